@@ -1,0 +1,39 @@
+# Two commands are all the set-up there is: `make train` and `make test`.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TRAIN_ARGS ?=
+
+.PHONY: train test test-gpu lint types bench clean
+
+train: $(VENV)/.installed
+	$(BIN)/atom train $(TRAIN_ARGS)
+
+test: lint types
+	$(BIN)/python -m pytest tests
+
+# One command for whoever has a GPU; skips cleanly without one.
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests -m gpu
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+$(VENV)/bin/pip:
+	./scripts/make-venv $(PYTHON) $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

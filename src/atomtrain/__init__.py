@@ -1,0 +1,30 @@
+"""ATOM: train language models far larger than your GPU's memory, alone or with other peers.
+
+Importing this package is cheap: torch is imported when a name that needs it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from atomtrain.swapping.engine import Engine as Engine
+    from atomtrain.swapping.engine import swap as swap
+    from atomtrain.swapping.resident import Resident as Resident
+
+_LAZY = {
+    "swap": "atomtrain.swapping.engine",
+    "Engine": "atomtrain.swapping.engine",
+    "Resident": "atomtrain.swapping.resident",
+}
+
+__all__ = ["Engine", "Resident", "__version__", "swap"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'atomtrain' has no attribute {name!r}")

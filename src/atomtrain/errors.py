@@ -1,0 +1,55 @@
+"""Errors that a user can meet. Each message says what was given, what is allowed, what to do next.
+
+The command line prints the message of an `AtomError` on one line and exits with its `exit_code`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AtomError(Exception):
+    """Base of every error that ATOM raises on purpose."""
+
+    exit_code = 2
+
+
+class ConfigError(AtomError, ValueError):
+    """An option, a name or a number that cannot be used."""
+
+
+class AnalysisError(AtomError):
+    """A model that cannot be turned into a chain of layers."""
+
+
+class PlanError(AtomError):
+    """No plan fits the given budgets."""
+
+
+class DeviceMemoryError(AtomError, MemoryError):
+    """The device budget would be exceeded."""
+
+
+class StreamError(AtomError, RuntimeError):
+    """A transfer or a host update failed, or did not finish by its deadline."""
+
+    exit_code = 1
+
+
+class DataError(AtomError):
+    """Text, tokenizer or token file that cannot be used."""
+
+
+class CheckpointError(AtomError):
+    """A checkpoint that cannot be written, read, or used with this model."""
+
+
+class SwarmError(AtomError):
+    """A swarm that cannot be started, reached or joined."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the allowed name nearest to `given`, or `""`."""
+    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
