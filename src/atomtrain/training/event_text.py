@@ -1,0 +1,236 @@
+"""Events in words: every field that a person reads is formatted here.
+
+Events come from files and from other peers, so nothing here trusts them: a field that is missing
+or of the wrong kind is left out of the text, and control characters never reach a terminal.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from atomtrain.events import Event
+from atomtrain.units import format_bytes, format_count, format_seconds
+
+
+def event_line(event: Event) -> str | None:
+    """Return one line of words for an event, or `None` if it is not worth a line."""
+    text = _LINES.get(event["event"], lambda _: None)(event)
+    return printable(text) if text else None
+
+
+def clock_text(event: Event) -> str:
+    """Return the local time of an event as hours, minutes and seconds."""
+    return time.strftime("%H:%M:%S", time.localtime(time_of_s(event) or None))
+
+
+def join_address(*events: Event) -> str | None:
+    """Return the first address that others can join at, from any of the events that carry one."""
+    for event in events:
+        key = {"run_started": "join_address", "listening": "address"}.get(event.get("event", ""))
+        if key and (address := words(event, key)):
+            return address
+    return None
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, without characters that would steer a terminal."""
+    flat = " ".join(text.split())
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in flat
+    )
+
+
+def words(event: Event, key: str) -> str | None:
+    """Return a field as printable text, or `None` if it is missing or empty."""
+    value = event.get(key)
+    if value is None or value == "" or isinstance(value, list | dict):
+        return None
+    return printable(str(value))
+
+
+def number(event: Event, key: str) -> float | None:
+    """Return a field as a finite number, or `None`."""
+    value = event.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number too large for a float
+        return None
+
+
+def count(event: Event, key: str) -> str | None:
+    """Return a whole number (or the length of a list) in full."""
+    value = event.get(key)
+    if isinstance(value, list):
+        return str(len(value))
+    return optional(lambda found: f"{found:.0f}", number(event, key))
+
+
+def decimal(event: Event, key: str) -> str | None:
+    """Return a number with three decimals; a loss that is not finite is shown as what it is."""
+    value = event.get(key)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return optional(lambda found: f"{found:.3f}", number(event, key))
+
+
+def share(event: Event, key: str) -> str | None:
+    """Return a share from 0 to 1 in per cent."""
+    return optional(lambda found: f"{found:.1%}", number(event, key))
+
+
+def rate(event: Event) -> str | None:
+    """Return the tokens per second."""
+    return optional(format_count, number(event, "tokens_per_s"))
+
+
+def duration(value_s: float) -> str:
+    """Return a duration in words; what is left of a run can be nothing."""
+    return format_seconds(value_s) if value_s > 0 else "0 s"
+
+
+def size(event: Event, key: str) -> str | None:
+    """Return a number of bytes with its unit."""
+    return optional(format_bytes, number(event, key))
+
+
+def steps_text(event: Event) -> str | None:
+    """Return for example `120/2000`."""
+    return "/".join(filter(None, (count(event, "step"), count(event, "steps")))) or None
+
+
+def memory_text(event: Event) -> str:
+    """Return for example `58.1 of 64.0 MiB, model state 312.0 MiB`."""
+    peak, state = size(event, "device_peak_bytes"), size(event, "state_bytes")
+    budget = size(event, "device_budget_bytes") or size(event, "device_memory_bytes")
+    if peak and budget and peak.split()[1] == budget.split()[1]:
+        peak = peak.split()[0]
+    device = f"{peak} of {budget}" if peak and budget else peak or (budget and f"of {budget}")
+    return _sentence(device, state and f"model state {state}")
+
+
+def sample_text(event: Event) -> str:
+    """Return the prompt and what the model made of it."""
+    prompt, text = (printable(str(event.get(key) or "")) for key in ("prompt", "text"))
+    return f'"{prompt}" -> {text}'
+
+
+def time_of_s(event: Event) -> float:
+    """Return the Unix time of an event, or 0."""
+    return number(event, "time_s") or 0.0
+
+
+def optional(form: Callable[[float], str], value: float | None) -> str | None:
+    """Return `form(value)`, or `None` if there is no value."""
+    return None if value is None else form(value)
+
+
+def _sentence(*parts: str | None) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def tag(value: str | None, form: str) -> str | None:
+    """Return `form` with `{}` replaced by `value`, or `None` if there is no value."""
+    return None if value is None else form.replace("{}", value)
+
+
+def _started_line(event: Event) -> str:
+    parameters = optional(format_count, number(event, "parameters"))
+    tokens = optional(format_count, number(event, "tokens_per_step"))
+    return _sentence(
+        tag(words(event, "run"), "started run {}"),
+        tag(words(event, "model"), "model {}"),
+        tag(parameters, "{} parameters"),
+        tag(words(event, "device"), "device {}"),
+        tag(size(event, "device_memory_bytes"), "device memory {}"),
+        tag(size(event, "state_bytes"), "model state {}"),
+        tag(count(event, "steps"), "{} steps"),
+        tag(tokens, "{} tokens a step"),
+        tag(words(event, "data"), "data {}"),
+    )
+
+
+def _step_line(event: Event) -> str:
+    return _sentence(
+        tag(steps_text(event), "step {}"),
+        tag(decimal(event, "loss"), "loss {}"),
+        tag(rate(event), "{} tokens/s"),
+        tag(optional(duration, number(event, "time_left_s")), "{} left"),
+        tag(memory_text(event) or None, "device {}"),
+        tag(share(event, "link_wait_share"), "link wait {}"),
+        tag(count(event, "peers"), "peers {}"),
+        tag(count(event, "round"), "round {}"),
+    )
+
+
+def _round_line(event: Event) -> str:
+    return _sentence(
+        f"round {count(event, 'round') or '?'} {words(event, 'outcome') or 'ended'}",
+        tag(count(event, "fragment"), "fragment {}"),
+        tag(count(event, "contributors"), "contributors {}"),
+        tag(size(event, "bytes_sent"), "{} sent"),
+        tag(size(event, "bytes_received"), "{} received"),
+        optional(duration, number(event, "duration_s")),
+        words(event, "reason"),
+    )
+
+
+def _names(event: Event, key: str) -> str | None:
+    value = event.get(key)
+    return " ".join(map(str, value)) or None if isinstance(value, list) else None
+
+
+def _membership_line(event: Event) -> str:
+    return _sentence(
+        tag(count(event, "peers"), "peers {}"),
+        tag(_names(event, "joined"), "joined: {}"),
+        tag(_names(event, "left"), "left: {}"),
+    )
+
+
+def _evaluation_line(event: Event) -> str:
+    return "held-out " + _sentence(
+        tag(decimal(event, "bits_per_byte"), "bits per byte {}"),
+        tag(decimal(event, "loss"), "loss {}"),
+        tag(count(event, "step"), "step {}"),
+    )
+
+
+def _checkpoint_line(event: Event) -> str:
+    return "checkpoint " + _sentence(
+        words(event, "path"),
+        tag(count(event, "step"), "step {}"),
+        size(event, "bytes"),
+        optional(duration, number(event, "duration_s")),
+    )
+
+
+def _finished_line(event: Event) -> str:
+    return "run " + _sentence(
+        words(event, "reason") or "finished",
+        tag(count(event, "step"), "step {}"),
+        tag(decimal(event, "loss"), "loss {}"),
+        tag(decimal(event, "bits_per_byte"), "held-out bits per byte {}"),
+    )
+
+
+def _lost_line(event: Event) -> str:
+    output = tag(words(event, "log"), "its output is in {}")
+    return "lost: " + _sentence(words(event, "reason") or "unknown reason", output)
+
+
+_LINES = {
+    "run_started": _started_line,
+    "step": _step_line,
+    "evaluation": _evaluation_line,
+    "round": _round_line,
+    "membership": _membership_line,
+    "checkpoint": _checkpoint_line,
+    "sample": lambda event: f"sample {sample_text(event)}",
+    "warning": lambda event: f"warning: {words(event, 'message') or 'unknown'}",
+    "run_finished": _finished_line,
+    "peer_lost": _lost_line,
+}
