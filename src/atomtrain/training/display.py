@@ -22,6 +22,7 @@ from atomtrain.training import event_text as text
 from atomtrain.training.peer_view import PeerView
 from atomtrain.units import format_count
 
+ROOMY_COLUMNS = 100
 WIDE_COLUMNS = 140
 ROW_KINDS = frozenset(("run_started", "step", "evaluation", "run_finished", "peer_lost"))
 MESSAGE_KINDS = frozenset(
@@ -92,6 +93,9 @@ class Display:
                 get_renderable=self._view,
                 refresh_per_second=self._config.refreshes_per_s,
                 vertical_overflow="ellipsis",
+                # What others print would tear the view, unless it goes somewhere else anyway.
+                redirect_stdout=self._stream is sys.stdout,
+                redirect_stderr=self._stream is sys.stdout and sys.stderr.isatty(),
             )
             self._live.start()
 
@@ -214,14 +218,16 @@ class Display:
         styles = [STYLES.get(state, "") for state in states]
         if not states:
             return Group(header, *messages)
-        if self._console.width >= WIDE_COLUMNS:
+        width = self._console.width
+        gap = 2 if width >= ROOMY_COLUMNS else 1
+        if width >= WIDE_COLUMNS:
             rows = [left + right for left, right in zip(progress, memory, strict=True)]
-            tables = [_table(PROGRESS_COLUMNS + MEMORY_COLUMNS, rows, styles)]
+            tables = [_table(PROGRESS_COLUMNS + MEMORY_COLUMNS, rows, styles, gap)]
         else:
             named = [[left[0], *right] for left, right in zip(progress, memory, strict=True)]
             tables = [
-                _table(PROGRESS_COLUMNS, progress, styles),
-                _table(("peer", *MEMORY_COLUMNS), named, styles),
+                _table(PROGRESS_COLUMNS, progress, styles, gap),
+                _table(("peer", *MEMORY_COLUMNS), named, styles, gap),
             ]
         return Group(header, *tables, *messages)
 
@@ -249,8 +255,8 @@ PROGRESS_COLUMNS = ("peer", "step", "loss", "bits/byte", "tokens/s", "left", "pe
 MEMORY_COLUMNS = ("device memory (peak of budget)", "link wait")
 
 
-def _table(columns: tuple[str, ...], rows: list[list[str]], styles: list[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+def _table(columns: tuple[str, ...], rows: list[list[str]], styles: list[str], gap: int) -> Table:
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
     for column in columns:
         right = column not in ("peer", "left", "round", MEMORY_COLUMNS[0])
         table.add_column(

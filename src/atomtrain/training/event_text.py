@@ -13,6 +13,8 @@ from collections.abc import Callable
 from atomtrain.events import Event
 from atomtrain.units import format_bytes, format_count, format_seconds
 
+LATEST_S = 4e9  # the year 2096
+
 
 def event_line(event: Event) -> str | None:
     """Return one line of words for an event, or `None` if it is not worth a line."""
@@ -21,7 +23,7 @@ def event_line(event: Event) -> str | None:
 
 
 def clock_text(event: Event) -> str:
-    """Return the local time of an event as hours, minutes and seconds."""
+    """Return the local time of an event (or now) as hours, minutes and seconds."""
     return time.strftime("%H:%M:%S", time.localtime(time_of_s(event) or None))
 
 
@@ -119,8 +121,9 @@ def sample_text(event: Event) -> str:
 
 
 def time_of_s(event: Event) -> float:
-    """Return the Unix time of an event, or 0."""
-    return number(event, "time_s") or 0.0
+    """Return the Unix time of an event, or 0 if there is none that a calendar can show."""
+    found_s = number(event, "time_s") or 0.0
+    return found_s if 0 <= found_s < LATEST_S else 0.0
 
 
 def optional(form: Callable[[float], str], value: float | None) -> str | None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import DataError
 from atomtrain.events import Event
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", ":", "-.")
 MAX_POINTS = 2000
-SMOOTHED_SHARE = 0.03
+SMOOTHED_SHARE = 0.015
 
 
 @dataclass
@@ -106,18 +106,24 @@ def loss_picture(event_files: Mapping[str, Path], target: Path) -> Path:
     return target
 
 
-def smooth(values: list[float], span: float) -> list[float]:
-    """Return the exponential moving average over about `span` values; `nan` is passed over.
+def smooth(values: list[float], reach: int) -> list[float]:
+    """Return for each value the mean of its neighbours up to `reach` places to either side.
 
-    The average starts unbiased: early values are means of the few values so far.
+    At the start, where losses fall steeply, fewer places count, equally many on both sides; at the
+    end the places to the left still count in full, so that one last value does not bend the curve.
+    `nan` is passed over, and stays where there is nothing else to average.
     """
-    keep = 1 - 1 / max(span, 1.0)
-    total = weight = 0.0
-    smoothed = []
+    sums, counts = [0.0], [0]
     for value in values:
-        if math.isfinite(value):
-            total, weight = keep * total + value, keep * weight + 1
-        smoothed.append(total / weight if weight else math.nan)
+        known = math.isfinite(value)
+        sums.append(sums[-1] + (value if known else 0.0))
+        counts.append(counts[-1] + known)
+    smoothed = []
+    for index in range(len(values)):
+        left = min(reach, index)
+        low, high = index - left, min(index + left + 1, len(values))
+        known_values = counts[high] - counts[low]
+        smoothed.append((sums[high] - sums[low]) / known_values if known_values else math.nan)
     return smoothed
 
 
@@ -155,37 +161,30 @@ def _draw(courses: list[PeerCourse]) -> Figure:
         panel.grid(color="0.9")
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, ncols=1 + (len(courses) - 1) // 6)
+        panel.legend(frameon=False, loc="upper right", ncols=1 + (len(courses) - 1) // 6)
     panels[0].set_title(_title(courses), loc="left", fontsize="medium", fontweight="bold")
     return figure
 
 
-def _draw_loss(panel: Axes, course: PeerCourse, by_tokens: bool, look: dict[str, str]) -> None:
+def _draw_loss(panel: Axes, course: PeerCourse, by_tokens: bool, look: dict[str, Any]) -> None:
     x = course.tokens if by_tokens else course.steps
-    smoothed = smooth(course.losses, SMOOTHED_SHARE * len(course.losses))
+    smoothed = smooth(course.losses, round(SMOOTHED_SHARE * len(course.losses)))
     stride = -(-len(x) // MAX_POINTS)
     last = slice(len(x) - 1, None)  # the end of the run is always in the picture
-    for values, extra in (
-        (course.losses, {"alpha": 0.25, "linewidth": 0.8, "linestyle": "-"}),
-        (smoothed, {"linewidth": 1.8, "label": course.name}),
-    ):
-        panel.plot(x[:-1:stride] + x[last], values[:-1:stride] + values[last], **{**look, **extra})
+    raw: dict[str, Any] = {**look, "alpha": 0.25, "linewidth": 0.8, "linestyle": "-"}
+    smooth_look: dict[str, Any] = {**look, "linewidth": 1.8, "label": course.name}
+    for values, panel_look in ((course.losses, raw), (smoothed, smooth_look)):
+        panel.plot(x[:-1:stride] + x[last], values[:-1:stride] + values[last], **panel_look)
 
 
-def _draw_held_out(panel: Axes, course: PeerCourse, by_tokens: bool, look: dict[str, str]) -> None:
+def _draw_held_out(panel: Axes, course: PeerCourse, by_tokens: bool, look: dict[str, Any]) -> None:
     steps = course.evaluated_steps
     x = [course.tokens_at(step) for step in steps] if by_tokens else steps
-    panel.plot(x, course.bits_per_byte, marker="o", markersize=3.5, linewidth=1.4, **look)
-    if x and math.isfinite(course.bits_per_byte[-1]):
-        last = course.bits_per_byte[-1]
-        panel.annotate(
-            f"{last:.3f}",
-            (x[-1], last),
-            textcoords="offset points",
-            xytext=(5, 4),
-            fontsize="small",
-            color=look["color"],
-        )
+    finite = [value for value in course.bits_per_byte if math.isfinite(value)]
+    look = {**look, "marker": "o", "markersize": 3.5, "linewidth": 1.4}
+    if finite:
+        look["label"] = f"{course.name}: {finite[-1]:.3f}"
+    panel.plot(x, course.bits_per_byte, **look)
 
 
 def _title(courses: list[PeerCourse]) -> str:
