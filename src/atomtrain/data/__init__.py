@@ -1,1 +1,33 @@
-"""TODO"""
+"""Text to batches: corpus, held-out split, tokenizer, token file, and a resumable sample order.
+
+corpus = read_corpus("books/*.txt")            # or None: the demonstration corpus
+tokenizer, tokens = prepare(corpus, default_cache())
+sampler = Sampler(tokens.train, SamplerConfig(context_tokens=256, sequences=8), peer_key="a")
+inputs, labels = sampler.batch(position)
+"""
+
+from __future__ import annotations
+
+from atomtrain.data.corpus import Corpus, Document, read_corpus
+from atomtrain.data.prepare import Prepared, default_cache, prepare
+from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, held_out_batches
+from atomtrain.data.tokenizer import SEPARATOR, Tokenizer
+from atomtrain.data.tokens import Tokens, bits_per_byte, open_tokens
+
+__all__ = [
+    "SEPARATOR",
+    "Batch",
+    "Corpus",
+    "Document",
+    "Prepared",
+    "Sampler",
+    "SamplerConfig",
+    "Tokenizer",
+    "Tokens",
+    "bits_per_byte",
+    "default_cache",
+    "held_out_batches",
+    "open_tokens",
+    "prepare",
+    "read_corpus",
+]

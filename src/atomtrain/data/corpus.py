@@ -1,0 +1,213 @@
+"""A corpus: UTF-8 text files that the user names, checked once and read when needed."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from atomtrain.data.demo import DEMO_LICENCE, DEMO_NAME, demo_texts
+from atomtrain.errors import DataError
+from atomtrain.units import format_bytes
+
+MIN_CHARACTERS = 4096
+_GLOB_SIGNS = frozenset("*?[")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One text: a file that is read again whenever it is needed, or a string in memory."""
+
+    name: str
+    """Path or title, for messages."""
+    size_bytes: int
+    """Length in UTF-8, bytes."""
+    characters: int
+    """Length in Unicode code points."""
+    sha256: str
+    """Checksum of the UTF-8 bytes, hexadecimal."""
+    source: Path | str
+    """The file, or the text itself."""
+
+    def read(self) -> str:
+        """Return the whole text.
+
+        Raises:
+            DataError: the file has vanished or changed since the corpus was read.
+        """
+        if isinstance(self.source, str):
+            return self.source
+        content = _read_file(self.source)
+        if hashlib.sha256(content).hexdigest() != self.sha256:
+            raise DataError(
+                f"{self.source} changed while it was in use; start again once it is complete"
+            )
+        return content.decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """An ordered set of documents. Equal texts in equal order have an equal `sha256` everywhere."""
+
+    name: str
+    """What the user gave, or the name of the demonstration corpus."""
+    documents: tuple[Document, ...]
+    """In the order in which they are tokenised."""
+    licence: str
+    """Who may use the text and how, as far as is known."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of all documents in UTF-8, bytes."""
+        return sum(document.size_bytes for document in self.documents)
+
+    @property
+    def characters(self) -> int:
+        """Length of all documents in Unicode code points."""
+        return sum(document.characters for document in self.documents)
+
+    @property
+    def sha256(self) -> str:
+        """Checksum over the documents' checksums; does not depend on names or places."""
+        return hashlib.sha256(" ".join(d.sha256 for d in self.documents).encode()).hexdigest()
+
+
+def read_corpus(spec: str | None) -> Corpus:
+    """Return the corpus that `spec` names.
+
+    All peers of a swarm that train on the same text must name it so that its files come in the
+    same order: parts as given, the files of a folder or pattern sorted by path.
+
+    Args:
+        spec: a file, a folder (all its files, also in subfolders, none hidden) or a pattern such
+            as `books/*.txt`; several are separated by commas. `None` is the demonstration corpus.
+
+    Raises:
+        DataError: nothing matches, a file cannot be read, is not UTF-8 or (if named itself) is
+            empty, there is too little text, or the demonstration corpus is not installed.
+    """
+    if spec is None:
+        documents = tuple(_document(name, text) for name, text in demo_texts())
+        return Corpus(name=DEMO_NAME, documents=documents, licence=DEMO_LICENCE)
+    documents = tuple(_read_document(path) for path in _unique(_match(spec)))
+    return _checked(
+        Corpus(
+            name=spec,
+            # An empty file in a folder holds no text that could be lost.
+            documents=tuple(d for d in documents if d.size_bytes),
+            licence="given by the user; its licence is not known to ATOM",
+        )
+    )
+
+
+def corpus_of_texts(name: str, texts: Iterable[str]) -> Corpus:
+    """Return a corpus of strings in memory.
+
+    Raises:
+        DataError: too little text, or a text that is no valid Unicode (a lone surrogate).
+    """
+    documents = tuple(_document(f"{name} {index}", text) for index, text in enumerate(texts))
+    return _checked(Corpus(name=name, documents=documents, licence="not stated"))
+
+
+def _checked(corpus: Corpus) -> Corpus:
+    if corpus.characters < MIN_CHARACTERS:
+        raise DataError(
+            f"{corpus.name} holds too little text: {corpus.characters} characters "
+            f"({format_bytes(corpus.size_bytes)}) in {len(corpus.documents)} files, at least "
+            f"{MIN_CHARACTERS} are needed; name more files with --data"
+        )
+    return corpus
+
+
+def _match(spec: str) -> Iterator[Path]:
+    # os.path answers "no" where pathlib raises: names too long, a home of nobody.
+    exists = os.path.exists(os.path.expanduser(spec))
+    parts = [spec] if exists else [part.strip() for part in spec.split(",")]
+    for part in parts:
+        if not part:
+            raise DataError(f"--data {spec!r} has an empty part; write it as one.txt,two.txt")
+        path = Path(os.path.expanduser(part))
+        if os.path.isfile(path):
+            if path.stat().st_size == 0:
+                raise DataError(f"{path} is empty; name a file with text in it")
+            yield path
+        else:
+            yield from _match_many(part, path)
+
+
+def _match_many(part: str, path: Path) -> list[Path]:
+    """Return the files of a folder or a pattern, of which there must be some."""
+    if os.path.isdir(path):
+        found = [
+            file
+            for file in path.rglob("*")
+            if file.is_file()
+            and not any(name.startswith(".") for name in file.relative_to(path).parts)
+        ]
+        problem = "is a folder without files"
+    elif _GLOB_SIGNS.intersection(part):
+        found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        found = [file for file in found if file.is_file()]
+        problem = "matches no file"
+    else:
+        found = []
+        problem = "does not exist"
+    if not found:
+        raise DataError(
+            f"{part} {problem}; give a text file, a folder or a pattern such as 'books/*.txt'"
+        )
+    return sorted(found, key=str)
+
+
+def _unique(paths: Iterable[Path]) -> list[Path]:
+    """Drop files that were named twice; the first place counts."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def _read_document(path: Path) -> Document:
+    content = _read_file(path)
+    try:
+        characters = len(content.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {content[error.start]:#04x} at offset {error.start}); "
+            "convert it, or give a pattern that leaves it out, such as 'folder/*.txt'"
+        ) from error
+    return Document(
+        name=str(path),
+        size_bytes=len(content),
+        characters=characters,
+        sha256=hashlib.sha256(content).hexdigest(),
+        source=path,
+    )
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); check --data") from error
+
+
+def _document(name: str, text: str) -> Document:
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name} is no valid Unicode (lone surrogate at character {error.start}); "
+            "decode it from its bytes again"
+        ) from error
+    return Document(
+        name=name,
+        size_bytes=len(content),
+        characters=len(text),
+        sha256=hashlib.sha256(content).hexdigest(),
+        source=text,
+    )

@@ -1,0 +1,162 @@
+"""The sample order: a pure function of (run seed, peer key, position), and nothing else.
+
+The training tokens are cut into windows of one context. In each epoch a peer visits all windows
+once, in an order of its own; the grid of windows is shifted by a random part of a context, so
+that windows of different epochs have different borders. Sequences are counted from 0 through all
+epochs: batch `p` of `n` sequences takes numbers `p*n` to `p*n + n - 1`. A batch therefore may span
+two epochs, and the only state is the position: whoever goes on at the position that follows the
+last batch used repeats nothing and leaves nothing out. Peers draw independently of each other:
+with different keys their orders have nothing in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atomtrain.errors import DataError
+
+
+class Batch(NamedTuple):
+    """Sequences of one batch, on the CPU, in memory of their own."""
+
+    inputs: Tensor  # [sequences, context] int64
+    labels: Tensor  # [sequences, context] int64; labels[i, t] is the token after inputs[i, t]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """Shape of the batches and seed of their order."""
+
+    context_tokens: int
+    """Tokens of a sequence, 1 or more."""
+    sequences: int
+    """Sequences of a batch, 1 or more."""
+    seed: int = 0
+    """Seed of the run, the same for all peers."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _check_shape(self.context_tokens, self.sequences)
+
+
+class _Epoch(NamedTuple):
+    """One pass over the training tokens."""
+
+    offset: int
+    """First token of window 0."""
+    order: NDArray[np.int64]  # [windows], a permutation
+
+
+class Sampler:
+    """Gives any batch of a peer's endless order by its position. Thread-safe, nothing to save."""
+
+    def __init__(self, tokens: NDArray[Any], config: SamplerConfig, peer_key: str) -> None:
+        """Draw from `tokens`, [training tokens], which may be memory-mapped.
+
+        Args:
+            tokens: of one dimension, any unsigned integers.
+            config: shape and seed.
+            peer_key: what tells this peer from others, and stays with it when it comes back.
+
+        Raises:
+            DataError: the text is shorter than one context and its last label.
+        """
+        _check_length(tokens, config.context_tokens, "training")
+        self._tokens = tokens
+        self._config = config
+        self._peer_key = peer_key
+        context = config.context_tokens
+        # One window fewer than fits, so that the grid can be shifted by up to a context.
+        self.windows_per_epoch: int = max(1, (len(tokens) - context) // context)
+        self._offsets = min(context, len(tokens) - self.windows_per_epoch * context)
+        # A batch touches two epochs at most, unless it is larger than an epoch.
+        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
+
+    def batch(self, position: int) -> Batch:
+        """Return batch number `position`, 0 or more."""
+        if position < 0:
+            raise DataError(f"position {position} does not exist; positions start at 0")
+        first = position * self._config.sequences
+        numbers = range(first, first + self._config.sequences)
+        starts = [self._start(number) for number in numbers]
+        return _gather(self._tokens, starts, self._config.context_tokens)
+
+    def epoch(self, position: int) -> float:
+        """Return how many times the training text has been visited before batch `position`."""
+        return position * self._config.sequences / self.windows_per_epoch
+
+    def _start(self, number: int) -> int:
+        """Return the first token of sequence `number`."""
+        epoch, rank = divmod(number, self.windows_per_epoch)
+        drawn = self._epoch(epoch)
+        return drawn.offset + int(drawn.order[rank]) * self._config.context_tokens
+
+    def _draw_epoch(self, epoch: int) -> _Epoch:
+        seed = f"{self._config.seed}/{epoch}/{self._peer_key}"
+        key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:16], "little")
+        # Raw bits and a stable sort: numpy promises both for all versions, but no shuffle.
+        bits = np.random.Philox(key=key)
+        offset = int(bits.random_raw() % self._offsets)
+        order = np.argsort(bits.random_raw(self.windows_per_epoch), kind="stable")
+        return _Epoch(offset, order.astype(np.int64, copy=False))
+
+
+def held_out_batches(
+    tokens: NDArray[Any], context_tokens: int, sequences: int, limit: int | None = None
+) -> Iterator[Batch]:
+    """Yield the batches to evaluate on: always the same, spread evenly, all of one shape.
+
+    Windows do not overlap, unless there are too few for a single batch.
+
+    Args:
+        tokens: [held-out tokens].
+        context_tokens: tokens of a sequence.
+        sequences: sequences of a batch.
+        limit: at most so many batches; `None` for all whole ones.
+
+    Raises:
+        DataError: the held-out text is shorter than one context and its last label.
+    """
+    _check_shape(context_tokens, sequences)
+    if limit is not None and limit < 1:
+        raise DataError(f"limit={limit} asks for no held-out batch; it must be 1 or more, or None")
+    _check_length(tokens, context_tokens, "held-out")
+    batches = max(1, (len(tokens) - 1) // context_tokens // sequences)
+    total = min(batches, limit or batches) * sequences
+    room = len(tokens) - 1 - context_tokens
+    starts = [number * room // max(1, total - 1) for number in range(total)]
+    return (
+        _gather(tokens, starts[first : first + sequences], context_tokens)
+        for first in range(0, total, sequences)
+    )
+
+
+def _gather(tokens: NDArray[Any], starts: list[int], context: int) -> Batch:
+    rows = np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64)
+    whole = torch.from_numpy(rows)  # [sequences, context + 1]
+    return Batch(whole[:, :-1].contiguous(), whole[:, 1:].contiguous())
+
+
+def _check_shape(context_tokens: int, sequences: int) -> None:
+    if context_tokens < 1 or sequences < 1:
+        raise DataError(
+            f"a batch of {sequences} sequences of {context_tokens} tokens is empty; "
+            "both must be 1 or more"
+        )
+
+
+def _check_length(tokens: NDArray[Any], context: int, part: str) -> None:
+    if len(tokens) < context + 1:
+        raise DataError(
+            f"the {part} text has {len(tokens)} tokens, a context of {context} needs at least "
+            f"{context + 1}; shorten the context or add text"
+        )

@@ -1,0 +1,112 @@
+"""Byte-level byte-pair encoding: any text is encoded, and decoding gives it back exactly."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from atomtrain.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+SEPARATOR = "<|endoftext|>"
+DEFAULT_VOCABULARY = 4096
+MIN_VOCABULARY = 257  # every byte, and the separator
+
+
+class Tokenizer:
+    """Turns text into token numbers and back; a thin layer over the `tokenizers` library.
+
+    The separator stands between documents. It exists as a number only: a text that happens to
+    contain its characters is encoded like any other, and cannot forge the end of a document.
+    """
+
+    def __init__(self, backend: Backend, separator: str = SEPARATOR) -> None:
+        """Wrap `backend`, whose vocabulary must hold `separator`.
+
+        Raises:
+            DataError: it does not.
+        """
+        number = backend.token_to_id(separator)
+        if number is None:
+            raise DataError(
+                f"the tokenizer has no token {separator!r} to put between documents; "
+                f"name one that it has.{nearest(separator, backend.get_vocab())}"
+            )
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.separator_text: str = separator
+        self.separator: int = number
+        self.vocabulary: int = 1 + max(backend.get_vocab().values())
+        """Number of tokens; numbers run from 0 to one less."""
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocabulary: int = DEFAULT_VOCABULARY) -> Tokenizer:
+        """Learn a vocabulary from `texts`; equal texts give an equal tokenizer.
+
+        The result may have fewer tokens than `vocabulary` if the texts have too few pairs.
+
+        Raises:
+            DataError: `vocabulary` has no room for every byte and the separator.
+        """
+        if vocabulary < MIN_VOCABULARY:
+            raise DataError(
+                f"a vocabulary of {vocabulary} is too small; it must be at least "
+                f"{MIN_VOCABULARY} (every byte and the separator), {DEFAULT_VOCABULARY} is usual"
+            )
+        from tokenizers import Tokenizer as NewBackend
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        backend = NewBackend(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[SEPARATOR],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    @classmethod
+    def from_json(cls, text: str, separator: str = SEPARATOR) -> Tokenizer:
+        """Return the tokenizer that `to_json` wrote, or any other in the same file format.
+
+        Raises:
+            DataError: the text is not a tokenizer, or has no token `separator`.
+        """
+        from tokenizers import Tokenizer as NewBackend
+
+        try:
+            backend = NewBackend.from_str(text)
+        except Exception as error:  # the library raises nothing more specific
+            raise DataError(
+                f"the tokenizer cannot be read ({error}); it must be the content of a "
+                "tokenizer.json file"
+            ) from error
+        return cls(backend, separator)
+
+    def to_json(self) -> str:
+        """Return the content of a `tokenizer.json` file."""
+        return self._backend.to_str()
+
+    @property
+    def sha256(self) -> str:
+        """Checksum of the tokenizer, hexadecimal."""
+        return hashlib.sha256(f"{self.separator} {self.to_json()}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token numbers of `text`; never the separator."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token numbers of each text, using all cores."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """Return the text; bytes that are no whole character become replacement characters."""
+        return self._backend.decode(list(numbers), skip_special_tokens=False)
