@@ -257,30 +257,33 @@ def steps(directory: Path, name: str) -> int:
     return sum(event["event"] == "step" for event in read(directory / f"{name}.jsonl"))
 
 
-def test_ctrl_c_in_a_terminal_reaches_peers_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["ctrl-c", "closed terminal"])
+def test_ctrl_c_or_a_closed_terminal_reaches_peers_once(tmp_path: Path, way: str) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["TERM"] = "xterm"
         os.execv(sys.executable, [sys.executable, str(LAUNCHER), str(tmp_path), *FOREVER])
     try:
         wait_until(lambda: _drained(terminal) and steps(tmp_path, "a") and steps(tmp_path, "b"))
-        os.write(terminal, b"\x03")
-        wait_until(lambda: _drained(terminal) and _ended(pid))
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        if way == "ctrl-c":
+            os.write(terminal, b"\x03")
+        else:
+            os.close(terminal)
+        wait_until(lambda: (way != "ctrl-c" or _drained(terminal)) and _ended(pid))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
     finally:
-        os.close(terminal)
+        if way == "ctrl-c":
+            os.close(terminal)
         _kill_peers(tmp_path)
+    assert code == 0
     for name in "ab":
         end = read(tmp_path / f"{name}.jsonl")[-1]
-        assert (end["event"], end["reason"], end["interrupts"]) == (
-            "run_finished",
-            "interrupted",
-            1,
-        )
+        assert end["event"] == "run_finished"
+        assert (end["reason"], end["interrupts"]) == ("interrupted", 1)
 
 
 def _drained(terminal: int) -> bool:

@@ -61,6 +61,9 @@ class DisplayConfig:
 class Display:
     """Turns events into a live view or plain lines, and into a summary when it is closed.
 
+    The live view is drawn by a thread of its own; only plain lines, and the few lines that stay in
+    sight above the view, are written by the caller of `update`.
+
     Thread-safe: `update` may be called from any thread. If the reader of the output goes away
     (a closed pipe or terminal), the display falls silent and training goes on.
     """
