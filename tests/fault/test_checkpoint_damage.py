@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -193,8 +194,9 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_no_rubbish(
     message = str(caught.value)
     assert "No space left on device" in message
     assert calls[call].name in message
-    assert f"({4096 * (call + 1)}" in message or call == 1  # the first shard's file has a header
-    assert "bytes) are needed" in message
+    needed = re.search(r"\((\d+) bytes\) are needed", message)
+    assert needed is not None
+    assert 0 <= int(needed[1]) - 4096 * (call + 1) < 1024, "tensors, and a little for headers"
     assert "were left" in message
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "step-00000001"]
     monkeypatch.undo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -121,10 +122,11 @@ def test_no_call_exists_at_which_dying_loses_the_last_checkpoint(
     tmp_path: Path, context: ForkServerContext
 ) -> None:
     killed_before, killed_after = 0, 0
+    for step in (1, 2):
+        save_step(tmp_path / "before", step)
     for call in range(200):
         folder = tmp_path / str(call)
-        for step in (1, 2):
-            save_step(folder, step)
+        shutil.copytree(tmp_path / "before", folder)
         process = context.Process(target=save_and_die, args=(folder, 3, call))
         process.start()
         process.join(DEADLINE_S)

@@ -195,6 +195,12 @@ def test_a_tensor_without_dense_data_is_refused(tmp_path: Path, tensor: Tensor) 
     assert names(tmp_path) == []
 
 
+def test_the_name_that_safetensors_reserves_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'s' has a tensor named '__metadata__'"):
+        checkpoint.save(tmp_path, 1, {"s": {"__metadata__": torch.zeros(1)}}, {})
+    assert names(tmp_path) == []
+
+
 def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with pytest.raises(CheckpointError, match="step -1"):

@@ -36,6 +36,7 @@ Shards = Mapping[str, Mapping[str, Tensor]] | Iterable[tuple[str, Mapping[str, T
 _LOCK_FILE = ".lock"
 _UNFINISHED = ".unfinished-"
 _DISCARDED = ".discarded-"
+_RESERVED = "__metadata__"  # safetensors keeps its own text under this name
 
 _logger = logging.getLogger(__name__)
 
@@ -177,6 +178,8 @@ def _write_shard(
     directory: Path, index: int, name: str, tensors: Mapping[str, Tensor], written_bytes: int
 ) -> ShardEntry:
     path = directory / f"shard-{index:05d}.safetensors"
+    if _RESERVED in tensors:
+        raise CheckpointError(f"shard {name!r} has a tensor named {_RESERVED!r}; rename it")
     needed_bytes = written_bytes + sum(t.nelement() * t.element_size() for t in tensors.values())
     with _writing(path, needed_bytes):
         try:
