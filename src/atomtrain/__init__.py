@@ -12,16 +12,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from atomtrain.swapping.engine import Engine as Engine
+    from atomtrain.swapping.engine import Options as Options
     from atomtrain.swapping.engine import swap as swap
-    from atomtrain.swapping.resident import Resident as Resident
 
 _LAZY = {
     "swap": "atomtrain.swapping.engine",
     "Engine": "atomtrain.swapping.engine",
-    "Resident": "atomtrain.swapping.resident",
+    "Options": "atomtrain.swapping.engine",
 }
 
-__all__ = ["Engine", "Resident", "__version__", "swap"]
+__all__ = ["Engine", "Options", "__version__", "swap"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Streams, slots, host store, executor and host optimizer: the swap engine."""

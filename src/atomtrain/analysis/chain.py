@@ -1,0 +1,118 @@
+"""A model as a chain of layers that pass named values to each other.
+
+Values are written once: the micro-batch's inputs by the caller, all others by one layer. What must
+travel from one segment to the next follows from who writes and who reads, so side inputs and skips
+need no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.errors import AnalysisError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Indivisible link of the chain: `writes = module(*reads)`."""
+
+    name: str
+    module: nn.Module
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's parameters by its own names; a weight with two names appears under both."""
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers by its own names."""
+        return dict(self.module.named_buffers(remove_duplicate=False))
+
+    def run(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+        """Call the module with `tensors` in place of its parameters and buffers."""
+        result = torch.func.functional_call(self.module, dict(tensors), tuple(values))
+        written = (
+            (result,)
+            if len(self.writes) == 1 and not isinstance(result, tuple | list)
+            else tuple(result)
+        )
+        if len(written) != len(self.writes):
+            raise AnalysisError(
+                f"layer {self.name!r} returned {len(written)} values, "
+                f"{len(self.writes)} were expected: {', '.join(self.writes)}"
+            )
+        return written
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers in the order of execution; the value `loss` is a scalar written by the last one."""
+
+    layers: tuple[Layer, ...]
+    inputs: tuple[str, ...]
+    loss: str
+    names: Mapping[int, str] = field(repr=False)
+    """The model's own name of each parameter, by `id`; a shared weight has its first name."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise AnalysisError("the model has no layers; nothing can be trained")
+        written = set(self.inputs)
+        for layer in self.layers:
+            if missing := [name for name in layer.reads if name not in written]:
+                raise AnalysisError(f"layer {layer.name!r} reads {missing[0]!r} before it exists")
+            if repeated := [name for name in layer.writes if name in written]:
+                raise AnalysisError(f"layer {layer.name!r} writes {repeated[0]!r} a second time")
+            written.update(layer.writes)
+        if self.loss not in self.layers[-1].writes:
+            raise AnalysisError(f"the last layer must write {self.loss!r}")
+
+    @cached_property
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """The layers that use each parameter, by the parameter's `id`, in order."""
+        users: dict[int, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            for parameter in layer.parameters.values():
+                entry = users.setdefault(id(parameter), [])
+                if index not in entry:
+                    entry.append(index)
+        return {key: tuple(value) for key, value in users.items()}
+
+    @cached_property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Each parameter once, in the order of first use."""
+        unique: dict[int, nn.Parameter] = {}
+        for layer in self.layers:
+            for parameter in layer.parameters.values():
+                unique.setdefault(id(parameter), parameter)
+        return tuple(unique.values())
+
+    def reads(self, start: int, stop: int) -> tuple[str, ...]:
+        """Values that layers `start` to `stop` take from outside, in the order of first use."""
+        inside: set[str] = set()
+        outside: dict[str, None] = {}
+        for layer in self.layers[start:stop]:
+            outside.update({name: None for name in layer.reads if name not in inside})
+            inside.update(layer.writes)
+        return tuple(outside)
+
+    def writes(self, start: int, stop: int) -> tuple[str, ...]:
+        """Values that layers `start` to `stop` write and later layers read (or the loss)."""
+        later = {name for layer in self.layers[stop:] for name in layer.reads} | {self.loss}
+        return tuple(
+            name for layer in self.layers[start:stop] for name in layer.writes if name in later
+        )
+
+    def crossing(self, cut: int) -> tuple[str, ...]:
+        """Values that layers write before `cut` and read at or after it (inputs not included)."""
+        later = {name for layer in self.layers[cut:] for name in layer.reads}
+        return tuple(name for layer in self.layers[:cut] for name in layer.writes if name in later)

@@ -1,0 +1,220 @@
+"""Costs of each layer, measured on fake tensors: exact bytes and FLOPs without memory or time.
+
+The layer really runs, forward and backward, under the same storage tracker that the emulated
+device uses; only the data are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from atomtrain.analysis.chain import Chain, Layer
+from atomtrain.analysis.storages import StorageTracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """What one layer needs for one micro-batch. Bytes are on the device."""
+
+    name: str
+    kind: str
+    """Layers of one kind are identical but for their weights."""
+    parameters: int
+    """Elements, shared weights counted at each user."""
+    parameter_bytes: int
+    buffer_bytes: int
+    forward_flops: int
+    backward_flops: int
+    """Of backward alone, without recomputing."""
+    forward_bytes: int
+    """Peak growth of forward without a graph, its outputs included."""
+    kept_bytes: int
+    """Alive after forward with a graph, its outputs included."""
+    graph_bytes: int
+    """Peak growth of forward with a graph."""
+    backward_bytes: int
+    """Peak growth of backward above `kept_bytes`, gradients of the inputs included."""
+    changes_buffers: bool
+    """Forward in training mode writes to a buffer (running statistics)."""
+    random: bool
+    """Forward draws random numbers."""
+
+
+class ValueSpec(NamedTuple):
+    """Shape and type of a value between layers, or the value itself if it is no tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    requires_grad: bool
+    constant: Any = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the value, 0 if it is no tensor."""
+        if self.dtype is None:
+            return 0
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class ChainCosts(NamedTuple):
+    """Costs of all layers and the sizes of all values."""
+
+    layers: tuple[LayerCost, ...]
+    values: Mapping[str, ValueSpec]
+
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class _Watcher(StorageTracker):
+    """Also notes whether random numbers were drawn."""
+
+    random = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _RANDOM in func.tags and not _dropout_is_off(func, args, kwargs or {}):
+            self.random = True
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _dropout_is_off(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation that can draw random numbers is told not to (attention)."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p")
+            return bool((argument.default_value if given is None else given) == 0.0)
+    return False
+
+
+def layer_costs(
+    chain: Chain, inputs: Mapping[str, Any], device: torch.device | str = "cpu"
+) -> ChainCosts:
+    """Return the costs of every layer; identical layers are run once.
+
+    Args:
+        chain: Its parameters may be on the meta device.
+        inputs: One micro-batch, by the chain's input names.
+        device: The kind of device whose kernels are to be assumed.
+    """
+    values: dict[str, ValueSpec] = {name: _spec_of(inputs[name]) for name in chain.inputs}
+    measured: dict[Any, tuple[LayerCost, tuple[ValueSpec, ...]]] = {}
+    kinds: dict[Any, str] = {}
+    costs = []
+    for layer in chain.layers:
+        specs = [values[name] for name in layer.reads]
+        key = _signature(layer, specs)
+        if key not in measured:
+            kinds[key] = f"{type(layer.module).__name__}-{len(kinds)}"
+            measured[key] = _measure(layer, specs, kinds[key], torch.device(device))
+        cost, written = measured[key]
+        costs.append(LayerCost(**{**cost.__dict__, "name": layer.name}))
+        values.update(zip(layer.writes, written, strict=True))
+    return ChainCosts(tuple(costs), values)
+
+
+def _spec_of(value: Any) -> ValueSpec:
+    if isinstance(value, Tensor):
+        return ValueSpec(tuple(value.shape), value.dtype, value.requires_grad)
+    return ValueSpec((), None, False, value)
+
+
+def _signature(layer: Layer, specs: Sequence[ValueSpec]) -> Any:
+    tensors = tuple(
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for name, tensor in (*layer.parameters.items(), *layer.buffers.items())
+    )
+    # Tied weights inside the layer are one storage, so which names share one matters.
+    sharing = tuple(_first_positions([id(tensor) for tensor in layer.parameters.values()]))
+    constants = tuple(repr(spec.constant) for spec in specs)
+    shapes = tuple((spec.shape, spec.dtype, spec.requires_grad) for spec in specs)
+    return (
+        type(layer.module), repr(layer.module), layer.module.training,
+        tensors, sharing, shapes, constants,
+    )  # fmt: skip
+
+
+def _first_positions(keys: Sequence[int]) -> list[int]:
+    return [list(keys).index(key) for key in keys]
+
+
+def _measure(
+    layer: Layer, specs: Sequence[ValueSpec], kind: str, device: torch.device
+) -> tuple[LayerCost, tuple[ValueSpec, ...]]:
+    with FakeTensorMode(), torch.enable_grad():
+        tensors = _fake_tensors(layer, device)
+        unique = {id(tensor): tensor for tensor in tensors.values()}.values()
+        for tensor in unique:
+            if tensor.requires_grad:
+                tensor.grad = torch.empty_like(tensor)
+        arguments = [_fake_value(spec, device) for spec in specs]
+        tracker = _Watcher()
+        with torch.no_grad(), tracker:
+            written = layer.run(tensors, arguments)
+            forward_bytes = tracker.peak_bytes
+        changes = any(tensors[name]._version for name in layer.buffers)
+        del written
+        with tracker, FlopCounterMode(display=False) as flops:
+            tracker.reset_peak()
+            before_bytes = tracker.live_bytes
+            written = layer.run(tensors, arguments)
+            out = tuple(_spec_of(value) for value in written)
+            kept_bytes = tracker.live_bytes - before_bytes
+            graph_bytes = tracker.peak_bytes - before_bytes
+            forward_flops = flops.get_total_flops()
+            roots = [value for value in written if isinstance(value, Tensor)]
+            roots = [value for value in roots if value.requires_grad]
+            del written
+            backward_bytes = 0
+            if roots:
+                seeds = [torch.empty_like(root) for root in roots]
+                seed_bytes = tracker.live_bytes - before_bytes - kept_bytes
+                tracker.reset_peak()
+                torch.autograd.backward(roots, seeds)
+                # The seeds stand for gradients that the executor already holds.
+                backward_bytes = tracker.peak_bytes - before_bytes - kept_bytes - seed_bytes
+            backward_flops = flops.get_total_flops() - forward_flops
+    parameters = {id(p): p for p in layer.parameters.values()}.values()
+    buffers = {id(b): b for b in layer.buffers.values()}.values()
+    cost = LayerCost(
+        name=layer.name,
+        kind=kind,
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
+        forward_flops=forward_flops,
+        backward_flops=backward_flops,
+        forward_bytes=forward_bytes,
+        kept_bytes=kept_bytes,
+        graph_bytes=graph_bytes,
+        backward_bytes=backward_bytes,
+        changes_buffers=changes,
+        random=tracker.random,
+    )
+    return cost, out
+
+
+def _fake_tensors(layer: Layer, device: torch.device) -> dict[str, Tensor]:
+    fakes: dict[int, Tensor] = {}
+    tensors = {}
+    for name, tensor in (*layer.parameters.items(), *layer.buffers.items()):
+        if id(tensor) not in fakes:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+        tensors[name] = fakes[id(tensor)]
+    return tensors
+
+
+def _fake_value(spec: ValueSpec, device: torch.device) -> Any:
+    if spec.dtype is None:
+        return spec.constant
+    fake = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    return fake.requires_grad_(spec.requires_grad)

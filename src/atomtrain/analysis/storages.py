@@ -1,0 +1,104 @@
+"""Counts the bytes of every storage that operations allocate, temporaries too.
+
+One class serves two purposes: on fake tensors it predicts the memory that a layer needs, on the
+emulated device it accounts and enforces the budget. Both see the same operations, so prediction
+and measurement agree.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OverBudget = Callable[[int, int, str], None]
+
+
+class StorageTracker(TorchDispatchMode):
+    """While active, counts each new storage until it is freed.
+
+    A storage is counted when an operation first returns it and released when its last tensor dies
+    (autograd's saved tensors included). Memory that a kernel allocates and frees inside itself is
+    not seen. Active on the entering thread only.
+    """
+
+    def __init__(self, on_growth: OverBudget | None = None) -> None:
+        """`on_growth(live_bytes, new_bytes, operation)` runs after each growth and may raise."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._on_growth = on_growth
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._may_allocate: dict[Any, bool] = {}
+        self._ignoring = False
+        # Storages may die on other threads (a copy thread holds the last reference), and on this
+        # one in the middle of `adopt`, hence re-entrant.
+        self._lock = threading.RLock()
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.peak_bytes = self.live_bytes
+
+    def adopt(self, tensor: torch.Tensor, operation: str = "adopt") -> None:
+        """Count the tensor's storage, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        known = self._known.get(key)
+        if known is not None and known() is not None:
+            return
+        n_bytes = storage.nbytes()
+        if n_bytes == 0:
+            return
+
+        def release(dead: weakref.ref[torch.UntypedStorage]) -> None:
+            with self._lock:
+                self.live_bytes -= n_bytes
+                if self._known.get(key) is dead:  # the address may already serve a new storage
+                    del self._known[key]
+
+        # torch keeps one Python object for a storage as long as the storage lives, so the weak
+        # reference dies with the memory and not before.
+        with self._lock:
+            self._known[key] = weakref.ref(storage, release)
+            self.live_bytes += n_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self._on_growth is not None:
+            self._on_growth(self.live_bytes, n_bytes, operation)
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Do not count what is allocated meanwhile on this thread (host memory)."""
+        before, self._ignoring = self._ignoring, True
+        try:
+            yield
+        finally:
+            self._ignoring = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._ignoring:
+            return result
+        allocates = self._may_allocate.get(func)
+        if allocates is None:
+            allocates = _may_allocate(func)
+            self._may_allocate[func] = allocates
+        if allocates:
+            if isinstance(result, torch.Tensor):
+                self.adopt(result, str(func))
+            elif isinstance(result, tuple | list):
+                for item in result:
+                    if isinstance(item, torch.Tensor):
+                        self.adopt(item, str(func))
+        return result
+
+
+def _may_allocate(func: Any) -> bool:
+    """Return whether some result of the operation is not an alias of an argument."""
+    return any(result.alias_info is None for result in func._schema.returns)

@@ -1,0 +1,179 @@
+"""Finds the chain of layers of a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from atomtrain.analysis.chain import Chain, Layer
+from atomtrain.errors import AnalysisError, ConfigError
+
+MicroBatch = Mapping[str, Any] | Sequence[Any] | Tensor
+Loss = Callable[..., Tensor]
+LOSS = "loss"
+
+
+@runtime_checkable
+class HasLayers(Protocol):
+    """A model that knows its own chain.
+
+    The layers' modules must be submodules of the model, so that its parameters keep their names.
+    """
+
+    def chain_layers(self) -> Sequence[Layer]:
+        """Return the layers; they read the forward's argument names, the last writes `loss`."""
+        ...
+
+
+class Traced(NamedTuple):
+    """A chain, and how a micro-batch becomes the chain's inputs."""
+
+    chain: Chain
+    bind: Callable[[MicroBatch], dict[str, Any]]
+
+
+class _LossLayer(nn.Module):
+    """Applies the caller's loss to the model's output and to the values kept for it."""
+
+    def __init__(self, loss: Loss, extra: Sequence[str], as_mapping: bool, takes_batch: bool):
+        super().__init__()
+        self._loss, self._extra = loss, tuple(extra)
+        self._as_mapping, self._takes_batch = as_mapping, takes_batch
+
+    def forward(self, output: Any, *batch: Any) -> Tensor:
+        if not self._takes_batch:
+            return self._loss(output)
+        if self._as_mapping:
+            return self._loss(output, dict(zip(self._extra, batch, strict=True)))
+        return self._loss(output, batch)
+
+
+def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) -> Traced:
+    """Return the chain of a model that knows its layers, or of an `nn.Sequential`.
+
+    Args:
+        model: A model with `chain_layers`, or an `nn.Sequential`.
+        example: One micro-batch as the model's forward takes it: a mapping, a tuple or a tensor.
+            With `loss`, further entries (targets) may follow those that forward takes.
+        loss: `loss(output)` or `loss(output, micro_batch)`, a scalar; required where the model's
+            output has no loss of its own.
+
+    Raises:
+        AnalysisError: the model is of no kind that can be analysed, or has no layers.
+        ConfigError: the example does not fit the model's forward, or a loss is missing.
+    """
+    if isinstance(model, HasLayers):
+        layers = list(model.chain_layers())
+        if loss is not None:
+            raise ConfigError(f"{type(model).__name__} computes its own loss; leave out loss=...")
+        names = _argument_names(model)
+        used = {name for layer in layers for name in layer.reads}
+        inputs = tuple(name for name in names if name in used)
+        return Traced(_chain(model, layers, inputs, layers[-1].writes[0]), _Binder(names, inputs))
+    if isinstance(model, nn.Sequential):
+        return _sequential(model, example, loss)
+    raise AnalysisError(
+        f"cannot find the layers of {type(model).__name__}; give an nn.Sequential, a model of the "
+        "GPT family, or a model with a chain_layers() method that returns its layers"
+    )
+
+
+def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) -> Traced:
+    if len(model) == 0:
+        raise AnalysisError("the nn.Sequential is empty; nothing can be trained")
+    if loss is None:
+        raise ConfigError(
+            "an nn.Sequential has no loss of its own; pass loss=callable, "
+            "such as loss=lambda output, batch: cross_entropy(output, batch[1])"
+        )
+    as_mapping = isinstance(example, Mapping)
+    entries: tuple[str, ...]
+    if isinstance(example, Mapping):
+        entries = tuple(example)
+        first = next(iter(inspect.signature(model.forward).parameters))
+        source = first if first in entries else entries[0]
+    else:
+        count = 1 if isinstance(example, Tensor) else len(example)
+        entries = tuple(f"input{index}" for index in range(count))
+        source = entries[0]
+    layers, value = [], source
+    for name, module in model.named_children():
+        layers.append(Layer(name, module, (value,), (f"{name}.out",)))
+        value = f"{name}.out"
+    takes_batch = _takes_batch(loss)
+    extra = entries if takes_batch else ()
+    # The loss has no parameters: it joins the last layer, so that it is never a segment alone.
+    head = _Joined(model[-1], _LossLayer(loss, extra, as_mapping, takes_batch))
+    last = layers[-1]
+    layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
+    used = {name for layer in layers for name in layer.reads}
+    inputs = tuple(name for name in entries if name in used)
+    return Traced(_chain(model, layers, inputs, LOSS), _Binder(entries, inputs))
+
+
+class _Joined(nn.Module):
+    """The last layer followed by the loss."""
+
+    def __init__(self, module: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+
+    def forward(self, value: Any, *batch: Any) -> Any:
+        return self.loss(self.module(value), *batch)
+
+
+class _Binder:
+    """Turns a micro-batch into the values that the chain reads."""
+
+    def __init__(self, names: Sequence[str], inputs: Sequence[str]) -> None:
+        self._names, self._inputs = tuple(names), tuple(inputs)
+
+    def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        given: dict[str, Any]
+        if isinstance(micro_batch, Mapping):
+            given = dict(micro_batch)
+        elif isinstance(micro_batch, Tensor):
+            given = {self._names[0]: micro_batch}
+        else:
+            given = dict(zip(self._names, micro_batch, strict=False))
+        if missing := [name for name in self._inputs if given.get(name) is None]:
+            raise ConfigError(
+                f"the micro-batch lacks {', '.join(missing)}; "
+                f"it has {', '.join(given) or 'nothing'}"
+            )
+        return {name: given[name] for name in self._inputs}
+
+
+def _chain(model: nn.Module, layers: Sequence[Layer], inputs: tuple[str, ...], loss: str) -> Chain:
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    chain = Chain(tuple(layers), inputs, loss, names)
+    if stray := [name for key, name in names.items() if key not in chain.users]:
+        raise AnalysisError(f"parameter {stray[0]!r} belongs to no layer of the chain")
+    return chain
+
+
+def _argument_names(model: nn.Module) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def _takes_batch(loss: Loss) -> bool:
+    """Return whether the loss wants the micro-batch as its second argument."""
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind
+        in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is inspect.Parameter.empty
+    ]
+    return len(positional) >= 2

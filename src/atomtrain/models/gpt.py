@@ -1,0 +1,189 @@
+"""The GPT-3 architecture: a decoder with learned positions, pre-normalisation and a tied head.
+
+Source: Brown et al. 2020, section 2.1 (which refers to GPT-2); dense attention in every layer.
+
+Shapes: B sequences, T tokens, D width, H heads, K head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atomtrain.analysis.chain import Layer
+from atomtrain.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes of a GPT."""
+
+    layers: int
+    """Number of blocks."""
+    width: int
+    """Size of the hidden state."""
+    heads: int
+    head_width: int
+    """Size of each attention head; `heads * head_width` need not equal `width`."""
+    vocabulary: int = 50257
+    context: int = 2048
+    """Longest sequence in tokens."""
+    dropout: float = 0.0
+    """Probability, after the embedding, the attention and the MLP."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "head_width", "vocabulary", "context"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+
+
+class GPTOutput(NamedTuple):
+    """What `GPT.forward` returns; `loss` is the mean in nats per token, with labels only."""
+
+    loss: Tensor | None
+    logits: Tensor | None
+
+
+class Embedding(nn.Module):
+    """Token and position embedding: `[B, T]` token ids to `[B, T, D]`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        length = input_ids.shape[-1]
+        if length > self.position.num_embeddings:
+            raise ConfigError(
+                f"a sequence of {length} tokens is longer than the model's context of "
+                f"{self.position.num_embeddings}; cut it, or build the model with a larger context"
+            )
+        positions = self.position.weight[:length]
+        embedded: Tensor = self.dropout(self.token(input_ids) + positions)
+        return embedded
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a normalisation and added to the stream: `[B, T, D]`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        inner = config.heads * config.head_width
+        self.heads, self.head_width = config.heads, config.head_width
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * inner)
+        self.attention_out = nn.Linear(inner, config.width)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp_in = nn.Linear(config.width, 4 * config.width)
+        self.mlp_out = nn.Linear(4 * config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.dropout(self._attention(self.attention_norm(hidden)))
+        mlp = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh"))
+        out: Tensor = hidden + self.dropout(mlp)
+        return out
+
+    def _attention(self, hidden: Tensor) -> Tensor:
+        batch, length, _ = hidden.shape
+        qkv = self.qkv(hidden).view(batch, length, 3, self.heads, self.head_width)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # each [B, H, T, K]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class Head(nn.Module):
+    """Final normalisation and tied projection: `[B, T, D]` to the loss, or to logits."""
+
+    def __init__(self, config: GPTConfig, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.weight = weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return `[B, T, V]`."""
+        logits: Tensor = F.linear(self.norm(hidden), self.weight)
+        return logits
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(hidden).flatten(0, 1), labels.flatten())
+
+
+class GPT(nn.Module):
+    """A GPT language model; `chain_layers` gives it to the engine as a chain."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        token_weight = self.embedding.token.weight
+        assert isinstance(token_weight, nn.Parameter)
+        self.head = Head(config, token_weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights as GPT-2 does: normal 0.02, residual projections scaled by depth."""
+        residual_std = 0.02 / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=residual_std if residual else 0.02)
+            elif "norm.weight" not in name:
+                nn.init.zeros_(parameter)
+
+    def chain_layers(self) -> list[Layer]:
+        """Return embedding, blocks and head."""
+        layers = [Layer("embedding", self.embedding, ("input_ids",), ("hidden0",))]
+        for index, block in enumerate(self.blocks):
+            layers.append(
+                Layer(f"blocks.{index}", block, (f"hidden{index}",), (f"hidden{index + 1}",))
+            )
+        last = f"hidden{len(self.blocks)}"
+        return [*layers, Layer("head", self.head, (last, "labels"), ("loss",))]
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> GPTOutput:
+        """Return the loss if labels are given, else the logits.
+
+        Args:
+            input_ids: `[B, T]` int64, `T` at most the context.
+            labels: `[B, T]` int64, the next token at each position.
+        """
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        if labels is not None:
+            return GPTOutput(self.head(hidden, labels), None)
+        return GPTOutput(None, self.head.logits(hidden))
+
+    @torch.no_grad()
+    def generate(
+        self, input_ids: Tensor, tokens: int, temperature: float, generator: torch.Generator
+    ) -> Tensor:
+        """Append sampled tokens to `[1, T]` ids; runs where the parameters are.
+
+        Args:
+            input_ids: `[1, T]` int64, at least one token.
+            tokens: How many to append.
+            temperature: 0 takes the likeliest token.
+            generator: On the parameters' device.
+        """
+        for _ in range(tokens):
+            logits = self(input_ids[:, -self.config.context :]).logits[:, -1]
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                weights = torch.softmax(logits / temperature, -1)
+                token = torch.multinomial(weights, 1, generator=generator)
+            input_ids = torch.cat([input_ids, token], 1)
+        return input_ids

@@ -1,0 +1,162 @@
+"""What travels between segments: values upwards, their gradients downwards, for all micro-batches.
+
+Hand-overs, each with the event that releases it:
+
+| buffer | producer | consumer | released by |
+|---|---|---|---|
+| device tensor, saved | compute | save stream | the save's event, held before it is freed |
+| host buffer | save stream | fetch stream | the save's event, awaited by the fetch |
+| device tensor, fetched | fetch stream | compute | the fetch's event, held before first use |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.store import view_of
+from atomtrain.swapping.streams import Event
+
+
+@dataclass
+class _Held:
+    """One value of one micro-batch, on the device, on the host, or on both."""
+
+    device: Tensor | None = None
+    host: Any = None
+    pooled: Tensor | None = None
+    """The host buffer behind `host`, if it goes back to the pool."""
+    saved: Event | None = None
+    fetched: Event | None = None
+
+
+class HostPool:
+    """Host buffers that are reused from step to step, so that pinning is paid once."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, n_bytes: int) -> Tensor:
+        """Return a uint8 buffer of exactly this size."""
+        free = self._free.get(n_bytes)
+        return free.pop() if free else self._device.host_empty(n_bytes)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back; nobody may use it any more."""
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+
+class Carried:
+    """Values (or gradients) by micro-batch and name. Used by the computing thread only."""
+
+    def __init__(self, device: Device, pool: HostPool) -> None:
+        self._device, self._pool = device, pool
+        self._held: dict[tuple[int, str], _Held] = {}
+        self._leaving: list[tuple[Tensor, Event]] = []
+
+    def __contains__(self, key: tuple[int, str]) -> bool:
+        return key in self._held
+
+    def put_input(self, micro_batch: int, name: str, value: Any) -> None:
+        """Hold a micro-batch's input: a host tensor, or something that is no tensor."""
+        self._held[micro_batch, name] = _Held(host=value)
+
+    def put(self, micro_batch: int, name: str, value: Tensor, *, keep: bool, save: bool) -> None:
+        """Hold what a segment produced.
+
+        Args:
+            micro_batch: Which one.
+            name: The value's name.
+            value: On the device.
+            keep: Leave it on the device for the next segment.
+            save: Copy it to the host, for later segments or for backward.
+        """
+        value = value.detach()
+        held = _Held()
+        if save:
+            source = value.contiguous()
+            held.pooled = self._pool.take(source.nbytes)
+            held.host = host = view_of(held.pooled, 0, source)
+            held.saved = self._device.save.submit(
+                lambda: self._device.copy_out(host, source), [self._device.mark()]
+            )
+            if not keep:
+                self._drain()
+                self._leaving.append((source, held.saved))
+        if keep:
+            held.device = value
+        self._held[micro_batch, name] = held
+
+    def prefetch(self, micro_batch: int, names: Iterable[str]) -> None:
+        """Begin to bring values to the device."""
+        for name in names:
+            held = self._held.get((micro_batch, name))
+            if held is None or held.device is not None or not isinstance(held.host, Tensor):
+                continue
+            target = self._device.empty(tuple(held.host.shape), held.host.dtype)
+            # The memory may have served compute a moment ago, so the copy waits for compute too.
+            after = [self._device.mark()]
+            if held.saved is not None:
+                after.append(held.saved)
+            source = held.host
+            held.fetched = self._device.fetch.submit(self._copy_in(target, source), after)
+            held.device = target
+
+    def take(self, micro_batch: int, name: str) -> Any:
+        """Return a value on the device, detached; compute waits until it is there."""
+        held = self._held[micro_batch, name]
+        if held.device is None and isinstance(held.host, Tensor):
+            self.prefetch(micro_batch, [name])
+        if held.device is None:
+            return held.host
+        if held.fetched is not None:
+            self._device.hold(held.fetched)
+            held.fetched = None
+        return held.device
+
+    def drop(self, micro_batch: int, names: Iterable[str]) -> None:
+        """Free the device copies; host copies stay."""
+        for name in names:
+            held = self._held.get((micro_batch, name))
+            if held is not None and held.device is not None:
+                if held.saved is not None:
+                    self._device.hold(held.saved)
+                held.device = None
+
+    def forget(self, micro_batch: int, names: Iterable[str]) -> None:
+        """Free device and host copies: nobody will read them again in this step."""
+        names = list(names)
+        self.drop(micro_batch, names)
+        for name in names:
+            held = self._held.pop((micro_batch, name), None)
+            if held is not None and held.pooled is not None:
+                # All copies out of it are done: compute has held their events.
+                self._pool.give(held.pooled)
+
+    def clear(self) -> None:
+        """Forget everything; at the end of a step."""
+        self._drain()
+        for micro_batch, name in list(self._held):
+            self.forget(micro_batch, [name])
+
+    def _drain(self) -> None:
+        """Free device tensors on their way out, so that at most one of them is alive."""
+        for _, event in self._leaving:
+            self._device.hold(event)
+        self._leaving.clear()
+
+    def _copy_in(self, target: Tensor, source: Tensor) -> Any:
+        return lambda: self._device.copy_in(target, source)
+
+
+def leaf_of(value: Any, requires_grad: bool) -> Any:
+    """Return a tensor as a new leaf of the graph; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_(requires_grad)
+    return value

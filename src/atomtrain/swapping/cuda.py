@@ -1,0 +1,177 @@
+"""The CUDA device: one CUDA stream per direction and purpose, ordered by events.
+
+Each stream's thread only enqueues; what must be finished before a copy is expressed as
+`wait_event` on the CUDA stream. Events of host work (optimizer updates) block the thread instead,
+so a copy is never enqueued before the host data are final.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from atomtrain.errors import ConfigError, StreamError
+from atomtrain.swapping.streams import Event, Inject, Job, Stream
+
+
+class _CudaEvent(Event):
+    """Finished when the work is enqueued; `wait` and `order` then go by the CUDA event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = torch.cuda.Event()
+
+    def wait(self) -> None:
+        super().wait()
+        self.recorded.synchronize()
+
+    def is_done(self) -> bool:
+        return super().is_done() and self.recorded.query()
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` go on only after the work; blocks until the work is enqueued."""
+        super().wait()
+        stream.wait_event(self.recorded)
+
+
+class _CudaStream(Stream):
+    """Enqueues jobs on a CUDA stream."""
+
+    def __init__(self, name: str, device: torch.device, inject: Inject | None) -> None:
+        self._device = device
+        self._cuda = torch.cuda.Stream(device)
+        super().__init__(name, inject)
+
+    def _new_event(self) -> Event:
+        return _CudaEvent()
+
+    def _run(self, job: Job, after: Sequence[Event], event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._cuda):
+            for earlier in after:
+                _order(earlier, self._cuda)
+            if self._inject is not None:
+                self._inject(self.name)
+            job()
+            event.recorded.record(self._cuda)
+        event.finish()
+
+
+def _order(event: Event, stream: torch.cuda.Stream) -> None:
+    if isinstance(event, _CudaEvent):
+        event.order(stream)
+    else:
+        event.wait()
+
+
+class CudaDevice:
+    """A `Device` on a GPU, its memory capped at the budget."""
+
+    def __init__(
+        self, index: int, memory_bytes: int | None = None, inject: Inject | None = None
+    ) -> None:
+        """Use GPU `index`; `memory_bytes` of `None` allows 90% of what is free now.
+
+        Raises:
+            ConfigError: there is no such GPU, or it has less memory than the budget.
+        """
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"there is no CUDA device {index}; {torch.cuda.device_count()} are usable. "
+                "Without a GPU use --device emulated:4GiB/s"
+            )
+        self.torch_device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        if memory_bytes is None:
+            memory_bytes = int(0.9 * free_bytes)
+        if memory_bytes > total_bytes:
+            raise ConfigError(
+                f"--device-memory {memory_bytes} is more than {self.name} has ({total_bytes} bytes)"
+            )
+        self.memory_bytes = memory_bytes
+        # Enforces the budget: the allocator refuses to reserve more.
+        torch.cuda.set_per_process_memory_fraction(memory_bytes / total_bytes, index)
+        torch.cuda.init()
+        self.generator = torch.cuda.default_generators[index]
+        self.load: Stream = _CudaStream("load", self.torch_device, inject)
+        self.fetch: Stream = _CudaStream("fetch", self.torch_device, inject)
+        self.unload: Stream = _CudaStream("unload", self.torch_device, inject)
+        self.save: Stream = _CudaStream("save", self.torch_device, inject)
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._compute = torch.cuda.current_stream(self.torch_device)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute):
+            yield
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.torch_device)
+
+    def host_empty(self, n_bytes: int) -> Tensor:
+        """Allocate ordinary memory and pin it in place.
+
+        PyTorch's pinned allocator rounds up to powers of two (pytorch#95823), which would nearly
+        double the host memory of a large model.
+        """
+        tensor = torch.empty(n_bytes, dtype=torch.uint8)
+        if n_bytes == 0:
+            return tensor
+        runtime = torch.cuda.cudart()
+        address = tensor.data_ptr()
+        code = int(runtime.cudaHostRegister(address, n_bytes, 0))
+        if code != 0:
+            raise StreamError(
+                f"pinning {n_bytes} bytes of host memory failed with CUDA error {code}; raise the "
+                "limit of locked memory (ulimit -l unlimited) or choose a smaller model"
+            )
+        # Unpinned before the memory itself is freed: the storage's finalizer runs first.
+        weakref.finalize(tensor.untyped_storage(), _unregister, address)
+        return tensor
+
+    def copy_in(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def copy_out(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Event:
+        event = _CudaEvent()
+        event.recorded.record(self._compute)
+        event.finish()
+        return event
+
+    def hold(self, event: Event) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(self._compute)
+        _order(event, self._compute)
+        after.record(self._compute)
+        self._waits.append((before, after))
+
+    def synchronize(self) -> None:
+        self._compute.synchronize()
+
+    def take_wait_s(self) -> float:
+        waits, self._waits = self._waits, []
+        wait_ms: float = sum(before.elapsed_time(after) for before, after in waits)
+        return wait_ms / 1e3
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def close(self) -> None:
+        for stream in (self.load, self.fetch, self.unload, self.save):
+            stream.close()
+
+
+def _unregister(address: int) -> None:
+    runtime = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)

@@ -1,0 +1,120 @@
+"""The emulated device: CPU compute behind a link of given bandwidth and a memory budget.
+
+Logic, schedule and accounting are those of a GPU; speed is not. Copies are real and take at least
+the time that the link would. Every storage that operations on the computing thread allocate counts
+against the budget.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from atomtrain.analysis.storages import StorageTracker
+from atomtrain.errors import DeviceMemoryError
+from atomtrain.swapping.streams import Event, Inject, Stream, finished
+from atomtrain.units import format_bytes
+
+
+class _Link:
+    """One direction of the link: a copy ends no sooner than the bandwidth allows."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+        self._lock = threading.Lock()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy, then sleep for what remains of the time that the link would need."""
+        with self._lock:
+            self._free_s = max(time.perf_counter(), self._free_s)
+            self._free_s += source.nbytes / self._bytes_per_s
+            ends_s = self._free_s
+        target.copy_(source)
+        remaining_s = ends_s - time.perf_counter()
+        if remaining_s > 0:
+            time.sleep(remaining_s)
+
+
+class EmulatedDevice:
+    """A `Device` on the CPU."""
+
+    def __init__(
+        self, memory_bytes: int, link_bytes_per_s: float, inject: Inject | None = None
+    ) -> None:
+        """Both directions of the link have `link_bytes_per_s`; `inject` runs before each job."""
+        self.name = "emulated"
+        self.torch_device = torch.device("cpu")
+        self.generator = torch.default_generator
+        self.memory_bytes = memory_bytes
+        self.link_bytes_per_s = link_bytes_per_s
+        self.load = Stream("load", inject)
+        self.fetch = Stream("fetch", inject)
+        self.unload = Stream("unload", inject)
+        self.save = Stream("save", inject)
+        self._down, self._up = _Link(link_bytes_per_s), _Link(link_bytes_per_s)
+        self._tracker = StorageTracker(self._check)
+        self._wait_s = 0.0
+        self._inject = inject
+
+    def _check(self, live_bytes: int, new_bytes: int, operation: str) -> None:
+        if live_bytes > self.memory_bytes:
+            raise DeviceMemoryError(
+                f"the device budget of {format_bytes(self.memory_bytes)} is exceeded: "
+                f"{operation} allocated {format_bytes(new_bytes)} and "
+                f"{format_bytes(live_bytes)} are in use; raise --device-memory or use smaller "
+                "micro-batches"
+            )
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with self._tracker:
+            yield
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def host_empty(self, n_bytes: int) -> Tensor:
+        with self._tracker.ignoring():
+            return torch.empty(n_bytes, dtype=torch.uint8)
+
+    def copy_in(self, target: Tensor, source: Tensor) -> None:
+        self._down.copy(target, source)
+
+    def copy_out(self, target: Tensor, source: Tensor) -> None:
+        self._up.copy(target, source)
+
+    def mark(self) -> Event:
+        return finished()
+
+    def hold(self, event: Event) -> None:
+        if self._inject is not None:
+            self._inject("compute")
+        if not event.is_done():
+            started_s = time.perf_counter()
+            event.wait()
+            self._wait_s += time.perf_counter() - started_s
+        else:
+            event.wait()
+
+    def synchronize(self) -> None:
+        pass
+
+    def take_wait_s(self) -> float:
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return wait_s
+
+    def reset_peak(self) -> None:
+        self._tracker.reset_peak()
+
+    def peak_bytes(self) -> int:
+        return self._tracker.peak_bytes
+
+    def close(self) -> None:
+        for stream in (self.load, self.fetch, self.unload, self.save):
+            stream.close()

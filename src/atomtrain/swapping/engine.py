@@ -1,0 +1,312 @@
+"""The public API: `swap` a model, then `step` it.
+
+The caller's loop stays his own; parameters, gradients and optimizer state live on the host, and
+the device holds no more than its budget.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.analysis.costs import layer_costs
+from atomtrain.analysis.profile import layer_times
+from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
+from atomtrain.errors import ConfigError, StreamError
+from atomtrain.planning.layout import Layout
+from atomtrain.planning.plan import Plan, Request
+from atomtrain.planning.search import make_plan
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.executor import Executor
+from atomtrain.swapping.machines import measure_machine
+from atomtrain.swapping.store import HostStore
+from atomtrain.swapping.streams import Inject
+from atomtrain.swapping.updates import OptimizerFactory, Updates
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one step took."""
+
+    loss: float
+    step_s: float
+    link_wait_s: float
+    """Time that compute waited for the link or for host updates."""
+    device_peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is swapped; every field has a working default."""
+
+    micro_batches: int = 1
+    """How many micro-batches a step will have; the plan is made for this number."""
+    segments: int | None = None
+    """Number of segments, or `None` for the planner's choice."""
+    slots: int | None = None
+    """Number of device slots, or `None` for the planner's choice."""
+    clip_norm: float | None = None
+    """Clip the global gradient norm, exactly, or `None`."""
+    inject: Inject | None = None
+    """Called before each job of each stream; tests delay transfers with it."""
+
+
+def swap(
+    model: nn.Module,
+    example: MicroBatch,
+    *,
+    optimizer: OptimizerFactory,
+    device_memory: str | int | None = None,
+    device: str = "auto",
+    loss: Loss | None = None,
+    options: Options | None = None,
+) -> Engine:
+    """Return an engine that trains `model` within a device budget.
+
+    The model's parameters move into the host store; the model can still be read (for instance with
+    `state_dict`) after `Engine.synchronize`.
+
+    Args:
+        model: A GPT of `atomtrain.models`, an `nn.Sequential`, or a model with `chain_layers`.
+        example: One micro-batch as the model's forward takes it: a mapping, a tuple or a tensor.
+        optimizer: Gets the list of trainable parameters (host tensors), returns the optimizer,
+            for instance `lambda params: torch.optim.AdamW(params, lr=3e-4)`. It must update each
+            parameter independently of the others, as those of `torch.optim` do.
+        device_memory: Budget such as `"8GiB"`; see `open_device` for the default.
+        device: `auto`, `cuda`, `cuda:1` or `emulated:4GiB/s`.
+        loss: `loss(output)` or `loss(output, micro_batch)`, for a model without its own loss.
+        options: Further choices.
+
+    Raises:
+        PlanError: no plan fits the budget; names the layer and the least budget that would do.
+        AnalysisError: the model's layers cannot be found.
+        ConfigError: a device, size or example that cannot be used.
+    """
+    options = options or Options()
+    traced = chain_of(model, example, loss)
+    inputs = traced.bind(example)
+    opened = open_device(device, device_memory, options.inject)
+    try:
+        costs = layer_costs(traced.chain, inputs, opened.torch_device)
+        machine = measure_machine(opened)
+        times = layer_times(traced.chain, costs, inputs, opened.torch_device, opened.synchronize)
+        request = Request(
+            micro_batches=options.micro_batches, segments=options.segments, slots=options.slots
+        )
+        plan = make_plan(traced.chain, costs, times, machine, request)
+        store = HostStore(traced.chain, Layout(traced.chain), opened)
+        updates = Updates(
+            traced.chain, store.layout, store, optimizer, options.clip_norm, options.inject
+        )
+        with opened.computing():
+            executor = Executor(traced.chain, costs, plan, store, opened, updates)
+    except BaseException:
+        opened.close()
+        raise
+    return Engine(model, traced.bind, plan, store, opened, updates, executor)
+
+
+class Engine:
+    """Trains a swapped model. Not thread-safe: one thread drives it.
+
+    `optimizer` is the optimizer of all parameters, for schedulers: its hyperparameters are read
+    when a step begins. Its state lives in the engine (`optimizer_state`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bind: Any,
+        plan: Plan,
+        store: HostStore,
+        device: Device,
+        updates: Updates,
+        executor: Executor,
+    ) -> None:
+        self.model, self.plan, self.device = model, plan, device
+        self.last: StepReport | None = None
+        self._bind, self._store, self._updates, self._executor = bind, store, updates, executor
+        self._broken: BaseException | None = None
+        self._closed = False
+        # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
+        self._release = weakref.finalize(self, _release, updates, device)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that the factory made; a scheduler may change its learning rate."""
+        return self._updates.optimizer
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; `None` without clipping."""
+        self._updates.wait()
+        return self._updates.gradient_norm
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Run one optimizer step over the micro-batches; return their mean loss.
+
+        Each micro-batch's loss is divided by their number before its backward. Blocks until the
+        loss is known; updates go on in the background and overlap the next step.
+
+        Raises:
+            ConfigError: no micro-batch, or one that lacks an input.
+            DeviceMemoryError: a micro-batch larger than the example exceeded the budget.
+            StreamError: a transfer or update failed, now or in an earlier step.
+        """
+        batches = self._begin(micro_batches)
+        started_s = time.perf_counter()
+        self.device.reset_peak()
+        with self._guarded(), self.device.computing():
+            losses = self._executor.train(batches)
+            loss = _mean(losses)
+            del losses
+        self.device.synchronize()
+        self.last = StepReport(
+            loss=loss,
+            step_s=time.perf_counter() - started_s,
+            link_wait_s=self.device.take_wait_s(),
+            device_peak_bytes=self.device.peak_bytes(),
+        )
+        return loss
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the mean loss over the micro-batches, in evaluation mode; nothing is updated."""
+        batches = self._begin(micro_batches)
+        training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with self._guarded(), self.device.computing():
+                loss = _mean(self._executor.evaluate(batches))
+            self.device.take_wait_s()
+            return loss
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+    def synchronize(self) -> None:
+        """Block until all updates are applied and the model on the host is current."""
+        with self._guarded():
+            self._updates.wait()
+            self.device.synchronize()
+            self._executor.buffers.to_host()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return parameters and buffers under the model's own names; shares the host's memory."""
+        self.synchronize()
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace parameters and buffers; names and shapes must match the model's."""
+        self.synchronize()
+        self.model.load_state_dict(state)
+        self._executor.buffers.from_host()
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer state by parameter name, such as `exp_avg`; shares memory."""
+        self.synchronize()
+        return {
+            name: dict(self._updates.state_of(parameter))
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the optimizer state by parameter name."""
+        self.synchronize()
+        parameters = dict(self.model.named_parameters())
+        for name, values in state.items():
+            if name not in parameters:
+                raise ConfigError(f"optimizer state names {name!r}, which the model does not have")
+            self._updates.load_state(parameters[name], values)
+
+    def fragment_ranges(self, most_bytes: int) -> list[tuple[int, int]]:
+        """Divide the host's parameters into fragments of whole layers.
+
+        The result depends only on the model, so all peers of a run divide alike.
+
+        Args:
+            most_bytes: A fragment of several layers is no larger; a single layer may be.
+
+        Returns:
+            Byte ranges of the host store, in order and without gaps.
+        """
+        layout = self._store.layout
+        ends = [stop for _, stop in layout.layers] + [s.stop_bytes for s in layout.shared]
+        ranges: list[tuple[int, int]] = []
+        start = last = 0
+        for end in ends:
+            if end - start > most_bytes and last > start:
+                ranges.append((start, last))
+                start = last
+            last = end
+        return [*ranges, (start, last)] if last > start else ranges
+
+    @contextmanager
+    def fragment(self, start_bytes: int, stop_bytes: int) -> Iterator[Tensor]:
+        """Give exclusive access to a range of the host's parameters, between two steps.
+
+        Yields:
+            1-D float32 view; what is written there is what the next step uses.
+        """
+        with self._guarded():
+            self._updates.wait_for_range(start_bytes, stop_bytes)
+        yield self._store.parameters[start_bytes:stop_bytes].view(torch.float32)
+
+    def close(self) -> None:
+        """Finish pending updates and release device and threads; the model stays usable."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._broken is None:
+                self.synchronize()
+        finally:
+            self._release()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
+        if self._closed:
+            raise ConfigError("the engine is closed; call atomtrain.swap again")
+        if self._broken is not None:
+            raise StreamError(
+                f"the engine failed earlier ({self._broken}); resume from the last checkpoint"
+            ) from self._broken
+        if isinstance(micro_batches, Tensor | Mapping) or len(micro_batches) == 0:
+            raise ConfigError("give a list of at least one micro-batch: engine.step([batch])")
+        return [self._bind(micro_batch) for micro_batch in micro_batches]
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Remember a failure: half a step has run, so nothing after it would be right."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = error
+            raise
+
+
+def _release(updates: Updates, device: Device) -> None:
+    updates.close()
+    device.close()
+
+
+def _mean(losses: Sequence[Tensor]) -> float:
+    return sum(float(loss) for loss in losses) / len(losses)

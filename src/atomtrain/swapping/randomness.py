@@ -1,0 +1,65 @@
+"""Random numbers: every micro-batch has a stream of its own, replayed when recomputing.
+
+The vertical schedule runs one segment for all micro-batches, then the next; ordinary training runs
+one micro-batch through all layers, then the next. With a stream per micro-batch both draw the same
+numbers, whatever the partition:
+
+- A = 1: the generator simply goes on, as in an ordinary loop.
+- A > 1: micro-batch `a` runs on a generator seeded with the `a`-th of `micro_batch_seeds(A)`,
+  drawn from the CPU's default generator when the step begins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def micro_batch_seeds(micro_batches: int) -> list[int]:
+    """Draw the seeds of a step with more than one micro-batch."""
+    seeds: list[int] = torch.randint(2**62, (micro_batches,)).tolist()
+    return seeds
+
+
+class Randomness:
+    """The generator states of a step's micro-batches; does nothing if no layer is random."""
+
+    def __init__(self, generator: torch.Generator, used: bool) -> None:
+        self._generator = generator
+        self._used = used
+        self._now: list[Tensor] = []
+        self._at: dict[tuple[int, int], Tensor] = {}
+        self._end: Tensor | None = None
+
+    def begin(self, micro_batches: int) -> None:
+        """Start a step."""
+        self._at.clear()
+        if not self._used:
+            return
+        if micro_batches == 1:
+            self._now, self._end = [self._generator.get_state()], None
+            return
+        seeds = micro_batch_seeds(micro_batches)
+        self._end = self._generator.get_state()
+        self._now = [self._generator.manual_seed(seed).get_state() for seed in seeds]
+
+    def enter(self, micro_batch: int, segment: int) -> None:
+        """Continue a micro-batch's stream, and remember where the segment began."""
+        if self._used:
+            self._generator.set_state(self._now[micro_batch])
+            self._at[micro_batch, segment] = self._now[micro_batch]
+
+    def leave(self, micro_batch: int) -> None:
+        """Note how far the stream went."""
+        if self._used:
+            self._now[micro_batch] = self._generator.get_state()
+
+    def replay(self, micro_batch: int, segment: int) -> None:
+        """Go back to where the segment began in forward."""
+        if self._used:
+            self._generator.set_state(self._at.pop((micro_batch, segment)))
+
+    def finish(self) -> None:
+        """Leave the generator where an ordinary loop would leave it."""
+        if self._used:
+            self._generator.set_state(self._now[0] if self._end is None else self._end)

@@ -1,0 +1,51 @@
+"""The host store: parameters and gradients in flat buffers of exactly the needed size."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.errors import AnalysisError, ConfigError
+from atomtrain.planning.layout import Layout
+from atomtrain.swapping.device import Device
+
+
+class HostStore:
+    """Owns the arenas; the model's own parameters become views into them."""
+
+    def __init__(self, chain: Chain, layout: Layout, device: Device) -> None:
+        """Move the chain's parameters into the arena, one at a time.
+
+        Raises:
+            AnalysisError: a parameter is on the meta device, so it has no data.
+        """
+        self.layout = layout
+        self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
+        self.gradients = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
+        self.parameters.zero_()
+        self._gradient_views: dict[int, Tensor] = {}
+        for parameter in chain.parameters:
+            if parameter.is_meta:
+                name = chain.names[id(parameter)]
+                raise AnalysisError(f"parameter {name!r} is on the meta device and has no data")
+            view = view_of(self.parameters, layout.offsets[id(parameter)], parameter)
+            view.copy_(parameter.data)
+            # The old storage dies here, so host memory never holds a second copy of the model.
+            parameter.data = view
+            self._gradient_views[id(parameter)] = view_of(
+                self.gradients, layout.offsets[id(parameter)], parameter
+            )
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return the parameter's gradient in the arena, in the parameter's shape."""
+        return self._gradient_views[id(parameter)]
+
+
+def view_of(buffer: Tensor, offset_bytes: int, like: Tensor) -> Tensor:
+    """Return a view of a uint8 buffer with the shape and dtype of `like`."""
+    if like.numel() == 0:
+        return buffer[:0].view(like.dtype).view(like.shape)
+    n_bytes = like.numel() * like.element_size()
+    if offset_bytes % like.element_size():
+        raise ConfigError(f"offset {offset_bytes} is not aligned for {like.dtype}")
+    return buffer[offset_bytes : offset_bytes + n_bytes].view(like.dtype).view(like.shape)

@@ -1,0 +1,103 @@
+"""Streams: threads that run jobs in order, and events that say when a job is done."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from atomtrain.errors import StreamError
+
+DEADLINE_S = 1800.0
+"""Longest that anybody waits for one transfer or host update. It only turns a hang into an error:
+the largest single job (a segment of many GB through a slow link) takes seconds."""
+
+Job = Callable[[], None]
+Inject = Callable[[str], None]
+"""Called with a stream's name before each of its jobs; tests sleep or raise here."""
+
+
+class Event:
+    """Set when a job is done, or has failed."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark the job as done, or as failed with `error`."""
+        self._error = error
+        self._set.set()
+
+    def wait(self) -> None:
+        """Block the calling thread until the job is done.
+
+        Raises:
+            StreamError: the job failed, or did not finish by the deadline.
+        """
+        if not self._set.wait(DEADLINE_S):
+            raise StreamError(f"a transfer or host update did not finish within {DEADLINE_S:g} s")
+        if self._error is not None:
+            if isinstance(self._error, StreamError):
+                raise self._error
+            raise StreamError(f"a transfer or host update failed: {self._error}") from self._error
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return (or raise) at once."""
+        return self._set.is_set()
+
+
+def finished() -> Event:
+    """Return an event that is already set."""
+    event = Event()
+    event.finish()
+    return event
+
+
+class Stream:
+    """Runs jobs on a thread of its own, one after the other, in the order of submission.
+
+    A job that fails makes its event raise, and with it every job that depends on it; the stream
+    itself goes on.
+    """
+
+    def __init__(self, name: str, inject: Inject | None = None) -> None:
+        self.name = name
+        self._inject = inject
+        self._jobs: queue.SimpleQueue[tuple[Job, Sequence[Event], Event] | None]
+        self._jobs = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=f"atom-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, after: Sequence[Event] = ()) -> Event:
+        """Queue a job that starts when all events in `after` are done; return its event."""
+        event = self._new_event()
+        self._jobs.put((job, after, event))
+        return event
+
+    def close(self) -> None:
+        """Finish the queued jobs, then end the thread."""
+        self._jobs.put(None)
+        self._thread.join(DEADLINE_S)
+
+    def _new_event(self) -> Event:
+        return Event()
+
+    def _run(self, job: Job, after: Sequence[Event], event: Event) -> None:
+        """Do one job; subclasses order it on a device stream instead of waiting."""
+        for earlier in after:
+            earlier.wait()
+        if self._inject is not None:
+            self._inject(self.name)
+        job()
+        event.finish()
+
+    def _loop(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            try:
+                self._run(*item)
+            except BaseException as error:  # noqa: BLE001  the waiting thread raises it
+                item[2].finish(error)
+            # The job may hold the last reference to a device tensor: free it now, not at the
+            # next job.
+            del item

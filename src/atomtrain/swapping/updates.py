@@ -1,0 +1,233 @@
+"""Host optimizer: each block is updated as soon as its gradient is complete, on its own thread.
+
+A *block* is a layer's own parameters, or one weight that several layers share. Updates overlap
+everything except the next load of the same block, which waits for the block's event. So they run
+into the next step, yet no gradient is ever stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.errors import ConfigError
+from atomtrain.planning.layout import Layout
+from atomtrain.swapping.store import HostStore
+from atomtrain.swapping.streams import Event, Inject, Stream, finished
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Updates:
+    """Owns the optimizer state and the thread that applies it."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        layout: Layout,
+        store: HostStore,
+        factory: OptimizerFactory,
+        clip_norm: float | None,
+        inject: Inject | None = None,
+    ) -> None:
+        """`factory` gets all trainable parameters (host tensors) and returns one optimizer.
+
+        Raises:
+            ConfigError: nothing is trainable, or the factory returned no optimizer.
+        """
+        trainable = [p for p in chain.parameters if p.requires_grad]
+        if not trainable:
+            raise ConfigError("no parameter has requires_grad=True; nothing can be trained")
+        self.optimizer = factory(trainable)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer=... must return a torch.optim.Optimizer, not {self.optimizer!r}"
+            )
+        self._store, self._clip_norm = store, clip_norm
+        self._blocks = _blocks(chain, layout)
+        self._layers = len(layout.layers)
+        self._offsets = layout.offsets
+        self._shared = [shared.users for shared in layout.shared]
+        self._workers = [self._restricted(block) for block in self._blocks]
+        self._model_order = [p for p in _in_model_order(chain) if p.requires_grad]
+        self.stream = Stream("update", inject)
+        # Schedulers warn unless `step` of this very object was called; its workers' is.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.updated: list[Event] = [finished() for _ in self._blocks]
+        self._waiting: list[set[int]] = []
+        self._touched: set[int] = set()
+        self._arrived: list[list[Event]] = []
+        self._measured: list[Event] = []
+        self._norms: dict[int, Tensor] = {}
+        self.gradient_norm: float | None = None
+        """Global norm before clipping of the last finished step, if clipping is on."""
+
+    def blocks_of(self, start: int, stop: int) -> list[int]:
+        """Return the blocks that layers `start` to `stop` need."""
+        shared = [
+            self._layers + index
+            for index, users in enumerate(self._shared)
+            if any(start <= user < stop for user in users)
+        ]
+        return [*range(start, stop), *shared]
+
+    def begin_step(self, segments: Mapping[int, tuple[int, int]]) -> None:
+        """Start a step whose backward visits these segments, each a range of layers."""
+        self._waiting = [set() for _ in self._blocks]
+        for segment, (start, stop) in segments.items():
+            for block in self.blocks_of(start, stop):
+                self._waiting[block].add(segment)
+        self._touched = set()
+        self._arrived = [[] for _ in self._blocks]
+        self._measured = []
+        self._norms = {}
+        # Read now, on the caller's thread: a scheduler may change them while updates still run.
+        self._hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def members(self, block: int) -> Sequence[nn.Parameter]:
+        """Return the parameters of a block."""
+        return self._blocks[block]
+
+    def has_gradient(self, block: int) -> bool:
+        """Return whether part of the block's gradient came to the host earlier in this step."""
+        return any(id(p) in self._touched for p in self._blocks[block])
+
+    def arrivals_of(self, block: int) -> list[Event]:
+        """Return the events after which the block's gradient so far is on the host."""
+        return self._arrived[block]
+
+    def arrived(self, segment: int, blocks: Iterable[int], event: Event, touched: set[int]) -> None:
+        """Take note that a segment's gradients are on the host once `event` is done."""
+        self._touched |= touched
+        for block in blocks:
+            self._arrived[block].append(event)
+            self._waiting[block].discard(segment)
+            if self._waiting[block]:
+                continue
+            if self._clip_norm is None:
+                job = self._update_job(block, None)
+                self.updated[block] = self.stream.submit(job, self._arrived[block])
+            else:
+                self._measured.append(
+                    self.stream.submit(self._norm_job(block), self._arrived[block])
+                )
+
+    def finish_step(self) -> None:
+        """Submit what had to wait for all gradients; never blocks."""
+        if self._clip_norm is None:
+            return
+        scale: list[Tensor] = []
+        clip = self.stream.submit(self._clip_job(self._norms, scale), self._measured)
+        for block in range(len(self._blocks)):
+            self.updated[block] = self.stream.submit(self._update_job(block, scale), [clip])
+
+    def wait(self) -> None:
+        """Block until all updates are applied."""
+        for event in self.updated:
+            event.wait()
+
+    def wait_for_range(self, start_bytes: int, stop_bytes: int) -> None:
+        """Block until the blocks that overlap a range of the arena are updated."""
+        for block, members in enumerate(self._blocks):
+            offsets = [self._offsets[id(parameter)] for parameter in members]
+            if any(start_bytes <= offset < stop_bytes for offset in offsets):
+                self.updated[block].wait()
+
+    def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """Return the optimizer state of a parameter, empty before its first update."""
+        for block, worker in zip(self._blocks, self._workers, strict=True):
+            if any(parameter is member for member in block):
+                return worker.state.get(parameter, {}) if worker is not None else {}
+        return {}
+
+    def load_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Replace the optimizer state of a parameter."""
+        for block, worker in zip(self._blocks, self._workers, strict=True):
+            if worker is not None and any(parameter is member for member in block):
+                worker.state[parameter] = dict(state)
+
+    def close(self) -> None:
+        """Finish the queued updates and end the thread."""
+        self.stream.close()
+
+    def _restricted(self, block: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """Return the same optimizer for one block only, with state of its own."""
+        members = {id(p) for p in block}
+        groups = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            inside = [p for p in group["params"] if id(p) in members]
+            groups.append({**group, "params": inside, "_group": index})
+        groups = [group for group in groups if group["params"]]
+        if not groups:
+            return None
+        worker = self.optimizer.__class__.__new__(self.optimizer.__class__)
+        worker.__dict__.update(self.optimizer.__dict__)
+        worker.param_groups = groups
+        worker.state = type(self.optimizer.state)(dict)
+        return worker
+
+    def _update_job(self, block: int, scale: list[Tensor] | None) -> Callable[[], None]:
+        worker, members = self._workers[block], self._blocks[block]
+        hyperparameters, touched = self._hyperparameters, self._touched
+
+        def update() -> None:
+            if worker is None:
+                return
+            for group in worker.param_groups:
+                group.update(hyperparameters[group["_group"]])
+            for parameter in members:
+                gradient = self._store.gradient(parameter) if id(parameter) in touched else None
+                if gradient is not None and scale:
+                    gradient.mul_(scale[0])
+                parameter.grad = gradient
+            worker.step()
+            for parameter in members:
+                parameter.grad = None
+
+        return update
+
+    def _norm_job(self, block: int) -> Callable[[], None]:
+        members, norms, touched = self._blocks[block], self._norms, self._touched
+
+        def measure() -> None:
+            for parameter in members:
+                if id(parameter) in touched:
+                    gradient = self._store.gradient(parameter)
+                    norms[id(parameter)] = torch.linalg.vector_norm(gradient, 2.0)
+
+        return measure
+
+    def _clip_job(self, norms: dict[int, Tensor], scale: list[Tensor]) -> Callable[[], None]:
+        def clip() -> None:
+            # The same operations in the same order as torch.nn.utils.clip_grad_norm_.
+            ordered = [norms[id(p)] for p in self._model_order if id(p) in norms]
+            if not ordered:
+                return
+            total = torch.linalg.vector_norm(torch.stack(ordered), 2.0)
+            self.gradient_norm = float(total)
+            scale.append(torch.clamp((self._clip_norm or 0.0) / (total + 1e-6), max=1.0))
+
+        return clip
+
+
+def _blocks(chain: Chain, layout: Layout) -> list[list[nn.Parameter]]:
+    blocks: list[list[nn.Parameter]] = [[] for _ in range(len(layout.layers))]
+    for parameter in chain.parameters:
+        users = chain.users[id(parameter)]
+        if len(users) == 1:
+            blocks[users[0]].append(parameter)
+        else:
+            blocks.append([parameter])
+    return blocks
+
+
+def _in_model_order(chain: Chain) -> list[nn.Parameter]:
+    by_id = {id(parameter): parameter for parameter in chain.parameters}
+    return [by_id[key] for key in chain.names if key in by_id]
