@@ -1,0 +1,98 @@
+"""Which round is next, when it is due, who leads it, and which invitation may be accepted.
+
+Plain bookkeeping: no clock of its own, no streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+
+def lead_order(run: str, round_index: int, peers: Iterable[str]) -> list[str]:
+    """Return the peers in the order in which they lead a round: the first that is alive does.
+
+    Everybody who sees the same members computes the same order, and the work goes round.
+    """
+
+    def score(peer_id: str) -> bytes:
+        return hashlib.blake2b(f"{run}/{round_index}/{peer_id}".encode(), digest_size=8).digest()
+
+    return sorted(set(peers), key=score)
+
+
+class Agenda:
+    """One peer's view of the sequence of rounds: round r averages fragment r modulo F.
+
+    Round indices only grow; the largest that was heard of counts. A round that failed is not
+    repeated: its fragment's turn comes again, and nothing is lost until then.
+    """
+
+    def __init__(self, *, fragments: int, local_steps_per_round: int) -> None:
+        """Start at round 0."""
+        self.next_round = 0
+        self._fragments = fragments
+        self._steps_per_fragment = max(1, local_steps_per_round // fragments)
+        self._steps = 0
+        self._running: str | None = None
+        self._attempts = 0
+        self._not_before_s = 0.0
+
+    def fragment(self, round_index: int) -> int:
+        """Return the fragment that a round averages."""
+        return round_index % self._fragments
+
+    def add_steps(self, steps: int) -> None:
+        """Count local steps."""
+        self._steps += steps
+
+    def observe(self, next_round: int) -> None:
+        """Hear that others have `next_round` before them."""
+        if next_round > self.next_round:
+            self.next_round = next_round
+            self._attempts = 0
+
+    def due(self, now_s: float) -> bool:
+        """Say whether this peer should have the next round proposed now."""
+        return (
+            self._running is None
+            and self._steps >= self._steps_per_fragment
+            and now_s >= self._not_before_s
+        )
+
+    def propose_to(self, order: list[str], now_s: float, retry_s: float) -> str:
+        """Return whom to tell, and wait `retry_s` until the next in `order` is told."""
+        leader = order[self._attempts % len(order)]
+        self._attempts += 1
+        self._not_before_s = now_s + retry_s
+        return leader
+
+    def postpone(self, until_s: float) -> None:
+        """Propose nothing before `until_s`: the leader has accepted, its invitation is due."""
+        self._not_before_s = until_s
+
+    def refusal(self, round_index: int) -> str:
+        """Return why an invitation to a round must be declined, or an empty string."""
+        if self._running is not None:
+            return f"busy in round {self._running}"
+        if round_index < self.next_round:
+            return f"round {round_index} is over"
+        return ""
+
+    def begin(self, round_index: int, round_id: str) -> None:
+        """Enter a round; any other invitation is declined until `end`."""
+        assert not self.refusal(round_index)
+        self.observe(round_index)
+        self._running = round_id
+        self._steps = 0
+
+    def end(self, round_index: int) -> None:
+        """Leave a round, whatever came of it."""
+        self._running = None
+        self.observe(round_index + 1)
+        self._not_before_s = 0.0
+
+    @property
+    def running(self) -> str | None:
+        """Id of the round under way at this peer."""
+        return self._running

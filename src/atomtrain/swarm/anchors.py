@@ -1,0 +1,251 @@
+"""Anchors: what the swarm last agreed on, fragment by fragment, and how it reaches the model.
+
+An anchor's tensors are never changed once it is in the store: a new anchor replaces the old one, so
+that a donor can stream one while the next is being made. Replacing the anchor and moving the local
+parameters is one act (`merge`), done by the training thread between two steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm.codec import byte_view
+from atomtrain.swarm.slices import Span
+
+
+class FragmentAccess(Protocol):
+    """How the swarm reaches the model that is being trained."""
+
+    def view(self, index: int) -> AbstractContextManager[torch.Tensor]:
+        """Lend the 1-D float32 CPU view of a fragment's local parameters, exclusively."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Which anchor this is: version, tokens that went into it, and hash of its bytes."""
+
+    version: int
+    tokens: int
+    digest: str
+
+    def beats(self, other: Stamp) -> bool:
+        """Say whether peers that hold `other` have to fetch this one.
+
+        Higher version wins; then more tokens; then the lower hash.
+        """
+        return (self.version, self.tokens, other.digest) > (
+            other.version,
+            other.tokens,
+            self.digest,
+        )
+
+
+class Part(NamedTuple):
+    """A span that a round changed, and the ids of the peers whose contributions are in it."""
+
+    span: Span
+    contributors: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which round made an anchor from its predecessor."""
+
+    round_id: str
+    parts: tuple[Part, ...]
+
+
+NO_ORIGIN = Origin("", ())
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A fragment's agreed parameters, 1-D float32, not to be changed."""
+
+    values: torch.Tensor
+    velocity: torch.Tensor | None
+    stamp: Stamp
+    origin: Origin = NO_ORIGIN
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A member's parameters at the boundary at which it entered a round."""
+
+    fragment: int
+    values: torch.Tensor
+    """1-D float32 copy of the local parameters."""
+    anchor: Anchor
+    """The anchor that the contribution is measured from."""
+    weight: int
+    """Tokens since this peer's last contribution to the fragment."""
+    tokens_seen: int
+    """This peer's token count at the snapshot."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """An anchor to put in place, and the snapshot whose change it contains in some spans."""
+
+    fragment: int
+    anchor: Anchor
+    changed: tuple[Span, ...]
+    """Spans in which the new anchor differs from the present one."""
+    snapshot: Snapshot | None = None
+    contributed: tuple[Span, ...] = ()
+    """Spans that contain the snapshot's contribution; disjoint from `changed`."""
+
+
+def digest_of(values: torch.Tensor, velocity: torch.Tensor | None) -> str:
+    """Return the hash of an anchor's bytes; releases the interpreter lock for large tensors."""
+    digest = hashlib.blake2b(byte_view(values), digest_size=16)
+    if velocity is not None:
+        digest.update(byte_view(velocity))
+    return digest.hexdigest()
+
+
+class AnchorStore:
+    """All anchors of one peer, and its tokens that they do not contain yet.
+
+    Not thread-safe: its owner holds a lock, or calls from one thread.
+    """
+
+    def __init__(self, fragment_elements: tuple[int, ...], momentum: bool) -> None:
+        """Make a store without anchors; `momentum`: anchors have a velocity."""
+        self.fragment_elements = fragment_elements
+        self.momentum = momentum
+        self.tokens_seen = 0
+        self._anchors: list[Anchor | None] = [None] * len(fragment_elements)
+        self._tokens_merged = [0] * len(fragment_elements)
+
+    def adopt_local(self, access: FragmentAccess) -> None:
+        """Make the current parameters the anchors, version 0.
+
+        Raises:
+            SwarmError: a fragment does not have the manifest's size.
+        """
+        for fragment in range(len(self.fragment_elements)):
+            with access.view(fragment) as local:
+                self.check_size(fragment, local)
+                values = local.detach().clone()
+            self.place(fragment, self.fresh(values, version=0, tokens=0))
+
+    def fresh(self, values: torch.Tensor, *, version: int, tokens: int) -> Anchor:
+        """Return an anchor with zero velocity; hashes `values`."""
+        velocity = torch.zeros_like(values) if self.momentum else None
+        return Anchor(values, velocity, Stamp(version, tokens, digest_of(values, velocity)))
+
+    def check_size(self, fragment: int, local: torch.Tensor) -> None:
+        """Raise `SwarmError` unless `local` is the fragment the manifest describes."""
+        wanted = self.fragment_elements[fragment]
+        if local.dtype != torch.float32 or local.dim() != 1 or local.numel() != wanted:
+            raise SwarmError(
+                f"fragment {fragment} is {local.dtype} of shape {tuple(local.shape)}; the run's "
+                f"manifest says 1-D float32 with {wanted} elements; use the run's model config"
+            )
+
+    def place(self, fragment: int, anchor: Anchor) -> None:
+        """Put an anchor in place without touching the model."""
+        self._anchors[fragment] = anchor
+
+    def anchor(self, fragment: int) -> Anchor:
+        """Return a fragment's anchor.
+
+        Raises:
+            SwarmError: it has not been downloaded yet.
+        """
+        anchor = self._anchors[fragment]
+        if anchor is None:
+            raise SwarmError(f"fragment {fragment} has no anchor yet; call download() first")
+        return anchor
+
+    def stamps(self) -> tuple[Stamp | None, ...]:
+        """Return every fragment's stamp; None where there is no anchor yet."""
+        return tuple(None if a is None else a.stamp for a in self._anchors)
+
+    def snapshot(self, fragment: int, local: torch.Tensor) -> Snapshot:
+        """Copy a fragment's parameters for a round."""
+        self.check_size(fragment, local)
+        weight = self.tokens_seen - self._tokens_merged[fragment]
+        return Snapshot(
+            fragment, local.detach().clone(), self.anchor(fragment), weight, self.tokens_seen
+        )
+
+    def merge(self, merge: Merge, local: torch.Tensor) -> None:
+        """Put the new anchor in place and move `local`; progress since the snapshot is kept.
+
+        Where the snapshot's contribution is in the anchor, local progress is what happened since
+        the snapshot; elsewhere it is all that differs from the old anchor.
+        """
+        old, new = self.anchor(merge.fragment).values, merge.anchor.values
+        for start, stop in merge.changed:
+            local[start:stop].sub_(old[start:stop]).add_(new[start:stop])
+        if merge.snapshot is not None and merge.contributed:
+            taken = merge.snapshot.values
+            for start, stop in merge.contributed:
+                local[start:stop].sub_(taken[start:stop]).add_(new[start:stop])
+            self._tokens_merged[merge.fragment] = merge.snapshot.tokens_seen
+        self.place(merge.fragment, merge.anchor)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return anchors and velocities by name; not copies."""
+        found = {}
+        for fragment in range(len(self.fragment_elements)):
+            anchor = self.anchor(fragment)
+            found[f"anchor.{fragment}"] = anchor.values
+            if anchor.velocity is not None:
+                found[f"velocity.{fragment}"] = anchor.velocity
+        return found
+
+    def meta(self) -> dict[str, Any]:
+        """Return versions and token counts, JSON-able."""
+        stamps = [self.anchor(f).stamp for f in range(len(self.fragment_elements))]
+        return {
+            "fragment_elements": list(self.fragment_elements),
+            "versions": [stamp.version for stamp in stamps],
+            "tokens": [stamp.tokens for stamp in stamps],
+            "digests": [stamp.digest for stamp in stamps],
+            "tokens_since": [self.tokens_seen - merged for merged in self._tokens_merged],
+        }
+
+    def load(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+        """Take back what `tensors` and `meta` returned; copies.
+
+        Raises:
+            SwarmError: it belongs to another model, or its bytes have changed.
+        """
+        if list(meta["fragment_elements"]) != list(self.fragment_elements):
+            raise SwarmError(
+                "the checkpoint's swarm state has other fragments than this run; resume with the "
+                "model and fragments it was saved with"
+            )
+        for fragment, (version, tokens, digest) in enumerate(
+            zip(meta["versions"], meta["tokens"], meta["digests"], strict=True)
+        ):
+            values = tensors[f"anchor.{fragment}"].detach().clone()
+            velocity = tensors[f"velocity.{fragment}"].detach().clone() if self.momentum else None
+            self.check_size(fragment, values)
+            if digest_of(values, velocity) != digest:
+                raise SwarmError(f"anchor {fragment} of the checkpoint is damaged: wrong hash")
+            self.place(fragment, Anchor(values, velocity, Stamp(version, tokens, digest)))
+        self._tokens_merged = [self.tokens_seen - since for since in meta["tokens_since"]]
+
+
+def whole(elements: int) -> tuple[Span, ...]:
+    """Return the one span that covers a fragment."""
+    return (Span(0, elements),)
+
+
+def split_parts(parts: Iterable[Part], peer_id: str) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return the spans without, and those with, a contribution of `peer_id`."""
+    parts = tuple(parts)
+    with_peer = tuple(part.span for part in parts if peer_id in part.contributors)
+    return tuple(p.span for p in parts if peer_id not in p.contributors), with_peer

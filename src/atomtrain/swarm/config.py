@@ -1,0 +1,207 @@
+"""What a peer is told about its swarm, and what a run tells every newcomer about itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atomtrain.errors import ConfigError, SwarmError
+from atomtrain.swarm.codec import codec_named
+from atomtrain.swarm.outer import OuterUpdate
+
+PROTOCOL = 1
+"""Version of everything that travels; peers with another one are turned away."""
+MANIFEST_BYTES_MAX = 16 << 20
+_FRAGMENTS_MAX = 100_000
+_ELEMENTS_MAX = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmConfig:
+    """One peer's place in a swarm. The rules of averaging count where a run is founded only."""
+
+    run: str
+    """Name of the run, 1 to 64 letters, digits, `-`, `_` or `.`."""
+    name: str = ""
+    """What this peer is called in displays; empty: the end of its peer id."""
+    listen_host: str = "0.0.0.0"
+    """IPv4 address to listen on; 0.0.0.0: all."""
+    listen_port: int = 0
+    """TCP port to listen on; 0: any free one."""
+    announce_host: str | None = None
+    """IPv4 address or DNS name that others shall dial; None: chosen from the addresses found."""
+    join: tuple[str, ...] = ()
+    """Addresses of peers in the run, as `Swarm.address` gives them; one that answers is enough."""
+    identity_path: Path | None = None
+    """File with this peer's key, made if absent; None: a new identity at each start."""
+    local_steps_per_round: int = 30
+    """Local steps (H) in which every fragment is averaged once; at least 1."""
+    outer_learning_rate: float = 1.0
+    """Factor on a round's mean change; above 0, at most 2."""
+    outer_momentum: float = 0.0
+    """Nesterov momentum of the outer update; at least 0, below 1."""
+    wire: str = "float16"
+    """How changes travel: `float16` or `float32`."""
+    expiry_s: float = 30.0
+    """A peer silent for this long is no member any more; at least 1. Clocks must agree to a
+    fraction of it."""
+    connect_s: float = 10.0
+    """Longest wait for a connection to a peer."""
+    stall_s: float = 15.0
+    """A transfer during which no byte moves for this long is given up."""
+    slowest_link_bytes_per_s: float = 125e3
+    """Rate on which deadlines are based until a round has been measured."""
+    round_floor_s: float = 5.0
+    """Shortest deadline for any part of a round."""
+    round_ceiling_s: float = 1800.0
+    """Longest deadline for any part of a round."""
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: names the field, the value and what is allowed.
+        """
+        allowed = self.run.replace("-", "").replace("_", "").replace(".", "")
+        _check(
+            0 < len(self.run) <= 64 and allowed.isalnum() and allowed.isascii(),
+            "run",
+            self.run,
+            "1 to 64 letters, digits, '-', '_' or '.'",
+        )
+        _check(len(self.name) <= 64, "name", self.name, "at most 64 characters")
+        _check(0 <= self.listen_port < 65536, "listen_port", self.listen_port, "0 to 65535")
+        _check(
+            self.local_steps_per_round >= 1,
+            "local_steps_per_round",
+            self.local_steps_per_round,
+            "at least 1",
+        )
+        lr, momentum = self.outer_learning_rate, self.outer_momentum
+        _check(0 < lr <= 2, "outer_learning_rate", lr, "above 0, at most 2")
+        _check(0 <= momentum < 1, "outer_momentum", momentum, "at least 0, below 1")
+        codec_named(self.wire)
+        _check(1 <= self.expiry_s <= 3600, "expiry_s", self.expiry_s, "1 to 3600 seconds")
+        for key in ("connect_s", "stall_s", "slowest_link_bytes_per_s", "round_floor_s"):
+            value = getattr(self, key)
+            _check(0 < value < math.inf, key, value, "above 0")
+        _check(
+            self.round_floor_s <= self.round_ceiling_s < math.inf,
+            "round_ceiling_s",
+            self.round_ceiling_s,
+            "at least round_floor_s",
+        )
+
+
+def _check(good: bool, key: str, value: object, allowed: str) -> None:
+    if not good:
+        raise ConfigError(f"swarm {key} is {value!r}; allowed: {allowed}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What all peers of a run must do alike for their anchors to stay equal bit for bit."""
+
+    local_steps_per_round: int = 30
+    """Local steps in which every fragment is averaged once."""
+    outer_learning_rate: float = 1.0
+    """See `OuterUpdate`."""
+    outer_momentum: float = 0.0
+    """See `OuterUpdate`."""
+    wire: str = "float16"
+    """Name of the codec."""
+
+    @classmethod
+    def of(cls, config: SwarmConfig) -> Rules:
+        """Return the rules that the founder's configuration sets."""
+        return cls(
+            local_steps_per_round=config.local_steps_per_round,
+            outer_learning_rate=config.outer_learning_rate,
+            outer_momentum=config.outer_momentum,
+            wire=config.wire,
+        )
+
+    @property
+    def outer(self) -> OuterUpdate:
+        """The outer update."""
+        return OuterUpdate(learning_rate=self.outer_learning_rate, momentum=self.outer_momentum)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a newcomer must know to take part in a run."""
+
+    run: str
+    """Name of the run."""
+    fragment_elements: tuple[int, ...]
+    """Number of float32 parameters in each fragment."""
+    payload: dict[str, Any] = field(default_factory=dict)
+    """Anything JSON-able that training needs: model, tokenizer, hyperparameters."""
+    rules: Rules = field(default_factory=Rules)
+    """Rules of averaging; set by the founder's configuration."""
+    format_version: int = PROTOCOL
+    """Version of the protocol."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes, which bound everything that is ever received.
+
+        Raises:
+            SwarmError: no fragment, or one of impossible size.
+        """
+        count = len(self.fragment_elements)
+        if not 0 < count <= _FRAGMENTS_MAX or not all(
+            isinstance(n, int) and 0 < n <= _ELEMENTS_MAX for n in self.fragment_elements
+        ):
+            raise SwarmError(
+                f"manifest of run {self.run!r} has {count} fragments of sizes such as "
+                f"{self.fragment_elements[:3]}; allowed: 1 to {_FRAGMENTS_MAX}, none empty"
+            )
+
+    def encode(self) -> bytes:
+        """Return the manifest as canonical JSON.
+
+        Raises:
+            SwarmError: the payload is not JSON, or too large.
+        """
+        try:
+            data = json.dumps(asdict(self), sort_keys=True, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise SwarmError(f"manifest payload is not JSON: {error}") from error
+        if len(data) > MANIFEST_BYTES_MAX:
+            raise SwarmError(
+                f"manifest has {len(data)} bytes; allowed are {MANIFEST_BYTES_MAX}; "
+                "put less into its payload"
+            )
+        return data
+
+    @property
+    def digest(self) -> str:
+        """Hash of the encoded manifest."""
+        return hashlib.blake2b(self.encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Return the manifest that `encode` made.
+
+        Raises:
+            SwarmError: it is not one.
+        """
+        try:
+            body = json.loads(data)
+            sizes = tuple(body.pop("fragment_elements"))
+            config = SwarmConfig(run=body["run"], **body["rules"])
+            if not isinstance(body["payload"], dict):
+                raise TypeError("payload must be an object")
+            return cls(
+                run=config.run,
+                fragment_elements=sizes,
+                payload=body["payload"],
+                rules=Rules.of(config),
+                format_version=int(body["format_version"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SwarmError(f"received a manifest that cannot be read: {error!r}") from error

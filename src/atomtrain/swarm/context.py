@@ -1,0 +1,78 @@
+"""What the parts of a peer's network side share: who it is, its streams, members, and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atomtrain.swarm.agenda import Agenda
+from atomtrain.swarm.anchors import Snapshot
+from atomtrain.swarm.codec import Codec
+from atomtrain.swarm.config import PROTOCOL, Manifest, SwarmConfig
+from atomtrain.swarm.desk import Desk
+from atomtrain.swarm.exchange import Offload
+from atomtrain.swarm.messages import Open
+from atomtrain.swarm.roster import Roster
+from atomtrain.swarm.timing import RoundTiming
+from atomtrain.swarm.transport import Channel, Directory, LinkLost, Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One peer's network side, as seen by its tasks; all on one event loop."""
+
+    config: SwarmConfig
+    manifest: Manifest
+    transport: Transport
+    directory: Directory
+    desk: Desk
+    roster: Roster
+    agenda: Agenda
+    timing: RoundTiming
+    codec: Codec
+    offload: Offload
+    random_id: Callable[[], str]
+    """Returns a short text that no other call returns."""
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's id."""
+        return self.transport.peer_id
+
+    async def open(self, peer_id: str) -> Channel:
+        """Return a stream on which protocol and run have been announced.
+
+        Raises:
+            LinkLost: the peer cannot be reached by the connection deadline.
+        """
+        self.transport.learn(peer_id, self.roster.addresses.get(peer_id, ()))
+        try:
+            async with asyncio.timeout(self.config.connect_s):
+                channel = await self.transport.open(peer_id)
+        except TimeoutError as error:
+            raise LinkLost(f"peer {peer_id[-8:]} cannot be reached in time") from error
+        await channel.send(Open(protocol=PROTOCOL, run=self.config.run))
+        return channel
+
+    async def snapshot(self, fragment: int) -> Snapshot:
+        """Return a snapshot taken at the trainer's next boundary; cancel to withdraw the wish."""
+        loop = asyncio.get_running_loop()
+        taken: asyncio.Future[Snapshot] = loop.create_future()
+
+        def resolve(snapshot: Snapshot) -> None:
+            if not taken.done():
+                taken.set_result(snapshot)
+
+        self.desk.want_snapshot(fragment, lambda s: _into(loop, resolve, s))
+        try:
+            return await taken
+        finally:
+            self.desk.withdraw(fragment)
+
+
+def _into(
+    loop: asyncio.AbstractEventLoop, call: Callable[[Snapshot], None], value: Snapshot
+) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call, value)

@@ -1,0 +1,105 @@
+"""The leader's streams: one to each member, for invitation, answer, group, report and decision."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from atomtrain.swarm.codec import encoded_bytes
+from atomtrain.swarm.context import Context
+from atomtrain.swarm.leader import LeaderRound, Outgoing, Phase, RoundCall
+from atomtrain.swarm.messages import BadMessage, Invite, Message
+from atomtrain.swarm.slices import Span
+from atomtrain.swarm.transport import Channel, LinkLost
+
+_log = logging.getLogger("atomtrain.swarm")
+_Event = tuple[str, Message | None]
+
+
+class Leading:
+    """Drives one `LeaderRound` over real streams until it is done."""
+
+    def __init__(
+        self, context: Context, round_index: int, open_to: Callable[[str], Awaitable[Channel]]
+    ) -> None:
+        """Prepare to lead; `open_to` opens streams, to this peer itself as well."""
+        self._context = context
+        self._open_to = open_to
+        self._events: asyncio.Queue[_Event] = asyncio.Queue()
+        self._channels: dict[str, Channel] = {}
+        self._loop = asyncio.get_running_loop()
+        members = context.roster.training()
+        fragment = context.agenda.fragment(round_index)
+        call = RoundCall(
+            round_id=f"{round_index}-{context.peer_id[-8:]}-{context.random_id()}",
+            round_index=round_index,
+            fragment=fragment,
+            answer_s=context.timing.answer_s(record.step_s for record in members),
+            exchange_s=lambda group: context.timing.exchange_s(
+                exchange_bytes(context, fragment, group)
+            ),
+            decision_s=context.timing.floor_s,
+        )
+        self._round = LeaderRound(call, [r.peer_id for r in members], self._loop.time())
+
+    async def run(self) -> LeaderRound:
+        """Lead until the decision has been sent; never raises for a member's sake."""
+        invitations = self._round.start()
+        talks = [asyncio.create_task(self._talk(m, i)) for m, i in invitations]
+        try:
+            while self._round.phase is not Phase.DONE:
+                await self._send(await self._next())
+            # Members close their streams when they have read the decision.
+            await asyncio.wait(talks, timeout=self._context.config.stall_s)
+        finally:
+            for talk in talks:
+                talk.cancel()
+            for channel in self._channels.values():
+                channel.close()
+        return self._round
+
+    async def _next(self) -> Outgoing:
+        try:
+            async with asyncio.timeout_at(self._round.deadline_s):
+                member, message = await self._events.get()
+        except TimeoutError:
+            return self._round.on_tick(self._loop.time())
+        if message is None:
+            return self._round.on_lost(member, self._loop.time())
+        return self._round.on_message(member, message, self._loop.time())
+
+    async def _send(self, outgoing: Outgoing) -> None:
+        async def send(member: str, message: Message) -> None:
+            try:
+                await self._channels[member].send(message)
+            except LinkLost:
+                self._events.put_nowait((member, None))
+
+        await asyncio.gather(*(send(member, message) for member, message in outgoing))
+
+    async def _talk(self, member: str, invite: Message) -> None:
+        assert isinstance(invite, Invite)
+        try:
+            channel = await self._open_to(member)
+        except LinkLost as error:
+            _log.debug("round %s: %s", invite.round_id, error)
+            self._context.roster.suspect(member)
+            self._events.put_nowait((member, None))
+            return
+        self._channels[member] = channel
+        try:
+            await channel.send(invite)
+            while True:
+                message = await channel.receive_any(self._context.config.round_ceiling_s * 2)
+                self._events.put_nowait((member, message))
+        except (LinkLost, BadMessage) as error:
+            _log.debug("round %s: %s", invite.round_id, error)
+            self._events.put_nowait((member, None))
+
+
+def exchange_bytes(context: Context, fragment: int, group: int) -> int:
+    """Return the bytes that each of `group` members sends, and receives, in an exchange."""
+    elements = context.manifest.fragment_elements[fragment]
+    whole = encoded_bytes(context.codec, Span(0, elements))
+    return int(2 * (group - 1) / group * whole)

@@ -1,0 +1,238 @@
+"""Transport and directory over hivemind: its encrypted libp2p streams and its hash table.
+
+hivemind's averager is not used. Everything lives on the event loop of the calling thread; the only
+other process is the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm.config import SwarmConfig
+from atomtrain.swarm.daemon import Daemon, DaemonConfig
+from atomtrain.swarm.transport import Channel, Handler, LinkLost
+
+_log = logging.getLogger("atomtrain.swarm")
+_PROTOCOL_NAME = "/atom/swarm/1"
+_REPLICAS = 8
+
+
+def quiet_hivemind() -> None:
+    """Keep hivemind's reports of lost peers off the terminal: they are expected and handled."""
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+
+
+class Libp2pTransport:
+    """Encrypted streams to peers, through the daemon; a peer's id is the hash of its key."""
+
+    def __init__(self, daemon: Daemon, p2p: Any, config: SwarmConfig, address: str) -> None:
+        """Use a running daemon; see `create`."""
+        self.peer_id = str(p2p.peer_id)
+        self.address = address
+        self._daemon = daemon
+        self._p2p = p2p
+        self._config = config
+        self._known: dict[str, tuple[str, ...]] = {}
+        self._dialled: set[str] = set()
+
+    @classmethod
+    async def create(cls, config: SwarmConfig) -> Libp2pTransport:
+        """Start the daemon and connect to it.
+
+        Raises:
+            SwarmError: it cannot listen where it shall, or the identity cannot be used.
+        """
+        from hivemind.p2p import P2P
+        from hivemind.utils.multiaddr import Multiaddr
+
+        quiet_hivemind()
+        if config.identity_path is not None and not config.identity_path.exists():
+            config.identity_path.parent.mkdir(parents=True, exist_ok=True)
+            P2P.generate_identity(str(config.identity_path))
+        port = config.listen_port
+        announce = None
+        if config.announce_host is not None:
+            port = port or free_port(config.listen_host)
+            announce = f"/{_address_kind(config.announce_host)}/{config.announce_host}/tcp/{port}"
+        daemon = Daemon(
+            DaemonConfig(
+                listen_host=config.listen_host,
+                listen_port=port,
+                announce=announce,
+                identity_path=config.identity_path,
+            )
+        )
+        try:
+            async with asyncio.timeout(config.connect_s):
+                p2p = await P2P.replicate(Multiaddr(f"/unix{daemon.control}"))
+                found = [str(a) for a in await p2p.get_visible_maddrs()]
+        except (OSError, TimeoutError, ValueError) as error:
+            daemon.stop()
+            raise SwarmError(f"the network daemon does not answer: {error}") from error
+        address = f"{announce}/p2p/{p2p.peer_id}" if announce else reachable(found)
+        return cls(daemon, p2p, config, address)
+
+    @property
+    def p2p(self) -> Any:
+        """hivemind's handle of the daemon."""
+        return self._p2p
+
+    @property
+    def daemon_pid(self) -> int:
+        """Process id of the daemon."""
+        return self._daemon.pid
+
+    async def serve(self, handler: Handler) -> None:
+        """Run `handler` for each incoming stream."""
+
+        async def accept(
+            info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            await handler(Channel(str(info.peer_id), reader, writer, self._config.stall_s))
+
+        async with asyncio.timeout(self._config.connect_s):
+            await self._p2p.add_binary_stream_handler(_PROTOCOL_NAME, accept)
+
+    async def open(self, peer_id: str) -> Channel:
+        """Return a new stream, dialling the peer first if that has not been done."""
+        from hivemind.p2p import PeerID
+        from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+        try:
+            if peer_id not in self._dialled:
+                # Several streams opened at once to a peer never dialled can hang: dial alone first.
+                await self.dial(peer_id, self._known.get(peer_id, ()))
+            _, reader, writer = await self._p2p.call_binary_stream_handler(
+                PeerID.from_base58(peer_id), _PROTOCOL_NAME
+            )
+        except (P2PDaemonError, OSError, EOFError, ValueError) as error:
+            self._dialled.discard(peer_id)
+            raise LinkLost(f"peer {peer_id[-8:]} cannot be reached: {_short(error)}") from error
+        return Channel(peer_id, reader, writer, self._config.stall_s)
+
+    async def dial(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Connect to a peer; raises hivemind's errors, `OSError` or `ValueError`."""
+        from hivemind.p2p import PeerID
+        from hivemind.utils.multiaddr import Multiaddr
+
+        bare = [Multiaddr(a.rsplit("/p2p/", 1)[0]) for a in addresses]
+        await self._p2p._client.connect(PeerID.from_base58(peer_id), bare)
+        self._dialled.add(peer_id)
+
+    def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Remember where a peer can be dialled."""
+        self._known[peer_id] = tuple(addresses)
+
+    async def close(self) -> None:
+        """End the daemon, and every stream with it."""
+        with contextlib.suppress(OSError):
+            await self._p2p.shutdown()
+        self._daemon.stop()
+
+
+class DhtDirectory:
+    """Membership records in hivemind's hash table, which all peers of the run keep together."""
+
+    def __init__(self, node: Any, run: str, peer_id: str) -> None:
+        """Use a running node; see `create`."""
+        self._node = node
+        self._key = f"atom/{run}/peers"
+        self._peer_id = peer_id
+
+    @classmethod
+    async def create(
+        cls, transport: Libp2pTransport, run: str, through: tuple[str, ...]
+    ) -> DhtDirectory:
+        """Join the hash table through the peers with these addresses, or start one without any.
+
+        Raises:
+            SwarmError: none of them lets this peer in.
+        """
+        from hivemind.dht.node import DHTNode
+
+        try:
+            async with asyncio.timeout(15):
+                node = await DHTNode.create(
+                    p2p=transport.p2p,
+                    initial_peers=list(through) or None,
+                    num_replicas=_REPLICAS,
+                    cache_locally=False,
+                    cache_nearest=0,
+                )
+        except (RuntimeError, TimeoutError, OSError) as error:
+            raise SwarmError(
+                f"no peer of run {run!r} answered for the membership records: {_short(error)}; "
+                "try again, or another peer's address"
+            ) from error
+        return cls(node, run, transport.peer_id)
+
+    async def publish(self, record: bytes, expiry_s: float) -> None:
+        """Store this peer's record."""
+        expires_s = time.time() + expiry_s
+        await self._node.store(self._key, record, expires_s, subkey=self._peer_id)
+
+    async def records(self) -> dict[str, bytes]:
+        """Return all peers' records."""
+        found = await self._node.get(self._key, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {
+            key: entry.value
+            for key, entry in found.value.items()
+            if isinstance(key, str) and isinstance(entry.value, bytes)
+        }
+
+
+def reachable(addresses: list[str]) -> str:
+    """Return the address to give to others: one of the local network, if there is one."""
+    tcp = [address for address in addresses if "/tcp/" in address and "p2p-circuit" not in address]
+    outside = [address for address in tcp if not address.startswith("/ip4/127.")]
+    return (outside or tcp or addresses)[0]
+
+
+def peer_of(address: str) -> str:
+    """Return the peer id in an address.
+
+    Raises:
+        SwarmError: it is no address of a peer.
+    """
+    from hivemind.p2p import PeerID
+    from hivemind.utils.multiaddr import Multiaddr
+
+    try:
+        peer_id = str(Multiaddr(address)["p2p"])
+        PeerID.from_base58(peer_id)
+        return peer_id
+    except (ValueError, KeyError, LookupError) as error:
+        raise SwarmError(
+            f"{address!r} is not the address of a peer; paste the whole line that a peer prints, "
+            "such as /ip4/192.168.1.5/tcp/31337/p2p/12D3Koo..."
+        ) from error
+
+
+def free_port(host: str) -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _address_kind(host: str) -> str:
+    try:
+        socket.inet_aton(host)
+    except OSError:
+        return "dns4"
+    return "ip4"
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).replace("\n", " ") or type(error).__name__
+    return text[:200]

@@ -1,0 +1,229 @@
+"""A member's way through one round, from invitation to decision.
+
+    Invite --> snapshot at the next boundary --> Ready --> Begin --> exchange --> Held --> Commit
+
+Whatever breaks on the way ends the round for this member only. If its contribution may have been
+used although it did not hear the decision, it keeps the snapshot: should the anchor that it fetches
+later come from that very round, its progress is measured from there and nothing counts twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from atomtrain.swarm.anchors import (
+    Anchor,
+    Merge,
+    Origin,
+    Part,
+    Snapshot,
+    Stamp,
+    digest_of,
+    split_parts,
+)
+from atomtrain.swarm.codec import all_finite
+from atomtrain.swarm.context import Context
+from atomtrain.swarm.desk import RoundReport
+from atomtrain.swarm.exchange import Exchange, ExchangeResult, ExchangeSetup
+from atomtrain.swarm.leading import exchange_bytes
+from atomtrain.swarm.messages import (
+    Abandon,
+    BadMessage,
+    Begin,
+    Commit,
+    Decline,
+    Held,
+    Invite,
+    Ready,
+)
+from atomtrain.swarm.outer import OuterUpdate
+from atomtrain.swarm.slices import slice_spans
+from atomtrain.swarm.transport import Channel, Inbox, LinkLost, MessageT
+
+
+class _Over(Exception):  # noqa: N818 - the ordinary end of a round without a result
+    """The round ends here for this member, for the reason given."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Everything that the new anchor is computed from."""
+
+    snapshot: Snapshot
+    begin: Begin
+    commit: Commit
+    result: ExchangeResult
+
+
+class Membering:
+    """One member's part in one round."""
+
+    def __init__(self, context: Context, invite: Invite, channel: Channel) -> None:
+        """Prepare to follow `invite`, which came over `channel`."""
+        self._context = context
+        self._invite = invite
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._loop.time()
+        self._inbox = Inbox(channel)
+        self.exchange: Exchange | None = None
+        self.exchange_known = asyncio.Event()
+        self.in_doubt: Snapshot | None = None
+
+    async def run(self) -> None:
+        """Follow the round to its end and leave its report, and what it changes, at the desk."""
+        try:
+            decided = await self._follow()
+        except (_Over, LinkLost, BadMessage) as error:
+            self._abandoned(str(error))
+            return
+        finally:
+            self._inbox.close()
+        merge, report = await self._context.offload(self._conclude, decided)
+        self._context.desk.leave_merge(merge, report)
+
+    async def _follow(self) -> Decided:
+        snapshot = await self._enter()
+        stamp = snapshot.anchor.stamp
+        await self._channel.send(
+            Ready(
+                version=stamp.version,
+                tokens=stamp.tokens,
+                digest=stamp.digest,
+                weight=snapshot.weight,
+            )
+        )
+        begin = await self._expect(Begin, self._invite.answer_s + self._context.timing.floor_s)
+        if begin.round_id != self._invite.round_id:
+            raise BadMessage("the leader began another round")
+        result = await self._exchange(snapshot, begin)
+        await self._channel.send(Held(digests=result.digests))
+        patience_s = begin.exchange_s + 2 * self._context.timing.floor_s
+        commit = await self._expect(Commit, patience_s)
+        if any(j >= len(result.means) or result.means[j] is None for j in commit.slices):
+            raise BadMessage("the leader committed a slice that is not here")
+        self.in_doubt = None
+        return Decided(snapshot, begin, commit, result)
+
+    async def _enter(self) -> Snapshot:
+        """Return the snapshot, or leave if the leader does first."""
+        taking = asyncio.create_task(self._context.snapshot(self._invite.fragment))
+        hearing = asyncio.create_task(self._inbox.peek(self._invite.answer_s))
+        try:
+            await asyncio.wait((taking, hearing), return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                await self._expect(Begin, 0)  # raises: nothing may come before Ready but an end
+        finally:
+            taking.cancel()
+            hearing.cancel()
+        snapshot = taking.result()
+        finite = await self._context.offload(all_finite, snapshot.values)
+        if not finite:
+            reason = "this peer's parameters are not finite"
+            await self._channel.send(
+                Decline(reason=reason, round_index=self._context.agenda.next_round)
+            )
+            raise _Over(reason)
+        return snapshot
+
+    async def _exchange(self, snapshot: Snapshot, begin: Begin) -> ExchangeResult:
+        context = self._context
+        setup = ExchangeSetup(
+            peer_id=context.peer_id,
+            snapshot=snapshot,
+            codec=context.codec,
+            open=context.open,
+            offload=context.offload,
+            on_unreachable=context.roster.suspect,
+        )
+        self.exchange = Exchange(setup, begin)
+        self.in_doubt = snapshot
+        self.exchange_known.set()
+        started_s = self._loop.time()
+        result = await self.exchange.run()
+        duration_s = self._loop.time() - started_s
+        if duration_s < begin.exchange_s:
+            size = exchange_bytes(context, snapshot.fragment, len(begin.members))
+            context.timing.observe(size, duration_s)
+        else:
+            context.timing.failed()
+        return result
+
+    async def _expect(self, kind: type[MessageT], within_s: float) -> MessageT:
+        message = await self._inbox.get(within_s)
+        if isinstance(message, Abandon):
+            self.in_doubt = None
+            raise _Over(message.reason)
+        if not isinstance(message, kind):
+            raise BadMessage(f"the leader sent {message.kind}, not {kind.__name__}")
+        return message
+
+    def _abandoned(self, reason: str) -> None:
+        stamp = self._context.desk.stamp(self._invite.fragment)
+        self._context.desk.report(
+            RoundReport(
+                round=self._invite.round_index,
+                fragment=self._invite.fragment,
+                version=0 if stamp is None else stamp.version,
+                outcome="abandoned",
+                duration_s=self._loop.time() - self._started_s,
+                reason=reason,
+            )
+        )
+
+    def _conclude(self, decided: Decided) -> tuple[Merge, RoundReport]:
+        outer = self._context.manifest.rules.outer
+        merge = merge_of(decided, outer, self._context.peer_id)
+        return merge, self._report(decided, merge)
+
+    def _report(self, decided: Decided, merge: Merge) -> RoundReport:
+        begin, everybody = decided.begin, frozenset(decided.begin.members)
+        parts = merge.anchor.origin.parts
+        used = frozenset().union(*(part.contributors for part in parts))
+        contributors = tuple(member for member in begin.members if member in used)
+        weights = dict(zip(begin.members, begin.weights, strict=True))
+        awaited = frozenset(m for m in everybody if weights[m] > 0)
+        missing = len(begin.members) - len(parts)
+        lost = sorted(m[-8:] for m in awaited if any(m not in p.contributors for p in parts))
+        reasons = [f"{missing} slices missing"] if missing else []
+        reasons += [f"without part of {', '.join(lost)}"] if lost else []
+        return RoundReport(
+            round=self._invite.round_index,
+            fragment=self._invite.fragment,
+            version=merge.anchor.stamp.version,
+            outcome="partial" if reasons else "averaged",
+            contributors=contributors,
+            weights=tuple(weights[member] for member in contributors),
+            bytes_sent=decided.result.sent_bytes + self._channel.sent_bytes,
+            bytes_received=decided.result.received_bytes + self._channel.received_bytes,
+            duration_s=self._loop.time() - self._started_s,
+            reason="; ".join(reasons),
+        )
+
+
+def merge_of(decided: Decided, outer: OuterUpdate, peer_id: str) -> Merge:
+    """Return the new anchor that a decision makes of the old one, and how to merge it.
+
+    All members compute the same bits: same old anchor, same decoded means, same operations.
+    """
+    snapshot, begin = decided.snapshot, decided.begin
+    old = snapshot.anchor
+    values = old.values.clone()
+    velocity = None if old.velocity is None else old.velocity.clone()
+    spans = slice_spans(values.numel(), len(begin.members))
+    parts = []
+    for j in sorted(set(decided.commit.slices)):
+        mean = decided.result.means[j]
+        assert mean is not None
+        start, stop = spans[j]
+        outer.apply(
+            values[start:stop], mean.values, None if velocity is None else velocity[start:stop]
+        )
+        parts.append(Part(spans[j], frozenset(begin.members[i] for i in mean.contributors)))
+    used = frozenset().union(*(part.contributors for part in parts))
+    tokens = sum(w for m, w in zip(begin.members, begin.weights, strict=True) if m in used)
+    stamp = Stamp(old.stamp.version + 1, old.stamp.tokens + tokens, digest_of(values, velocity))
+    anchor = Anchor(values, velocity, stamp, Origin(begin.round_id, tuple(parts)))
+    changed, contributed = split_parts(parts, peer_id)
+    return Merge(snapshot.fragment, anchor, changed, snapshot, contributed)

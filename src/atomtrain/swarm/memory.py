@@ -1,0 +1,150 @@
+"""A transport and a directory inside one process: for tests, simulations, and a peer's own streams.
+
+Bytes take `delay_s()` to arrive, in order. A peer that is cut off breaks all its streams at once,
+as the kernel does for a killed process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from atomtrain.swarm.transport import Channel, Handler, LinkLost
+
+
+class _Pipe:
+    """One direction of a stream; `close` ends it for both."""
+
+    def __init__(self, delay_s: Callable[[], float]) -> None:
+        self.reader = asyncio.StreamReader(limit=1 << 30)
+        self.other: _Pipe | None = None
+        self._delay_s = delay_s
+        self._last_s = 0.0
+        self._closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._closed:
+            raise ConnectionResetError("closed")
+        self._later(self.reader.feed_data, bytes(data))
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._later(self.reader.feed_eof)
+            if self.other is not None:
+                self.other.close()
+
+    def _later(self, call: Callable[..., None], *args: object) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_s = max(self._last_s, loop.time() + self._delay_s())
+        loop.call_at(self._last_s, self._feed, call, args)
+
+    def _feed(self, call: Callable[..., None], args: tuple[object, ...]) -> None:
+        if not self.reader.at_eof():
+            call(*args)
+
+
+def _no_delay() -> float:
+    return 0.0
+
+
+def channel_pair(
+    first: str, second: str, stall_s: float, delay_s: Callable[[], float] = _no_delay
+) -> tuple[Channel, Channel]:
+    """Return the two ends of a stream: the one `first` holds, and the one `second` holds."""
+    to_first, to_second = _Pipe(delay_s), _Pipe(delay_s)
+    to_first.other, to_second.other = to_second, to_first
+    return (
+        Channel(second, to_first.reader, to_second, stall_s),
+        Channel(first, to_second.reader, to_first, stall_s),
+    )
+
+
+class MemoryNetwork:
+    """All the peers that can reach each other, and the records they share."""
+
+    def __init__(self, delay_s: Callable[[], float] = _no_delay, stall_s: float = 5.0) -> None:
+        """Make an empty network whose chunks take `delay_s()` each."""
+        self.delay_s = delay_s
+        self.stall_s = stall_s
+        self.transports: dict[str, MemoryTransport] = {}
+        self.records: dict[str, tuple[bytes, float]] = {}
+
+    def cut(self, peer_id: str) -> None:
+        """Kill a peer: its streams break, it can neither dial nor be dialled."""
+        transport = self.transports.pop(peer_id, None)
+        if transport is not None:
+            transport.break_all()
+
+
+class MemoryTransport:
+    """One peer's view of a `MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
+        """Attach a peer."""
+        self.peer_id = peer_id
+        self.address = f"memory/{peer_id}"
+        self._network = network
+        self._handler: Handler | None = None
+        self._channels: list[Channel] = []
+        self._tasks: set[asyncio.Future[None]] = set()
+        network.transports[peer_id] = self
+
+    async def serve(self, handler: Handler) -> None:
+        """Run `handler` for each incoming stream."""
+        self._handler = handler
+
+    async def open(self, peer_id: str) -> Channel:
+        """Return a new stream; raises `LinkLost` if either side is cut off."""
+        network = self._network
+        await asyncio.sleep(network.delay_s())
+        remote = network.transports.get(peer_id)
+        if remote is None or remote._handler is None or self.peer_id not in network.transports:
+            raise LinkLost(f"peer {peer_id[-8:]} cannot be reached")
+        mine, theirs = channel_pair(self.peer_id, peer_id, network.stall_s, network.delay_s)
+        self._channels.append(mine)
+        remote._channels.append(theirs)
+        remote._spawn(theirs)
+        return mine
+
+    def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Nothing to remember: everybody is in the same network."""
+
+    async def close(self) -> None:
+        """Leave the network."""
+        self._network.cut(self.peer_id)
+
+    def break_all(self) -> None:
+        """Break every stream."""
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()
+
+    def _spawn(self, channel: Channel) -> None:
+        assert self._handler is not None
+        task = asyncio.ensure_future(self._handler(channel))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class MemoryDirectory:
+    """Membership records of a `MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
+        """Attach a peer."""
+        self._network = network
+        self._peer_id = peer_id
+
+    async def publish(self, record: bytes, expiry_s: float) -> None:
+        """Store this peer's record, unless it is cut off."""
+        if self._peer_id in self._network.transports:
+            expires_s = asyncio.get_running_loop().time() + expiry_s
+            self._network.records[self._peer_id] = (record, expires_s)
+
+    async def records(self) -> dict[str, bytes]:
+        """Return the records that have not expired."""
+        now_s = asyncio.get_running_loop().time()
+        return {k: data for k, (data, end_s) in self._network.records.items() if end_s > now_s}

@@ -1,0 +1,234 @@
+"""The control messages: small frozen records, JSON on the wire, checked field by field.
+
+Nothing here allocates more than `MESSAGE_BYTES_MAX` because of what a peer says. Numbers too large,
+strings too long, missing or unknown fields and wrong types all raise `BadMessage`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from atomtrain.errors import SwarmError
+
+MESSAGE_BYTES_MAX = 1 << 20
+_TEXT_MAX = 4096
+_LIST_MAX = 4096
+_NUMBER_MAX = 1 << 53
+
+
+class BadMessage(SwarmError):  # noqa: N818 - what it is reads better than what it raises
+    """A peer sent something that this protocol does not allow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Base of all messages; `kind` names the class on the wire."""
+
+    kind: ClassVar[str]
+    _known: ClassVar[dict[str, type[Message]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Register the message under the name of its class."""
+        cls.kind = cls.__name__
+        Message._known[cls.kind] = cls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open(Message):
+    """First on every stream: who may go on is decided by protocol and run."""
+
+    protocol: int
+    run: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Message):
+    """Instead of any answer: why there is none, and which run this peer trains."""
+
+    reason: str
+    run: str
+    protocol: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskManifest(Message):
+    """A newcomer asks what the run is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestHeader(Message):
+    """The manifest follows in `bytes_count` bytes."""
+
+    bytes_count: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskAnchor(Message):
+    """A peer asks for a fragment's anchor as it is now."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorHeader(Message):
+    """The anchor (and velocity, if the run has momentum) follows as raw float32.
+
+    `round_id` and what comes after it say which round made this anchor: element spans that changed
+    and, for each, whose contributions (indices into `members`, separated by spaces) are in it.
+    """
+
+    fragment: int
+    version: int
+    tokens: int
+    digest: str
+    round_id: str
+    members: tuple[str, ...]
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    contributors: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Propose(Message):
+    """A peer tells the leader that round `round_index` is due."""
+
+    round_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposed(Message):
+    """The leader's answer: it will invite, or says which round it is at and why not."""
+
+    accepted: bool
+    round_index: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invite(Message):
+    """The leader invites a member; the answer must come within `answer_s`."""
+
+    round_id: str
+    round_index: int
+    fragment: int
+    answer_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(Message):
+    """The member has its snapshot: which anchor it rests on, and how many tokens it weighs."""
+
+    version: int
+    tokens: int
+    digest: str
+    weight: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decline(Message):
+    """The member does not take part, and says at which round it is."""
+
+    reason: str
+    round_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin(Message):
+    """The group is fixed; member j owns slice j. Everything must be held within `exchange_s`."""
+
+    round_id: str
+    members: tuple[str, ...]
+    weights: tuple[int, ...]
+    exchange_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution(Message):
+    """On a slice stream: the sender's part of the receiver's slice follows, if it `has_values`."""
+
+    round_id: str
+    has_values: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean(Message):
+    """The owner's answer: the mean over `contributors` (indices in the group) follows.
+
+    No contributors: there is no mean, and nothing follows.
+    """
+
+    contributors: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held(Message):
+    """Digest of each slice's mean that the member holds, or an empty string."""
+
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit(Message):
+    """The leader's decision: the slices that change."""
+
+    slices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abandon(Message):
+    """The leader's decision: nothing changes."""
+
+    reason: str
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as JSON bytes."""
+    body = {field.name: getattr(message, field.name) for field in fields(message)}
+    return json.dumps({"kind": message.kind, **body}).encode()
+
+
+def decode(data: bytes) -> Message:
+    """Return the message in `data`.
+
+    Raises:
+        BadMessage: it is no message of this protocol.
+    """
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise BadMessage(f"a message of {len(data)} bytes; allowed are {MESSAGE_BYTES_MAX}")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadMessage("not an object")
+    kind = body.pop("kind", None)
+    cls = Message._known.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise BadMessage(f"unknown message {str(kind)[:40]!r}")
+    wanted = {field.name: str(field.type) for field in fields(cls)}
+    if body.keys() != wanted.keys():
+        raise BadMessage(f"{kind} has fields {sorted(body)[:20]}, not {sorted(wanted)}")
+    return cls(**{name: _checked(f"{kind}.{name}", body[name], wanted[name]) for name in wanted})
+
+
+def _checked(where: str, value: Any, kind: str) -> Any:
+    if kind.startswith("tuple["):
+        inner = kind.removeprefix("tuple[").removesuffix(", ...]")
+        if not isinstance(value, list) or len(value) > _LIST_MAX:
+            raise BadMessage(f"{where} is not a list of at most {_LIST_MAX}")
+        return tuple(_checked(where, item, inner) for item in value)
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind == "str" and isinstance(value, str) and len(value) <= _TEXT_MAX:
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and 0 <= value <= _NUMBER_MAX:  # false for NaN, too
+        if kind == "int" and isinstance(value, int):
+            return value
+        if kind == "float":
+            return float(value)
+    raise BadMessage(f"{where} is not a valid {kind}")

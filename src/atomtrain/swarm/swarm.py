@@ -1,0 +1,300 @@
+"""The swarm as the training loop sees it: found or join, cross boundaries, leave.
+
+All methods are called from the training thread. The network has a thread of its own; the two meet
+at the `Desk`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm.agenda import Agenda
+from atomtrain.swarm.anchors import AnchorStore, FragmentAccess, Merge, whole
+from atomtrain.swarm.codec import codec_named
+from atomtrain.swarm.config import PROTOCOL, Manifest, Rules, SwarmConfig
+from atomtrain.swarm.context import Context
+from atomtrain.swarm.desk import Desk, RoundReport
+from atomtrain.swarm.joining import connect_any
+from atomtrain.swarm.libp2p import DhtDirectory, Libp2pTransport
+from atomtrain.swarm.records import PeerStatus
+from atomtrain.swarm.roster import Roster
+from atomtrain.swarm.service import Service
+from atomtrain.swarm.threads import LoopThread
+from atomtrain.swarm.timing import RoundTiming
+from atomtrain.swarm.transport import Directory, Transport
+
+_log = logging.getLogger("atomtrain.swarm")
+_START_S = 60.0
+_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the swarm is."""
+
+    round: int
+    """Index of the next round."""
+    tokens: int
+    """Tokens that went into the anchors so far: the largest count of any fragment."""
+
+
+class SwarmState(NamedTuple):
+    """What a checkpoint keeps of the swarm."""
+
+    tensors: dict[str, torch.Tensor]
+    """Anchors and velocities, 1-D float32, by name; not to be changed."""
+    meta: dict[str, Any]
+    """Versions, token counts and round, JSON-able."""
+
+
+def build_service(
+    config: SwarmConfig,
+    manifest: Manifest,
+    transport: Transport,
+    directory: Directory,
+    thread: LoopThread,
+) -> Service:
+    """Put a peer's network side together; it does nothing yet."""
+    store = AnchorStore(manifest.fragment_elements, manifest.rules.outer_momentum > 0)
+    services: list[Service] = []
+
+    def on_boundary(steps: int, merges: int) -> None:
+        thread.post(services[0].on_boundary, steps, merges)
+
+    context = Context(
+        config=config,
+        manifest=manifest,
+        transport=transport,
+        directory=directory,
+        desk=Desk(store, on_boundary),
+        roster=Roster(transport.peer_id, len(manifest.fragment_elements)),
+        agenda=Agenda(
+            fragments=len(manifest.fragment_elements),
+            local_steps_per_round=manifest.rules.local_steps_per_round,
+        ),
+        timing=RoundTiming(
+            floor_s=config.round_floor_s,
+            ceiling_s=config.round_ceiling_s,
+            slowest_bytes_per_s=config.slowest_link_bytes_per_s,
+        ),
+        codec=codec_named(manifest.rules.wire),
+        offload=thread.offload,
+        random_id=lambda: secrets.token_hex(4),
+    )
+    services.append(Service(context))
+    return services[0]
+
+
+class Swarm:
+    """One peer's membership in one run.
+
+    `found` or `join`; then `download` (newcomer) or `load_state_dict` and `rebase` (resumed peer);
+    then `boundary` between steps; at last `leave`.
+    """
+
+    def __init__(self, config: SwarmConfig, thread: LoopThread, service: Service) -> None:
+        """Use `found` or `join`."""
+        self.config = config
+        self.manifest = service.context.manifest
+        self._thread = thread
+        self._service = service
+        self._desk = service.context.desk
+        self._left = False
+
+    @classmethod
+    def found(cls, config: SwarmConfig, manifest: Manifest, access: FragmentAccess) -> Swarm:
+        """Start a run: the anchors are the current parameters, version 0.
+
+        Raises:
+            SwarmError: the port is in use, or the parameters do not fit the manifest.
+        """
+        if manifest.run != config.run:
+            raise SwarmError(f"the manifest is of run {manifest.run!r}, not {config.run!r}")
+        manifest = Manifest(
+            manifest.run, manifest.fragment_elements, manifest.payload, Rules.of(config)
+        )
+        manifest.encode()
+
+        async def enter(thread: LoopThread) -> Service:
+            transport = await Libp2pTransport.create(config)
+            try:
+                directory = await DhtDirectory.create(transport, config.run, ())
+                service = build_service(config, manifest, transport, directory, thread)
+                service.context.desk.store.adopt_local(access)
+                service.set_training()
+                await service.start()
+            except BaseException:
+                await transport.close()
+                raise
+            return service
+
+        return cls._enter(config, enter)
+
+    @classmethod
+    def join(cls, config: SwarmConfig) -> Swarm:
+        """Join a run through any of `config.join`; afterwards `manifest` is known.
+
+        The rules of averaging are the manifest's, whatever `config` says.
+
+        Raises:
+            SwarmError: no address leads to a peer of this run; says what each led to.
+        """
+        if not config.join:
+            raise SwarmError("no address to join; give at least one that a peer of the run prints")
+
+        async def enter(thread: LoopThread) -> Service:
+            transport = await Libp2pTransport.create(config)
+            try:
+                manifest, through = await connect_any(transport, config)
+                directory = await DhtDirectory.create(transport, config.run, through)
+                service = build_service(config, manifest, transport, directory, thread)
+                await service.start()
+            except BaseException:
+                await transport.close()
+                raise
+            return service
+
+        return cls._enter(config, enter)
+
+    @classmethod
+    def _enter(cls, config: SwarmConfig, enter: Any) -> Swarm:
+        import hivemind  # noqa: F401 - 3.5 s, on this thread, before any deadline runs
+
+        thread = LoopThread()
+        try:
+            service = thread.call(enter(thread), _START_S)
+        except BaseException:
+            thread.stop()
+            raise
+        return cls(config, thread, service)
+
+    def download(self, access: FragmentAccess) -> Progress:
+        """Fetch all anchors, write them to the model, and take part in rounds from now on.
+
+        Blocks until done. A donor that dies is replaced by another.
+
+        Raises:
+            SwarmError: a fragment could not be had from anybody.
+        """
+        count = len(self.manifest.fragment_elements)
+        coming = [self._fetch(fragment) for fragment in range(min(_AHEAD, count))]
+        try:
+            for fragment in range(count):
+                anchor = coming[fragment].result()
+                if fragment + _AHEAD < count:
+                    coming.append(self._fetch(fragment + _AHEAD))
+                with access.view(fragment) as local:
+                    self._desk.store.check_size(fragment, local)
+                    local.copy_(anchor.values)
+                self._desk.store.place(fragment, anchor)
+        finally:
+            for future in coming:
+                future.cancel()
+        self._thread.post(self._service.set_training)
+        return self.progress()
+
+    def rebase(self, access: FragmentAccess) -> Progress:
+        """Bring a resumed peer, after `load_state_dict`, up to what the swarm holds now.
+
+        Anchors that others have newer are fetched, and the parameters move by the difference: what
+        this peer had learnt beyond its old anchors is kept. Blocks until done.
+
+        Raises:
+            SwarmError: a fragment could not be had from anybody.
+        """
+        store = self._desk.store
+        for fragment, best in enumerate(self._service.context.roster.best()):
+            present = store.anchor(fragment)
+            if best is None or not best.beats(present.stamp):
+                continue
+            anchor = self._fetch(fragment).result()
+            if anchor.stamp.beats(present.stamp):
+                merge = Merge(fragment, anchor, whole(anchor.values.numel()))
+                self._desk.merge_now(merge, access)
+        self._thread.post(self._service.set_training)
+        return self.progress()
+
+    def boundary(
+        self, *, steps: int, tokens: int, tokens_per_s: float, step_s: float, access: FragmentAccess
+    ) -> list[RoundReport]:
+        """Cross the boundary between two steps; does not wait for anybody.
+
+        `steps` and `tokens` are those since the last call, this peer's own; `tokens_per_s` and
+        `step_s` its present speed. Copies a fragment if a round asks for one, and merges what
+        rounds have brought. Returns the rounds that ended since the last call.
+        """
+        return self._desk.boundary(
+            steps=steps, tokens=tokens, tokens_per_s=tokens_per_s, step_s=step_s, access=access
+        )
+
+    @property
+    def address(self) -> str:
+        """The line that others paste to join."""
+        return self._service.context.transport.address
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's id."""
+        return self._service.context.peer_id
+
+    def peers(self) -> list[PeerStatus]:
+        """Return all members by their last records, this peer first."""
+        return self._service.context.roster.statuses()
+
+    def known_addresses(self) -> tuple[str, ...]:
+        """Return the addresses of all other peers ever seen: keep them to be able to come back."""
+        known = self._service.context.roster.addresses
+        return tuple(dict.fromkeys(a for addresses in known.values() for a in addresses))
+
+    def progress(self) -> Progress:
+        """Return where the swarm is, as far as this peer knows."""
+        own = self._desk.store.stamps()
+        best = self._service.context.roster.best()
+        tokens = max((s.tokens for s in (*own, *best) if s is not None), default=0)
+        return Progress(self._service.context.agenda.next_round, tokens)
+
+    def state_dict(self) -> SwarmState:
+        """Return what a checkpoint needs to resume; call between two boundaries."""
+        meta = self._desk.store.meta()
+        meta["protocol"] = PROTOCOL
+        meta["run"] = self.config.run
+        meta["next_round"] = self._service.context.agenda.next_round
+        meta["known_addresses"] = list(self.known_addresses())
+        return SwarmState(self._desk.store.tensors(), meta)
+
+    def load_state_dict(self, state: SwarmState) -> None:
+        """Take back what `state_dict` returned; the model must hold the checkpoint's parameters.
+
+        Raises:
+            SwarmError: it is of another run or model.
+        """
+        if state.meta.get("run") != self.config.run:
+            raise SwarmError(
+                f"the checkpoint's swarm state is of run {state.meta.get('run')!r}, not "
+                f"{self.config.run!r}; resume with that run's name"
+            )
+        self._desk.store.load(state.tensors, state.meta)
+        self._thread.post(self._service.context.agenda.observe, int(state.meta["next_round"]))
+
+    def leave(self, deadline_s: float = 10.0) -> None:
+        """Say goodbye, finish or abandon the round under way, close everything; idempotent."""
+        if self._left:
+            return
+        self._left = True
+        try:
+            self._thread.call(self._service.stop(deadline_s), deadline_s + 10)
+        finally:
+            self._thread.stop()
+
+    def _fetch(self, fragment: int) -> Any:
+        patience_s = 2 * self.config.expiry_s + self.config.connect_s
+        return self._thread.submit(self._service.fetch(fragment, patience_s))
+
+
+__all__ = ["Progress", "Swarm", "SwarmState", "build_service"]

@@ -1,0 +1,52 @@
+"""Deadlines, derived from what was measured: members' step times and the rounds so far.
+
+| wait | deadline |
+|---|---|
+| a member's answer to an invitation | 2 of the slowest member's steps, and the floor |
+| exchange of all slices | 4 times what the slowest of recent rounds would take, and the floor |
+| slices of contributors, at their owner | half of the exchange |
+| the leader's decision | the exchange and the floor |
+
+Before the first exchange, the configured slowest link stands in for the measurement.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+_STEPS = 2.0
+_EXCHANGES = 4.0
+_REMEMBERED = 8
+
+
+class RoundTiming:
+    """Turns measurements into deadlines between a floor and a ceiling."""
+
+    def __init__(self, *, floor_s: float, ceiling_s: float, slowest_bytes_per_s: float) -> None:
+        """Start without measurements."""
+        self.floor_s = floor_s
+        self._ceiling_s = ceiling_s
+        self._assumed_s_per_byte = 1 / slowest_bytes_per_s
+        self._s_per_byte: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def answer_s(self, step_s: Iterable[float]) -> float:
+        """Return how long members with these step times may take to hand over a snapshot."""
+        return self._bounded(self.floor_s + _STEPS * max(step_s, default=0.0))
+
+    def exchange_s(self, wire_bytes: int) -> float:
+        """Return how long a member may take to move `wire_bytes` each way."""
+        s_per_byte = max(self._s_per_byte, default=self._assumed_s_per_byte)
+        return self._bounded(self.floor_s + _EXCHANGES * s_per_byte * wire_bytes)
+
+    def observe(self, wire_bytes: int, seconds: float) -> None:
+        """Learn from an exchange that came to its end."""
+        if wire_bytes > 0:
+            self._s_per_byte.append(seconds / wire_bytes)
+
+    def failed(self) -> None:
+        """Learn that an exchange ran into its deadline: be more patient next time."""
+        self._s_per_byte.append(2 * max(self._s_per_byte, default=self._assumed_s_per_byte))
+
+    def _bounded(self, value_s: float) -> float:
+        return min(max(value_s, self.floor_s), self._ceiling_s)

@@ -1,0 +1,257 @@
+"""Streams between peers: the interface of every transport, and the framing of what goes over it.
+
+A transport hands out pairs of `asyncio.StreamReader` and a writer; `Channel` adds framed messages,
+bulk bytes, byte counts and deadlines. All failures of the other side or of the way there come out
+as `LinkLost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol, TypeVar
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm import messages
+from atomtrain.swarm.messages import BadMessage, Message, Refused
+
+_LENGTH = struct.Struct(">I")
+CHUNK_BYTES = 1 << 18
+"""Bytes that must move within one stall deadline."""
+_INBOX_MAX = 64
+"""More unread messages than any protocol here sends; the rest waits in the stream."""
+_INBOX_S = 7200.0
+"""Whoever reads from an inbox has a deadline of its own; this one ends forgotten inboxes."""
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class LinkLost(SwarmError):  # noqa: N818 - an event of every day, not an error of ours
+    """The stream to a peer broke, stalled, or could not be opened."""
+
+
+class PeerRefused(LinkLost):
+    """The peer answered that it will not serve this stream."""
+
+    def __init__(self, peer_id: str, answer: Refused) -> None:
+        """Keep the peer's answer."""
+        super().__init__(f"peer {peer_id[-8:]} refused: {answer.reason}")
+        self.answer = answer
+
+
+class Writer(Protocol):
+    """The part of `asyncio.StreamWriter` that is used."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Queue bytes."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until there is room again."""
+        ...
+
+    def close(self) -> None:
+        """Close both directions."""
+        ...
+
+
+class Channel:
+    """One stream to one peer, for one task at a time in each direction."""
+
+    def __init__(
+        self, remote: str, reader: asyncio.StreamReader, writer: Writer, stall_s: float
+    ) -> None:
+        """Wrap an open stream; any chunk that does not move within `stall_s` breaks it."""
+        self.remote = remote
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._reader = reader
+        self._writer = writer
+        self._stall_s = stall_s
+
+    async def send(self, message: Message) -> None:
+        """Send one message.
+
+        Raises:
+            LinkLost: the peer is gone, or takes nothing.
+        """
+        data = messages.encode(message)
+        await self.send_bytes(_LENGTH.pack(len(data)) + data)
+
+    async def receive(self, kind: type[MessageT], within_s: float) -> MessageT:
+        """Return the next message, which must be of `kind` and begin within `within_s`.
+
+        Raises:
+            LinkLost: the peer is gone, refused, or sent nothing in time.
+            BadMessage: it sent something else.
+        """
+        message = await self.receive_any(within_s)
+        if isinstance(message, Refused):
+            raise PeerRefused(self.remote, message)
+        if not isinstance(message, kind):
+            raise BadMessage(f"peer {self.remote[-8:]} sent {message.kind}, not {kind.__name__}")
+        return message
+
+    async def receive_any(self, within_s: float) -> Message:
+        """Return the next message of any kind; raises as `receive` does."""
+        head = await self._read_exactly(_LENGTH.size, within_s)
+        (length,) = _LENGTH.unpack(head)
+        if length > messages.MESSAGE_BYTES_MAX:
+            raise BadMessage(f"peer {self.remote[-8:]} announced a message of {length} bytes")
+        return messages.decode(await self._read_exactly(length, self._stall_s))
+
+    async def send_bytes(self, data: bytes | memoryview) -> None:
+        """Send raw bytes; returns when they are on their way, not when they arrived."""
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), CHUNK_BYTES):
+                async with asyncio.timeout(self._stall_s):
+                    self._writer.write(view[start : start + CHUNK_BYTES])
+                    await self._writer.drain()
+        except (OSError, TimeoutError, RuntimeError) as error:
+            raise self._lost(error) from error
+        self.sent_bytes += len(view)
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Fill `view`, a writable one of bytes.
+
+        Raises:
+            LinkLost: the peer is gone, or nothing came for the stall deadline.
+        """
+        filled = 0
+        while filled < len(view):
+            chunk = await self._read_some(min(CHUNK_BYTES, len(view) - filled), self._stall_s)
+            view[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+
+    async def wait_closed(self, within_s: float) -> None:
+        """Wait until the peer has read everything and closed; silence for `within_s` is as good."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._reader.read(1)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            return
+
+    def close(self) -> None:
+        """Close the stream; the peer reads an end of file. Idempotent, does not block."""
+        try:
+            self._writer.close()
+        except (OSError, RuntimeError):
+            return
+
+    async def _read_exactly(self, count: int, within_s: float) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            parts += await self._read_some(count - len(parts), within_s)
+            within_s = self._stall_s
+        return bytes(parts)
+
+    async def _read_some(self, count: int, within_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(within_s):
+                chunk = await self._reader.read(count)
+        except (OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        if not chunk:
+            raise LinkLost(f"peer {self.remote[-8:]} closed the stream")
+        self.received_bytes += len(chunk)
+        return chunk
+
+    def _lost(self, error: BaseException) -> LinkLost:
+        why = "nothing moved in time" if isinstance(error, TimeoutError) else str(error)
+        return LinkLost(f"stream to peer {self.remote[-8:]} failed: {why}")
+
+
+class Inbox:
+    """Reads a channel all the time: the loss of the peer is known even while its owner is busy."""
+
+    def __init__(self, channel: Channel) -> None:
+        """Start reading."""
+        self._remote = channel.remote
+        self._messages: list[Message | LinkLost | BadMessage] = []
+        self._arrived = asyncio.Event()
+        self._task = asyncio.create_task(self._pump(channel))
+
+    async def peek(self, within_s: float) -> None:
+        """Wait until there is a message, or the channel is lost; at most `within_s`."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._arrived.wait()
+        except TimeoutError:
+            return
+
+    async def get(self, within_s: float) -> Message:
+        """Return the next message.
+
+        Raises:
+            LinkLost: the peer is gone, or sent nothing in time.
+            BadMessage: it sent something that is no message.
+        """
+        await self.peek(within_s)
+        if not self._messages:
+            raise LinkLost(f"peer {self._remote[-8:]} sent nothing within {within_s:.1f} s")
+        first = self._messages[0]
+        if isinstance(first, Exception):  # stays: there is nothing after it
+            raise first
+        self._messages.pop(0)
+        if not self._messages:
+            self._arrived.clear()
+        return first
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._task.cancel()
+
+    async def _pump(self, channel: Channel) -> None:
+        ended: LinkLost | BadMessage | None = None
+        while ended is None and len(self._messages) < _INBOX_MAX:
+            try:
+                self._messages.append(await channel.receive_any(_INBOX_S))
+            except (LinkLost, BadMessage) as error:
+                ended = error
+                self._messages.append(error)
+            self._arrived.set()
+
+
+Handler = Callable[[Channel], Awaitable[None]]
+
+
+class Transport(Protocol):
+    """Carries streams between peers that know each other by id."""
+
+    peer_id: str
+    """This peer's id, proved to the other side by the transport where it can."""
+    address: str
+    """What others can dial."""
+
+    async def serve(self, handler: Handler) -> None:
+        """Run `handler` in a task for each incoming stream, from now on."""
+        ...
+
+    async def open(self, peer_id: str) -> Channel:
+        """Return a new stream.
+
+        Raises:
+            LinkLost: the peer cannot be reached within the connection deadline.
+        """
+        ...
+
+    def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Remember where a peer can be dialled."""
+        ...
+
+    async def close(self) -> None:
+        """Close everything; nothing is served any more."""
+        ...
+
+
+class Directory(Protocol):
+    """The membership records: one per peer, gone when they expire."""
+
+    async def publish(self, record: bytes, expiry_s: float) -> None:
+        """Store this peer's record for `expiry_s`."""
+        ...
+
+    async def records(self) -> dict[str, bytes]:
+        """Return the records of all peers by peer id; what they contain is not to be trusted."""
+        ...

@@ -1,0 +1,119 @@
+"""A peer in a process of its own that "trains" small vectors towards its own target.
+
+Reads its settings as one JSON object from the command line; writes one JSON object a line:
+`ready`, then `state` every now and then. Ends after `run_s`, or on end of file on standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm import Manifest, Swarm, SwarmConfig
+
+
+class Vectors:
+    """Fragments as plain tensors; a step moves each towards `target`."""
+
+    def __init__(self, elements: tuple[int, ...]) -> None:
+        self.fragments = [torch.zeros(n) for n in elements]
+
+    @contextlib.contextmanager
+    def view(self, index: int) -> Iterator[torch.Tensor]:
+        yield self.fragments[index]
+
+    def step(self, target: float) -> None:
+        for fragment in self.fragments:
+            fragment.lerp_(torch.tensor(target), 0.05)
+
+
+def say(kind: str, **fields: Any) -> None:
+    print(json.dumps({"kind": kind, **fields}), flush=True)
+
+
+def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
+    config = SwarmConfig(
+        run=settings["run"],
+        listen_host="127.0.0.1",
+        join=tuple(settings.get("join", ())),
+        identity_path=Path(settings["identity"]) if "identity" in settings else None,
+        local_steps_per_round=settings.get("local_steps", 8),
+        outer_momentum=settings.get("momentum", 0.0),
+        expiry_s=settings.get("expiry_s", 5.0),
+        connect_s=5.0,
+        stall_s=5.0,
+        round_floor_s=settings.get("round_floor_s", 4.0),
+    )
+    elements = tuple(settings.get("elements", (2000, 3001)))
+    if not config.join:
+        vectors = Vectors(elements)
+        return Swarm.found(config, Manifest(config.run, elements, {"kind": "test"}), vectors), vectors
+    swarm = Swarm.join(config)
+    vectors = Vectors(swarm.manifest.fragment_elements)
+    say("joined", address=swarm.address, daemon=daemon_pid(swarm))
+    swarm.download(vectors)
+    return swarm, vectors
+
+
+def daemon_pid(swarm: Swarm) -> int:
+    return swarm._service.context.transport.daemon_pid
+
+
+def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    step_s = settings.get("step_s", 0.05)
+    until_s = time.monotonic() + settings.get("run_s", 60.0)
+    said_s = 0.0
+    longest_s = 0.0
+    while not ended.is_set() and time.monotonic() < until_s:
+        time.sleep(step_s)
+        vectors.step(settings["target"])
+        begun_s = time.monotonic()
+        reports = swarm.boundary(
+            steps=1, tokens=100, tokens_per_s=100 / step_s, step_s=step_s, access=vectors
+        )
+        longest_s = max(longest_s, time.monotonic() - begun_s)
+        for report in reports:
+            say("round", **asdict(report))
+        if time.monotonic() - said_s > 0.25:
+            said_s = time.monotonic()
+            state = swarm.state_dict()
+            say(
+                "state",
+                versions=state.meta["versions"],
+                digests=state.meta["digests"],
+                means=[float(f.mean()) for f in vectors.fragments],
+                peers=[p.peer_id for p in swarm.peers()],
+                longest_boundary_s=longest_s,
+            )
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    logging.basicConfig(level=settings.get("log", "WARNING"))
+    torch.set_num_threads(1)
+    try:
+        swarm, vectors = enter(settings)
+    except SwarmError as error:
+        say("error", text=str(error))
+        sys.exit(2)
+    say("ready", peer_id=swarm.peer_id, address=swarm.address, daemon=daemon_pid(swarm))
+    train(swarm, vectors, settings)
+    swarm.leave(3.0)
+    say("left", known=list(swarm.known_addresses()))
+
+
+if __name__ == "__main__":
+    main()
