@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,16 +14,15 @@ from torch import Tensor, nn
 import atomtrain
 from atomtrain.analysis import Layer
 from atomtrain.models import GPT, GPTConfig
-from tests.golden.reference import HeadFirst, assert_equal_training, gpt_loss, train, twin
+from reference import HeadFirst, assert_equal_training, gpt_loss, train, twin
 
 STEPS = 3
 LAYERS = 4  # embedding, two blocks, head
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
+def _seed() -> None:
     torch.manual_seed(1234)
-    yield
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -370,3 +369,9 @@ def test_training_goes_on_exactly_from_saved_state() -> None:
         for step in steps[2:]:
             second.step(step)
         assert_equal_training(second, reference, resident)
+
+
+def test_more_micro_batches_than_planned_for_make_a_new_plan() -> None:
+    model, steps = gpt(0.2, tied=False), token_batches(7)
+    engine = check(model, steps, micro_batches=1)
+    assert engine.plan.micro_batches == 7

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atomtrain.analysis.costs import layer_costs
-from atomtrain.analysis.profile import layer_times
+from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.costs import ChainCosts, layer_costs
+from atomtrain.analysis.profile import LayerTime, layer_times
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
 from atomtrain.swapping.device import Device
@@ -49,7 +51,7 @@ class Options:
     """How a model is swapped; every field has a working default."""
 
     micro_batches: int = 1
-    """How many micro-batches a step will have; the plan is made for this number."""
+    """How many micro-batches a step will have. A step with more makes a new plan first."""
     segments: int | None = None
     """Number of segments, or `None` for the planner's choice."""
     slots: int | None = None
@@ -99,20 +101,36 @@ def swap(
         costs = layer_costs(traced.chain, inputs, opened.torch_device)
         machine = measure_machine(opened)
         times = layer_times(traced.chain, costs, inputs, opened.torch_device, opened.synchronize)
-        request = Request(
-            micro_batches=options.micro_batches, segments=options.segments, slots=options.slots
-        )
-        plan = make_plan(traced.chain, costs, times, machine, request)
+        planner = Planner(traced.chain, costs, times, machine, options)
+        plan = planner.plan(options.micro_batches)
         store = HostStore(traced.chain, Layout(traced.chain), opened)
         updates = Updates(
             traced.chain, store.layout, store, optimizer, options.clip_norm, options.inject
         )
-        with opened.computing():
-            executor = Executor(traced.chain, costs, plan, store, opened, updates)
     except BaseException:
         opened.close()
         raise
-    return Engine(model, traced.bind, plan, store, opened, updates, executor)
+    return Engine(model, traced.bind, planner, plan, store, opened, updates)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What was learnt about model and machine, from which plans are made."""
+
+    chain: Chain
+    costs: ChainCosts
+    times: Mapping[str, LayerTime]
+    machine: Machine
+    options: Options
+
+    def plan(self, micro_batches: int) -> Plan:
+        """Return the best plan for steps of so many micro-batches."""
+        request = Request(
+            micro_batches=micro_batches,
+            segments=self.options.segments,
+            slots=self.options.slots,
+        )
+        return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
 
 class Engine:
@@ -126,15 +144,16 @@ class Engine:
         self,
         model: nn.Module,
         bind: Any,
+        planner: Planner,
         plan: Plan,
         store: HostStore,
         device: Device,
         updates: Updates,
-        executor: Executor,
     ) -> None:
         self.model, self.plan, self.device = model, plan, device
         self.last: StepReport | None = None
-        self._bind, self._store, self._updates, self._executor = bind, store, updates, executor
+        self._bind, self._planner, self._store, self._updates = bind, planner, store, updates
+        self._executor = self._execute(plan)
         self._broken: BaseException | None = None
         self._closed = False
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
@@ -160,9 +179,11 @@ class Engine:
         Raises:
             ConfigError: no micro-batch, or one that lacks an input.
             DeviceMemoryError: a micro-batch larger than the example exceeded the budget.
+            PlanError: more micro-batches than before, and no plan for them fits.
             StreamError: a transfer or update failed, now or in an earlier step.
         """
         batches = self._begin(micro_batches)
+        self._make_room(len(batches))
         started_s = time.perf_counter()
         self.device.reset_peak()
         with self._guarded(), self.device.computing():
@@ -185,7 +206,12 @@ class Engine:
         self.model.eval()
         try:
             with self._guarded(), self.device.computing():
-                loss = _mean(self._executor.evaluate(batches))
+                losses: list[Tensor] = []
+                most = self.plan.micro_batches
+                for first in range(0, len(batches), most):
+                    losses += self._executor.evaluate(batches[first : first + most])
+                loss = _mean(losses)
+                del losses
             self.device.take_wait_s()
             return loss
         finally:
@@ -226,6 +252,17 @@ class Engine:
             if name not in parameters:
                 raise ConfigError(f"optimizer state names {name!r}, which the model does not have")
             self._updates.load_state(parameters[name], values)
+
+    def layers(self) -> dict[str, list[str]]:
+        """Return the names of the parameters by layer; a shared weight is with its first layer."""
+        names = self._planner.chain.names
+        seen: set[int] = set()
+        layers: dict[str, list[str]] = {}
+        for layer in self._planner.chain.layers:
+            fresh = {id(p): names[id(p)] for p in layer.parameters.values() if id(p) not in seen}
+            seen.update(fresh)
+            layers[layer.name] = list(fresh.values())
+        return layers
 
     def fragment_ranges(self, most_bytes: int) -> list[tuple[int, int]]:
         """Divide the host's parameters into fragments of whole layers.
@@ -292,6 +329,24 @@ class Engine:
         if isinstance(micro_batches, Tensor | Mapping) or len(micro_batches) == 0:
             raise ConfigError("give a list of at least one micro-batch: engine.step([batch])")
         return [self._bind(micro_batch) for micro_batch in micro_batches]
+
+    def _make_room(self, micro_batches: int) -> None:
+        """Make a new plan if the step has more micro-batches than the plan was made for."""
+        if micro_batches <= self.plan.micro_batches:
+            return
+        plan = self._planner.plan(micro_batches)
+        self.synchronize()
+        # The old slots must be gone before the new ones come, or both would count.
+        del self._executor
+        self._executor = self._execute(plan)
+        self.plan = plan
+
+    def _execute(self, plan: Plan) -> Executor:
+        planner = self._planner
+        with self.device.computing():
+            return Executor(
+                planner.chain, planner.costs, plan, self._store, self.device, self._updates
+            )
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
