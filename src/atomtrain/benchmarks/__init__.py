@@ -1,1 +1,52 @@
-"""TODO"""
+"""Benchmarks: measurements that everybody can repeat, each one function and one JSON object."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atomtrain.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from atomtrain.benchmarks.common import BenchmarkOptions
+
+__all__ = ["REGISTRY", "Benchmark", "benchmark"]
+
+
+class Benchmark(NamedTuple):
+    """A benchmark by the module that holds it; nothing heavy is imported before it runs."""
+
+    module: str
+    """Full name of a module with `run(options)`."""
+    help: str
+    """One line for people."""
+
+    def run(self, options: BenchmarkOptions) -> dict[str, Any]:
+        """Import the module, measure, and return plain JSON values."""
+        result: dict[str, Any] = importlib.import_module(self.module).run(options)
+        return result
+
+
+REGISTRY: dict[str, Benchmark] = {
+    "swap": Benchmark(
+        "atomtrain.benchmarks.swap", "step time of swapped against resident training"
+    ),
+    "depth": Benchmark(
+        "atomtrain.benchmarks.depth", "peak device memory of models of growing depth"
+    ),
+}
+
+
+def benchmark(name: str) -> Benchmark:
+    """Return a benchmark by name.
+
+    Raises:
+        ConfigError: there is no such benchmark; offers the nearest name.
+    """
+    try:
+        return REGISTRY[name]
+    except KeyError:
+        raise ConfigError(
+            f"there is no benchmark {name!r}.{nearest(name, REGISTRY)} "
+            f"Benchmarks: {', '.join(REGISTRY)}"
+        ) from None

@@ -1,0 +1,163 @@
+"""What all benchmarks share: options, the machine they ran on, and how a result is reported.
+
+Results are for machines first: one JSON object of plain numbers, seconds and bytes. Standard
+output carries the result only; progress goes to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json as json_format
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import atomtrain
+from atomtrain.errors import AtomError, ConfigError
+from atomtrain.units import format_bytes, format_count, format_seconds
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions:
+    """What every benchmark can be told."""
+
+    quick: bool = False
+    """Take under a minute, with smaller inputs; the numbers are rougher."""
+    json: bool = False
+    """Print one JSON object on standard output instead of a table."""
+    out: Path | None = None
+    """Also write the JSON object to this file."""
+
+    def __post_init__(self) -> None:
+        # Before the measurement, not after it.
+        if self.out is not None and self.out.is_dir():
+            raise ConfigError(f"--out {self.out} is a directory; give the name of a file in it")
+
+
+def description() -> Result:
+    """Return the keys that every result has: `machine` and `versions`."""
+    return {
+        "machine": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "os": platform.platform(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": importlib.metadata.version("torch"),
+            "numpy": importlib.metadata.version("numpy"),
+            "atomtrain": atomtrain.__version__,
+        },
+    }
+
+
+def progress(text: str) -> None:
+    """Tell a person how far the benchmark is."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def report(result: Mapping[str, Any], *, json: bool = False, out: Path | None = None) -> None:
+    """Print a result, and write it to a file if one is given.
+
+    Args:
+        result: JSON values only.
+        json: Print exactly one line with one JSON object; else a table for people.
+        out: Gets the JSON object, indented; an existing file is replaced at once or not at all.
+
+    Raises:
+        ConfigError: `out` cannot be written.
+    """
+    if json:
+        sys.stdout.write(json_format.dumps(result, allow_nan=False) + "\n")
+        sys.stdout.flush()
+    else:
+        _print_table(result)
+    if out is not None:
+        _write(out, json_format.dumps(result, allow_nan=False, indent=2) + "\n")
+
+
+def main(run: Callable[[BenchmarkOptions], Result]) -> int:
+    """Run one benchmark from the command line of its own module; return the exit status."""
+    import tyro
+
+    try:
+        options = tyro.cli(BenchmarkOptions)
+        report(run(options), json=options.json, out=options.out)
+    except AtomError as error:
+        progress(f"error: {error}")
+        return error.exit_code
+    return 0
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            f"cannot write the result to {path} ({error.strerror}); give --out a file in a "
+            "directory that you may write to"
+        ) from error
+
+
+def _print_table(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in _flat(result):
+        table.add_row(key, _readable(key, value))
+    Console(file=sys.stdout).print(table)
+
+
+def _flat(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in result.items():
+        if isinstance(value, Mapping):
+            rows += _flat(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", value))
+    return rows
+
+
+def _readable(key: str, value: Any) -> str:
+    """Return a value in the unit that its key (or the mapping around it) names."""
+    if isinstance(value, list | tuple):
+        return ", ".join(_readable(key, item) for item in value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if any(part.endswith("bytes_per_s") for part in key.split(".")):
+        return f"{format_bytes(value)}/s"
+    if any(part.endswith("_bytes") for part in key.split(".")):
+        return format_bytes(value)
+    if any(part.endswith("_per_s") for part in key.split(".")):
+        return f"{format_count(value)}/s"
+    if any(part.endswith("_s") for part in key.split(".")):
+        return format_seconds(value)
+    if any(part.endswith("_share") for part in key.split(".")):
+        return f"{100 * value:.1f}%"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
