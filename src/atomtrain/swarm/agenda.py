@@ -31,6 +31,7 @@ class Agenda:
     def __init__(self, *, fragments: int, local_steps_per_round: int) -> None:
         """Start at round 0."""
         self.next_round = 0
+        self.running_round = -1
         self._fragments = fragments
         self._steps_per_fragment = max(1, local_steps_per_round // fragments)
         self._steps = 0
@@ -84,11 +85,13 @@ class Agenda:
         assert not self.refusal(round_index)
         self.observe(round_index)
         self._running = round_id
+        self.running_round = round_index
         self._steps = 0
 
     def end(self, round_index: int) -> None:
         """Leave a round, whatever came of it."""
         self._running = None
+        self.running_round = -1
         self.observe(round_index + 1)
         self._not_before_s = 0.0
 

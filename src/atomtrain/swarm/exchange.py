@@ -44,8 +44,8 @@ class ExchangeResult:
     """What a member holds after the exchange."""
 
     means: list[SliceMean | None]
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    channels: list[Channel]
+    """Streams that were used; some may still be sending this member's mean."""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -114,11 +114,7 @@ class Exchange:
         finally:
             for task in tasks.values():
                 task.cancel()
-        return ExchangeResult(
-            means,
-            sum(channel.sent_bytes for channel in self._channels),
-            sum(channel.received_bytes for channel in self._channels),
-        )
+        return ExchangeResult(means, self._channels)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
         """Take a member's contribution to this member's slice, and answer with the mean.

@@ -33,6 +33,8 @@ class RoundCall:
     round_id: str
     round_index: int
     fragment: int
+    version: int
+    """Version of the leader's anchor."""
     answer_s: float
     """How long members may take until they are ready."""
     exchange_s: Callable[[int], float]
@@ -71,6 +73,7 @@ class LeaderRound:
             round_id=call.round_id,
             round_index=call.round_index,
             fragment=call.fragment,
+            version=call.version,
             answer_s=call.answer_s,
         )
         return [(member, invite) for member in sorted(self._waiting)]

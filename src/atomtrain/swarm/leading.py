@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from atomtrain.swarm.codec import encoded_bytes
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.leader import LeaderRound, Outgoing, Phase, RoundCall
-from atomtrain.swarm.messages import BadMessage, Invite, Message
+from atomtrain.swarm.messages import BadMessage, Decline, Invite, Message
 from atomtrain.swarm.slices import Span
 from atomtrain.swarm.transport import Channel, LinkLost
 
@@ -31,11 +31,15 @@ class Leading:
         self._loop = asyncio.get_running_loop()
         members = context.roster.training()
         fragment = context.agenda.fragment(round_index)
+        stamp = context.desk.stamp(fragment)
+        # Members that are behind fetch the whole anchor before they answer.
+        fetch_s = context.timing.exchange_s(4 * context.manifest.fragment_elements[fragment])
         call = RoundCall(
             round_id=f"{round_index}-{context.peer_id[-8:]}-{context.random_id()}",
             round_index=round_index,
             fragment=fragment,
-            answer_s=context.timing.answer_s(record.step_s for record in members),
+            version=0 if stamp is None else stamp.version,
+            answer_s=fetch_s + context.timing.answer_s(record.step_s for record in members),
             exchange_s=lambda group: context.timing.exchange_s(
                 exchange_bytes(context, fragment, group)
             ),
@@ -93,6 +97,9 @@ class Leading:
             while True:
                 message = await channel.receive_any(self._context.config.round_ceiling_s * 2)
                 self._events.put_nowait((member, message))
+                if isinstance(message, Decline):
+                    channel.close()
+                    return
         except (LinkLost, BadMessage) as error:
             _log.debug("round %s: %s", invite.round_id, error)
             self._events.put_nowait((member, None))

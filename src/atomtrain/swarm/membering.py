@@ -186,6 +186,7 @@ class Membering:
         awaited = frozenset(m for m in everybody if weights[m] > 0)
         missing = len(begin.members) - len(parts)
         lost = sorted(m[-8:] for m in awaited if any(m not in p.contributors for p in parts))
+        channels = [self._channel, *decided.result.channels]
         reasons = [f"{missing} slices missing"] if missing else []
         reasons += [f"without part of {', '.join(lost)}"] if lost else []
         return RoundReport(
@@ -195,8 +196,8 @@ class Membering:
             outcome="partial" if reasons else "averaged",
             contributors=contributors,
             weights=tuple(weights[member] for member in contributors),
-            bytes_sent=decided.result.sent_bytes + self._channel.sent_bytes,
-            bytes_received=decided.result.received_bytes + self._channel.received_bytes,
+            bytes_sent=sum(channel.sent_bytes for channel in channels),
+            bytes_received=sum(channel.received_bytes for channel in channels),
             duration_s=self._loop.time() - self._started_s,
             reason="; ".join(reasons),
         )

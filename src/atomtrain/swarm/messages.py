@@ -109,11 +109,15 @@ class Proposed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Invite(Message):
-    """The leader invites a member; the answer must come within `answer_s`."""
+    """The leader invites a member; the answer must come within `answer_s`.
+
+    `version` is that of the leader's anchor: a member that is behind fetches it before it answers.
+    """
 
     round_id: str
     round_index: int
     fragment: int
+    version: int
     answer_s: float
 
 

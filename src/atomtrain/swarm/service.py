@@ -35,7 +35,13 @@ from atomtrain.swarm.messages import (
     Refused,
 )
 from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord
-from atomtrain.swarm.transfer import Fetcher, merge_of_fetched, send_anchor, send_manifest
+from atomtrain.swarm.transfer import (
+    Fetcher,
+    ask_anchor,
+    merge_of_fetched,
+    send_anchor,
+    send_manifest,
+)
 from atomtrain.swarm.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -57,6 +63,7 @@ class Service:
         self._repairing = False
         self._membering: dict[str, Membering] = {}
         self._busy: set[int] = set()
+        self._freed = asyncio.Event()
         self._doubts: dict[int, tuple[str, Snapshot]] = {}
 
     async def start(self) -> None:
@@ -175,20 +182,32 @@ class Service:
                 try:
                     await self._repair_one(fragment)
                 finally:
-                    self._busy.discard(fragment)
+                    self._free(fragment)
         except SwarmError as error:
             _log.warning("%s", error)
         finally:
             self._repairing = False
 
     async def _repair_one(self, fragment: int) -> None:
+        started_s = asyncio.get_running_loop().time()
+        patience_s = self.context.config.expiry_s
+        anchor, received_bytes = await self.fetcher.fetch(fragment, patience_s)
+        if not self._leave_fetched(fragment, anchor, received_bytes, started_s):
+            raise SwarmError(f"no peer gave a newer anchor of fragment {fragment}; trying later")
+
+    async def _repair_from(self, donor: str, fragment: int) -> None:
+        started_s = asyncio.get_running_loop().time()
+        anchor, received_bytes = await ask_anchor(self.context, donor, fragment)
+        self._leave_fetched(fragment, anchor, received_bytes, started_s)
+
+    def _leave_fetched(
+        self, fragment: int, anchor: Anchor, received_bytes: int, started_s: float
+    ) -> bool:
+        """Have a fetched anchor merged; says False, and does nothing, if it is no better."""
         context = self.context
-        loop = asyncio.get_running_loop()
-        started_s = loop.time()
-        anchor, received_bytes = await self.fetcher.fetch(fragment, context.config.expiry_s)
         own = context.desk.stamp(fragment)
         if own is None or not anchor.stamp.beats(own):
-            raise SwarmError(f"no peer gave a newer anchor of fragment {fragment}; trying later")
+            return False
         doubt = self._doubts.pop(fragment, None)
         present = context.desk.store.anchor(fragment)
         merge = merge_of_fetched(fragment, anchor, present, doubt, context.peer_id)
@@ -198,9 +217,10 @@ class Service:
             version=anchor.stamp.version,
             outcome="fetched",
             bytes_received=received_bytes,
-            duration_s=loop.time() - started_s,
+            duration_s=asyncio.get_running_loop().time() - started_s,
         )
         context.desk.leave_merge(merge, report)
+        return True
 
     # Rounds ---------------------------------------------------------------------------------
 
@@ -285,8 +305,8 @@ class Service:
             )
             context.desk.leave_merge(merge, report)
         finally:
-            self._busy.discard(fragment)
             context.agenda.end(round_index)
+            self._free(fragment)
 
     def _follow_local(self, snapshot: Snapshot) -> Merge:
         old = snapshot.anchor.stamp
@@ -303,8 +323,9 @@ class Service:
         try:
             if len(self._tasks) > _STREAMS_MAX:
                 raise BadMessage("too many streams at once")
-            await self._answer(channel)
-            await channel.wait_closed(self.context.config.stall_s)
+            answered_last = await self._answer(channel)
+            if answered_last:  # closing before the other side has read all might cut it short
+                await channel.wait_closed(self.context.config.stall_s)
         except (LinkLost, BadMessage, TimeoutError) as error:
             _log.debug("stream of %s ended: %s", channel.remote[-8:], error)
         except Exception:  # noqa: BLE001 - the edge of the stream's task
@@ -312,7 +333,8 @@ class Service:
         finally:
             channel.close()
 
-    async def _answer(self, channel: Channel) -> None:
+    async def _answer(self, channel: Channel) -> bool:
+        """Do what a stream asks for; say whether the last word on it was this peer's."""
         config = self.context.config
         opening = await channel.receive(Open, config.stall_s)
         message = await channel.receive_any(config.stall_s)
@@ -327,9 +349,10 @@ class Service:
         elif isinstance(message, Propose):
             await channel.send(self._consider(message))
         elif isinstance(message, Invite):
-            await self._follow(channel, message)
+            return await self._follow(channel, message)
         elif isinstance(message, Contribution):
             await self._take(channel, message)
+        return True
 
     def _refusal(self, opening: Open, message: Message) -> str:
         run = self.context.config.run
@@ -359,31 +382,66 @@ class Service:
             self._lead(message.round_index)
         return Proposed(accepted=not reason, round_index=agenda.next_round, reason=reason)
 
-    async def _follow(self, channel: Channel, invite: Invite) -> None:
+    async def _follow(self, channel: Channel, invite: Invite) -> bool:
         agenda = self.context.agenda
         fragment = agenda.fragment(invite.round_index)
-        refusal = agenda.refusal(invite.round_index)
-        if self.state != TRAINING:
-            refusal = f"this peer is {self.state}"
-        elif fragment != invite.fragment:
-            refusal = f"round {invite.round_index} averages fragment {fragment}"
-        elif fragment in self._busy:
-            refusal = "this fragment is being fetched"
+        refusal = await self._ripe(invite, fragment)
         if refusal:
             await channel.send(Decline(reason=refusal, round_index=agenda.next_round))
-            return
+            return True
         agenda.begin(invite.round_index, invite.round_id)
         self._busy.add(fragment)
         membering = self._membering[invite.round_id] = Membering(self.context, invite, channel)
         try:
+            await self._catch_up(channel.remote, invite)
             await membering.run()
         finally:
             del self._membering[invite.round_id]
-            self._busy.discard(fragment)
             agenda.end(invite.round_index)
+            self._free(fragment)
             self._doubts.pop(fragment, None)
             if membering.in_doubt is not None:
                 self._doubts[fragment] = (invite.round_id, membering.in_doubt)
+        return False
+
+    async def _ripe(self, invite: Invite, fragment: int) -> str:
+        """Wait until this peer is free for a round; return why not, or an empty string.
+
+        A round that is about to end, or a fetch, is waited for: declining at once would leave this
+        peer behind again and again when rounds follow each other closely.
+        """
+        agenda = self.context.agenda
+        if fragment != invite.fragment:
+            return f"round {invite.round_index} averages fragment {fragment}"
+        try:
+            async with asyncio.timeout(invite.answer_s / 2):
+                while self.state == TRAINING and invite.round_index >= agenda.next_round:
+                    if agenda.running is None and fragment not in self._busy:
+                        return ""
+                    if invite.round_index == agenda.running_round:
+                        break
+                    self._freed.clear()
+                    await self._freed.wait()
+        except TimeoutError:
+            return f"still busy in round {agenda.running}, or fetching"
+        if self.state != TRAINING:
+            return f"this peer is {self.state}"
+        return agenda.refusal(invite.round_index)
+
+    async def _catch_up(self, leader: str, invite: Invite) -> None:
+        """Fetch the leader's anchor if this peer's is older; without it the round goes on."""
+        own = self.context.desk.stamp(invite.fragment)
+        if own is None or own.version >= invite.version:
+            return
+        try:
+            async with asyncio.timeout(invite.answer_s):
+                await self._repair_from(leader, invite.fragment)
+        except (LinkLost, BadMessage, TimeoutError) as error:
+            _log.info("catching up for round %s: %s", invite.round_id, error)
+
+    def _free(self, fragment: int) -> None:
+        self._busy.discard(fragment)
+        self._freed.set()
 
     async def _take(self, channel: Channel, header: Contribution) -> None:
         membering = self._membering.get(header.round_id)

@@ -2,7 +2,8 @@
 
 | wait | deadline |
 |---|---|
-| a member's answer to an invitation | 2 of the slowest member's steps, and the floor |
+| a member's answer to an invitation | 2 of the slowest member's steps, the floor, and time to fetch |
+| fetching an anchor | as an exchange of its size |
 | exchange of all slices | 4 times what the slowest of recent rounds would take, and the floor |
 | slices of contributors, at their owner | half of the exchange |
 | the leader's decision | the exchange and the floor |
