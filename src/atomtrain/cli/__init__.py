@@ -1,1 +1,1 @@
-"""TODO"""
+"""One thin module per command."""

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -165,25 +164,3 @@ class GPT(nn.Module):
         if labels is not None:
             return GPTOutput(self.head(hidden, labels), None)
         return GPTOutput(None, self.head.logits(hidden))
-
-    @torch.no_grad()
-    def generate(
-        self, input_ids: Tensor, tokens: int, temperature: float, generator: torch.Generator
-    ) -> Tensor:
-        """Append sampled tokens to `[1, T]` ids; runs where the parameters are.
-
-        Args:
-            input_ids: `[1, T]` int64, at least one token.
-            tokens: How many to append.
-            temperature: 0 takes the likeliest token.
-            generator: On the parameters' device.
-        """
-        for _ in range(tokens):
-            logits = self(input_ids[:, -self.config.context :]).logits[:, -1]
-            if temperature == 0:
-                token = logits.argmax(-1, keepdim=True)
-            else:
-                weights = torch.softmax(logits / temperature, -1)
-                token = torch.multinomial(weights, 1, generator=generator)
-            input_ids = torch.cat([input_ids, token], 1)
-        return input_ids

@@ -82,6 +82,17 @@ def make_plan(
     )
 
 
+def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batches: int) -> bool:
+    """Return whether some plan fits the device that keeps values between segments there."""
+    layout = Layout(chain)
+    memory = MemoryModel(chain, costs, layout, micro_batches)
+    return any(
+        memory.device_bytes(choice) <= device_memory_bytes
+        for choice in _choices(chain, layout, Request(micro_batches=micro_batches))
+        if choice.boundary == "device"
+    )
+
+
 def _choices(chain: Chain, layout: Layout, request: Request) -> Iterator[Choice]:
     for bounds in _partitions(chain, layout):
         segments = len(bounds) - 1

@@ -6,6 +6,7 @@ the device holds no more than its budget.
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +31,13 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.executor import Executor
 from atomtrain.swapping.machines import measure_machine
-from atomtrain.swapping.store import HostStore
+from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.streams import Inject
 from atomtrain.swapping.updates import OptimizerFactory, Updates
+
+
+_LARGEST_FRAGMENT_BYTES = 64 << 20
+_LEAST_FRAGMENTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,10 @@ class Options:
     """Clip the global gradient norm, exactly, or `None`."""
     inject: Inject | None = None
     """Called before each job of each stream; tests delay transfers with it."""
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
 
 
 def swap(
@@ -96,6 +105,7 @@ def swap(
     options = options or Options()
     traced = chain_of(model, example, loss)
     inputs = traced.bind(example)
+    require_data(traced.chain)
     opened = open_device(device, device_memory, options.inject)
     try:
         costs = layer_costs(traced.chain, inputs, opened.torch_device)
@@ -153,11 +163,15 @@ class Engine:
         self.model, self.plan, self.device = model, plan, device
         self.last: StepReport | None = None
         self._bind, self._planner, self._store, self._updates = bind, planner, store, updates
-        self._executor = self._execute(plan)
         self._broken: BaseException | None = None
         self._closed = False
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
         self._release = weakref.finalize(self, _release, updates, device)
+        try:
+            self._executor = self._execute(plan)
+        except BaseException:
+            self._release()
+            raise
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -167,7 +181,8 @@ class Engine:
     @property
     def gradient_norm(self) -> float | None:
         """Global norm of the last step's gradients before clipping; `None` without clipping."""
-        self._updates.wait()
+        with self._guarded():
+            self._updates.wait()
         return self._updates.gradient_norm
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -219,7 +234,13 @@ class Engine:
                 module.training = mode
 
     def synchronize(self) -> None:
-        """Block until all updates are applied and the model on the host is current."""
+        """Block until all updates are applied and the model on the host is current.
+
+        Raises:
+            StreamError: a transfer or update failed, or an earlier step did; then part of the
+                model is a step ahead of the rest, and must not be taken for a model.
+        """
+        self._check_whole()
         with self._guarded():
             self._updates.wait()
             self.device.synchronize()
@@ -253,6 +274,16 @@ class Engine:
                 raise ConfigError(f"optimizer state names {name!r}, which the model does not have")
             self._updates.load_state(parameters[name], values)
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, shared weights counted once."""
+        return sum(parameter.numel() for parameter in self._planner.chain.parameters)
+
+    @property
+    def state_bytes(self) -> int:
+        """Host bytes of parameters, gradients and AdamW's two moments in float32."""
+        return 4 * self._store.layout.total_bytes
+
     def layers(self) -> dict[str, list[str]]:
         """Return the names of the parameters by layer; a shared weight is with its first layer."""
         names = self._planner.chain.names
@@ -264,18 +295,16 @@ class Engine:
             layers[layer.name] = list(fresh.values())
         return layers
 
-    def fragment_ranges(self, most_bytes: int) -> list[tuple[int, int]]:
-        """Divide the host's parameters into fragments of whole layers.
+    def fragment_ranges(self) -> list[tuple[int, int]]:
+        """Divide the host's parameters into fragments of whole layers, a few MB to 64 MB each.
 
         The result depends only on the model, so all peers of a run divide alike.
-
-        Args:
-            most_bytes: A fragment of several layers is no larger; a single layer may be.
 
         Returns:
             Byte ranges of the host store, in order and without gaps.
         """
         layout = self._store.layout
+        most_bytes = min(_LARGEST_FRAGMENT_BYTES, -(-layout.total_bytes // _LEAST_FRAGMENTS))
         ends = [stop for _, stop in layout.layers] + [s.stop_bytes for s in layout.shared]
         ranges: list[tuple[int, int]] = []
         start = last = 0
@@ -293,6 +322,7 @@ class Engine:
         Yields:
             1-D float32 view; what is written there is what the next step uses.
         """
+        self._check_whole()
         with self._guarded():
             self._updates.wait_for_range(start_bytes, stop_bytes)
         yield self._store.parameters[start_bytes:stop_bytes].view(torch.float32)
@@ -322,10 +352,7 @@ class Engine:
     def _begin(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
         if self._closed:
             raise ConfigError("the engine is closed; call atomtrain.swap again")
-        if self._broken is not None:
-            raise StreamError(
-                f"the engine failed earlier ({self._broken}); resume from the last checkpoint"
-            ) from self._broken
+        self._check_whole()
         if isinstance(micro_batches, Tensor | Mapping) or len(micro_batches) == 0:
             raise ConfigError("give a list of at least one micro-batch: engine.step([batch])")
         return [self._bind(micro_batch) for micro_batch in micro_batches]
@@ -336,10 +363,13 @@ class Engine:
             return
         plan = self._planner.plan(micro_batches)
         self.synchronize()
-        # The old slots must be gone before the new ones come, or both would count.
-        del self._executor
-        self._executor = self._execute(plan)
-        self.plan = plan
+        with self._guarded():
+            # The old slots must be gone before the new ones come, or both would count. Autograd's
+            # hooks tie them into a cycle.
+            del self._executor
+            gc.collect()
+            self._executor = self._execute(plan)
+            self.plan = plan
 
     def _execute(self, plan: Plan) -> Executor:
         planner = self._planner
@@ -347,6 +377,12 @@ class Engine:
             return Executor(
                 planner.chain, planner.costs, plan, self._store, self.device, self._updates
             )
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise StreamError(
+                f"the engine failed earlier ({self._broken}); resume from the last checkpoint"
+            ) from self._broken
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

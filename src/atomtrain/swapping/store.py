@@ -14,20 +14,13 @@ class HostStore:
     """Owns the arenas; the model's own parameters become views into them."""
 
     def __init__(self, chain: Chain, layout: Layout, device: Device) -> None:
-        """Move the chain's parameters into the arena, one at a time.
-
-        Raises:
-            AnalysisError: a parameter is on the meta device, so it has no data.
-        """
+        """Move the chain's parameters into the arena, one at a time."""
         self.layout = layout
         self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
         self.gradients = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
         self.parameters.zero_()
         self._gradient_views: dict[int, Tensor] = {}
         for parameter in chain.parameters:
-            if parameter.is_meta:
-                name = chain.names[id(parameter)]
-                raise AnalysisError(f"parameter {name!r} is on the meta device and has no data")
             view = view_of(self.parameters, layout.offsets[id(parameter)], parameter)
             view.copy_(parameter.data)
             # The old storage dies here, so host memory never holds a second copy of the model.
@@ -39,6 +32,21 @@ class HostStore:
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the parameter's gradient in the arena, in the parameter's shape."""
         return self._gradient_views[id(parameter)]
+
+
+def require_data(chain: Chain) -> None:
+    """Check that all parameters and buffers can be trained with, not only analysed.
+
+    Raises:
+        AnalysisError: one is on the meta device, so it has no data.
+    """
+    for layer in chain.layers:
+        for name, tensor in (*layer.parameters.items(), *layer.buffers.items()):
+            if tensor.is_meta:
+                raise AnalysisError(
+                    f"{chain.names.get(id(tensor), name)!r} is on the meta device and has no data; "
+                    "build or load the model on the CPU"
+                )
 
 
 def view_of(buffer: Tensor, offset_bytes: int, like: Tensor) -> Tensor:

@@ -136,8 +136,8 @@ class Updates:
     def wait_for_range(self, start_bytes: int, stop_bytes: int) -> None:
         """Block until the blocks that overlap a range of the arena are updated."""
         for block, members in enumerate(self._blocks):
-            offsets = [self._offsets[id(parameter)] for parameter in members]
-            if any(start_bytes <= offset < stop_bytes for offset in offsets):
+            ranges = [(self._offsets[id(p)], p.numel() * p.element_size()) for p in members]
+            if any(at < stop_bytes and at + size > start_bytes for at, size in ranges):
                 self.updated[block].wait()
 
     def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The loop that joins swapping, swarm, data and checkpoints; displays and pictures of it."""

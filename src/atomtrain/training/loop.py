@@ -1,0 +1,311 @@
+"""The training loop of one peer: batch, step, round, log, evaluate, checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from atomtrain.checkpoint import save
+from atomtrain.data import held_out_batches
+from atomtrain.events import EventLog
+from atomtrain.models.sampling import sample
+from atomtrain.swapping.engine import StepReport
+from atomtrain.training.peering import pasted_address
+from atomtrain.training.picture import loss_picture
+from atomtrain.training.setup import CHECKPOINTS, Session
+from atomtrain.training.state import SWARM_SHARD, shards_of
+
+EVENTS_FILE = "events.jsonl"
+PICTURE_FILE = "loss.png"
+_GLANCE_SEQUENCES = 16
+"""Held-out sequences of an evaluation during training; the one at the end takes more."""
+_FINAL_SEQUENCES = 64
+_SAMPLE_TOKENS = 60
+_SAMPLE_S = 20.0
+_SAMPLES = 3
+_LEAVE_S = 20.0
+
+
+class Loop:
+    """Trains a session to its end, or until it is asked to stop."""
+
+    def __init__(self, session: Session, events: EventLog) -> None:
+        self._session, self._events = session, events
+        self._stop = False
+        self._started_s = time.monotonic()
+        self._first_step = session.step
+        self._members: dict[str, str] = {}
+        self._saved_step: int | None = None
+        self._last: tuple[float | None, float | None] = (None, None)
+
+    def run(self) -> str:
+        """Train; return `completed` or `interrupted`."""
+        session, recipe = self._session, self._session.recipe
+        self._announce()
+        with self._interruptible():
+            while session.step < recipe.steps and not self._stop:
+                micro_batches = self._batch()
+                loss = self._train(micro_batches)
+                rounds = self._average()
+                self._log(loss, rounds)
+                if self._due(recipe.evaluate_every):
+                    self._evaluate(_GLANCE_SEQUENCES)
+                if self._due(recipe.checkpoint_every):
+                    self._checkpoint()
+            return self._finish("interrupted" if self._stop else "completed")
+
+    def _batch(self) -> list[dict[str, torch.Tensor]]:
+        session = self._session
+        batch = session.sampler.batch(session.step)
+        rows = range(0, session.recipe.sequences, session.micro_batch)
+        return [
+            {
+                "input_ids": batch.inputs[row : row + session.micro_batch],
+                "labels": batch.labels[row : row + session.micro_batch],
+            }
+            for row in rows
+        ]
+
+    def _train(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
+        session = self._session
+        rate = session.recipe.learning_rate_at(session.step)
+        for group in session.engine.optimizer.param_groups:
+            group["lr"] = rate
+        # A pure function of run, peer and step, so that resuming needs no generator's state.
+        key = f"{session.recipe.seed}/{session.name}/{session.step}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+        loss = session.engine.step(micro_batches)
+        session.step += 1
+        session.tokens += session.recipe.tokens_per_step
+        return loss
+
+    def _average(self) -> int | None:
+        """Cross the boundary between two steps; return the last round that ended here."""
+        session = self._session
+        if session.swarm is None:
+            return None
+        step_s = self._report().step_s
+        tokens = session.recipe.tokens_per_step
+        reports = session.swarm.boundary(
+            steps=1,
+            tokens=tokens,
+            tokens_per_s=tokens / step_s,
+            step_s=step_s,
+            access=session.fragments,
+        )
+        for report in reports:
+            self._events.emit(
+                "round",
+                round=report.round,
+                fragment=report.fragment,
+                outcome=report.outcome,
+                contributors=len(report.contributors),
+                bytes_sent=report.bytes_sent,
+                bytes_received=report.bytes_received,
+                duration_s=report.duration_s,
+                reason=report.reason,
+            )
+        self._watch_members()
+        return session.swarm.progress().round
+
+    def _watch_members(self) -> None:
+        assert self._session.swarm is not None
+        now = {
+            peer.peer_id: peer.name
+            for peer in self._session.swarm.peers()
+            if not peer.is_self and peer.state == "training" and peer.reachable
+        }
+        joined = [name for key, name in now.items() if key not in self._members]
+        left = [name for key, name in self._members.items() if key not in now]
+        if joined or left:
+            self._events.emit("membership", peers=len(now) + 1, joined=joined, left=left)
+        self._members = now
+
+    def _log(self, loss: float, rounds: int | None) -> None:
+        session, report = self._session, self._report()
+        recipe, engine = session.recipe, session.engine
+        done = session.step - self._first_step
+        elapsed_s = time.monotonic() - self._started_s
+        self._last = (loss, self._last[1])
+        self._events.emit(
+            "step",
+            step=session.step,
+            steps=recipe.steps,
+            loss=loss,
+            tokens=recipe.tokens_per_step,
+            tokens_total=session.tokens,
+            tokens_per_s=recipe.tokens_per_step / report.step_s,
+            step_s=report.step_s,
+            link_wait_share=report.link_wait_s / report.step_s,
+            device_peak_bytes=report.device_peak_bytes,
+            device_budget_bytes=engine.device.memory_bytes,
+            state_bytes=engine.state_bytes,
+            learning_rate=recipe.learning_rate_at(session.step - 1),
+            peers=len(self._members) + 1,
+            round=rounds,
+            time_left_s=elapsed_s / done * (recipe.steps - session.step),
+        )
+
+    def _evaluate(self, sequences: int) -> float:
+        session = self._session
+        tokens, size = session.prepared.tokens, session.micro_batch
+        batches = [
+            {"input_ids": batch.inputs, "labels": batch.labels}
+            for batch in held_out_batches(
+                tokens.held_out, session.recipe.context, size, max(1, sequences // size)
+            )
+        ]
+        loss = session.engine.evaluate(batches)
+        bits = tokens.held_out_bits_per_byte(loss)
+        self._last = (self._last[0], bits)
+        self._events.emit("evaluation", step=session.step, loss=loss, bits_per_byte=bits)
+        return bits
+
+    def _checkpoint(self) -> Path:
+        session = self._session
+        started_s = time.monotonic()
+        meta: dict[str, Any] = {
+            "recipe": session.recipe.to_json(),
+            "separator": session.prepared.tokenizer.separator_text,
+            "tokens": session.tokens,
+            "run": session.run,
+            "name": session.name,
+        }
+        swarm = None if session.swarm is None else session.swarm.state_dict()
+        if swarm is not None:
+            meta["swarm"] = swarm.meta
+
+        def shards() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+            yield from shards_of(session.engine)
+            if swarm is not None:
+                yield SWARM_SHARD, swarm.tensors
+
+        texts = {"tokenizer.json": session.prepared.tokenizer.to_json()}
+        path = save(session.directory / CHECKPOINTS, session.step, shards(), meta, texts)
+        self._saved_step = session.step
+        self._events.emit(
+            "checkpoint",
+            step=session.step,
+            path=str(path),
+            bytes=sum(file.stat().st_size for file in path.iterdir()),
+            duration_s=time.monotonic() - started_s,
+        )
+        return path
+
+    def _finish(self, reason: str) -> str:
+        session = self._session
+        if reason == "completed":
+            self._evaluate(_FINAL_SEQUENCES)
+        path = self._newest() if self._saved_step == session.step else self._checkpoint()
+        picture = None
+        if session.step > self._first_step:
+            picture = loss_picture(
+                {session.name: session.directory / EVENTS_FILE}, session.directory / PICTURE_FILE
+            )
+        if session.swarm is not None:
+            session.swarm.leave(_LEAVE_S)
+        if reason == "completed":
+            self._sample()
+        self._events.emit(
+            "run_finished",
+            reason=reason,
+            step=session.step,
+            loss=self._last[0],
+            bits_per_byte=self._last[1],
+            checkpoint=str(path),
+            picture=None if picture is None else str(picture),
+            duration_s=time.monotonic() - self._started_s,
+        )
+        return reason
+
+    def _newest(self) -> Path:
+        folder = self._session.directory / CHECKPOINTS
+        return max(folder.glob(f"step-{self._session.step:08d}*"))
+
+    def _sample(self) -> None:
+        """Generate a few sentences with the model on the host."""
+        session = self._session
+        session.engine.synchronize()
+        session.model.eval()
+        generator = torch.Generator().manual_seed(session.recipe.seed)
+        tokenizer = session.prepared.tokenizer
+        prompt = torch.tensor(tokenizer.encode(session.options.prompt) or [tokenizer.separator])
+        deadline_s = time.monotonic() + _SAMPLE_S
+        for _ in range(_SAMPLES):
+            ids: list[int] = []
+            for token in sample(session.model, prompt, 0.8, generator):
+                if token == tokenizer.separator or len(ids) == _SAMPLE_TOKENS:
+                    break
+                ids.append(token)
+                if time.monotonic() > deadline_s:
+                    break
+            text = tokenizer.decode(ids)
+            self._events.emit("sample", prompt=session.options.prompt, text=text)
+            if time.monotonic() > deadline_s:
+                break
+        session.model.train()
+
+    def _announce(self) -> None:
+        session = self._session
+        engine, plan = session.engine, session.engine.plan
+        swarm = session.swarm
+        self._events.emit(
+            "run_started",
+            run=session.run,
+            peer=session.name,
+            model=session.recipe.model,
+            device=engine.device.name,
+            device_memory_bytes=engine.device.memory_bytes,
+            parameters=engine.parameters,
+            state_bytes=engine.state_bytes,
+            steps=session.recipe.steps,
+            tokens_per_step=session.recipe.tokens_per_step,
+            data=str(session.prepared.tokens.path),
+            join_address=None if swarm is None else pasted_address(session.run, swarm.address),
+            directory=str(session.directory),
+        )
+        self._events.emit(
+            "plan",
+            text=plan.describe(),
+            segments=plan.segments,
+            predicted_step_s=plan.step_s,
+            predicted_device_peak_bytes=plan.device_peak_bytes,
+            host_bytes=plan.host_bytes,
+            bound=plan.bound,
+        )
+
+    def _due(self, every: int) -> bool:
+        step = self._session.step
+        return step % every == 0 and step < self._session.recipe.steps
+
+    def _report(self) -> StepReport:
+        report = self._session.engine.last
+        assert report is not None
+        return report
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let the first SIGINT or SIGTERM finish the step and save; the next one acts at once."""
+
+        def ask(number: int, _: FrameType | None) -> None:
+            self._stop = True
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else _interrupt)
+
+        before = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

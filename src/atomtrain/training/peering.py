@@ -1,0 +1,89 @@
+"""Between engine and swarm: fragments of the host store, and what a newcomer must know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from atomtrain.errors import SwarmError
+from atomtrain.swapping.engine import Engine
+from atomtrain.training.options import TrainOptions
+from atomtrain.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from atomtrain.swarm import Manifest, SwarmConfig
+
+SEPARATOR = "@"
+"""Between the run's name and the peer's address in the line that others paste."""
+
+
+class EngineFragments:
+    """Gives the swarm exclusive views of the engine's parameters, fragment by fragment."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ranges = engine.fragment_ranges()
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """Float32 elements of each fragment."""
+        return tuple((stop - start) // 4 for start, stop in self._ranges)
+
+    def view(self, index: int) -> AbstractContextManager[Tensor]:
+        """Return exclusive access to a fragment; between two steps only."""
+        return self._engine.fragment(*self._ranges[index])
+
+
+def pasted_address(run: str, address: str) -> str:
+    """Return what another peer gives to `--join`."""
+    return f"{run}{SEPARATOR}{address}"
+
+
+def swarm_config(
+    options: TrainOptions, run: str | None, name: str, directory: Path | None, local_steps: int
+) -> SwarmConfig:
+    """Return the swarm's configuration.
+
+    Raises:
+        SwarmError: the addresses name different runs, or none is known.
+    """
+    from atomtrain.swarm import SwarmConfig
+
+    runs = {run} if run else set()
+    addresses = []
+    for pasted in options.join:
+        named, separator, address = pasted.rpartition(SEPARATOR)
+        if separator:
+            runs.add(named)
+        addresses.append(address)
+    if len(runs) != 1:
+        found = ", ".join(sorted(runs)) or "no name"
+        raise SwarmError(
+            f"which run to join is not clear ({found} given); paste the whole line that a peer of "
+            "the run prints: atom train --join RUN@ADDRESS"
+        )
+    return SwarmConfig(
+        run=runs.pop(),
+        name=name,
+        listen_host=options.host,
+        listen_port=options.port,
+        announce_host=options.announce,
+        join=tuple(addresses),
+        identity_path=None if directory is None else directory / "identity.key",
+        local_steps_per_round=local_steps,
+    )
+
+
+def manifest_of(
+    run: str, recipe: Recipe, tokenizer: str, separator: str, elements: Sequence[int]
+) -> Manifest:
+    """Return what newcomers are told."""
+    from atomtrain.swarm import Manifest
+
+    payload = {"recipe": recipe.to_json(), "tokenizer": tokenizer, "separator": separator}
+    return Manifest(run, tuple(elements), payload)

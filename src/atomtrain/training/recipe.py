@@ -1,0 +1,158 @@
+"""The recipe: everything that decides what is trained, resolved and serialisable.
+
+It travels in checkpoints and in the swarm's manifest, so that resuming and joining need no options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from atomtrain.errors import CheckpointError, ConfigError
+from atomtrain.models.gpt import GPTConfig
+from atomtrain.models.presets import preset
+from atomtrain.training.options import TrainOptions
+
+FORMAT = 1
+_LARGEST_TRAINED_VOCABULARY = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained, and how."""
+
+    model: str
+    """Name of the preset."""
+    sizes: GPTConfig
+    """The model's sizes; `vocabulary` is the tokenizer's."""
+    context: int
+    """Tokens of a sequence."""
+    sequences: int
+    """Sequences of one step."""
+    steps: int
+    """Optimizer steps of each peer."""
+    learning_rate: float
+    """Peak."""
+    warmup_steps: int
+    """Steps in which the learning rate rises linearly from 0."""
+    weight_decay: float
+    clip_norm: float
+    """Global norm to which gradients are clipped."""
+    seed: int
+    local_steps: int
+    """Steps in which every part of the model is averaged with other peers once."""
+    evaluate_every: int
+    checkpoint_every: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step of one peer."""
+        return self.sequences * self.context
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of step `step`, counted from 0.
+
+        Linear warm-up, then a cosine to a tenth of the peak (Hoffmann et al. 2022, section 3).
+        """
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        rest = max(1, self.steps - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / rest)
+        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Recipe:
+        """Read what `to_json` wrote.
+
+        Raises:
+            CheckpointError: of another format, or not a recipe.
+        """
+        try:
+            fields = dict(data)
+            if (found := fields.pop("format")) != FORMAT:
+                raise CheckpointError(
+                    f"the recipe has format {found}, this version reads {FORMAT}; "
+                    "use the version of atomtrain that wrote it"
+                )
+            return cls(**{**fields, "sizes": GPTConfig(**fields["sizes"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"not a recipe of atomtrain: {error}") from error
+
+
+def vocabulary_of(options: TrainOptions) -> int:
+    """Return how many tokens the tokenizer of a new run shall have at most."""
+    if options.vocabulary is not None:
+        return options.vocabulary
+    return min(preset(options.model or "demo").vocabulary, _LARGEST_TRAINED_VOCABULARY)
+
+
+def new_recipe(options: TrainOptions, vocabulary: int) -> Recipe:
+    """Return the recipe of a new run; `vocabulary` is that of the trained tokenizer.
+
+    Raises:
+        ConfigError: unknown model, or options that contradict each other.
+    """
+    name = options.model or "demo"
+    sizes = preset(name)
+    context = min(options.context or sizes.context, options.context or 1024)
+    sizes = dataclasses.replace(
+        sizes,
+        # A model keeps the published vocabulary unless its tokenizer is the smaller demo one.
+        vocabulary=vocabulary,
+        context=max(sizes.context, context),
+        dropout=sizes.dropout if options.dropout is None else options.dropout,
+    )
+    steps = options.steps or 400
+    return Recipe(
+        model=name,
+        sizes=sizes,
+        context=context,
+        sequences=options.sequences or 8,
+        steps=steps,
+        # Larger models want smaller rates (Brown et al. 2020, table 2.1: 6e-4 at 768 wide).
+        learning_rate=options.learning_rate or min(2e-3, 6e-4 * 768 / sizes.width),
+        warmup_steps=max(1, min(50, steps // 10)),
+        weight_decay=0.1,
+        clip_norm=1.0,
+        seed=options.seed or 0,
+        local_steps=options.local_steps or 20,
+        evaluate_every=options.evaluate_every or max(1, steps // 8),
+        checkpoint_every=options.checkpoint_every or max(1, steps // 4),
+    )
+
+
+def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
+    """Return a recipe that was read from `source`, with the options that may differ.
+
+    Raises:
+        ConfigError: an option contradicts what is fixed: model, its sizes, or the seed.
+    """
+    fixed = {
+        "model": recipe.model,
+        "dropout": recipe.sizes.dropout,
+        "vocabulary": recipe.sizes.vocabulary,
+        "seed": recipe.seed,
+        "context": recipe.context,
+    }
+    for field, value in fixed.items():
+        given = getattr(options, field)
+        if given is not None and given != value:
+            raise ConfigError(
+                f"--{field} {given} contradicts {source}, which has {field} {value}; leave the "
+                "option out, or start another run"
+            )
+    changes = {
+        field: getattr(options, field)
+        for field in (
+            "sequences", "steps", "learning_rate", "local_steps", "evaluate_every",
+            "checkpoint_every",
+        )
+        if getattr(options, field) is not None
+    }  # fmt: skip
+    return dataclasses.replace(recipe, **changes)

@@ -1,0 +1,287 @@
+"""Puts a peer together: recipe, text, model, engine, swarm; from new, checkpoint or swarm."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.checkpoint import Checkpoint, load_latest
+from atomtrain.data import Prepared, Sampler, SamplerConfig, Tokenizer
+from atomtrain.data import default_cache, prepare, read_corpus
+from atomtrain.errors import ConfigError
+from atomtrain.models import GPT
+from atomtrain.planning.search import fits
+from atomtrain.swapping.engine import Engine, Options, swap
+from atomtrain.training.options import TrainOptions
+from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config
+from atomtrain.training.recipe import Recipe, amended, new_recipe, vocabulary_of
+from atomtrain.training.state import restore, swarm_tensors
+from atomtrain.units import parse_bytes
+
+if TYPE_CHECKING:
+    from atomtrain.swarm import Swarm
+
+DEMO_DEVICE_MEMORY = "64MiB"
+CHECKPOINTS = "checkpoints"
+_MOST_TOKENS_A_MICRO_BATCH = 4096
+
+
+@dataclass
+class Session:
+    """One peer, ready to train."""
+
+    options: TrainOptions
+    recipe: Recipe
+    run: str
+    name: str
+    directory: Path
+    """Events, checkpoints and pictures of this peer."""
+    prepared: Prepared
+    engine: Engine
+    model: GPT
+    micro_batch: int
+    """Sequences of a micro-batch."""
+    sampler: Sampler
+    swarm: Swarm | None
+    fragments: EngineFragments
+    step: int = 0
+    """Steps done."""
+    tokens: int = 0
+    """Tokens that this peer trained on."""
+
+    def close(self) -> None:
+        """Leave the swarm and release the engine."""
+        if self.swarm is not None:
+            self.swarm.leave()
+        self.engine.close()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a peer starts from."""
+
+    recipe: Recipe
+    prepared: Prepared
+    checkpoint: Checkpoint | None = None
+    swarm: Swarm | None = None
+
+
+def open_session(options: TrainOptions) -> Session:
+    """Return a peer that is ready to train.
+
+    Raises:
+        AtomError: any mistake in options, data, checkpoint, address or budget; nothing is changed.
+    """
+    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    run, name = options.run, options.name or _new_name(options)
+    if run is None and options.join:
+        run = swarm_config(options, None, name, None, 1).run
+    run = run or f"{options.model or 'demo'}-{time.strftime('%m%d-%H%M%S')}"
+    directory = options.directory / run / name
+    _check_directory(options, directory)
+    source = _source(options, run, name, directory)
+    try:
+        return _assemble(options, source, run, name, directory)
+    except BaseException:
+        if source.swarm is not None:
+            source.swarm.leave()
+        raise
+
+
+def _assemble(
+    options: TrainOptions, source: _Source, run: str, name: str, directory: Path
+) -> Session:
+    recipe = source.recipe
+    torch.manual_seed(recipe.seed)
+    model = GPT(recipe.sizes)
+    engine, micro_batch = _open_engine(model, recipe, options)
+    try:
+        fragments = EngineFragments(engine)
+        if source.checkpoint is not None:
+            restore(engine, source.checkpoint)
+        config = SamplerConfig(
+            context_tokens=recipe.context, sequences=recipe.sequences, seed=recipe.seed
+        )
+        session = Session(
+            options=options,
+            recipe=recipe,
+            run=run,
+            name=name,
+            directory=directory,
+            prepared=source.prepared,
+            engine=engine,
+            model=model,
+            micro_batch=micro_batch,
+            sampler=Sampler(source.prepared.tokens.train, config, name),
+            swarm=source.swarm,
+            fragments=fragments,
+        )
+        _enter_swarm(session, source)
+    except BaseException:
+        engine.close()
+        raise
+    return session
+
+
+def _source(options: TrainOptions, run: str, name: str, directory: Path) -> _Source:
+    if options.resume:
+        checkpoint = load_latest(directory / CHECKPOINTS)
+        source = str(checkpoint.path)
+        recipe = amended(Recipe.from_json(checkpoint.meta["recipe"]), options, source)
+        tokenizer = Tokenizer.from_json(
+            checkpoint.texts["tokenizer.json"], checkpoint.meta["separator"]
+        )
+        swarm = _join(options, run, name, directory) if options.join else None
+        return _Source(recipe, _text(options, tokenizer), checkpoint, swarm)
+    if options.join:
+        swarm = _join(options, run, name, directory)
+        try:
+            return _joined(options, swarm)
+        except BaseException:
+            swarm.leave()
+            raise
+    corpus = read_corpus(options.data)
+    prepared = prepare(corpus, default_cache(), vocabulary=vocabulary_of(options))
+    return _Source(new_recipe(options, prepared.tokenizer.vocabulary), prepared)
+
+
+def _joined(options: TrainOptions, swarm: Swarm) -> _Source:
+    payload: Mapping[str, Any] = swarm.manifest.payload
+    recipe = amended(
+        Recipe.from_json(payload["recipe"]), options, f"the run {swarm.manifest.run!r}"
+    )
+    tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
+    return _Source(recipe, _text(options, tokenizer), None, swarm)
+
+
+def _text(options: TrainOptions, tokenizer: Tokenizer) -> Prepared:
+    return prepare(read_corpus(options.data), default_cache(), tokenizer=tokenizer)
+
+
+def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
+    from atomtrain.swarm import Swarm
+
+    directory.mkdir(parents=True, exist_ok=True)
+    return Swarm.join(swarm_config(options, run, name, directory, 1))
+
+
+def _open_engine(model: GPT, recipe: Recipe, options: TrainOptions) -> tuple[Engine, int]:
+    memory = options.device_memory
+    if memory is None and recipe.model in ("demo", "tiny"):
+        memory = DEMO_DEVICE_MEMORY
+    micro_batch = options.micro_batch or _micro_batch(model, recipe, memory)
+    if recipe.sequences % micro_batch:
+        raise ConfigError(
+            f"--micro-batch {micro_batch} does not divide the {recipe.sequences} sequences of a "
+            "step; give a divisor, or change --sequences"
+        )
+
+    def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        # Norms and biases are not decayed, as in GPT-3.
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2]},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            groups,
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        )
+
+    engine = swap(
+        model,
+        _example(recipe, micro_batch),
+        optimizer=adamw,
+        device=options.device,
+        device_memory=memory,
+        options=Options(micro_batches=recipe.sequences // micro_batch, clip_norm=recipe.clip_norm),
+    )
+    return engine, micro_batch
+
+
+def _micro_batch(model: GPT, recipe: Recipe, memory: str | None) -> int:
+    """Return the largest divisor of a step's sequences that fits the budget well."""
+    budget = None if memory is None else parse_bytes(memory, "--device-memory")
+    sizes = [n for n in range(recipe.sequences, 0, -1) if recipe.sequences % n == 0]
+    for size in sizes:
+        if size > 1 and size * recipe.context > _MOST_TOKENS_A_MICRO_BATCH:
+            continue
+        if budget is None:
+            return size
+        example = _example(recipe, size)
+        traced = chain_of(model, example)
+        costs = layer_costs(traced.chain, traced.bind(example))
+        if fits(traced.chain, costs, budget, recipe.sequences // size):
+            return size
+    # None does: the planner's error says what would.
+    return 1
+
+
+def _example(recipe: Recipe, micro_batch: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (micro_batch, recipe.context)
+    ids = torch.randint(recipe.sizes.vocabulary, shape, generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _enter_swarm(session: Session, source: _Source) -> None:
+    from atomtrain.swarm import Swarm, SwarmState
+
+    checkpoint, options = source.checkpoint, session.options
+    if checkpoint is not None:
+        session.step = checkpoint.step
+        session.tokens = int(checkpoint.meta["tokens"])
+    saved = swarm_tensors(checkpoint) if checkpoint is not None else {}
+    if session.swarm is not None:
+        if session.swarm.manifest.fragment_elements != session.fragments.elements:
+            raise ConfigError(
+                f"the run {session.run!r} divides its model otherwise than this version does; "
+                "use the version of atomtrain that its founder uses"
+            )
+        if checkpoint is not None and saved:
+            session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
+            session.swarm.rebase(session.fragments)
+        else:
+            session.swarm.download(session.fragments)
+            steps = [peer.steps for peer in session.swarm.peers() if not peer.is_self]
+            session.step = max([session.step, *steps])
+        return
+    if options.run is None and not saved:
+        return
+    session.directory.mkdir(parents=True, exist_ok=True)
+    recipe, tokenizer = session.recipe, session.prepared.tokenizer
+    config = swarm_config(options, session.run, session.name, session.directory, recipe.local_steps)
+    manifest = manifest_of(
+        session.run, recipe, tokenizer.to_json(), tokenizer.separator_text,
+        session.fragments.elements,
+    )  # fmt: skip
+    session.swarm = Swarm.found(config, manifest, session.fragments)
+    if saved and checkpoint is not None:
+        session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
+
+
+def _new_name(options: TrainOptions) -> str:
+    return f"peer-{secrets.token_hex(3)}" if options.join and not options.resume else "peer-0"
+
+
+def _check_directory(options: TrainOptions, directory: Path) -> None:
+    checkpoints = directory / CHECKPOINTS
+    if not options.resume and checkpoints.is_dir() and any(checkpoints.glob("step-*")):
+        raise ConfigError(
+            f"{directory} already holds a run; continue it with --run {directory.parent.name} "
+            "--resume, or choose another --run name"
+        )
+    if options.resume and not checkpoints.is_dir():
+        raise ConfigError(
+            f"there is no checkpoint in {checkpoints} to resume from; check --run and --directory"
+        )

@@ -1,0 +1,86 @@
+"""Between engine and checkpoint: one shard per layer, parameters beside their optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomtrain.checkpoint import Checkpoint
+from atomtrain.errors import CheckpointError
+from atomtrain.swapping.engine import Engine
+
+PARAMETER = "parameter"
+SWARM_SHARD = "swarm"
+
+
+def shards_of(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield each layer's tensors, `NAME/parameter` and for instance `NAME/exp_avg`.
+
+    The tensors share the host store's memory: write them before the next step.
+    """
+    parameters = engine.state_dict()
+    moments = engine.optimizer_state()
+    covered: set[str] = set()
+    for layer, names in engine.layers().items():
+        shard: dict[str, Tensor] = {}
+        for name in names:
+            shard[f"{name}/{PARAMETER}"] = parameters[name]
+            for key, value in moments.get(name, {}).items():
+                if isinstance(value, Tensor):
+                    shard[f"{name}/{key}"] = value
+        covered.update(names)
+        yield layer, shard
+    buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer is not None}
+    if buffers:
+        yield "buffers", {f"{name}/{PARAMETER}": value for name, value in buffers.items()}
+
+
+def restore(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's tensors back into the engine.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    engine.synchronize()
+    targets = dict(engine.model.state_dict())
+    missing = {name for names in engine.layers().values() for name in names}
+    moments: dict[str, dict[str, Any]] = {}
+    for shard, tensors in checkpoint.shards():
+        if shard.startswith(SWARM_SHARD):
+            continue
+        for key, tensor in tensors.items():
+            name, _, kind = key.rpartition("/")
+            if kind == PARAMETER:
+                copy_parameter(targets, name, tensor, checkpoint)
+                missing.discard(name)
+            else:
+                moments.setdefault(name, {})[kind] = tensor.clone()
+    if missing:
+        raise CheckpointError(f"{checkpoint.path} lacks the parameter {min(missing)!r}")
+    engine.load_optimizer_state(moments)
+    engine.load_state_dict(engine.model.state_dict())
+
+
+def copy_parameter(
+    targets: Mapping[str, Tensor], name: str, tensor: Tensor, checkpoint: Checkpoint
+) -> None:
+    """Copy one tensor of a checkpoint into the model's tensor of the same name."""
+    target = targets.get(name)
+    if target is None or target.shape != tensor.shape:
+        has = "no such parameter" if target is None else f"shape {list(target.shape)}"
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: its {name!r} has shape "
+            f"{list(tensor.shape)}, the model has {has}"
+        )
+    with torch.no_grad():
+        target.copy_(tensor)
+
+
+def swarm_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return clones of the swarm's tensors in a checkpoint, empty if it has none."""
+    if SWARM_SHARD not in checkpoint.tensor_names:
+        return {}
+    return {name: tensor.clone() for name, tensor in checkpoint.shard(SWARM_SHARD).items()}
