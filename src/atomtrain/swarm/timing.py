@@ -2,7 +2,7 @@
 
 | wait | deadline |
 |---|---|
-| a member's answer to an invitation | 2 of the slowest member's steps, the floor, and time to fetch |
+| a member's answer to an invitation | 2 of the slowest member's steps, and a fetch |
 | fetching an anchor | as an exchange of its size |
 | exchange of all slices | 4 times what the slowest of recent rounds would take, and the floor |
 | slices of contributors, at their owner | half of the exchange |

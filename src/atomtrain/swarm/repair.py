@@ -1,0 +1,103 @@
+"""Stale fragments: found by comparing stamps, fetched from whoever holds the best anchor.
+
+Also keeps which fragments are in use by a round or a fetch, so that the two never meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm.anchors import Anchor, Snapshot
+from atomtrain.swarm.context import Context
+from atomtrain.swarm.desk import RoundReport
+from atomtrain.swarm.transfer import Fetcher, ask_anchor, merge_of_fetched
+
+_log = logging.getLogger("atomtrain.swarm")
+
+
+class Repairer:
+    """Fetches what others have newer, one fragment at a time."""
+
+    def __init__(self, context: Context) -> None:
+        """Prepare; nothing is fetched before `repair`."""
+        self._context = context
+        self.fetcher = Fetcher(context)
+        self.running = False
+        self.busy: set[int] = set()
+        """Fragments that a round or a fetch uses now."""
+        self.freed = asyncio.Event()
+        """Set whenever a fragment is not used any more."""
+        self.doubts: dict[int, tuple[str, Snapshot]] = {}
+        """Round id and snapshot of rounds whose decision was not heard, by fragment."""
+
+    def free(self, fragment: int) -> None:
+        """A round or a fetch is over."""
+        self.busy.discard(fragment)
+        self.freed.set()
+
+    def stale(self) -> int | None:
+        """Return a fragment that another peer has newer and nobody uses here, if there is one."""
+        for fragment, best in enumerate(self._context.roster.best()):
+            own = self._context.desk.stamp(fragment)
+            if best is None or own is None or fragment in self.busy:
+                continue
+            if best.beats(own):
+                return fragment
+        return None
+
+    async def repair(self) -> None:
+        """Fetch until nothing is stale, or nobody gives it."""
+        self.running = True
+        try:
+            while (fragment := self.stale()) is not None:
+                self.busy.add(fragment)
+                try:
+                    await self._repair_one(fragment)
+                finally:
+                    self.free(fragment)
+        except SwarmError as error:
+            _log.warning("%s", error)
+        finally:
+            self.running = False
+
+    async def _repair_one(self, fragment: int) -> None:
+        started_s = asyncio.get_running_loop().time()
+        patience_s = self._context.config.expiry_s
+        anchor, received_bytes = await self.fetcher.fetch(fragment, patience_s)
+        if not self._leave_fetched(fragment, anchor, received_bytes, started_s):
+            raise SwarmError(f"no peer gave a newer anchor of fragment {fragment}; trying later")
+
+    async def repair_from(self, donor: str, fragment: int) -> None:
+        """Fetch a fragment, marked busy by the caller, from one donor.
+
+        Raises:
+            LinkLost: the donor is gone.
+            BadMessage: it sent something else.
+        """
+        started_s = asyncio.get_running_loop().time()
+        anchor, received_bytes = await ask_anchor(self._context, donor, fragment)
+        self._leave_fetched(fragment, anchor, received_bytes, started_s)
+
+    def _leave_fetched(
+        self, fragment: int, anchor: Anchor, received_bytes: int, started_s: float
+    ) -> bool:
+        """Have a fetched anchor merged; says False, and does nothing, if it is no better."""
+        context = self._context
+        own = context.desk.stamp(fragment)
+        if own is None or not anchor.stamp.beats(own):
+            return False
+        doubt = self.doubts.pop(fragment, None)
+        present = context.desk.store.anchor(fragment)
+        merge = merge_of_fetched(fragment, anchor, present, doubt, context.peer_id)
+        report = RoundReport(
+            round=context.agenda.next_round,
+            fragment=fragment,
+            version=anchor.stamp.version,
+            outcome="fetched",
+            bytes_received=received_bytes,
+            duration_s=asyncio.get_running_loop().time() - started_s,
+        )
+        context.desk.leave_merge(merge, report)
+        return True

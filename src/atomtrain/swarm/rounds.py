@@ -1,0 +1,248 @@
+"""A peer's part in the sequence of rounds: proposing, leading, following, or going on alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from atomtrain.swarm.agenda import lead_order
+from atomtrain.swarm.anchors import Merge, Snapshot, whole
+from atomtrain.swarm.config import PROTOCOL
+from atomtrain.swarm.context import Context
+from atomtrain.swarm.desk import RoundReport
+from atomtrain.swarm.leading import Leading
+from atomtrain.swarm.membering import Membering
+from atomtrain.swarm.memory import channel_pair
+from atomtrain.swarm.messages import (
+    BadMessage,
+    Contribution,
+    Decline,
+    Invite,
+    Open,
+    Propose,
+    Proposed,
+)
+from atomtrain.swarm.repair import Repairer
+from atomtrain.swarm.tasks import Tasks
+from atomtrain.swarm.transport import Channel, LinkLost
+
+_log = logging.getLogger("atomtrain.swarm")
+
+
+class Rounds:
+    """One round led and one followed at a time, at most."""
+
+    def __init__(
+        self,
+        context: Context,
+        tasks: Tasks,
+        repairer: Repairer,
+        serve: Callable[[Channel], Coroutine[Any, Any, None]],
+    ) -> None:
+        """`serve` serves the streams that this peer opens to itself."""
+        self._context = context
+        self._tasks = tasks
+        self._repairer = repairer
+        self._serve = serve
+        self.active = False
+        """Whether this peer takes part."""
+        self._leading: asyncio.Task[None] | None = None
+        self._proposing = False
+        self._membering: dict[str, Membering] = {}
+
+    @property
+    def moving(self) -> bool:
+        """A round is under way that does not wait for this peer's trainer."""
+        running = self._context.agenda.running or self._leading is not None
+        return bool(running) and not self._context.desk.snapshot_wanted
+
+    def on_boundary(self, steps: int) -> None:
+        """Count steps; propose the next round if it is due."""
+        agenda = self._context.agenda
+        agenda.add_steps(steps)
+        now_s = asyncio.get_running_loop().time()
+        free = self._leading is None and not self._proposing
+        if self.active and free and agenda.due(now_s):
+            self._proposing = True
+            self._tasks.spawn(self._propose(), "proposal")
+
+    async def _propose(self) -> None:
+        context, agenda = self._context, self._context.agenda
+        loop = asyncio.get_running_loop()
+        try:
+            live = {record.peer_id for record in context.roster.training()} | {context.peer_id}
+            if live == {context.peer_id}:
+                await self._alone(agenda.next_round)
+                return
+            order = lead_order(context.config.run, agenda.next_round, live)
+            leader = agenda.propose_to(order, loop.time(), context.config.connect_s)
+            if leader == context.peer_id:
+                self._lead(agenda.next_round)
+            else:
+                await self._propose_to(leader)
+        finally:
+            self._proposing = False
+
+    async def _propose_to(self, leader: str) -> None:
+        context, agenda = self._context, self._context.agenda
+        try:
+            channel = await context.open(leader)
+        except LinkLost as error:
+            _log.debug("proposal: %s", error)
+            context.roster.suspect(leader)
+            agenda.postpone(0.0)
+            return
+        try:
+            await channel.send(Propose(round_index=agenda.next_round))
+            answer = await channel.receive(Proposed, context.config.connect_s)
+            agenda.observe(answer.round_index)
+        except (LinkLost, BadMessage) as error:
+            _log.debug("proposal: %s", error)
+            agenda.postpone(0.0)
+        finally:
+            channel.close()
+
+    def _lead(self, round_index: int) -> None:
+        self._leading = self._tasks.spawn(self._lead_round(round_index), f"leading {round_index}")
+
+    async def _lead_round(self, round_index: int) -> None:
+        try:
+            done = await Leading(self._context, round_index, self._open_to).run()
+            _log.debug("led round %s: %s", done.call.round_id, done.result)
+            self._context.agenda.observe(max(done.newer_round, round_index + 1))
+        finally:
+            self._leading = None
+
+    async def _open_to(self, peer_id: str) -> Channel:
+        context = self._context
+        if peer_id != context.peer_id:
+            return await context.open(peer_id)
+        mine, theirs = channel_pair(peer_id, peer_id, context.config.stall_s)
+        self._tasks.spawn(self._serve(theirs), "own stream")
+        await mine.send(Open(protocol=PROTOCOL, run=context.config.run))
+        return mine
+
+    async def _alone(self, round_index: int) -> None:
+        """Let the anchor follow the parameters: whoever comes next starts from them."""
+        context = self._context
+        fragment = context.agenda.fragment(round_index)
+        if fragment in self._repairer.busy or context.agenda.refusal(round_index):
+            return
+        context.agenda.begin(round_index, f"{round_index}-alone")
+        self._repairer.busy.add(fragment)
+        started_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(context.config.round_ceiling_s):
+                snapshot = await context.snapshot(fragment)
+            merge = await context.offload(self._follow_local, snapshot)
+            report = RoundReport(
+                round=round_index,
+                fragment=fragment,
+                version=merge.anchor.stamp.version,
+                outcome="averaged",
+                contributors=(context.peer_id,),
+                weights=(snapshot.weight,),
+                duration_s=asyncio.get_running_loop().time() - started_s,
+                reason="alone",
+            )
+            context.desk.leave_merge(merge, report)
+        finally:
+            context.agenda.end(round_index)
+            self._repairer.free(fragment)
+
+    def _follow_local(self, snapshot: Snapshot) -> Merge:
+        old = snapshot.anchor.stamp
+        anchor = self._context.desk.store.fresh(
+            snapshot.values, version=old.version + 1, tokens=old.tokens + snapshot.weight
+        )
+        spans = whole(snapshot.values.numel())
+        return Merge(snapshot.fragment, anchor, (), snapshot, spans)
+
+    def consider(self, message: Propose) -> Proposed:
+        """Answer a proposal, and lead the round if it is due."""
+        agenda = self._context.agenda
+        agenda_is_free = agenda.running is None and self._leading is None
+        reason = ""
+        if not self.active:
+            reason = "this peer takes no part now"
+        elif message.round_index < agenda.next_round:
+            reason = f"round {message.round_index} is over"
+        elif not agenda_is_free:
+            reason = "a round is under way"
+        else:
+            self._lead(message.round_index)
+        return Proposed(accepted=not reason, round_index=agenda.next_round, reason=reason)
+
+    async def follow(self, channel: Channel, invite: Invite) -> bool:
+        """Follow an invitation to the round's end; say whether the last word was this peer's."""
+        agenda = self._context.agenda
+        fragment = agenda.fragment(invite.round_index)
+        refusal = await self._ripe(invite, fragment)
+        if refusal:
+            await channel.send(Decline(reason=refusal, round_index=agenda.next_round))
+            return True
+        agenda.begin(invite.round_index, invite.round_id)
+        self._repairer.busy.add(fragment)
+        membering = self._membering[invite.round_id] = Membering(self._context, invite, channel)
+        try:
+            await self._catch_up(channel.remote, invite)
+            await membering.run()
+        finally:
+            del self._membering[invite.round_id]
+            agenda.end(invite.round_index)
+            self._repairer.free(fragment)
+            self._repairer.doubts.pop(fragment, None)
+            if membering.in_doubt is not None:
+                self._repairer.doubts[fragment] = (invite.round_id, membering.in_doubt)
+        return False
+
+    async def _ripe(self, invite: Invite, fragment: int) -> str:
+        """Wait until this peer is free for a round; return why not, or an empty string.
+
+        A round that is about to end, or a fetch, is waited for: declining at once would leave this
+        peer behind again and again when rounds follow each other closely.
+        """
+        agenda = self._context.agenda
+        if fragment != invite.fragment:
+            return f"round {invite.round_index} averages fragment {fragment}"
+        try:
+            async with asyncio.timeout(invite.answer_s / 2):
+                while self.active and invite.round_index >= agenda.next_round:
+                    if agenda.running is None and fragment not in self._repairer.busy:
+                        return ""
+                    if invite.round_index == agenda.running_round:
+                        break
+                    self._repairer.freed.clear()
+                    await self._repairer.freed.wait()
+        except TimeoutError:
+            return f"still busy in round {agenda.running}, or fetching"
+        if not self.active:
+            return "this peer takes no part now"
+        return agenda.refusal(invite.round_index)
+
+    async def _catch_up(self, leader: str, invite: Invite) -> None:
+        """Fetch the leader's anchor if this peer's is older; without it the round goes on."""
+        own = self._context.desk.stamp(invite.fragment)
+        if own is None or own.version >= invite.version:
+            return
+        try:
+            async with asyncio.timeout(invite.answer_s):
+                await self._repairer.repair_from(leader, invite.fragment)
+        except (LinkLost, BadMessage, TimeoutError) as error:
+            _log.info("catching up for round %s: %s", invite.round_id, error)
+
+    def _free(self, fragment: int) -> None:
+        self._repairer.busy.discard(fragment)
+        self._repairer.freed.set()
+
+    async def take(self, channel: Channel, header: Contribution) -> None:
+        """Serve a slice stream of the round under way; raises `LinkLost` or `BadMessage`."""
+        membering = self._membering.get(header.round_id)
+        if membering is None:
+            raise BadMessage(f"round {header.round_id[:60]} is not under way here")
+        async with asyncio.timeout(self._context.config.stall_s):
+            await membering.exchange_known.wait()
+        assert membering.exchange is not None
+        await membering.exchange.serve(channel, header)

@@ -1,0 +1,39 @@
+"""The background tasks of one peer: started by name, logged when they fail, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+_log = logging.getLogger("atomtrain.swarm")
+
+
+class Tasks:
+    """Keeps every task until it is done."""
+
+    def __init__(self, who: str) -> None:
+        """`who` is named in the log."""
+        self._who = who
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        """Run `work`, called `what`, in the background."""
+        task = asyncio.create_task(self._guard(work, what))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def cancel_all(self) -> None:
+        """Cancel every task, and wait until all have ended."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _guard(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        try:
+            await work
+        except Exception:  # noqa: BLE001 - the edge of the task
+            _log.exception("peer %s: %s failed", self._who[-8:], what)
