@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -126,10 +127,15 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        token_weight = self.embedding.token.weight
-        assert isinstance(token_weight, nn.Parameter)
-        self.head = Head(config, token_weight)
+        self.head = Head(config, nn.Parameter(torch.empty(0)))
+        self.tie()
         self.reset_parameters()
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's: one storage with two users."""
+        weight = self.embedding.token.weight
+        assert isinstance(weight, nn.Parameter)
+        self.head.weight = weight
 
     def reset_parameters(self) -> None:
         """Draw weights as GPT-2 does: normal 0.02, residual projections scaled by depth."""

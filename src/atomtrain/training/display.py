@@ -45,6 +45,9 @@ class DisplayConfig:
     messages: int = 6
     """Lines kept below the live view; at least 1."""
 
+    plain: bool = False
+    """Plain lines even in a terminal."""
+
     join_command: str = "atom train --join"
     """What to type in front of the address to join the run."""
 
@@ -87,7 +90,7 @@ class Display:
         self._last_line_s: dict[tuple[str, str], float] = {}
         self._writing = threading.Lock()
         self._gone = self._closed = False
-        terminal = self._stream.isatty()
+        terminal = self._stream.isatty() and not self._config.plain
         self._console = Console(file=self._stream, force_terminal=terminal, highlight=False)
         self._live: Live | None = None
         if terminal and not self._console.is_dumb_terminal:

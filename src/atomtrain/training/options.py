@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
+from typing import Any
 
 from atomtrain.errors import ConfigError
 from atomtrain.units import parse_bytes
 
 NAME_MAX = 64
+_RUNS = Path("runs")
+
+
+def option(default: Any, about: str, placeholder: str = "") -> Any:
+    """Return a dataclass field with the help text that the command line shows."""
+    return field(default=default, metadata={"help": about, "metavar": placeholder})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,81 +25,96 @@ class TrainOptions:
     `None` means: as the checkpoint or the swarm says, else the recipe's default.
     """
 
-    model: str | None = None
-    """Model by name: demo, tiny, gpt3-small, gpt3-medium, gpt3-large, gpt3-xl, gpt3-2.7b, gpt3-6.7b,
-    gpt3-13b, gpt3-175b. Default: demo."""
-    data: str | None = None
-    """Text to train on: a file, a folder or a pattern such as 'books/*.txt'. Default: the demo
-    corpus (pip install 'atomtrain[demo]')."""
-    run: str | None = None
-    """Start a run of this name that other peers can join (or resume it, with --resume)."""
-    join: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Join the run of a peer at this address; may be given several times."""
-    peers: int | None = None
-    """Peers to start on this machine. Default: 2 for the demo, else 1."""
-    resume: bool = False
-    """Continue from the newest checkpoint of --run."""
-    steps: int | None = None
-    """Optimizer steps of each peer."""
-    device: str = "auto"
-    """auto, cuda, cuda:NUMBER, emulated or emulated:LINK such as emulated:4GiB/s."""
-    device_memory: str | None = None
-    """Device budget, such as 256MiB. Default: 64MiB for demo and tiny, else 90% of what is free."""
-    sequences: int | None = None
-    """Sequences of one step."""
-    micro_batch: int | None = None
-    """Sequences of one micro-batch; divides --sequences. Default: the largest that fits well."""
-    context: int | None = None
-    """Tokens of a sequence."""
-    learning_rate: float | None = None
-    """Peak learning rate of AdamW."""
-    dropout: float | None = None
-    """Dropout probability."""
-    vocabulary: int | None = None
-    """Tokens of the tokenizer that is trained on the text. Default: the model's, at most 8192."""
-    seed: int | None = None
-    """Seed of weights, sample order and dropout."""
-    local_steps: int | None = None
-    """Steps in which every part of the model is averaged with the other peers once."""
-    evaluate_every: int | None = None
-    """Steps between evaluations on held-out text."""
-    checkpoint_every: int | None = None
-    """Steps between checkpoints."""
-    directory: Path = Path("runs")
-    """Folder of runs; this peer writes to DIRECTORY/RUN/NAME."""
-    name: str | None = None
-    """Name of this peer. Default: peer-0, or a new name for a peer that joins."""
-    host: str = "0.0.0.0"
-    """IPv4 address to listen on for other peers."""
-    port: int = 0
-    """TCP port to listen on; 0 is any free one."""
-    announce: str | None = None
-    """Address under which others reach this machine, if it is not found by itself."""
-    prompt: str = "In the beginning"
-    """Start of the sentences that are generated at the end."""
-    threads: int | None = None
-    """CPU threads of each peer. Default: all cores, divided among the local peers."""
-    plain: bool = False
-    """Plain lines instead of the live display."""
+    model: str | None = option(
+        None, "Model by name, from tiny and demo to gpt3-175b. Default: demo.", "NAME"
+    )
+    data: str | None = option(
+        None,
+        "Text to train on: a file, a folder or a pattern such as 'books/*.txt'. Default: the demo "
+        "corpus (pip install 'atomtrain[demo]').",
+        "FILES",
+    )
+    run: str | None = option(
+        None,
+        "Start a run of this name that other peers can join (or resume it, with --resume).",
+        "NAME",
+    )
+    join: tuple[str, ...] = option(
+        (), "Join the run of a peer at this address; may be given several times.", "ADDRESS"
+    )
+    peers: int | None = option(
+        None, "Peers to start on this machine. Default: 2 for the demo, else 1.", "N"
+    )
+    resume: bool = option(False, "Continue from the newest checkpoint of --run.", "")
+    steps: int | None = option(None, "Optimizer steps of each peer.", "N")
+    device: str = option(
+        "auto",
+        "auto, cuda, cuda:NUMBER, emulated or emulated:LINK such as emulated:4GiB/s.",
+        "DEVICE",
+    )
+    device_memory: str | None = option(
+        None,
+        "Device budget, such as 256MiB. Default: 64MiB for demo and tiny, else 90% of what the "
+        "GPU has free, or 1GiB for the emulated device.",
+        "SIZE",
+    )
+    sequences: int | None = option(None, "Sequences of one step.", "N")
+    micro_batch: int | None = option(
+        None,
+        "Sequences of one micro-batch; divides --sequences. Default: the largest that fits well.",
+        "N",
+    )
+    context: int | None = option(None, "Tokens of a sequence.", "N")
+    learning_rate: float | None = option(None, "Peak learning rate of AdamW.", "RATE")
+    dropout: float | None = option(None, "Dropout probability.", "P")
+    vocabulary: int | None = option(
+        None,
+        "Tokens of the tokenizer that is trained on the text. Default: as the model's published size.",
+        "N",
+    )
+    seed: int | None = option(None, "Seed of weights, sample order and dropout.", "N")
+    local_steps: int | None = option(
+        None, "Steps in which every part of the model is averaged with the other peers once.", "N"
+    )
+    evaluate_every: int | None = option(None, "Steps between evaluations on held-out text.", "N")
+    checkpoint_every: int | None = option(None, "Steps between checkpoints.", "N")
+    directory: Path = option(
+        _RUNS, "Folder of runs; this peer writes to DIRECTORY/RUN/NAME.", "FOLDER"
+    )
+    name: str | None = option(
+        None, "Name of this peer. Default: peer-0, or a new name for a peer that joins.", "NAME"
+    )
+    host: str = option("0.0.0.0", "IPv4 address to listen on for other peers.", "IP")
+    port: int = option(0, "TCP port to listen on; 0 is any free one.", "N")
+    announce: str | None = option(
+        None, "Address under which others reach this machine, if it is not found by itself.", "HOST"
+    )
+    prompt: str = option(
+        "In the beginning", "Start of the sentences that are generated at the end.", "TEXT"
+    )
+    threads: int | None = option(
+        None, "CPU threads of each peer. Default: all cores, divided among the local peers.", "N"
+    )
+    plain: bool = option(False, "Plain lines instead of the live display.", "")
 
     def __post_init__(self) -> None:
-        for field in (
+        for name in (
             "peers", "steps", "sequences", "micro_batch", "context", "vocabulary",
             "local_steps", "evaluate_every", "checkpoint_every", "threads",
         ):  # fmt: skip
-            value = getattr(self, field)
+            value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{_flag(field)} must be at least 1, not {value}")
+                raise ConfigError(f"{_flag(name)} must be at least 1, not {value}")
         if self.learning_rate is not None and not 0 < self.learning_rate < 10:
             raise ConfigError(f"--learning-rate must be above 0, not {self.learning_rate}")
         if self.device_memory is not None:
             parse_bytes(self.device_memory, "--device-memory")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
-        for field in ("run", "name"):
-            value = getattr(self, field)
+        for name in ("run", "name"):
+            value = getattr(self, name)
             if value is not None:
-                _check_name(_flag(field), value)
+                _check_name(_flag(name), value)
         if self.resume and self.run is None:
             raise ConfigError("--resume needs the name of the run: --run NAME --resume")
 
@@ -116,8 +135,8 @@ class TrainOptions:
         return self.peers if self.peers is not None else (2 if self.is_demo else 1)
 
 
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _check_name(flag: str, name: str) -> None:

@@ -16,7 +16,6 @@ from atomtrain.models.presets import preset
 from atomtrain.training.options import TrainOptions
 
 FORMAT = 1
-_LARGEST_TRAINED_VOCABULARY = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +25,7 @@ class Recipe:
     model: str
     """Name of the preset."""
     sizes: GPTConfig
-    """The model's sizes; `vocabulary` is the tokenizer's."""
+    """The model's sizes; the tokenizer has at most `vocabulary` tokens."""
     context: int
     """Tokens of a sequence."""
     sequences: int
@@ -85,26 +84,18 @@ class Recipe:
             raise CheckpointError(f"not a recipe of atomtrain: {error}") from error
 
 
-def vocabulary_of(options: TrainOptions) -> int:
-    """Return how many tokens the tokenizer of a new run shall have at most."""
-    if options.vocabulary is not None:
-        return options.vocabulary
-    return min(preset(options.model or "demo").vocabulary, _LARGEST_TRAINED_VOCABULARY)
-
-
-def new_recipe(options: TrainOptions, vocabulary: int) -> Recipe:
-    """Return the recipe of a new run; `vocabulary` is that of the trained tokenizer.
+def new_recipe(options: TrainOptions) -> Recipe:
+    """Return the recipe of a new run.
 
     Raises:
         ConfigError: unknown model, or options that contradict each other.
     """
     name = options.model or "demo"
     sizes = preset(name)
-    context = min(options.context or sizes.context, options.context or 1024)
+    context = options.context or sizes.context
     sizes = dataclasses.replace(
         sizes,
-        # A model keeps the published vocabulary unless its tokenizer is the smaller demo one.
-        vocabulary=vocabulary,
+        vocabulary=options.vocabulary or sizes.vocabulary,
         context=max(sizes.context, context),
         dropout=sizes.dropout if options.dropout is None else options.dropout,
     )

@@ -14,15 +14,22 @@ import torch
 
 from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.checkpoint import Checkpoint, load_latest
-from atomtrain.data import Prepared, Sampler, SamplerConfig, Tokenizer
-from atomtrain.data import default_cache, prepare, read_corpus
+from atomtrain.data import (
+    Prepared,
+    Sampler,
+    SamplerConfig,
+    Tokenizer,
+    default_cache,
+    prepare,
+    read_corpus,
+)
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT
 from atomtrain.planning.search import fits
 from atomtrain.swapping.engine import Engine, Options, swap
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config
-from atomtrain.training.recipe import Recipe, amended, new_recipe, vocabulary_of
+from atomtrain.training.recipe import Recipe, amended, new_recipe
 from atomtrain.training.state import restore, swarm_tensors
 from atomtrain.units import parse_bytes
 
@@ -149,8 +156,9 @@ def _source(options: TrainOptions, run: str, name: str, directory: Path) -> _Sou
             swarm.leave()
             raise
     corpus = read_corpus(options.data)
-    prepared = prepare(corpus, default_cache(), vocabulary=vocabulary_of(options))
-    return _Source(new_recipe(options, prepared.tokenizer.vocabulary), prepared)
+    recipe = new_recipe(options)
+    vocabulary = recipe.sizes.vocabulary
+    return _Source(recipe, prepare(corpus, default_cache(), vocabulary=vocabulary))
 
 
 def _joined(options: TrainOptions, swarm: Swarm) -> _Source:
@@ -186,7 +194,7 @@ def _open_engine(model: GPT, recipe: Recipe, options: TrainOptions) -> tuple[Eng
 
     def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         # Norms and biases are not decayed, as in GPT-3.
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in parameters if p.ndim >= 2]},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]

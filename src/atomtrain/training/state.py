@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from atomtrain.checkpoint import Checkpoint
+from atomtrain.data import Tokenizer
 from atomtrain.errors import CheckpointError
+from atomtrain.models import GPT
 from atomtrain.swapping.engine import Engine
+from atomtrain.training.recipe import Recipe
 
 PARAMETER = "parameter"
 SWARM_SHARD = "swarm"
@@ -84,3 +87,31 @@ def swarm_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if SWARM_SHARD not in checkpoint.tensor_names:
         return {}
     return {name: tensor.clone() for name, tensor in checkpoint.shard(SWARM_SHARD).items()}
+
+
+def model_of(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
+    """Return the model (in evaluation mode, on the CPU) and the tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is none of `atom train`.
+    """
+    try:
+        recipe = Recipe.from_json(checkpoint.meta["recipe"])
+        text, separator = checkpoint.texts["tokenizer.json"], checkpoint.meta["separator"]
+    except KeyError as error:
+        raise CheckpointError(
+            f"{checkpoint.path} has no {error}; it was not written by 'atom train'"
+        ) from error
+    with torch.device("meta"):
+        model = GPT(recipe.sizes)
+    model.to_empty(device="cpu")
+    model.tie()
+    targets = model.state_dict()
+    for shard, tensors in checkpoint.shards():
+        if shard.startswith(SWARM_SHARD):
+            continue
+        for key, tensor in tensors.items():
+            name, _, kind = key.rpartition("/")
+            if kind == PARAMETER:
+                copy_parameter(targets, name, tensor, checkpoint)
+    return model.eval(), Tokenizer.from_json(text, separator)

@@ -1,0 +1,46 @@
+"""`atom bench`: run one benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from atomtrain.benchmarks import REGISTRY, benchmark
+from atomtrain.cli.parsing import parse
+from atomtrain.training.options import option
+
+_EXAMPLES = """\
+  atom bench swap --json --out swap.json
+  atom bench depth --quick"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What a user can say to `atom bench`."""
+
+    name: str = option(None, f"One of {', '.join(REGISTRY)}.", "NAME")
+    json: bool = option(False, "Print exactly one JSON object instead of a table.")
+    quick: bool = option(False, "Smaller and shorter: under a minute.")
+    out: Path | None = option(None, "Also write the JSON object to this file.", "FILE")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    about = "Measure; each benchmark prints one result.\n\n" + "\n".join(
+        f"  {name:<8} {entry.help}" for name, entry in REGISTRY.items()
+    )
+    options = parse(
+        BenchOptions,
+        arguments,
+        prog="atom bench",
+        about=about,
+        examples=_EXAMPLES,
+        positional=("name",),
+    )
+    entry = benchmark(options.name)
+    from atomtrain.benchmarks.common import BenchmarkOptions, report
+
+    settings = BenchmarkOptions(quick=options.quick, out=options.out, json=options.json)
+    report(entry.run(settings), json=options.json, out=options.out)
+    return 0

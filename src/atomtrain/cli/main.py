@@ -1,0 +1,73 @@
+"""The command `atom`: finds the subcommand and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from atomtrain import __version__
+from atomtrain.cli.parsing import complain
+from atomtrain.errors import AtomError, ConfigError, nearest
+
+COMMANDS = {
+    "train": "train a model, alone or with other peers",
+    "generate": "continue a text with a trained model",
+    "bench": "measure; prints one JSON object with --json",
+}
+_USAGE = """usage: atom COMMAND [options]
+
+Train language models far larger than your GPU's memory, alone or with other peers.
+
+commands:
+{commands}
+
+examples:
+  atom train                              two peers on the demo text
+  atom train --run mine --data 'books/*.txt'
+  atom train --join mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...
+  atom generate runs/mine/peer-0 --prompt "Once upon a time"
+  atom bench swap --json
+
+'atom COMMAND --help' tells more. Version {version}.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(arguments)
+    except AtomError as error:
+        complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader went away (`atom ... | head`): nothing more to say, also not at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        commands = "\n".join(f"  {name:<10} {about}" for name, about in COMMANDS.items())
+        sys.stdout.write(_USAGE.format(commands=commands, version=__version__))
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        sys.stdout.write(f"atom {__version__}\n")
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        raise ConfigError(
+            f"there is no command {name!r}.{nearest(name, COMMANDS)} "
+            f"Commands: {', '.join(COMMANDS)}"
+        )
+    module = importlib.import_module(f"atomtrain.cli.{name}")
+    code: int = module.run(arguments[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

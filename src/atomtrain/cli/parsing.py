@@ -1,0 +1,103 @@
+"""Command lines from dataclasses: one option a field, mistakes in one line, nearest names."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from atomtrain.errors import ConfigError, nearest
+
+Options = TypeVar("Options")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes as `ConfigError` instead of usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        if "unrecognized arguments" in message:
+            given = next((a for a in message.split() if a.startswith("-")), "").partition("=")[0]
+            hint = nearest(given, self._option_string_actions) if given else ""
+        raise ConfigError(f"{message}.{hint} See '{self.prog} --help'")
+
+
+def parse(
+    kind: type[Options],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    about: str,
+    examples: str,
+    positional: Sequence[str] = (),
+) -> Options:
+    """Return the options that a command line gives.
+
+    Args:
+        kind: A frozen dataclass whose fields were made by `option`.
+        arguments: Without the command's name.
+        prog: The command's name, for messages.
+        about: One sentence for the help.
+        examples: Shown at the end of the help.
+        positional: Names of the fields that have no dashes.
+
+    Raises:
+        ConfigError: a mistake in the command line.
+    """
+    parser = _Parser(
+        prog=prog,
+        description=about,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        _add(parser, field, hints[field.name], field.name in positional)
+    given = vars(parser.parse_args(list(arguments)))
+    for name, value in given.items():
+        if typing.get_origin(hints[name]) is tuple:
+            given[name] = tuple(value or ())
+    return kind(**given)
+
+
+def _add(
+    parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, positional: bool
+) -> None:
+    about = field.metadata["help"].replace("%", "%%")
+    settings: dict[str, Any] = {"help": about}
+    if hint is bool:
+        settings.update(action="store_true")
+    else:
+        settings["metavar"] = field.metadata["metavar"] or None
+        settings["type"] = _converter(hint)
+    if typing.get_origin(hint) is tuple:
+        settings["action"] = "append"
+    if positional:
+        parser.add_argument(field.name, **settings)
+        return
+    if field.default is dataclasses.MISSING:
+        settings["required"] = True
+    elif "action" not in settings or hint is bool:
+        settings["default"] = field.default
+    if field.default not in (None, False, (), "", dataclasses.MISSING):
+        settings["help"] += f" Default: {field.default}."
+    parser.add_argument("--" + field.name.replace("_", "-"), dest=field.name, **settings)
+
+
+def _converter(hint: Any) -> Any:
+    """Return what turns text into the field's type."""
+    if isinstance(hint, types.UnionType):
+        return next(member for member in typing.get_args(hint) if member is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0]
+    return hint
+
+
+def complain(message: str) -> None:
+    """Print one line on standard error."""
+    sys.stderr.write(f"atom: {' '.join(str(message).split())}\n")
