@@ -1,4 +1,4 @@
-"""The event stream: one JSON object a line, the only source of displays, pictures and benchmarks."""
+"""The event stream: one JSON object a line, the source of all displays and benchmarks."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class EventLog:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
+            if _ends_in_mid_line(path):
+                self._file.write("\n")  # so that the broken line costs only itself
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
 
@@ -52,8 +54,25 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of a file; a last line cut short by a crash is skipped."""
-    with path.open(encoding="utf-8") as lines:
+    """Yield the events of a file; lines cut short or merged by a crash are skipped."""
+    with path.open("rb") as lines:
         for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            if line.endswith(b"\n") and (event := _parsed(line)) is not None:
+                yield event
+
+
+def _parsed(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def _ends_in_mid_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        size_bytes = file.seek(0, 2)
+        if size_bytes == 0:
+            return False
+        file.seek(size_bytes - 1)
+        return file.read(1) != b"\n"

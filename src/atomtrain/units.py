@@ -23,6 +23,7 @@ _BYTES = {
     "tib": 2**40,
 }
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_MOST_BYTES = 2**60
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -41,8 +42,10 @@ def parse_bytes(text: str | int, what: str = "size") -> int:
                 f"{what} {text!r} is not a size; write a number and a unit, such as 256MiB or 8GiB"
             )
         value = float(match[1]) * _BYTES[match[2].lower()]
-    if value < 1:
-        raise ConfigError(f"{what} {text!r} must be at least one byte, such as 256MiB or 8GiB")
+    if not 1 <= value < _MOST_BYTES:
+        raise ConfigError(
+            f"{what} {text!r} must be at least one byte and below 1 EiB, such as 256MiB or 8GiB"
+        )
     return int(value)
 
 
@@ -54,7 +57,7 @@ def parse_rate(text: str | float, what: str = "rate") -> float:
     """
     error = ConfigError(f"{what} {text!r} is not a rate; write for example 4GiB/s or 100Mbit/s")
     if isinstance(text, int | float) and not isinstance(text, bool):
-        value = float(text)
+        value = float(text) if abs(text) < _MOST_BYTES else math.inf
     else:
         body = str(text).strip()
         match = _QUANTITY.fullmatch(body[:-2] if body.lower().endswith("/s") else body)
@@ -100,6 +103,8 @@ def format_seconds(value_s: float) -> str:
 def format_count(value: float) -> str:
     """Return for example `"950"`, `"12.3k"`, `"4.1M"` or `"175B"`."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{unit}"
+        # What would be rounded to 1000 of the smaller unit belongs to this one.
+        if abs(value) >= 0.9995 * limit and abs(value) >= 1000:
+            digits = 3 if abs(value) < 999.5 * limit else 15
+            return f"{value / limit:.{digits}g}{unit}"
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.storages import StorageTracker
+from atomtrain.errors import AnalysisError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class ChainCosts(NamedTuple):
     values: Mapping[str, ValueSpec]
 
 
+# Tensors, submodules and hooks of every module.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -104,6 +107,10 @@ def layer_costs(
         chain: Its parameters may be on the meta device.
         inputs: One micro-batch, by the chain's input names.
         device: The kind of device whose kernels are to be assumed.
+
+    Raises:
+        AnalysisError: a layer cannot run on what the layers before it write, or the loss is no
+            scalar.
     """
     values: dict[str, ValueSpec] = {name: _spec_of(inputs[name]) for name in chain.inputs}
     measured: dict[Any, tuple[LayerCost, tuple[ValueSpec, ...]]] = {}
@@ -114,11 +121,29 @@ def layer_costs(
         key = _signature(layer, specs)
         if key not in measured:
             kinds[key] = f"{type(layer.module).__name__}-{len(kinds)}"
-            measured[key] = _measure(layer, specs, kinds[key], torch.device(device))
+            try:
+                measured[key] = _measure(layer, specs, kinds[key], torch.device(device))
+            except RuntimeError as error:
+                raise AnalysisError(_cannot_run(layer, specs, error)) from error
         cost, written = measured[key]
         costs.append(LayerCost(**{**cost.__dict__, "name": layer.name}))
         values.update(zip(layer.writes, written, strict=True))
+    loss = values[chain.loss]
+    if loss.dtype is None or torch.Size(loss.shape).numel() != 1:
+        given = "no tensor" if loss.dtype is None else f"of shape {list(loss.shape)}"
+        raise AnalysisError(f"the loss is {given}; it must be a scalar, such as a mean")
     return ChainCosts(tuple(costs), values)
+
+
+def _cannot_run(layer: Layer, specs: Sequence[ValueSpec], error: RuntimeError) -> str:
+    shapes = ", ".join(
+        f"{name} {list(spec.shape)}" for name, spec in zip(layer.reads, specs, strict=True)
+    )
+    reason = str(error).strip().partition("\n")[0]
+    advice = "check the example's shapes and types"
+    if "in-place" in reason:
+        advice = "a layer must not change its inputs: use inplace=False"
+    return f"layer {layer.name!r} cannot run on {shapes}: {reason}; {advice}"
 
 
 def _spec_of(value: Any) -> ValueSpec:
@@ -137,9 +162,20 @@ def _signature(layer: Layer, specs: Sequence[ValueSpec]) -> Any:
     constants = tuple(repr(spec.constant) for spec in specs)
     shapes = tuple((spec.shape, spec.dtype, spec.requires_grad) for spec in specs)
     return (
-        type(layer.module), repr(layer.module), layer.module.training,
+        type(layer.module), repr(layer.module), _attributes(layer),
         tensors, sharing, shapes, constants,
     )  # fmt: skip
+
+
+def _attributes(layer: Layer) -> tuple[Any, ...]:
+    """Return what a layer's modules hold beside tensors and modules: it may steer forward."""
+    plain = (bool, int, float, str, tuple, list, type(None), torch.dtype)
+    return tuple(
+        (name, repr(value) if isinstance(value, plain) else id(value))
+        for module in layer.module.modules()
+        for name, value in vars(module).items()
+        if name not in _MODULE_ATTRIBUTES
+    )
 
 
 def _first_positions(keys: Sequence[int]) -> list[int]:

@@ -67,6 +67,11 @@ def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) ->
     """
     if isinstance(model, HasLayers):
         layers = list(model.chain_layers())
+        if not layers or not layers[-1].writes:
+            raise AnalysisError(
+                f"chain_layers() of {type(model).__name__} must return at least one layer, and the "
+                "last one must write the loss"
+            )
         if loss is not None:
             raise ConfigError(f"{type(model).__name__} computes its own loss; leave out loss=...")
         names = _argument_names(model)
@@ -90,6 +95,8 @@ def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) ->
             "such as loss=lambda output, batch: cross_entropy(output, batch[1])"
         )
     as_mapping = isinstance(example, Mapping)
+    if not isinstance(example, Tensor) and len(example) == 0:
+        raise ConfigError("the example is empty; give one micro-batch as training will use it")
     entries: tuple[str, ...]
     if isinstance(example, Mapping):
         entries = tuple(example)
@@ -100,7 +107,8 @@ def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) ->
         entries = tuple(f"input{index}" for index in range(count))
         source = entries[0]
     layers, value = [], source
-    for name, module in model.named_children():
+    # Not `named_children`, which leaves out a module that was used before (one nn.ReLU for all).
+    for name, module in zip(model._modules, model, strict=True):
         layers.append(Layer(name, module, (value,), (f"{name}.out",)))
         value = f"{name}.out"
     takes_batch = _takes_batch(loss)

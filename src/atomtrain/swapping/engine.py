@@ -35,7 +35,6 @@ from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.streams import Inject
 from atomtrain.swapping.updates import OptimizerFactory, Updates
 
-
 _LARGEST_FRAGMENT_BYTES = 64 << 20
 _LEAST_FRAGMENTS = 4
 
