@@ -7,6 +7,7 @@ as the kernel does for a killed process.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from atomtrain.swarm.transport import Channel, Handler, LinkLost
@@ -20,6 +21,7 @@ class _Pipe:
         self.other: _Pipe | None = None
         self._delay_s = delay_s
         self._last_s = 0.0
+        self._under_way: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         self._closed = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -40,11 +42,13 @@ class _Pipe:
     def _later(self, call: Callable[..., None], *args: object) -> None:
         loop = asyncio.get_running_loop()
         self._last_s = max(self._last_s, loop.time() + self._delay_s())
-        loop.call_at(self._last_s, self._feed, call, args)
+        # Timers of one instant fire in any order: each takes the oldest, not its own.
+        self._under_way.append((call, args))
+        loop.call_at(self._last_s, self._arrive)
 
-    def _feed(self, call: Callable[..., None], args: tuple[object, ...]) -> None:
-        if not self.reader.at_eof():
-            call(*args)
+    def _arrive(self) -> None:
+        call, args = self._under_way.popleft()
+        call(*args)
 
 
 def _no_delay() -> float:

@@ -1,0 +1,113 @@
+"""Starts, watches and kills peers that are processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Said = dict[str, Any]
+
+
+class PeerProcess:
+    """A peer that runs `swarm_peer.py`."""
+
+    def __init__(self, **settings: Any) -> None:
+        script = Path(__file__).with_name("swarm_peer.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps({"run": "fault", "run_s": 120, **settings})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._said: list[Said] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(
+        self, kind: str, within_s: float = 30.0, where: Callable[[Said], bool] = lambda _: True,
+        after: int = 0,
+    ) -> Said:  # fmt: skip
+        """Return the first such line at or after index `after`; fails the test if none comes."""
+        until_s = time.monotonic() + within_s
+        index = after
+        with self._news:
+            while True:
+                while index < len(self._said):
+                    said = self._said[index]
+                    index += 1
+                    if said["kind"] == kind and where(said):
+                        return said
+                left_s = until_s - time.monotonic()
+                assert left_s > 0, f"no such {kind!r} within {within_s} s; last: {self._said[-3:]}"
+                self._news.wait(left_s)
+
+    @property
+    def now(self) -> int:
+        """Index after the last line said so far."""
+        with self._news:
+            return len(self._said)
+
+    def lines(self, kind: str, after: int = 0) -> list[Said]:
+        with self._news:
+            return [said for said in self._said[after:] if said["kind"] == kind]
+
+    def wait_ready(self) -> str:
+        """Return the address, once the peer trains."""
+        ready = self.wait_for("ready", 45)
+        self.peer_id, self.daemon = ready["peer_id"], ready["daemon"]
+        return str(ready["address"])
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait(10)
+
+    def finish(self) -> str:
+        """Have the peer leave, and return what it wrote to standard error."""
+        if self._process.poll() is None:
+            self.signal(signal.SIGCONT)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._reader.join(10)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        with self._process.stdout, self._process.stderr as stderr:
+            return stderr.read()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._news:
+                self._said.append(json.loads(line))
+                self._news.notify_all()
+
+
+def is_running(pid: int) -> bool:
+    """Say whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pid: int, within_s: float) -> None:
+    until_s = time.monotonic() + within_s
+    while is_running(pid):
+        assert time.monotonic() < until_s, f"process {pid} survived its peer"
+        time.sleep(0.05)

@@ -1,0 +1,189 @@
+"""Two and more peers of one process, over real daemons on loopback: joining, errors, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
+
+ELEMENTS = (3000, 500)
+
+
+class Model:
+    """Fragments that tests change at will."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.fragments = [torch.full((n,), value) for n in ELEMENTS]
+
+    @contextlib.contextmanager
+    def view(self, index: int) -> Iterator[torch.Tensor]:
+        yield self.fragments[index]
+
+    def add(self, value: float) -> None:
+        for fragment in self.fragments:
+            fragment.add_(value)
+
+
+def config(run: str = "inproc", **changes: object) -> SwarmConfig:
+    settings = {
+        "run": run, "listen_host": "127.0.0.1", "expiry_s": 4.0, "connect_s": 4.0, "stall_s": 4.0,
+        "round_floor_s": 3.0, "local_steps_per_round": 4, "wire": "float32", **changes,
+    }  # fmt: skip
+    return SwarmConfig(**settings)  # type: ignore[arg-type]
+
+
+def cross(swarm: Swarm, model: Model, steps: int = 1) -> list[RoundReport]:
+    return swarm.boundary(
+        steps=steps, tokens=10 * steps, tokens_per_s=100.0, step_s=0.02, access=model
+    )
+
+
+def cross_until(
+    done: Callable[[list[RoundReport]], bool], *peers: tuple[Swarm, Model], within_s: float = 20.0
+) -> list[RoundReport]:
+    """Let all peers cross boundaries until `done` says so of all their reports."""
+    reports: list[RoundReport] = []
+    until_s = time.monotonic() + within_s
+    while not done(reports):
+        assert time.monotonic() < until_s, reports
+        for swarm, model in peers:
+            reports += cross(swarm, model)
+        time.sleep(0.02)
+    return reports
+
+
+@pytest.fixture(scope="module")
+def founder() -> Iterator[tuple[Swarm, Model]]:
+    model = Model(1.0)
+    payload = {"tokenizer": "t" * 300_000}
+    swarm = Swarm.found(config(), Manifest("inproc", ELEMENTS, payload), model)
+    yield swarm, model
+    swarm.leave(2.0)
+    swarm.leave(2.0)  # again: nothing happens
+
+
+def test_join_download_average_checkpoint_and_rebase(founder: tuple[Swarm, Model]) -> None:
+    swarm, model = founder
+    cross_until(lambda reports: len(reports) >= 4, founder)  # alone: anchors follow
+    other = Swarm.join(config(join=(swarm.address,), local_steps_per_round=999))
+    try:
+        assert other.manifest == swarm.manifest
+        assert other.manifest.digest == swarm.manifest.digest
+        assert other.manifest.rules.local_steps_per_round == 4
+        copy = Model()
+        progress = other.download(copy)
+        assert progress.round > 0
+        assert progress.tokens > 0
+        for index in range(2):
+            anchor = other.state_dict().tensors[f"anchor.{index}"]
+            assert torch.equal(copy.fragments[index], anchor)
+        model.add(1.0)
+        together = lambda reports: any(len(r.contributors) == 2 for r in reports)  # noqa: E731
+        reports = cross_until(together, founder, (other, copy))
+        both = next(r for r in reports if len(r.contributors) == 2)
+        assert both.outcome == "averaged"
+        assert both.bytes_sent > 4 * ELEMENTS[both.fragment] / 2
+        assert {peer.peer_id for peer in other.peers()} == {swarm.peer_id, other.peer_id}
+        assert other.known_addresses() == (swarm.address,)
+        saved = other.state_dict()
+        saved_model = Model()
+        for mine, theirs in zip(saved_model.fragments, copy.fragments, strict=True):
+            mine.copy_(theirs)
+    finally:
+        other.leave(2.0)
+    model.add(5.0)
+    cross_until(lambda reports: len(reports) >= 6, founder, within_s=25)
+    _rebase(founder, saved, saved_model)
+
+
+def _rebase(founder: tuple[Swarm, Model], saved: object, model: Model) -> None:
+    """A resumed peer takes what it missed, and keeps what it had learnt beyond its anchors."""
+    resumed = Swarm.join(config(join=(founder[0].address,)))
+    try:
+        resumed.load_state_dict(saved)  # type: ignore[arg-type]
+        model.add(0.25)
+        before = [
+            f - saved.tensors[f"anchor.{i}"]  # type: ignore[attr-defined]
+            for i, f in enumerate(model.fragments)
+        ]
+        resumed.rebase(model)
+        anchors = resumed.state_dict().tensors
+        for index, fragment in enumerate(model.fragments):
+            kept = fragment - anchors[f"anchor.{index}"]
+            torch.testing.assert_close(kept, before[index], rtol=1e-5, atol=1e-5)
+        assert float(model.fragments[0].mean()) > 4.0
+    finally:
+        resumed.leave(2.0)
+
+
+def _error_of(join: SwarmConfig) -> str:
+    started_s = time.monotonic()
+    with pytest.raises(SwarmError) as caught:
+        Swarm.join(join)
+    assert time.monotonic() - started_s < 15
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_wrong_run_name_says_which_run_is_there(founder: tuple[Swarm, Model]) -> None:
+    assert "'inproc'" in _error_of(config(run="other", join=(founder[0].address,)))
+
+
+def test_unreachable_and_malformed_addresses(founder: tuple[Swarm, Model]) -> None:
+    nobody = founder[0].address.rsplit("/tcp/", 1)[0] + "/tcp/9/p2p/" + "12D3KooW" + "A" * 44
+    for address in ("192.168.1.5:31337", "/ip4/127.0.0.1/tcp/9", nobody):
+        assert address in _error_of(config(join=(address,)))
+    assert "no peer answers" in _error_of(
+        config(
+            join=("/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJkgyoePXTxr3gVF6FGYx8WZHwXwfMFuBc78jdBJHSeKX",)
+        )
+    )
+    assert "no address to join" in _error_of(config())
+
+
+def test_one_good_address_among_bad_ones_is_enough(founder: tuple[Swarm, Model]) -> None:
+    dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJkgyoePXTxr3gVF6FGYx8WZHwXwfMFuBc78jdBJHSeKX"
+    swarm = Swarm.join(config(join=(dead, founder[0].address)))
+    swarm.leave(1.0)
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SwarmError, match=f"127.0.0.1:{port}"):
+            Swarm.found(config(listen_port=port), Manifest("inproc", ELEMENTS), Model())
+
+
+def test_parameters_that_do_not_fit_the_manifest() -> None:
+    with pytest.raises(SwarmError, match="fragment 0"):
+        Swarm.found(config(), Manifest("inproc", (7, 7)), Model())
+
+
+def test_garbage_on_the_stream_harms_nobody(founder: tuple[Swarm, Model]) -> None:
+    asyncio.run(_throw_garbage(founder[0].address, founder[0].peer_id))
+    reports = cross_until(lambda reports: len(reports) >= 2, founder)
+    assert reports[-1].outcome in {"averaged", "fetched", "abandoned"}
+
+
+async def _throw_garbage(address: str, peer_id: str) -> None:
+    from atomtrain.swarm.libp2p import Libp2pTransport
+
+    transport = await Libp2pTransport.create(config())
+    try:
+        transport.learn(peer_id, (address,))
+        for garbage in (b"", b"\0", b"\xff" * 100_000, b"\0\0\0\x02{}", b"\0\0\0\x05hello" * 50):
+            channel = await transport.open(peer_id)
+            await channel.send_bytes(garbage)
+            channel.close()
+    finally:
+        await transport.close()

@@ -1,0 +1,216 @@
+"""A whole swarm on a virtual clock: real services, a network in memory, trainers that are sums.
+
+Every snapshot and every merge is recorded, so that a test can recompute each mean from what the
+contributors had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import selectors
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from atomtrain.swarm.anchors import Merge, Snapshot
+from atomtrain.swarm.config import Manifest, Rules, SwarmConfig
+from atomtrain.swarm.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
+from atomtrain.swarm.swarm import build_service
+
+ResultT = TypeVar("ResultT")
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Never waits: moves the loop's clock instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        events = super().select(0)
+        if not events:
+            assert timeout is not None, "nothing will ever happen any more"
+            self.now_s += max(timeout, 0)
+        return events
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose seconds take no time."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now_s
+
+
+def run_virtual(work: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Run a coroutine on a virtual clock."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(work())
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+
+
+class InlineThread:
+    """Stands in for the network thread: everything on the one loop."""
+
+    def post(self, call: Callable[..., None], *args: Any) -> None:
+        asyncio.get_running_loop().call_soon(call, *args)
+
+    async def offload(self, work: Callable[..., Any], *args: Any) -> Any:
+        await asyncio.sleep(0)
+        return work(*args)
+
+
+class Simulation:
+    """Peers, their network, and a record of all that was averaged."""
+
+    def __init__(
+        self, elements: tuple[int, ...], seed: int, delay_s: float = 0.02, **rules: Any
+    ) -> None:
+        self.random = random.Random(seed)
+        self.network = MemoryNetwork(lambda: self.random.uniform(0, delay_s), stall_s=3.0)
+        self.manifest = Manifest(
+            "sim", elements, {}, Rules(**{"wire": "float32", "local_steps_per_round": 4, **rules})
+        )
+        self.peers: dict[str, SimulatedPeer] = {}
+        self.snapshots: dict[str, dict[str, Snapshot]] = defaultdict(dict)  # by round id, peer
+        self.merges: list[tuple[str, torch.Tensor, Merge]] = []  # peer, old anchor, merge
+
+    async def add(self, name: str, step_s: float) -> SimulatedPeer:
+        peer = self.peers[name] = SimulatedPeer(self, name, step_s)
+        await peer.start()
+        return peer
+
+    async def kill(self, name: str) -> None:
+        peer = self.peers.pop(name)
+        self.network.cut(name)
+        await peer.stop_abruptly()
+
+    def check_means(self) -> int:
+        """Recompute every averaged anchor from the contributors' snapshots; return how many."""
+        checked = 0
+        made: dict[str, set[str]] = defaultdict(set)
+        for _, old, merge in self.merges:
+            origin = merge.anchor.origin
+            if merge.snapshot is None or not origin.round_id:
+                continue
+            made[origin.round_id].add(merge.anchor.stamp.digest)
+            assert merge.anchor.values.shape == old.shape
+            expected = old.clone()
+            for span, contributors in origin.parts:
+                taken = [self.snapshots[origin.round_id][peer] for peer in sorted(contributors)]
+                total = sum(s.weight for s in taken)
+                mean = sum(
+                    (s.values[span.start : span.stop] - s.anchor.values[span.start : span.stop])
+                    * (s.weight / total)
+                    for s in taken
+                )
+                expected[span.start : span.stop] += mean
+            torch.testing.assert_close(merge.anchor.values, expected, rtol=1e-5, atol=1e-5)
+            checked += 1
+        assert all(len(digests) == 1 for digests in made.values()), "members committed differently"
+        return checked
+
+    def agree(self) -> bool:
+        """Say whether all living peers hold the same anchors."""
+        return len({peer.service.context.desk.store.stamps() for peer in self.peers.values()}) == 1
+
+
+class SimulatedPeer:
+    """One peer and its trainer, which adds a random vector per step."""
+
+    def __init__(self, simulation: Simulation, name: str, step_s: float) -> None:
+        self.simulation = simulation
+        self.name = name
+        self.step_s = step_s
+        self.fragments = [torch.zeros(n) for n in simulation.manifest.fragment_elements]
+        self.reports: list[Any] = []
+        self.training = True
+        config = SwarmConfig(
+            run="sim", expiry_s=6.0, connect_s=2.0, stall_s=3.0, round_floor_s=2.0,
+            slowest_link_bytes_per_s=1e4,
+        )  # fmt: skip
+        network = simulation.network
+        self.service = build_service(
+            config,
+            simulation.manifest,
+            MemoryTransport(network, name),
+            MemoryDirectory(network, name),
+            InlineThread(),  # type: ignore[arg-type]
+        )
+        self._task: asyncio.Task[None] | None = None
+        self._record()
+
+    @contextlib.contextmanager
+    def view(self, index: int) -> Iterator[torch.Tensor]:
+        yield self.fragments[index]
+
+    async def start(self) -> None:
+        store = self.service.context.desk.store
+        first = len(self.simulation.peers) == 1
+        if first:
+            store.adopt_local(self)
+        await self.service.start()
+        if not first:
+            for fragment in range(len(self.fragments)):
+                anchor = await self.service.fetch(fragment, 30.0)
+                self.fragments[fragment].copy_(anchor.values)
+                store.place(fragment, anchor)
+        self.service.set_training()
+        self._task = asyncio.create_task(self._train())
+
+    async def stop_abruptly(self) -> None:
+        self.training = False
+        if self._task is not None:
+            self._task.cancel()
+        await self.service._tasks.cancel_all()
+
+    def versions(self) -> list[int]:
+        return [s.version for s in self.service.context.desk.store.stamps() if s is not None]
+
+    async def _train(self) -> None:
+        noise = torch.Generator().manual_seed(self.simulation.random.randrange(1 << 30))
+        while True:
+            await asyncio.sleep(self.step_s)
+            if self.training:
+                for fragment in self.fragments:
+                    fragment.add_(torch.rand(fragment.shape, generator=noise))
+            self.reports += self.service.context.desk.boundary(
+                steps=int(self.training),
+                tokens=10 if self.training else 0,
+                tokens_per_s=10 / self.step_s,
+                step_s=self.step_s,
+                access=self,
+            )
+
+    def _record(self) -> None:
+        store = self.service.context.desk.store
+        take, merge_into = store.snapshot, store.merge
+
+        def snapshot(fragment: int, local: torch.Tensor) -> Snapshot:
+            taken = take(fragment, local)
+            round_id = self.service.context.agenda.running
+            assert round_id is not None
+            self.simulation.snapshots[round_id][self.name] = taken
+            return taken
+
+        def merge(what: Merge, local: torch.Tensor) -> None:
+            old = store.anchor(what.fragment)
+            assert what.anchor.stamp.beats(old.stamp), "an anchor must never go back"
+            merge_into(what, local)
+            self.simulation.merges.append((self.name, old.values, what))
+
+        store.snapshot = snapshot  # type: ignore[method-assign]
+        store.merge = merge  # type: ignore[method-assign]

@@ -1,0 +1,142 @@
+"""The whole protocol under random schedules: delays, deaths at any moment, newcomers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_virtual import Simulation, run_virtual
+
+
+async def _settle(simulation: Simulation, within_s: float) -> bool:
+    """Stop training, and wait until all peers hold the same anchors."""
+    for peer in simulation.peers.values():
+        peer.training = False
+    for _ in range(int(within_s)):
+        await asyncio.sleep(1)
+        if simulation.agree():
+            return True
+    return False
+
+
+def test_three_peers_average_and_agree() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((50, 31), seed=1)
+        for name in ("a", "b", "c"):
+            await simulation.add(name, step_s=0.5)
+        await asyncio.sleep(60)
+        averaged = [r for r in simulation.peers["a"].reports if len(r.contributors) == 3]
+        assert len(averaged) > 10
+        assert {report.outcome for report in averaged} == {"averaged"}
+        assert await _settle(simulation, 20)
+        assert simulation.check_means() > 30
+
+    run_virtual(scenario)
+
+
+def test_nothing_is_lost_or_counted_twice() -> None:
+    """With equal weights, anchor plus unmerged progress is the mean of all steps ever made."""
+
+    async def scenario() -> None:
+        simulation = Simulation((8,), seed=2)
+        peers = [await simulation.add(name, step_s=0.5) for name in ("a", "b")]
+        steps = [0, 0]
+        await asyncio.sleep(40)
+        assert await _settle(simulation, 20)
+        del steps
+        store = [peer.service.context.desk.store for peer in peers]
+        for s, peer in zip(store, peers, strict=True):
+            progress = peer.fragments[0] - s.anchor(0).values
+            merged = s._tokens_merged[0]
+            unmerged_steps = (s.tokens_seen - merged) / 10
+            # Each step adds between 0 and 1: what is not merged yet is what these steps added.
+            assert bool((progress >= -1e-3).all())
+            assert bool((progress <= unmerged_steps + 1e-3).all())
+
+    run_virtual(scenario)
+
+
+def test_newcomer_starts_from_the_anchor_and_takes_part() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((20, 20), seed=3)
+        await simulation.add("a", step_s=0.3)
+        await asyncio.sleep(15)
+        late = await simulation.add("z", step_s=0.3)
+        assert min(late.versions()) > 0
+        await asyncio.sleep(20)
+        assert any("z" in report.contributors for report in late.reports)
+        assert await _settle(simulation, 20)
+
+    run_virtual(scenario)
+
+
+def test_anchor_of_a_lonely_peer_follows_its_parameters() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((10,), seed=4)
+        peer = await simulation.add("a", step_s=0.3)
+        await asyncio.sleep(20)
+        assert {report.reason for report in peer.reports} == {"alone"}
+        peer.training = False
+        anchor = peer.service.context.desk.store.anchor(0)
+        assert anchor.stamp.version > 5
+        assert float(anchor.values.mean()) > 20
+
+    run_virtual(scenario)
+
+
+def test_momentum_reaches_newcomers() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((12,), seed=5, outer_momentum=0.5, outer_learning_rate=0.7)
+        for name in ("a", "b"):
+            await simulation.add(name, step_s=0.4)
+        await asyncio.sleep(30)
+        await simulation.add("c", step_s=0.4)
+        await asyncio.sleep(30)
+        assert await _settle(simulation, 20)
+        velocities = [
+            p.service.context.desk.store.anchor(0).velocity for p in simulation.peers.values()
+        ]
+        assert velocities[0] is not None
+        assert bool(velocities[0].any())
+        assert all(torch.equal(velocities[0], v) for v in velocities if v is not None)
+
+    run_virtual(scenario)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    steps_s=st.lists(st.floats(0.1, 3.0), min_size=2, max_size=5),
+    delay_s=st.floats(0.0, 0.4),
+    deaths=st.lists(st.tuples(st.integers(0, 4), st.floats(0.1, 25.0)), max_size=3),
+)
+def test_deaths_at_any_moment(
+    seed: int,
+    sizes: list[int],
+    steps_s: list[float],
+    delay_s: float,
+    deaths: list[tuple[int, float]],
+) -> None:
+    """Means stay right, anchors never go back, and survivors go on and agree."""
+
+    async def scenario() -> None:
+        simulation = Simulation(tuple(sizes), seed, delay_s)
+        for index, step_s in enumerate(steps_s):
+            await simulation.add(f"peer{index}", step_s)
+        for victim, after_s in deaths:
+            await asyncio.sleep(after_s)
+            name = f"peer{victim}"
+            if name in simulation.peers and len(simulation.peers) > 1:
+                await simulation.kill(name)
+        before = {name: peer.versions() for name, peer in simulation.peers.items()}
+        await asyncio.sleep(90)
+        for name, peer in simulation.peers.items():
+            assert sum(peer.versions()) > sum(before[name]), "survivors must go on"
+        assert await _settle(simulation, 60), "survivors must agree"
+        simulation.check_means()
+
+    run_virtual(scenario)
