@@ -58,7 +58,9 @@ def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
     elements = tuple(settings.get("elements", (2000, 3001)))
     if not config.join:
         vectors = Vectors(elements)
-        return Swarm.found(config, Manifest(config.run, elements, {"kind": "test"}), vectors), vectors
+        return Swarm.found(
+            config, Manifest(config.run, elements, {"kind": "test"}), vectors
+        ), vectors
     swarm = Swarm.join(config)
     vectors = Vectors(swarm.manifest.fragment_elements)
     say("joined", address=swarm.address, daemon=daemon_pid(swarm))

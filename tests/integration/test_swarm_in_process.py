@@ -1,4 +1,4 @@
-"""Two and more peers of one process, over real daemons on loopback: joining, errors, checkpoints."""
+"""Peers of one process, over real daemons on loopback: joining, errors, checkpoints."""
 
 from __future__ import annotations
 

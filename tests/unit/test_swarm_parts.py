@@ -1,0 +1,268 @@
+"""The swarm's small parts: slices, codecs, outer update, reduction, agenda, timing, anchors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atomtrain.errors import ConfigError, SwarmError
+from atomtrain.swarm.agenda import Agenda, lead_order
+from atomtrain.swarm.anchors import (
+    Anchor,
+    AnchorStore,
+    Merge,
+    Origin,
+    Part,
+    Stamp,
+    digest_of,
+    whole,
+)
+from atomtrain.swarm.codec import codec_named, decode_span, encode_span, encoded_bytes
+from atomtrain.swarm.config import Manifest, SwarmConfig
+from atomtrain.swarm.outer import OuterUpdate
+from atomtrain.swarm.reduction import SliceReduction
+from atomtrain.swarm.slices import Span, piece_spans, slice_spans
+from atomtrain.swarm.timing import RoundTiming
+from atomtrain.swarm.transfer import merge_of_fetched
+
+
+@given(st.integers(0, 5000), st.integers(1, 40))
+def test_slices_cover_the_fragment_once(elements: int, members: int) -> None:
+    spans = slice_spans(elements, members)
+    assert len(spans) == members
+    assert [i for span in spans for i in range(*span)] == list(range(elements))
+    assert max(s.elements for s in spans) - min(s.elements for s in spans) <= 1
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 64))
+def test_pieces_cover_the_span_once(start: int, length: int, size: int) -> None:
+    pieces = piece_spans(Span(start, start + length), size)
+    assert [i for piece in pieces for i in range(*piece)] == list(range(start, start + length))
+
+
+@pytest.mark.parametrize("name", ["float16", "float32"])
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e6, 1e30])
+def test_codec_round_trip(name: str, scale: float) -> None:
+    codec = codec_named(name)
+    values = torch.randn((1 << 20) + 77) * scale
+    pieces = encode_span(codec, values)
+    assert sum(len(p) for p in pieces) == encoded_bytes(codec, Span(0, values.numel()))
+    out = torch.empty_like(values)
+    decode_span(codec, pieces, out)
+    if name == "float32":
+        assert torch.equal(out, values)
+    else:
+        error = (out - values).abs()
+        bound = values.abs() * 2.0**-11 + values.abs().max() * 2.0**-25
+        assert bool((error <= bound * 1.01).all())
+
+
+def test_codec_of_zeros_and_nothing() -> None:
+    for name in ("float16", "float32"):
+        codec = codec_named(name)
+        out = torch.ones(5)
+        decode_span(codec, encode_span(codec, torch.zeros(5)), out)
+        assert not out.any()
+        assert encode_span(codec, torch.empty(0)) == []
+
+
+def test_unknown_codec_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'float16'"):
+        codec_named("flaot16")
+
+
+def test_outer_update_is_torchs_nesterov() -> None:
+    torch.manual_seed(0)
+    anchor = torch.randn(100)
+    parameter = torch.nn.Parameter(anchor.clone())
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    velocity = torch.zeros(100)
+    for _ in range(20):
+        change = torch.randn(100)
+        OuterUpdate(learning_rate=0.7, momentum=0.9).apply(anchor, change, velocity)
+        parameter.grad = -change
+        optimizer.step()
+    torch.testing.assert_close(anchor, parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_plain_outer_update_lands_on_the_mean_exactly() -> None:
+    anchor = torch.tensor([1.0, -2.0])
+    OuterUpdate().apply(anchor, torch.tensor([0.5, 0.25]), None)
+    assert anchor.tolist() == [1.5, -1.75]
+
+
+@given(st.data())
+def test_mean_is_over_exactly_those_that_count(data: st.DataObject) -> None:
+    weights = data.draw(st.lists(st.integers(0, 1000), min_size=1, max_size=8))
+    reduction = SliceReduction(4, weights)
+    counted = []
+    for member in data.draw(st.permutations(range(len(weights)))):
+        fate = data.draw(st.sampled_from(["adds", "lost", "not finite", "wrong size", "silent"]))
+        values = torch.full((4,), float(member + 1))
+        if fate == "lost":
+            reduction.lose(member)
+        elif fate == "not finite":
+            assert not reduction.add(member, values * float("nan"))
+        elif fate == "wrong size":
+            assert not reduction.add(member, values[:3])
+        elif fate == "adds" and reduction.add(member, values):
+            counted.append(member)
+            assert not reduction.add(member, values), "nobody counts twice"
+    contributors, mean = reduction.close()
+    assert contributors == tuple(sorted(counted))
+    assert all(weights[member] > 0 for member in counted)
+    assert reduction.complete
+    assert not reduction.add(0, torch.ones(4)), "too late"
+    if mean is None:
+        assert not counted
+    else:
+        total = sum(weights[m] for m in counted)
+        expected = sum(weights[m] * (m + 1) for m in counted) / total
+        torch.testing.assert_close(mean, torch.full((4,), expected), rtol=1e-5, atol=0)
+
+
+def test_everybody_leads_sometimes_and_all_agree_who() -> None:
+    peers = ["p", "q", "r", "s"]
+    firsts = {lead_order("run", r, peers)[0] for r in range(100)}
+    assert firsts == set(peers)
+    assert lead_order("run", 7, reversed(peers)) == lead_order("run", 7, peers)
+    order = lead_order("run", 7, peers)
+    assert lead_order("run", 7, order[1:]) == order[1:], "without its leader the next leads"
+
+
+def test_agenda_accepts_one_round_at_a_time_and_never_an_old_one() -> None:
+    agenda = Agenda(fragments=3, local_steps_per_round=6)
+    assert not agenda.due(0.0)
+    agenda.add_steps(1)
+    assert not agenda.due(0.0)
+    agenda.add_steps(1)
+    assert agenda.due(0.0)
+    assert agenda.propose_to(["a", "b"], 0.0, retry_s=5.0) == "a"
+    assert not agenda.due(4.9)
+    assert agenda.due(5.0)
+    assert agenda.propose_to(["a", "b"], 5.0, retry_s=5.0) == "b", "the first did not invite"
+    agenda.begin(4, "4-x")
+    assert "busy" in agenda.refusal(4)
+    assert "busy" in agenda.refusal(5)
+    agenda.end(4)
+    assert "over" in agenda.refusal(4)
+    assert agenda.refusal(5) == ""
+    assert agenda.fragment(5) == 2
+
+
+def test_deadlines_follow_measurements_between_floor_and_ceiling() -> None:
+    timing = RoundTiming(floor_s=5.0, ceiling_s=100.0, slowest_bytes_per_s=1e6)
+    assert timing.answer_s([]) == 5.0
+    assert timing.answer_s([1.0, 10.0]) == 25.0
+    assert timing.exchange_s(10**7) == 45.0
+    timing.observe(10**7, 1.0)
+    assert timing.exchange_s(10**7) == pytest.approx(9.0)
+    timing.failed()
+    assert timing.exchange_s(10**7) == pytest.approx(13.0), "twice as patient"
+    assert timing.exchange_s(10**12) == 100.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.text("ab", max_size=2))))
+def test_stamps_are_totally_ordered(triples: list[tuple[int, int, str]]) -> None:
+    stamps = {Stamp(*triple) for triple in triples}
+    for a in stamps:
+        assert not a.beats(a)
+        assert all(a.beats(b) != b.beats(a) for b in stamps if b != a)
+    assert not stamps or sum(not any(b.beats(a) for b in stamps) for a in stamps) == 1
+
+
+class _Access:
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    @contextlib.contextmanager
+    def view(self, index: int) -> Iterator[torch.Tensor]:
+        yield self.values
+
+
+def _anchor(values: torch.Tensor, version: int, origin: Origin) -> Anchor:
+    return Anchor(values, None, Stamp(version, 0, digest_of(values, None)), origin)
+
+
+def test_merge_keeps_progress_since_the_snapshot_and_what_was_left_out() -> None:
+    local = torch.tensor([0.0, 0.0, 0.0])
+    store = AnchorStore((3,), momentum=False)
+    store.adopt_local(_Access(local))
+    store.tokens_seen = 40
+    local += torch.tensor([1.0, 2.0, 3.0])
+    snapshot = store.snapshot(0, local)
+    assert snapshot.weight == 40
+    store.tokens_seen = 50
+    local += 0.5
+    # Slice 0 has our contribution; slice 1 was averaged without us; slice 2 not at all.
+    new = _anchor(torch.tensor([10.0, 20.0, 0.0]), 1, Origin("r", ()))
+    store.merge(Merge(0, new, (Span(1, 2),), snapshot, (Span(0, 1),)), local)
+    assert local.tolist() == [10.5, 22.5, 3.5]
+    assert store.anchor(0) is new
+    assert store.snapshot(0, local).weight == 10
+
+
+def test_fetched_anchor_of_an_unheard_decision_does_not_count_twice() -> None:
+    local = torch.zeros(2)
+    store = AnchorStore((2,), momentum=False)
+    store.adopt_local(_Access(local))
+    local += 1.0
+    snapshot = store.snapshot(0, local)
+    local += 0.25
+    parts = (Part(Span(0, 1), frozenset({"me", "you"})), Part(Span(1, 2), frozenset({"you"})))
+    new = _anchor(torch.tensor([4.0, 8.0]), 1, Origin("r", parts))
+    merge = merge_of_fetched(0, new, store.anchor(0), ("r", snapshot), "me")
+    store.merge(merge, local)
+    assert local.tolist() == [4.25, 9.25]
+    later = _anchor(torch.tensor([5.0, 9.0]), 2, Origin("r2", ()))
+    merge = merge_of_fetched(0, later, store.anchor(0), ("r", snapshot), "me")
+    assert merge == Merge(0, later, whole(2))
+    store.merge(merge, local)
+    assert local.tolist() == [5.25, 10.25]
+
+
+def test_store_survives_a_checkpoint_and_notices_damage() -> None:
+    store = AnchorStore((3,), momentum=True)
+    store.adopt_local(_Access(torch.tensor([1.0, 2.0, 3.0])))
+    store.tokens_seen = 30
+    tensors = {name: t.clone() for name, t in store.tensors().items()}
+    fresh = AnchorStore((3,), momentum=True)
+    fresh.load(tensors, store.meta())
+    assert fresh.stamps() == store.stamps()
+    assert fresh.snapshot(0, torch.zeros(3)).weight == 30
+    tensors["anchor.0"][1] += 1
+    with pytest.raises(SwarmError, match="damaged"):
+        fresh.load(tensors, store.meta())
+    with pytest.raises(SwarmError, match="other fragments"):
+        AnchorStore((4,), momentum=True).load(tensors, store.meta())
+
+
+def test_manifest_round_trip_and_limits() -> None:
+    manifest = Manifest("run", (3, 5), {"model": {"layers": 2}})
+    assert Manifest.decode(manifest.encode()) == manifest
+    with pytest.raises(SwarmError, match="not JSON"):
+        Manifest("run", (3,), {"bad": object()}).encode()
+    for sizes in ((), (0,), (-1,), (1 << 41,)):
+        with pytest.raises(SwarmError, match="fragments"):
+            Manifest("run", sizes)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_no_manifest(data: bytes) -> None:
+    with pytest.raises(SwarmError):
+        Manifest.decode(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("run", "a b"), ("run", ""), ("listen_port", 70000), ("outer_momentum", 1.0),
+     ("local_steps_per_round", 0), ("wire", "int4"), ("expiry_s", 0.1), ("stall_s", 0.0)],
+)  # fmt: skip
+def test_config_says_which_field_is_wrong(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=repr(value).replace(".", r"\.")):
+        SwarmConfig(**{"run": "ok", field: value})  # type: ignore[arg-type]
