@@ -1,0 +1,114 @@
+"""Which package may import which; the picture in the architecture notes, enforced."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import atomtrain
+
+ROOT = Path(atomtrain.__file__).parent
+BASE = {"errors", "units", "events"}
+# What each package may import of the others, beside the base and itself.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "units": set(),
+    "events": set(),
+    "analysis": set(),
+    "planning": {"analysis"},
+    "swapping": {"analysis", "planning"},
+    "models": {"analysis"},
+    "swarm": set(),
+    "data": set(),
+    "checkpoint": set(),
+}
+ENGINE = ("analysis", "planning", "swapping")
+
+
+def modules(package: str) -> list[Path]:
+    folder = ROOT / package
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [ROOT / f"{package}.py"]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the full names of all imported modules, wherever in the file."""
+    package = ["atomtrain", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield source
+            if source == "atomtrain":
+                yield from (f"atomtrain.{alias.name}" for alias in node.names)
+
+
+def packages_of(path: Path) -> set[str]:
+    """Return the top-level packages of atomtrain that a file imports."""
+    parts = [name.split(".") for name in imports(path) if name.startswith("atomtrain.")]
+    return {part[1] for part in parts}
+
+
+def outside_of(path: Path) -> set[str]:
+    """Return the distributions from outside that a file imports."""
+    tops = {name.partition(".")[0] for name in imports(path)}
+    return {top for top in tops if top != "atomtrain" and top not in sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_packages_import_only_those_below_them(package: str) -> None:
+    allowed = MAY_IMPORT[package] | BASE | {package}
+    files = modules(package)
+    assert files
+    for path in files:
+        wrong = packages_of(path) - allowed
+        assert not wrong, f"{path.relative_to(ROOT)} imports {', '.join(sorted(wrong))}"
+
+
+@pytest.mark.parametrize("package", ENGINE)
+def test_the_engine_needs_torch_and_numpy_only(package: str) -> None:
+    for path in modules(package):
+        wrong = outside_of(path) - {"torch", "numpy"}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {', '.join(sorted(wrong))}"
+
+
+@pytest.mark.parametrize("package", sorted(BASE))
+def test_the_base_needs_nothing(package: str) -> None:
+    assert not outside_of(ROOT / f"{package}.py")
+
+
+def test_nothing_is_read_with_pickle() -> None:
+    for path in ROOT.rglob("*.py"):
+        names = set(imports(path))
+        assert not names & {"pickle", "cPickle", "dill", "cloudpickle", "shelve"}, path
+        text = path.read_text(encoding="utf-8")
+        assert "torch.load(" not in text, path
+
+
+def test_importing_the_package_is_cheap_and_leaves_torch_alone() -> None:
+    code = (
+        "import sys, time; s = time.perf_counter(); import atomtrain;"
+        "print(time.perf_counter() - s, sorted({'torch', 'numpy', 'hivemind'} & set(sys.modules)))"
+    )
+    times_s = []
+    for _ in range(3):  # the least of three, for a machine that is busy
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        )
+        seconds, loaded = done.stdout.split(" ", 1)
+        assert loaded.strip() == "[]"
+        times_s.append(float(seconds))
+    assert min(times_s) < 0.3
+
+
+def test_lazy_names_are_there_and_unknown_ones_are_named() -> None:
+    for name in atomtrain.__all__:
+        assert getattr(atomtrain, name) is not None
+    with pytest.raises(AttributeError, match="'atomtrain' has no attribute 'swop'"):
+        atomtrain.swop  # noqa: B018

@@ -1,0 +1,100 @@
+"""The vertical schedule: right content, least loads, and loads that can be hidden."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
+
+SIZES = [(s, k) for s in range(1, 13) for k in range(1, 4)]
+
+
+def both(segments: int, slots: int) -> list[tuple[Visit, ...]]:
+    return [training_visits(segments, slots, 2), evaluation_visits(segments, slots)]
+
+
+@pytest.mark.parametrize(("segments", "slots"), SIZES)
+def test_every_visit_finds_its_segment_in_its_slot(segments: int, slots: int) -> None:
+    for visits in both(segments, slots):
+        content: dict[int, int] = {}
+        last_use = dict.fromkeys(range(slots), -1)
+        for index, visit in enumerate(visits):
+            assert 0 <= visit.slot < slots
+            assert visit.free_after == last_use[visit.slot]
+            assert visit.free_after < index
+            if visit.load:
+                assert visit.segment not in content.values(), "a hit is never loaded again"
+                content[visit.slot] = visit.segment
+            assert content[visit.slot] == visit.segment
+            last_use[visit.slot] = index
+
+
+@pytest.mark.parametrize(("segments", "slots"), SIZES)
+def test_the_order_is_up_turn_down(segments: int, slots: int) -> None:
+    visits = training_visits(segments, slots, 2)
+    up, turn, down = visits[: segments - 1], visits[segments - 1], visits[segments:]
+    assert [v.segment for v in up] == list(range(segments - 1))
+    assert {v.phase for v in up} <= {Phase.FORWARD}
+    assert (turn.phase, turn.segment) == (Phase.TURN, segments - 1)
+    assert [v.segment for v in down] == list(reversed(range(segments - 1)))
+    assert {v.phase for v in down} <= {Phase.BACKWARD}
+    evaluation = evaluation_visits(segments, slots)
+    assert [v.segment for v in evaluation] == list(range(segments))
+    assert {v.phase for v in evaluation} == {Phase.EVALUATE}
+    assert all(v.load and v.gradient is None for v in evaluation)
+
+
+@pytest.mark.parametrize(("segments", "slots"), [(s, k) for s, k in SIZES if k >= 2])
+def test_a_load_never_targets_the_slot_that_computes_before_it(segments: int, slots: int) -> None:
+    for visits in both(segments, slots):
+        for before, visit in itertools.pairwise(visits):
+            assert not visit.load or visit.slot != before.slot
+
+
+@pytest.mark.parametrize(("segments", "slots"), [(s, k) for s, k in SIZES if s > 1])
+def test_around_the_turn_what_the_slots_hold_is_not_loaded_again(
+    segments: int, slots: int
+) -> None:
+    visits = training_visits(segments, slots, 1)
+    held = slots - 1  # besides the turn's own segment
+    after = visits[segments : segments + held]
+    assert not any(visit.load for visit in after)
+    assert sum(v.load for v in visits) == segments + max(0, segments - 1 - held)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_gradient_buffers_are_used_in_turn(buffers: int) -> None:
+    visits = training_visits(5, 2, buffers)
+    given = [v.gradient for v in visits if v.phase is not Phase.FORWARD]
+    assert given == [index % buffers for index in range(5)]
+    assert all(v.gradient is None for v in visits if v.phase is Phase.FORWARD)
+
+
+@pytest.mark.parametrize(("segments", "slots"), [(s, k) for s, k in SIZES if s <= 7])
+def test_no_choice_of_slots_needs_fewer_loads(segments: int, slots: int) -> None:
+    for visits in both(segments, slots):
+        order = tuple(visit.segment for visit in visits)
+        assert sum(visit.load for visit in visits) == _fewest_loads(order, slots)
+
+
+def _fewest_loads(order: tuple[int, ...], slots: int) -> int:
+    """Try every slot for every load, but not the slot of the visit before (if there are two)."""
+
+    @functools.cache
+    def fewest(index: int, content: tuple[int | None, ...], busy: int | None) -> int:
+        if index == len(order):
+            return 0
+        if order[index] in content:
+            return fewest(index + 1, content, content.index(order[index]))
+        costs = []
+        for slot in range(slots):
+            if slots > 1 and slot == busy:
+                continue
+            after = (*content[:slot], order[index], *content[slot + 1 :])
+            costs.append(1 + fewest(index + 1, after, slot))
+        return min(costs)
+
+    return fewest(0, (None,) * slots, None)
