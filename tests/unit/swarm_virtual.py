@@ -199,8 +199,8 @@ class SimulatedPeer:
         store = self.service.context.desk.store
         take, merge_into = store.snapshot, store.merge
 
-        def snapshot(fragment: int, local: torch.Tensor) -> Snapshot:
-            taken = take(fragment, local)
+        def snapshot(fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:
+            taken = take(fragment, local, into)
             round_id = self.service.context.agenda.running
             assert round_id is not None
             self.simulation.snapshots[round_id][self.name] = taken

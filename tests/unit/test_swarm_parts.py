@@ -195,7 +195,7 @@ def test_merge_keeps_progress_since_the_snapshot_and_what_was_left_out() -> None
     store.adopt_local(_Access(local))
     store.tokens_seen = 40
     local += torch.tensor([1.0, 2.0, 3.0])
-    snapshot = store.snapshot(0, local)
+    snapshot = store.snapshot(0, local, torch.empty_like(local))
     assert snapshot.weight == 40
     store.tokens_seen = 50
     local += 0.5
@@ -204,7 +204,7 @@ def test_merge_keeps_progress_since_the_snapshot_and_what_was_left_out() -> None
     store.merge(Merge(0, new, (Span(1, 2),), snapshot, (Span(0, 1),)), local)
     assert local.tolist() == [10.5, 22.5, 3.5]
     assert store.anchor(0) is new
-    assert store.snapshot(0, local).weight == 10
+    assert store.snapshot(0, local, torch.empty_like(local)).weight == 10
 
 
 def test_fetched_anchor_of_an_unheard_decision_does_not_count_twice() -> None:
@@ -212,7 +212,7 @@ def test_fetched_anchor_of_an_unheard_decision_does_not_count_twice() -> None:
     store = AnchorStore((2,), momentum=False)
     store.adopt_local(_Access(local))
     local += 1.0
-    snapshot = store.snapshot(0, local)
+    snapshot = store.snapshot(0, local, torch.empty_like(local))
     local += 0.25
     parts = (Part(Span(0, 1), frozenset({"me", "you"})), Part(Span(1, 2), frozenset({"you"})))
     new = _anchor(torch.tensor([4.0, 8.0]), 1, Origin("r", parts))
@@ -234,7 +234,7 @@ def test_store_survives_a_checkpoint_and_notices_damage() -> None:
     fresh = AnchorStore((3,), momentum=True)
     fresh.load(tensors, store.meta())
     assert fresh.stamps() == store.stamps()
-    assert fresh.snapshot(0, torch.zeros(3)).weight == 30
+    assert fresh.snapshot(0, torch.zeros(3), torch.empty(3)).weight == 30
     tensors["anchor.0"][1] += 1
     with pytest.raises(SwarmError, match="damaged"):
         fresh.load(tensors, store.meta())

@@ -106,10 +106,10 @@ class Merge:
 
 def digest_of(values: torch.Tensor, velocity: torch.Tensor | None) -> str:
     """Return the hash of an anchor's bytes; releases the interpreter lock for large tensors."""
-    digest = hashlib.blake2b(byte_view(values), digest_size=16)
+    digest = hashlib.sha256(byte_view(values))
     if velocity is not None:
         digest.update(byte_view(velocity))
-    return digest.hexdigest()
+    return digest.hexdigest()[:32]
 
 
 class AnchorStore:
@@ -171,13 +171,12 @@ class AnchorStore:
         """Return every fragment's stamp; None where there is no anchor yet."""
         return tuple(None if a is None else a.stamp for a in self._anchors)
 
-    def snapshot(self, fragment: int, local: torch.Tensor) -> Snapshot:
-        """Copy a fragment's parameters for a round."""
+    def snapshot(self, fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:
+        """Copy a fragment's parameters to `into` for a round."""
         self.check_size(fragment, local)
         weight = self.tokens_seen - self._tokens_merged[fragment]
-        return Snapshot(
-            fragment, local.detach().clone(), self.anchor(fragment), weight, self.tokens_seen
-        )
+        values = into.copy_(local.detach())
+        return Snapshot(fragment, values, self.anchor(fragment), weight, self.tokens_seen)
 
     def merge(self, merge: Merge, local: torch.Tensor) -> None:
         """Put the new anchor in place and move `local`; progress since the snapshot is kept.

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from atomtrain.swarm.agenda import Agenda
 from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.codec import Codec
@@ -64,11 +66,17 @@ class Context:
             if not taken.done():
                 taken.set_result(snapshot)
 
-        self.desk.want_snapshot(fragment, lambda s: _into(loop, resolve, s))
+        elements = self.manifest.fragment_elements[fragment]
+        into = await self.offload(_written, elements)
+        self.desk.want_snapshot(fragment, into, lambda s: _into(loop, resolve, s))
         try:
             return await taken
         finally:
             self.desk.withdraw(fragment)
+
+
+def _written(elements: int) -> torch.Tensor:
+    return torch.empty(elements).fill_(0)  # not zeros(): those are not in memory yet
 
 
 def _into(

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from atomtrain.swarm.anchors import AnchorStore, FragmentAccess, Merge, Snapshot, Stamp
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -61,7 +63,7 @@ class Desk:
         self.store = store
         self._on_boundary = on_boundary
         self._lock = threading.RLock()
-        self._wanted: dict[int, Callable[[Snapshot], None]] = {}
+        self._wanted: dict[int, tuple[torch.Tensor, Callable[[Snapshot], None]]] = {}
         self._merges: deque[tuple[Merge, RoundReport]] = deque()
         self._reports: deque[RoundReport] = deque(maxlen=1000)
         self._progress = LocalProgress()
@@ -71,10 +73,16 @@ class Desk:
         """The trainer's last word."""
         return self._progress
 
-    def want_snapshot(self, fragment: int, deliver: Callable[[Snapshot], None]) -> None:
-        """Have `deliver` called on the training thread at its next boundary."""
+    def want_snapshot(
+        self, fragment: int, into: torch.Tensor, deliver: Callable[[Snapshot], None]
+    ) -> None:
+        """Have the fragment copied to `into`, and `deliver` called, at the next boundary.
+
+        `into` should have been written before: fresh memory costs the training thread several times
+        the copy itself.
+        """
         with self._lock:
-            self._wanted[fragment] = deliver
+            self._wanted[fragment] = (into, deliver)
 
     def withdraw(self, fragment: int) -> None:
         """No snapshot is needed any more."""
@@ -117,9 +125,9 @@ class Desk:
                 step_s,
             )
             merges = self._merge_all(access)
-            for fragment, deliver in self._wanted.items():
+            for fragment, (into, deliver) in self._wanted.items():
                 with access.view(fragment) as local:
-                    deliver(self.store.snapshot(fragment, local))
+                    deliver(self.store.snapshot(fragment, local, into))
             self._wanted.clear()
             reports = list(self._reports)
             self._reports.clear()

@@ -49,7 +49,7 @@ class SliceReduction:
         self._awaited.discard(member)
         if values.shape != self._sum.shape or not all_finite(values):
             return False
-        self._sum.add_(values.mul(float(self._weights[member])))
+        self._sum.add_(values, alpha=float(self._weights[member]))
         self._counted.append(member)
         return True
 
