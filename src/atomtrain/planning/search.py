@@ -8,7 +8,8 @@ gradient buffers and where the values at the cuts wait.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
@@ -22,6 +23,8 @@ from atomtrain.planning.schedule import training_visits
 from atomtrain.planning.timeline import SegmentTime, StepTime, predict
 from atomtrain.units import format_bytes
 
+_EQUAL = 0.01
+"""Predicted times that differ by less are equal: profiles are no better than that."""
 _BOUNDARIES: tuple[Boundary, ...] = ("device", "host")
 
 
@@ -46,20 +49,19 @@ def make_plan(
     """
     layout = Layout(chain)
     memory = MemoryModel(chain, costs, layout, request.micro_batches)
-    best: tuple[float, int, Choice, StepTime] | None = None
+    candidates: list[_Candidate] = []
     least_bytes: int | None = None
     for choice in _choices(chain, layout, request):
         device_bytes = memory.device_bytes(choice)
         least_bytes = min(device_bytes, least_bytes or device_bytes)
-        if device_bytes > machine.device_memory_bytes:
-            continue
-        visits = training_visits(choice.segments, choice.slots, choice.gradient_buffers)
-        time = predict(visits, _segment_times(choice, costs, times, machine, memory, layout))
-        if best is None or (time.step_s, device_bytes) < best[:2]:
-            best = (time.step_s, device_bytes, choice, time)
-    if best is None:
+        if device_bytes <= machine.device_memory_bytes:
+            visits = training_visits(choice.segments, choice.slots, choice.gradient_buffers)
+            segment_times = _segment_times(choice, costs, times, machine, memory, layout)
+            time = predict(visits, segment_times)
+            candidates.append(_Candidate(choice, device_bytes, time))
+    if not candidates:
         raise _does_not_fit(chain, memory, machine, least_bytes or 0, request)
-    _, device_bytes, choice, time = best
+    choice, device_bytes, time = _best(candidates)
     host_bytes = memory.host_bytes(choice)
     if host_bytes > machine.host_memory_bytes:
         raise PlanError(
@@ -80,6 +82,24 @@ def make_plan(
         bound=time.bound,
         **time._asdict(),
     )
+
+
+class _Candidate(NamedTuple):
+    """A choice that fits, and what it costs."""
+
+    choice: Choice
+    device_bytes: int
+    time: StepTime
+
+
+def _best(candidates: Sequence[_Candidate]) -> _Candidate:
+    """Return the fastest; among equally fast ones that with the least traffic, then memory.
+
+    Traffic that is hidden still takes memory bandwidth from the host.
+    """
+    least_s = min(candidate.time.step_s for candidate in candidates)
+    equal = [c for c in candidates if c.time.step_s <= (1 + _EQUAL) * least_s]
+    return min(equal, key=lambda c: (c.time.load_s + c.time.unload_s, c.device_bytes))
 
 
 def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batches: int) -> bool:

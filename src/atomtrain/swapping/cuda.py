@@ -7,6 +7,7 @@ so a copy is never enqueued before the host data are final.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,12 @@ from torch import Tensor
 
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.swapping.streams import Event, Inject, Job, Stream
+
+
+_ROUNDING_BYTES = 64 << 20
+_WORKSPACE_BYTES = 24 << 20
+"""What cuBLAS and cuBLASLt keep for themselves through PyTorch's allocator, with the setting
+below."""
 
 
 class _CudaEvent(Event):
@@ -94,8 +101,13 @@ class CudaDevice:
                 f"--device-memory {memory_bytes} is more than {self.name} has ({total_bytes} bytes)"
             )
         self.memory_bytes = memory_bytes
-        # Enforces the budget: the allocator refuses to reserve more.
-        torch.cuda.set_per_process_memory_fraction(memory_bytes / total_bytes, index)
+        # Enforces the budget. The allocator reserves blocks of 2 to 20 MiB that it fills only
+        # partly, so what it may reserve is a little more than what may be in use.
+        cap_bytes = min(total_bytes, memory_bytes + _ROUNDING_BYTES)
+        torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes, index)
+        self.reserved_bytes = _WORKSPACE_BYTES
+        # Small and fixed, read when cuBLAS is first used; its default on Hopper is 32 MiB.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
         torch.cuda.init()
         self.generator = torch.cuda.default_generators[index]
         self.load: Stream = _CudaStream("load", self.torch_device, inject)

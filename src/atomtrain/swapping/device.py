@@ -31,6 +31,8 @@ class Device(Protocol):
     """The random numbers that operations on this device draw by default."""
     memory_bytes: int
     """The budget, enforced."""
+    reserved_bytes: int
+    """Part of the budget that libraries take and plans cannot use."""
     load: Stream
     fetch: Stream
     unload: Stream

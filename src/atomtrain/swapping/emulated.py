@@ -52,6 +52,7 @@ class EmulatedDevice:
         self.torch_device = torch.device("cpu")
         self.generator = torch.default_generator
         self.memory_bytes = memory_bytes
+        self.reserved_bytes = 0
         self.link_bytes_per_s = link_bytes_per_s
         self.load = Stream("load", inject)
         self.fetch = Stream("fetch", inject)

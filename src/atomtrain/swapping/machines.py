@@ -26,7 +26,7 @@ def measure_machine(device: Device) -> Machine:
         load_bytes_per_s=load,
         unload_bytes_per_s=unload,
         update_parameters_per_s=_update_parameters_per_s(),
-        device_memory_bytes=device.memory_bytes,
+        device_memory_bytes=max(1, device.memory_bytes - device.reserved_bytes),
         host_memory_bytes=host_memory_bytes(),
     )
 

@@ -54,7 +54,7 @@ class TrainOptions:
     )
     device_memory: str | None = option(
         None,
-        "Device budget, such as 256MiB. Default: 64MiB for demo and tiny, else 90% of what the "
+        "Device budget, such as 256MiB. Default: small for demo and tiny, else 90% of what the "
         "GPU has free, or 1GiB for the emulated device.",
         "SIZE",
     )
@@ -69,7 +69,7 @@ class TrainOptions:
     dropout: float | None = option(None, "Dropout probability.", "P")
     vocabulary: int | None = option(
         None,
-        "Tokens of the tokenizer that is trained on the text. Default: as the model's published size.",
+        "Tokens of the tokenizer that is trained on the text. Default: the model's published size.",
         "N",
     )
     seed: int | None = option(None, "Seed of weights, sample order and dropout.", "N")

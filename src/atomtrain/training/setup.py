@@ -36,7 +36,9 @@ from atomtrain.units import parse_bytes
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm
 
-DEMO_DEVICE_MEMORY = "64MiB"
+_SMALL_BUDGETS = {"demo": ("40MiB", "96MiB"), "tiny": ("8MiB", "64MiB")}
+"""Default budgets that make small models larger than their device: emulated, and CUDA, whose
+libraries take a workspace of their own."""
 CHECKPOINTS = "checkpoints"
 _MOST_TOKENS_A_MICRO_BATCH = 4096
 
@@ -183,8 +185,11 @@ def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
 
 def _open_engine(model: GPT, recipe: Recipe, options: TrainOptions) -> tuple[Engine, int]:
     memory = options.device_memory
-    if memory is None and recipe.model in ("demo", "tiny"):
-        memory = DEMO_DEVICE_MEMORY
+    if memory is None and recipe.model in _SMALL_BUDGETS:
+        on_gpu = options.device.startswith("cuda") or (
+            options.device == "auto" and torch.cuda.is_available()
+        )
+        memory = _SMALL_BUDGETS[recipe.model][on_gpu]
     micro_batch = options.micro_batch or _micro_batch(model, recipe, memory)
     if recipe.sequences % micro_batch:
         raise ConfigError(
