@@ -18,7 +18,6 @@ from torch import Tensor
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.swapping.streams import Event, Inject, Job, Stream
 
-
 _ROUNDING_BYTES = 64 << 20
 _WORKSPACE_BYTES = 24 << 20
 """What cuBLAS and cuBLASLt keep for themselves through PyTorch's allocator, with the setting
