@@ -1,0 +1,138 @@
+"""The swap engine on a real GPU: `make test-gpu`. Skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atomtrain
+from atomtrain.models import GPT, GPTConfig
+from atomtrain.swapping.cuda import CudaDevice
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIG = GPTConfig(
+    layers=6, width=256, heads=4, head_width=64, vocabulary=1024, context=128, dropout=0.1
+)
+BUDGET = "256MiB"
+STEPS = 4
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def untied_gpt() -> GPT:
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    model.head.weight = nn.Parameter(0.02 * torch.randn(1024, 256))
+    return model
+
+
+def batches(micro_batches: int) -> list[list[dict[str, Tensor]]]:
+    torch.manual_seed(1)
+
+    def batch() -> dict[str, Tensor]:
+        tokens = torch.randint(1024, (4, 129))
+        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    return [[batch() for _ in range(micro_batches)] for _ in range(STEPS)]
+
+
+def train(
+    model: GPT, segments: int, inject: Callable[[str], None] | None = None, micro_batches: int = 3
+) -> tuple[list[float], dict[str, Tensor], atomtrain.Engine]:
+    steps = batches(micro_batches)
+    options = atomtrain.Options(
+        micro_batches=micro_batches, segments=segments, clip_norm=1.0, inject=inject
+    )
+    torch.manual_seed(2)
+    with atomtrain.swap(
+        model, steps[0][0], optimizer=adamw, device="cuda", device_memory=BUDGET, options=options
+    ) as engine:
+        losses = [engine.step(step) for step in steps]
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+    return losses, state, engine
+
+
+@pytest.mark.parametrize("segments", [2, 4, 8])
+def test_every_partition_gives_the_same_bits(segments: int) -> None:
+    """One segment moves nothing during a step, so it is the resident reference."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    whole, expected, _ = train(untied_gpt(), 1)
+    losses, state, _ = train(untied_gpt(), segments)
+    assert losses == whole
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+def test_random_delays_change_nothing() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    source = random.Random(0)
+    expected = train(untied_gpt(), 8)[1]
+    delayed = train(untied_gpt(), 8, lambda _: time.sleep(source.random() * 5e-3))[1]
+    for name, value in expected.items():
+        assert torch.equal(delayed[name], value), name
+
+
+def test_close_to_an_ordinary_loop_on_the_gpu() -> None:
+    model = untied_gpt()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    reference = copy.deepcopy(model).cuda()
+    optimizer = adamw(list(reference.parameters()))
+    losses = train(model, 4)[0]
+    for step, loss in zip(batches(3), losses, strict=True):
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in step:
+            out = reference(**{name: value.cuda() for name, value in batch.items()}).loss
+            (out / len(step)).backward()
+            total += float(out.detach()) / len(step)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        assert loss == pytest.approx(total, rel=2e-3)
+
+
+def test_the_budget_is_honoured_and_depth_is_free() -> None:
+    peaks = []
+    for layers in (8, 32):
+        config = GPTConfig(
+            layers=layers, width=512, heads=8, head_width=64, vocabulary=1024, context=128
+        )
+        tokens = torch.randint(1024, (4, 128))
+        batch = {"input_ids": tokens, "labels": tokens}
+        with atomtrain.swap(
+            GPT(config),
+            batch,
+            optimizer=adamw,
+            device="cuda",
+            device_memory="160MiB",
+            options=atomtrain.Options(micro_batches=2, segments=layers + 2, slots=2),
+        ) as engine:
+            for _ in range(3):
+                engine.step([batch, batch])
+            assert engine.last is not None
+            peaks.append(engine.last.device_peak_bytes)
+            assert peaks[-1] <= engine.device.memory_bytes
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+
+
+def test_pinned_host_memory_has_the_exact_size() -> None:
+    device = CudaDevice(0, 64 << 20)
+    try:
+        buffer = device.host_empty((33 << 20) + 256)
+        assert buffer.untyped_storage().nbytes() == (33 << 20) + 256
+        assert buffer.is_pinned()
+    finally:
+        device.close()
