@@ -95,7 +95,7 @@ class Simulation:
 
     async def kill(self, name: str) -> None:
         peer = self.peers.pop(name)
-        self.network.cut(name)
+        self.network.cut(name, lossy=self.random.random() < 0.5)
         await peer.stop_abruptly()
 
     def check_means(self) -> int:

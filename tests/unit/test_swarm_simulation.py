@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swarm_virtual import Simulation, run_virtual
+
+from atomtrain.swarm.leader import Outgoing
+from atomtrain.swarm.leading import Leading
+from atomtrain.swarm.messages import Commit
 
 
 async def _settle(simulation: Simulation, within_s: float) -> bool:
@@ -99,6 +104,45 @@ def test_momentum_reaches_newcomers() -> None:
         assert velocities[0] is not None
         assert bool(velocities[0].any())
         assert all(torch.equal(velocities[0], v) for v in velocities if v is not None)
+
+    run_virtual(scenario)
+
+
+def test_leader_dies_while_it_tells_its_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who did not hear it finds the new anchor, and knows that its contribution is in it."""
+    told: list[str] = []
+
+    async def scenario() -> None:
+        simulation = Simulation((30,), seed=6)
+        for name in ("a", "b", "c"):
+            await simulation.add(name, step_s=0.5)
+        await asyncio.sleep(20)
+        send = Leading._send
+
+        async def send_to_one(self: Leading, outgoing: Outgoing) -> None:
+            leader = self._context.peer_id
+            commits = [to for to, message in outgoing if isinstance(message, Commit)]
+            if len(commits) < 3 or told:
+                await send(self, outgoing)
+                return
+            told.extend([leader, next(to for to in commits if to != leader)])
+            await send(self, [pair for pair in outgoing if pair[0] == told[1]])
+            await asyncio.sleep(0.1)
+            asyncio.get_running_loop().create_task(simulation.kill(leader))
+
+        monkeypatch.setattr(Leading, "_send", send_to_one)
+        before = len(simulation.merges)
+        await asyncio.sleep(30)
+        (unheard,) = set(simulation.peers) - set(told)
+        first = next(m for peer, _, m in simulation.merges[before:] if peer == unheard)
+        heard = next(m for peer, _, m in simulation.merges[before:] if peer == told[1])
+        assert first.anchor.stamp == heard.anchor.stamp
+        assert sum(span.elements for span in first.contributed) == 30
+        reports = simulation.peers[unheard].reports
+        assert "abandoned" in {report.outcome for report in reports}
+        assert "fetched" in {report.outcome for report in reports}
+        assert await _settle(simulation, 30)
+        simulation.check_means()
 
     run_virtual(scenario)
 

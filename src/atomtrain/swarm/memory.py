@@ -47,20 +47,34 @@ class _Pipe:
         loop.call_at(self._last_s, self._arrive)
 
     def _arrive(self) -> None:
-        call, args = self._under_way.popleft()
-        call(*args)
+        if self._under_way:  # empty after a reset
+            call, args = self._under_way.popleft()
+            call(*args)
+
+    def reset(self) -> None:
+        """End both directions at once; what is under way is lost."""
+        for pipe in (self, self.other):
+            if pipe is not None:
+                pipe._closed = True
+                pipe._under_way.clear()
+                pipe.reader.feed_eof()
 
 
 def _no_delay() -> float:
     return 0.0
 
 
+def _pipe_pair(delay_s: Callable[[], float]) -> tuple[_Pipe, _Pipe]:
+    one, other = _Pipe(delay_s), _Pipe(delay_s)
+    one.other, other.other = other, one
+    return one, other
+
+
 def channel_pair(
     first: str, second: str, stall_s: float, delay_s: Callable[[], float] = _no_delay
 ) -> tuple[Channel, Channel]:
     """Return the two ends of a stream: the one `first` holds, and the one `second` holds."""
-    to_first, to_second = _Pipe(delay_s), _Pipe(delay_s)
-    to_first.other, to_second.other = to_second, to_first
+    to_first, to_second = _pipe_pair(delay_s)
     return (
         Channel(second, to_first.reader, to_second, stall_s),
         Channel(first, to_second.reader, to_first, stall_s),
@@ -77,11 +91,14 @@ class MemoryNetwork:
         self.transports: dict[str, MemoryTransport] = {}
         self.records: dict[str, tuple[bytes, float]] = {}
 
-    def cut(self, peer_id: str) -> None:
-        """Kill a peer: its streams break, it can neither dial nor be dialled."""
+    def cut(self, peer_id: str, *, lossy: bool = False) -> None:
+        """Kill a peer: its streams break, it can neither dial nor be dialled.
+
+        What it had sent still arrives, unless the cut is `lossy`.
+        """
         transport = self.transports.pop(peer_id, None)
         if transport is not None:
-            transport.break_all()
+            transport.break_all(lossy)
 
 
 class MemoryTransport:
@@ -93,7 +110,7 @@ class MemoryTransport:
         self.address = f"memory/{peer_id}"
         self._network = network
         self._handler: Handler | None = None
-        self._channels: list[Channel] = []
+        self._channels: list[tuple[Channel, _Pipe]] = []
         self._tasks: set[asyncio.Future[None]] = set()
         network.transports[peer_id] = self
 
@@ -108,9 +125,11 @@ class MemoryTransport:
         remote = network.transports.get(peer_id)
         if remote is None or remote._handler is None or self.peer_id not in network.transports:
             raise LinkLost(f"peer {peer_id[-8:]} cannot be reached")
-        mine, theirs = channel_pair(self.peer_id, peer_id, network.stall_s, network.delay_s)
-        self._channels.append(mine)
-        remote._channels.append(theirs)
+        to_me, to_them = _pipe_pair(network.delay_s)
+        mine = Channel(peer_id, to_me.reader, to_them, network.stall_s)
+        theirs = Channel(self.peer_id, to_them.reader, to_me, network.stall_s)
+        self._channels.append((mine, to_me))
+        remote._channels.append((theirs, to_them))
         remote._spawn(theirs)
         return mine
 
@@ -121,9 +140,11 @@ class MemoryTransport:
         """Leave the network."""
         self._network.cut(self.peer_id)
 
-    def break_all(self) -> None:
+    def break_all(self, lossy: bool) -> None:
         """Break every stream."""
-        for channel in self._channels:
+        for channel, pipe in self._channels:
+            if lossy:
+                pipe.reset()
             channel.close()
         self._channels.clear()
 
