@@ -6,6 +6,7 @@ output carries the result only; progress goes to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json as json_format
 import os
@@ -117,7 +118,8 @@ def _write(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise ConfigError(
             f"cannot write the result to {path} ({error.strerror}); give --out a file in a "
             "directory that you may write to"

@@ -1,0 +1,271 @@
+"""Peers are killed and replaced while they train: does the swarm stop, or average wrongly?
+
+Three real `atom train` processes, one thread each, train the tiny model on real text over
+loopback. Again and again a random one of them gets `kill -9` (the founder too, and peers that are
+still joining), and a new one is started that joins through a random survivor. The seed fixes
+victims, pauses and addresses; what a kill hits also depends on the machine.
+
+What is measured, from the survivors' event streams:
+
+- `longest_stop_s`: longest time between two steps of one peer, evaluations and checkpoints
+  included; up to its end if it was killed or stopped.
+- `hangs`: such stops of 30 s or more, and newcomers that had made no step by the deadline.
+- `rejoin_s`: median seconds from starting a newcomer's process to its first step, importing Python
+  packages included; `join_s` without that, from `run_started` on, is not told apart.
+- `loss_first`, `loss_last`: mean training loss of the first and last tenth of all peers' steps.
+- `wrong_means`: pairs of peers that held different bytes under the same version of a fragment,
+  and did not come to hold the same again by the swarm's rule (the higher version wins, then more
+  tokens, then the lower hash). Two sources: the hashes of anchors that every peer reports after
+  each round and fetch during the whole run, and the anchors in the checkpoints that the last peers
+  write on leaving, compared bit for bit.
+
+What this proves: whatever was averaged, all survivors took the same result, and none kept a half
+finished one. It does not prove that the result is the weighted mean of the contributions: no peer
+sees the others' contributions in full, so that is proved elsewhere, by tests that do. A pair of
+which one was killed within 30 s after disagreeing proves nothing either way and is counted in
+`disagreements.cut_short`.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import statistics
+import sysconfig
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from atomtrain.benchmarks.churn_check import (
+    HANG_S,
+    compare_checkpoints,
+    disagreements,
+    first_and_last_loss,
+    rejoin_times,
+    stops,
+)
+from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
+from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, main, progress
+from atomtrain.data import read_corpus
+from atomtrain.errors import ConfigError, DataError, SwarmError
+
+_RUN = "churn"
+_STEPS = 1_000_000  # more than any machine makes meanwhile: the rate stays at its peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChurnSetup:
+    """Inputs of the benchmark."""
+
+    peers: int = 3
+    """Peers at any time; at least 2."""
+    kills: int = 20
+    """At least 1."""
+    pause_s: tuple[float, float] = (4.0, 22.0)
+    """Least and most seconds from a newcomer's start to the next kill; above 0."""
+    start_s: float = 120.0
+    """By when a peer must have made its first step."""
+    settle_s: float = 12.0
+    """From the last newcomer's first step to the end: the last 10% of the losses need some."""
+    local_steps: int = 10
+    """Steps in which every fragment is averaged once."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.peers < 2 or self.kills < 1:
+            raise ConfigError(f"at least 2 peers and 1 kill, not {self.peers} and {self.kills}")
+        if not 0 < self.pause_s[0] <= self.pause_s[1]:
+            raise ConfigError(f"pause_s must be two ascending positive times, not {self.pause_s}")
+
+
+QUICK = ChurnSetup(kills=4, pause_s=(3.0, 6.0), settle_s=3.0)
+
+
+def run(options: BenchmarkOptions, setup: ChurnSetup | None = None) -> Result:
+    """Measure, and return the keys of the benchmarks' contract and the inputs.
+
+    Args:
+        options: `quick` chooses fewer kills.
+        setup: Inputs of one's own.
+
+    Raises:
+        SwarmError: the peers could not be started at all.
+    """
+    setup = setup or (QUICK if options.quick else ChurnSetup())
+    data = _text()
+    with tempfile.TemporaryDirectory(prefix="atom-churn-") as folder, _terminable():
+        arguments = _arguments(setup, data)
+        with Crowd(Path(folder), _RUN, arguments) as crowd:
+            churn = _Churn(setup, crowd)
+            churn.gather()
+            churn.churn()
+            saved = churn.end()
+            left_over = crowd.left_over()
+        return {
+            **_measured(churn, saved),
+            "processes_left": len(left_over),
+            "inputs": {**asdict(setup), "data": data or "demo", "model": "tiny"},
+            **description(),
+        }
+
+
+class _Churn:
+    """One run of the benchmark: gather, churn, end."""
+
+    def __init__(self, setup: ChurnSetup, crowd: Crowd) -> None:
+        self.setup, self.crowd = setup, crowd
+        self.chance = random.Random(setup.seed)
+        self.newcomers: list[ChurnPeer] = []
+        """Those that took the place of killed ones."""
+        self.started_s = time.monotonic()
+
+    def gather(self) -> None:
+        """Start the founder, then the others through it; return when all train."""
+        founder = self.crowd.start()
+        self._wait_training([founder])
+        self._wait_training(
+            [self.crowd.start(founder.address) for _ in range(self.setup.peers - 1)]
+        )
+        progress(f"{self.setup.peers} peers train after {self._elapsed_s():.0f} s")
+
+    def churn(self) -> None:
+        """Kill and replace."""
+        for kill in range(self.setup.kills):
+            pause_s = self.chance.uniform(*self.setup.pause_s)
+            self.crowd.wait(lambda: False, pause_s)
+            self._replace_the_dead()
+            victim = self._victim()
+            state = "training" if victim.training else "joining"
+            self.crowd.kill(victim)
+            newcomer = self._start_newcomer()
+            progress(
+                f"{self._elapsed_s():4.0f} s: kill {kill + 1} of {self.setup.kills}: {victim.name} "
+                f"({state}); {newcomer.name} joins"
+            )
+        self.crowd.wait(lambda: all(p.training for p in self.crowd.running()), self.setup.start_s)
+        self.crowd.wait(lambda: False, self.setup.settle_s)
+
+    def end(self) -> list[ChurnPeer]:
+        """Have all peers save and leave; return those that did."""
+        return self.crowd.interrupt(60.0)
+
+    def _victim(self) -> ChurnPeer:
+        """Choose whom to kill; the last one that trains is spared, for with it the run would end."""
+        self.crowd.read()
+        running = self.crowd.running()
+        training = [peer for peer in running if peer.training]
+        if not training:
+            raise SwarmError(f"no peer is left that trains; {self._last_words()}")
+        return self.chance.choice([p for p in running if len(training) > 1 or p not in training])
+
+    def _start_newcomer(self) -> ChurnPeer:
+        self.crowd.read()
+        training = [peer for peer in self.crowd.running() if peer.training]
+        self.newcomers.append(self.crowd.start(self.chance.choice(training).address))
+        return self.newcomers[-1]
+
+    def _replace_the_dead(self) -> None:
+        """Start anew for peers that ended by themselves, such as by a failed join."""
+        while len(self.crowd.running()) < self.setup.peers:
+            newcomer = self._start_newcomer()
+            progress(f"{self._elapsed_s():4.0f} s: {newcomer.name} for a peer that ended by itself")
+
+    def _wait_training(self, peers: list[ChurnPeer]) -> None:
+        ready = self.crowd.wait(
+            lambda: all(p.training or not p.running for p in peers), self.setup.start_s
+        )
+        if not ready or not all(peer.training for peer in peers):
+            raise SwarmError(f"the peers could not be started: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        ended = [peer for peer in self.crowd.peers if not peer.killed]
+        return "; ".join(f"{peer.name}: {peer.last_words()}" for peer in ended)
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+
+def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
+    crowd = churn.crowd
+    stood = stops(crowd.peers)
+    failed = [p for p in crowd.peers if not p.killed and p not in saved]
+    for peer in failed:
+        progress(f"{peer.name} ended by itself: {peer.last_words()}")
+    late = [p for p in crowd.running() if not p.of("step")]
+    times_s = rejoin_times(churn.newcomers)
+    first, last = first_and_last_loss(crowd.peers)
+    differing = disagreements(crowd.peers)
+    for item in differing:
+        progress(f"disagreement: {item}")
+    outcomes = Counter(item.outcome for item in differing)
+    anchors = compare_checkpoints(peer.folder / "checkpoints" for peer in saved)
+    rounds = Counter(e["outcome"] for p in crowd.peers for e in p.of("round"))
+    together = sum(e["contributors"] > 1 for p in crowd.peers for e in p.of("round"))
+    return {
+        "kills": sum(peer.killed for peer in crowd.peers),
+        "kills_while_joining": sum(p.killed and not p.of("step") for p in crowd.peers),
+        "founder_killed": crowd.peers[0].killed,
+        "hangs": stood.hangs + len(late),
+        "hang_s": HANG_S,
+        "wrong_means": outcomes["lasting"] + anchors.unequal,
+        "disagreements": {
+            "repaired": outcomes["repaired"],
+            "cut_short": outcomes["cut short"],
+            "lasting": outcomes["lasting"],
+        },
+        "last_anchors_compared": anchors.compared,
+        "last_anchors_unequal": anchors.unequal,
+        "longest_stop_s": stood.longest_s,
+        "rejoin_s": statistics.median(times_s) if times_s else None,
+        "rejoins": len(times_s),
+        "ended_by_themselves": len(failed),
+        "loss_first": first,
+        "loss_last": last,
+        "steps": sum(len(peer.of("step")) for peer in crowd.peers),
+        "rounds": dict(rounds),
+        "rounds_of_several": together,
+        "duration_s": churn._elapsed_s(),
+    }
+
+
+def _arguments(setup: ChurnSetup, data: str | None) -> list[str]:
+    rates = ["--steps", str(_STEPS), "--evaluate-every", "500", "--checkpoint-every", "200"]
+    averaging = ["--local-steps", str(setup.local_steps), "--seed", str(setup.seed)]
+    text = [] if data is None else ["--data", data]
+    return ["--model", "tiny", "--device", "emulated", *rates, *averaging, *text]
+
+
+def _text() -> str | None:
+    """Return what to train on: the demo corpus if it is installed, else Python's own source."""
+    try:
+        read_corpus(None)
+    except DataError:
+        return str(Path(sysconfig.get_paths()["stdlib"]) / "*.py")
+    return None
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Turn SIGTERM into the exception of Ctrl-C, so that the peers are ended as well."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(run))

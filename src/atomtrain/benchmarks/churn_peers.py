@@ -1,0 +1,196 @@
+"""Real `atom train` processes that a benchmark starts, follows by their events, and kills.
+
+No process outlives the crowd: each peer leads a process group, is killed by the kernel if the
+benchmark itself dies, and carries a mark in its environment by which what might be left is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from atomtrain.events import Event
+from atomtrain.training.tail import EventTail
+
+_MARK = "ATOM_CHURN_MARK"
+_PR_SET_PDEATHSIG = 1
+_LOG_LINES = 5
+
+
+class ChurnPeer:
+    """One peer: its process, its events so far, and when it was started and ended (Unix time)."""
+
+    def __init__(self, name: str, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        """Follow a process that was just started."""
+        self.name, self.folder = name, folder
+        self.process = process
+        self.started_s = time.time()
+        self.ended_s: float | None = None
+        """When it was killed, or asked to end."""
+        self.killed = False
+        self.events: list[Event] = []
+        self._tail = EventTail(folder / "events.jsonl")
+
+    def read(self) -> None:
+        """Take in the events that were added."""
+        self.events += self._tail.read()
+
+    def of(self, kind: str) -> list[Event]:
+        """Return the events of a kind, oldest first."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    @property
+    def training(self) -> bool:
+        """Whether it runs and has finished a step."""
+        return self.running and any(event["event"] == "step" for event in self.events)
+
+    @property
+    def address(self) -> str:
+        """What others give to `--join`, once it has started."""
+        return str(self.of("run_started")[-1]["join_address"])
+
+    def last_words(self) -> str:
+        """Return the end of its output."""
+        lines = (self.folder / "peer.log").read_text(encoding="utf-8", errors="replace")
+        return " / ".join(lines.splitlines()[-_LOG_LINES:])
+
+
+class Crowd:
+    """All peers of a benchmark, dead ones included; a context that leaves no process behind."""
+
+    def __init__(self, folder: Path, run: str, arguments: Sequence[str]) -> None:
+        """Give `arguments` to every peer's `atom train`; all files go below `folder`."""
+        self.peers: list[ChurnPeer] = []
+        self._folder, self._run, self._arguments = folder, run, arguments
+        self._mark = secrets.token_hex(16)
+
+    def __enter__(self) -> Crowd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [*(p.process.pid for p in self.peers if p.running), *self.left_over()]:
+            _kill(pid)
+        for peer in self.peers:
+            peer.process.wait(10)
+
+    def start(self, join: str | None = None) -> ChurnPeer:
+        """Start one more peer; it founds the run, or joins at an address."""
+        name = f"peer-{len(self.peers)}"
+        runs = self._folder / "runs"
+        place = ["--run", self._run] if join is None else ["--join", join]
+        command = [
+            *(sys.executable, "-m", "atomtrain.cli.main", "train", "--plain", "--threads", "1"),
+            *("--host", "127.0.0.1", "--directory", str(runs), "--name", name),
+            *(*place, *self._arguments),
+        ]
+        folder = runs / self._run / name
+        folder.mkdir(parents=True)
+        environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(self._folder / "cache"),
+            _MARK: self._mark,
+        }
+        with (folder / "peer.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        self.peers.append(ChurnPeer(name, folder, process))
+        return self.peers[-1]
+
+    def kill(self, peer: ChurnPeer) -> None:
+        """Kill a peer, and only its own process: what it started must end by itself."""
+        peer.killed, peer.ended_s = True, time.time()
+        os.kill(peer.process.pid, signal.SIGKILL)
+        peer.process.wait(10)
+        peer.read()
+
+    def running(self) -> list[ChurnPeer]:
+        """Return the peers that have not ended."""
+        return [peer for peer in self.peers if peer.running]
+
+    def read(self) -> None:
+        """Take in the news of all peers."""
+        for peer in self.peers:
+            peer.read()
+
+    def wait(self, condition: Callable[[], bool], within_s: float, poll_s: float = 0.1) -> bool:
+        """Read events until `condition` holds; return whether it did before the deadline."""
+        until_s = time.monotonic() + within_s
+        while True:
+            self.read()
+            if condition():
+                return True
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(poll_s)
+
+    def interrupt(self, within_s: float) -> list[ChurnPeer]:
+        """Ask all peers to save and leave; return those that did."""
+        asked = self.running()
+        for peer in asked:
+            peer.ended_s = time.time()
+            os.kill(peer.process.pid, signal.SIGINT)
+        self.wait(lambda: not any(peer.running for peer in asked), within_s)
+        return [peer for peer in asked if peer.process.poll() == 128 + signal.SIGINT]
+
+    def left_over(self) -> list[int]:
+        """Return the ids of processes that dead peers left running."""
+        known = {peer.process.pid for peer in self.peers}
+        return [
+            pid for pid in _marked(self._mark) if pid not in known and _parent(pid) not in known
+        ]
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def ask_kernel() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask_kernel
+
+
+def _marked(mark: str) -> Iterable[int]:
+    wanted = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:  # it ended meanwhile, or is another user's
+                continue
+            if wanted in environment.split(b"\0"):
+                yield int(entry.name)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,154 @@
+"""Benchmarks as their callers see them: one JSON object, the contract's keys, equal bits.
+
+Nothing here asserts a time: test machines are busy. Inputs are tiny.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atomtrain.benchmarks import REGISTRY, benchmark
+from atomtrain.benchmarks.common import BenchmarkOptions, report
+from atomtrain.errors import ConfigError
+
+DEADLINE_S = 120.0
+
+# The same entry as the modules' own, with inputs small enough for a test.
+TINY = """
+from atomtrain.benchmarks import depth, swap
+from atomtrain.benchmarks.common import BenchmarkOptions, main
+
+SETUPS = {
+    "swap": swap.SwapSetup(
+        layers=6, width=96, vocabulary=64, sequence_tokens=24, sequences=1, micro_batches=3,
+        pairs=2, block_steps=2,
+    ),
+    "depth": depth.DepthSetup(
+        depths=(4, 12), width=64, vocabulary=64, sequence_tokens=16, device_memory_bytes=3 << 19,
+    ),
+}
+RUNS = {"swap": swap.run, "depth": depth.run}
+"""
+
+SWAP_KEYS = {
+    "resident_step_s", "swapped_step_s", "speed_ratio", "link_wait_share", "device_peak_bytes",
+    "device_budget_bytes", "state_bytes", "tokens_per_step", "bit_equal", "machine", "versions",
+    "parameters", "inputs", "plan",
+}  # fmt: skip
+
+
+def run_tiny(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    entry = f"main(lambda options: RUNS[{name!r}](options, SETUPS[{name!r}]))"
+    return run_code(f"{TINY}\nraise SystemExit({entry})", *flags)
+
+
+def run_code(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *flags],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
+
+
+def only_object(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return the one JSON object that is all of the standard output."""
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert isinstance(result, dict)
+    return result
+
+
+def test_swap_compares_equal_work_with_equal_bits(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "swap.json"
+    result = only_object(run_tiny("swap", "--json", "--out", str(out)))
+    assert set(result) >= SWAP_KEYS
+    assert result["bit_equal"] is True
+    assert result["tokens_per_step"] == 3 * 24
+    assert result["state_bytes"] >= 4 * result["device_budget_bytes"]
+    assert 0 < result["device_peak_bytes"] <= result["device_budget_bytes"]
+    assert result["state_bytes"] == 16 * result["parameters"]
+    assert result["resident_step_s"] > 0
+    assert result["swapped_step_s"] > 0
+    assert 0 <= result["link_wait_share"] <= 1
+    assert len(result["speed_ratio_of_pairs"]) == 2
+    assert json.loads(out.read_text()) == result
+    assert [path.name for path in out.parent.iterdir()] == ["swap.json"]
+
+
+def test_depth_does_not_raise_the_peak() -> None:
+    result = only_object(run_tiny("depth", "--json"))
+    peaks = result["device_peak_bytes"]
+    assert list(peaks) == ["4", "12"]
+    assert 0 < peaks["12"] <= result["device_budget_bytes"]
+    assert peaks["12"] <= 1.05 * peaks["4"]
+    assert result["state_bytes"]["12"] > 2 * result["state_bytes"]["4"]
+    assert {"machine", "versions", "inputs"} <= set(result)
+
+
+def test_without_json_a_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    report({"peak_bytes": {"8": 3 << 20}, "step_s": 1.5, "wait_share": 0.25, "bit_equal": True})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["peak_bytes.8", "3.0", "MiB"],
+        ["step_s", "1.50", "s"],
+        ["wait_share", "25.0%"],
+        ["bit_equal", "True"],
+    ]
+
+
+def test_a_result_that_cannot_be_written_is_an_error_on_one_line(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    code = (
+        "from atomtrain.benchmarks.common import main; raise SystemExit(main(lambda _: {'x': 1}))"
+    )
+    done = run_code(code, "--json", "--out", str(blocked / "result.json"))
+    assert done.returncode == ConfigError.exit_code
+    assert done.stderr.startswith("error: cannot write the result to")
+    assert done.stderr.count("\n") == 1
+
+
+def test_out_must_not_be_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a directory"):
+        BenchmarkOptions(out=tmp_path)
+
+
+def test_every_registered_benchmark_can_be_run() -> None:
+    """Each module exists and has a `run`; an unknown name gets the nearest one."""
+    import importlib
+
+    for name, entry in REGISTRY.items():
+        assert callable(importlib.import_module(entry.module).run), name
+        assert entry.help
+        assert benchmark(name) is entry
+    with pytest.raises(ConfigError, match="Did you mean 'swap'"):
+        benchmark("swop")
+
+
+def test_the_registry_imports_nothing_heavy() -> None:
+    code = "import sys, atomtrain.benchmarks.common; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0
+
+
+def test_results_are_replaced_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "result.json"
+    out.write_text("old")
+    with pytest.raises(ValueError, match="JSON"):
+        report({"value_s": float("nan")}, json=True, out=out)
+    assert out.read_text() == "old"
+    assert capsys.readouterr().out == ""
+    report({"value_s": 1.5}, json=True, out=out)
+    assert json.loads(out.read_text()) == {"value_s": 1.5}
+    assert json.loads(capsys.readouterr().out) == {"value_s": 1.5}
