@@ -11,7 +11,7 @@ What is measured, from the survivors' event streams:
   included; up to its end if it was killed or stopped.
 - `hangs`: such stops of 30 s or more, and newcomers that had made no step by the deadline.
 - `rejoin_s`: median seconds from starting a newcomer's process to its first step, importing Python
-  packages included; `join_s` without that, from `run_started` on, is not told apart.
+  packages included.
 - `loss_first`, `loss_last`: mean training loss of the first and last tenth of all peers' steps.
 - `wrong_means`: pairs of peers that held different bytes under the same version of a fragment,
   and did not come to hold the same again by the swarm's rule (the higher version wins, then more
@@ -156,7 +156,7 @@ class _Churn:
         return self.crowd.interrupt(60.0)
 
     def _victim(self) -> ChurnPeer:
-        """Choose whom to kill; the last one that trains is spared, for with it the run would end."""
+        """Choose whom to kill; the last one that trains is spared: with it the run would end."""
         self.crowd.read()
         running = self.crowd.running()
         training = [peer for peer in running if peer.training]

@@ -6,7 +6,6 @@ benchmark itself dies, and carries a mark in its environment by which what might
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import signal
@@ -20,7 +19,13 @@ from atomtrain.events import Event
 from atomtrain.training.tail import EventTail
 
 _MARK = "ATOM_CHURN_MARK"
-_PR_SET_PDEATHSIG = 1
+_STUB = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; it outlasts execv
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 _LOG_LINES = 5
 
 
@@ -91,6 +96,7 @@ class Crowd:
         runs = self._folder / "runs"
         place = ["--run", self._run] if join is None else ["--join", join]
         command = [
+            *(sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid())),
             *(sys.executable, "-m", "atomtrain.cli.main", "train", "--plain", "--threads", "1"),
             *("--host", "127.0.0.1", "--directory", str(runs), "--name", name),
             *(*place, *self._arguments),
@@ -110,7 +116,6 @@ class Crowd:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 process_group=0,
-                preexec_fn=_die_with_parent(os.getpid()),
             )
         self.peers.append(ChurnPeer(name, folder, process))
         return self.peers[-1]
@@ -157,17 +162,6 @@ class Crowd:
         return [
             pid for pid in _marked(self._mark) if pid not in known and _parent(pid) not in known
         ]
-
-
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def ask_kernel() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask_kernel
 
 
 def _marked(mark: str) -> Iterable[int]:

@@ -42,6 +42,7 @@ class Loop:
         self._stop = False
         self._started_s = time.monotonic()
         self._first_step = session.step
+        self._told_step = 0
         self._members: dict[str, str] = {}
         self._saved_step: int | None = None
         self._last: tuple[float | None, float | None] = (None, None)
@@ -94,18 +95,24 @@ class Loop:
             return None
         step_s = self._report().step_s
         tokens = session.recipe.tokens_per_step
+        # A newcomer or a resumed peer tells at first how far it is: whoever joins through it goes
+        # on from there.
+        steps, self._told_step = session.step - self._told_step, session.step
         reports = session.swarm.boundary(
-            steps=1,
+            steps=steps,
             tokens=tokens,
             tokens_per_s=tokens / step_s,
             step_s=step_s,
             access=session.fragments,
         )
+        held = session.swarm.state_dict().meta if reports else {}
         for report in reports:
             self._events.emit(
                 "round",
                 round=report.round,
                 fragment=report.fragment,
+                version=held["versions"][report.fragment],
+                digest=held["digests"][report.fragment],
                 outcome=report.outcome,
                 contributors=len(report.contributors),
                 bytes_sent=report.bytes_sent,
