@@ -55,9 +55,7 @@ def test_a_load_never_targets_the_slot_that_computes_before_it(segments: int, sl
 
 
 @pytest.mark.parametrize(("segments", "slots"), [(s, k) for s, k in SIZES if s > 1])
-def test_around_the_turn_what_the_slots_hold_is_not_loaded_again(
-    segments: int, slots: int
-) -> None:
+def test_around_the_turn_what_the_slots_hold_is_not_loaded_again(segments: int, slots: int) -> None:
     visits = training_visits(segments, slots, 1)
     held = slots - 1  # besides the turn's own segment
     after = visits[segments : segments + held]

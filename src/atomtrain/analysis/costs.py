@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.storages import StorageTracker
@@ -198,7 +202,7 @@ def _measure(
             forward_bytes = tracker.peak_bytes
         changes = any(tensors[name]._version for name in layer.buffers)
         del written
-        with tracker, FlopCounterMode(display=False) as flops:
+        with tracker, FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as flops:
             tracker.reset_peak()
             before_bytes = tracker.live_bytes
             written = layer.run(tensors, arguments)
@@ -236,6 +240,21 @@ def _measure(
         random=tracker.random,
     )
     return cost, out
+
+
+def _attention_flops(*shapes: Any, **_: Any) -> int:
+    return int(sdpa_flop_count(*shapes[:3]))
+
+
+def _attention_backward_flops(*shapes: Any, **_: Any) -> int:
+    return int(sdpa_backward_flop_count(*shapes[:4]))
+
+
+# torch counts the kernels of GPUs, but not the CPU's.
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
 
 
 def _fake_tensors(layer: Layer, device: torch.device) -> dict[str, Tensor]:

@@ -104,9 +104,23 @@ class MemoryModel:
             kept += costs[index].kept_bytes
         for index in reversed(range(start, stop)):
             above = self._bytes(self._inside(start, index + 1, stop)) if index + 1 < stop else 0
+            above += self._shared_gradient_bytes(start, index, stop)
             graph = max(graph, kept + above + costs[index].backward_bytes)
             kept -= costs[index].kept_bytes
         return forward, graph
+
+    def _shared_gradient_bytes(self, start: int, index: int, stop: int) -> int:
+        """Return what the gradients of shared weights take in backward of layer `index`.
+
+        Autograd holds a weight's gradient from its last user in the segment until that from the
+        first one is there, and adds them out of place.
+        """
+        n_bytes = 0
+        for shared in self._layout.shared:
+            users = [user for user in shared.users if start <= user < stop]
+            if users and users[0] <= index < users[-1]:
+                n_bytes += (1 + (index in users)) * (shared.stop_bytes - shared.start_bytes)
+        return n_bytes
 
     def _inside(self, start: int, cut: int, stop: int) -> list[str]:
         """Values that layers `start` to `cut` write and layers `cut` to `stop` read."""

@@ -6,7 +6,6 @@ the device holds no more than its budget.
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -363,10 +362,8 @@ class Engine:
         plan = self._planner.plan(micro_batches)
         self.synchronize()
         with self._guarded():
-            # The old slots must be gone before the new ones come, or both would count. Autograd's
-            # hooks tie them into a cycle.
+            # The old slots must be gone before the new ones come, or both would count.
             del self._executor
-            gc.collect()
             self._executor = self._execute(plan)
             self.plan = plan
 

@@ -123,9 +123,11 @@ class Slots:
 
     def _toucher(self, key: int) -> Callable[[Any], None]:
         """Return a hook that notes that a parameter got a gradient (some may get none)."""
+        # Holds the set only: a hook that held the slots would keep them alive as a cycle.
+        touched = self._touched
 
         def touch(_: Any) -> None:
-            self._touched.add(key)
+            touched.add(key)
 
         return touch
 
@@ -149,7 +151,7 @@ class Slots:
         return places
 
     def _prepare_gradients(self, segment: int, buffer: int, leaves: dict[int, Tensor]) -> None:
-        self._touched = set()
+        self._touched.clear()
         self._device.hold(self._free[buffer])
         seeded = self._seed_shared(segment, buffer)
         for parameter, offset in self._places(segment):
