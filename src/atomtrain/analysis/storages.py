@@ -34,7 +34,7 @@ class StorageTracker(TorchDispatchMode):
         self.peak_bytes = 0
         self._on_growth = on_growth
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._may_allocate: dict[Any, bool] = {}
+        self._seen: dict[int, tuple[bool, str, Any]] = {}
         self._ignoring = False
         # Storages may die on other threads (a copy thread holds the last reference), and on this
         # one in the middle of `adopt`, hence re-entrant.
@@ -82,20 +82,22 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
         if self._ignoring:
             return result
-        allocates = self._may_allocate.get(func)
-        if allocates is None:
-            allocates = _may_allocate(func)
-            self._may_allocate[func] = allocates
+        # This runs for every operation, and hashing or naming one takes microseconds: hence its id
+        # as the key (the entry keeps it alive) and its name made once.
+        seen = self._seen.get(id(func))
+        if seen is None:
+            seen = self._seen[id(func)] = (_may_allocate(func), str(func), func)
+        allocates, name, _ = seen
         if allocates:
             if isinstance(result, torch.Tensor):
-                self.adopt(result, str(func))
+                self.adopt(result, name)
             elif isinstance(result, tuple | list):
                 for item in result:
                     if isinstance(item, torch.Tensor):
-                        self.adopt(item, str(func))
+                        self.adopt(item, name)
         return result
 
 
