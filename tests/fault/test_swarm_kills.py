@@ -79,7 +79,7 @@ def test_whoever_is_killed_the_others_go_on(peers: list[PeerProcess]) -> None:
 
 
 def test_donor_killed_during_download(peers: list[PeerProcess]) -> None:
-    size = {"elements": [8_000_000] * 5, "step_s": 0.4, "local_steps": 40}
+    size = {"elements": [6_000_000] * 4, "step_s": 0.4, "local_steps": 40}
     first = PeerProcess(target=1.0, **size)
     peers.append(first)
     address = first.wait_ready()
@@ -93,7 +93,7 @@ def test_donor_killed_during_download(peers: list[PeerProcess]) -> None:
     first.kill()
     newcomer.wait_ready()
     state = newcomer.wait_for("state")
-    assert state["versions"] != [0] * 5
+    assert state["versions"] != [0] * 4
 
 
 def test_a_stopped_peer_holds_nobody_up_and_catches_up(peers: list[PeerProcess]) -> None:

@@ -68,9 +68,14 @@ class Agenda:
         self._not_before_s = now_s + retry_s
         return leader
 
-    def postpone(self, until_s: float) -> None:
-        """Propose nothing before `until_s`: the leader has accepted, its invitation is due."""
-        self._not_before_s = until_s
+    def ask_next(self) -> None:
+        """The leader cannot be reached: tell the next one at once."""
+        self._not_before_s = 0.0
+
+    def ask_again(self, at_s: float) -> None:
+        """Tell the same leader again, not before `at_s`."""
+        self._attempts = max(0, self._attempts - 1)
+        self._not_before_s = at_s
 
     def refusal(self, round_index: int) -> str:
         """Return why an invitation to a round must be declined, or an empty string."""

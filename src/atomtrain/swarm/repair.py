@@ -58,7 +58,7 @@ class Repairer:
                 finally:
                     self.free(fragment)
         except SwarmError as error:
-            _log.warning("%s", error)
+            _log.info("a stale fragment stays for now: %s", error)
         finally:
             self.running = False
 

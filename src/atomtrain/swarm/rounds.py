@@ -92,15 +92,17 @@ class Rounds:
         except LinkLost as error:
             _log.debug("proposal: %s", error)
             context.roster.suspect(leader)
-            agenda.postpone(0.0)
+            agenda.ask_next()
             return
         try:
             await channel.send(Propose(round_index=agenda.next_round))
             answer = await channel.receive(Proposed, context.config.connect_s)
             agenda.observe(answer.round_index)
+            if not answer.accepted:  # it is busy; another leader would only split the members
+                agenda.ask_again(asyncio.get_running_loop().time() + context.config.expiry_s / 30)
         except (LinkLost, BadMessage) as error:
             _log.debug("proposal: %s", error)
-            agenda.postpone(0.0)
+            agenda.ask_next()
         finally:
             channel.close()
 
@@ -165,9 +167,7 @@ class Rounds:
         agenda = self._context.agenda
         agenda_is_free = agenda.running is None and self._leading is None
         reason = ""
-        if not self.active:
-            reason = "this peer takes no part now"
-        elif message.round_index < agenda.next_round:
+        if message.round_index < agenda.next_round:
             reason = f"round {message.round_index} is over"
         elif not agenda_is_free:
             reason = "a round is under way"

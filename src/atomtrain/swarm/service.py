@@ -185,6 +185,8 @@ class Service:
             stamps = self.context.desk.store.stamps()
             if message.fragment >= len(stamps) or stamps[message.fragment] is None:
                 return "it does not have this fragment"
+        elif isinstance(message, Propose) and self.state != TRAINING:
+            return "it takes no part in rounds now"
         elif not isinstance(message, AskManifest | Propose | Invite | Contribution):
             return f"{message.kind} does not open a stream"
         return ""

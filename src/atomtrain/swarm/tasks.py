@@ -20,9 +20,9 @@ class Tasks:
 
     def spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         """Run `work`, called `what`, in the background."""
-        task = asyncio.create_task(self._guard(work, what))
+        task = asyncio.create_task(work, name=what)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
 
     async def cancel_all(self) -> None:
@@ -32,8 +32,8 @@ class Tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _guard(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        try:
-            await work
-        except Exception:  # noqa: BLE001 - the edge of the task
-            _log.exception("peer %s: %s failed", self._who[-8:], what)
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("peer %s: %s failed", self._who[-8:], task.get_name(), exc_info=error)
