@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from engine_models import gpt, mlp, square, swap, tokens
+from torch import Tensor, nn
 
 import atomtrain
 from atomtrain.errors import AtomError, ConfigError, DeviceMemoryError, StreamError
 
+pytestmark = pytest.mark.usefixtures("assumed_times")
 LONGEST_S = 60.0
 STREAMS = ["load", "fetch", "unload", "save", "update"]
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """What the injector raises."""
 
 
@@ -41,7 +38,7 @@ class FailAt:
         self.left -= 1
         if self.left == -1:
             self.raised = True
-            raise Fault(f"injected in {stream}")
+            raise FaultError(f"injected in {stream}")
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +50,12 @@ def _no_threads_left() -> Iterator[None]:
     left = [t for t in threading.enumerate() if t not in before and t.name.startswith("atom-")]
     assert not left
     assert time.monotonic() - started_s < LONGEST_S
+
+
+def train(engine: atomtrain.Engine, micro_batches: list[Any], steps: int) -> None:
+    for _ in range(steps):
+        engine.step(micro_batches)
+    engine.synchronize()
 
 
 def check_refusals(engine: atomtrain.Engine, example: Any) -> None:
@@ -67,7 +70,7 @@ def check_refusals(engine: atomtrain.Engine, example: Any) -> None:
         lambda: engine.fragment(0, 256).__enter__(),
     ]
     for call in calls:
-        with pytest.raises(StreamError, match="failed earlier .* resume from the last checkpoint"):
+        with pytest.raises(StreamError, match=r"failed earlier .* resume from the last checkpoint"):
             call()
     engine.close()
     engine.close()
@@ -85,11 +88,9 @@ def test_a_failed_job_ends_in_a_typed_error_and_nothing_goes_on(
     model, example = gpt(2, dropout=0.1), tokens(1, 4)
     engine = swap(model, example, segments=4, micro_batches=2, clip_norm=clip_norm, inject=fault)
     with pytest.raises(StreamError, match=f"injected in {stream}") as caught:
-        for _ in range(10):
-            engine.step([example, example])
-        engine.synchronize()
+        train(engine, [example, example], steps=10)
     assert fault.raised
-    assert isinstance(caught.value.__cause__, Fault)
+    assert isinstance(caught.value.__cause__, FaultError)
     check_refusals(engine, example)
 
 
@@ -106,13 +107,12 @@ def test_a_failed_job_in_evaluation(stream: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_update_that_fails_after_the_last_step_shows_at_the_end() -> None:
-    for finish in ("synchronize", "close", "gradient_norm"):
+    for finish in (lambda e: e.synchronize(), lambda e: e.close(), lambda e: e.gradient_norm):
         fault = FailAt("update", 0)
         engine = swap(mlp(), torch.ones(2, 8), loss=square, segments=3, inject=fault)
         engine.step([torch.ones(2, 8)])
         with pytest.raises(StreamError, match="injected in update"):
-            value = getattr(engine, finish)
-            value()
+            finish(engine)
         engine.close()
 
 
@@ -120,7 +120,7 @@ def test_a_fault_in_compute_keeps_its_type_and_ends_the_engine() -> None:
     fault = FailAt("compute", 7)
     example = tokens()
     engine = swap(gpt(3), example, segments=5, inject=fault)
-    with pytest.raises(Fault):
+    with pytest.raises(FaultError):
         engine.step([example])
     check_refusals(engine, example)
 
@@ -206,8 +206,7 @@ def test_no_thread_survives_its_engine(how: str) -> None:
     assert threading.active_count() == before + 5
     if how.endswith("failure"):
         with pytest.raises(StreamError):
-            for _ in range(3):
-                engine.step([example])
+            train(engine, [example], steps=3)
     else:
         engine.step([example])
     if how == "close":
@@ -232,8 +231,6 @@ def test_random_faults_never_hang() -> None:
             "micro_batches": 2,
         }
         engine = swap(gpt(2), example, inject=fault, **options)
-        with pytest.raises((StreamError, Fault)):
-            for _ in range(15):
-                engine.step([example] * 2)
-            engine.synchronize()
+        with pytest.raises((StreamError, FaultError)):
+            train(engine, [example] * 2, steps=15)
         check_refusals(engine, example)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,13 +37,6 @@ def swap(
         loss=loss,
         options=atomtrain.Options(**options),
     )
-
-
-@pytest.fixture(autouse=True)
-def _assumed_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Assume the rates of layers and host, so that plans are quickly made and always the same."""
-    monkeypatch.setattr("atomtrain.swapping.engine.layer_times", assumed_times)
-    monkeypatch.setattr("atomtrain.swapping.machines._update_parameters_per_s", lambda: 1e9)
 
 
 def assumed_times(chain: Chain, costs: ChainCosts, *_: Any) -> dict[str, LayerTime]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -14,6 +15,7 @@ import atomtrain
 from atomtrain.errors import PlanError
 from atomtrain.planning.memory import greedy_bounds
 
+pytestmark = pytest.mark.usefixtures("assumed_times")
 CASES = [
     # layers, width, sequences, length, micro-batches, segments, slots, dropout
     (1, 8, 1, 4, 1, 1, None, 0.0),
@@ -167,7 +169,7 @@ def test_greedy_partitions_fill_from_the_end(cap: int) -> None:
     bounds = greedy_bounds(sizes, cap)
     assert bounds[0] == 0
     assert bounds[-1] == len(sizes)
-    parts = [sizes[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [sizes[a:b] for a, b in itertools.pairwise(bounds)]
     assert all(part for part in parts)
     assert all(len(part) == 1 or sum(part) <= cap for part in parts)
     for index in range(1, len(parts)):

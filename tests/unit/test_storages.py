@@ -149,7 +149,7 @@ def test_other_threads_are_not_counted() -> None:
 
 
 def test_the_check_runs_after_each_growth_and_may_raise() -> None:
-    class Full(Exception):
+    class FullError(Exception):
         pass
 
     seen: list[tuple[int, int, str]] = []
@@ -157,13 +157,13 @@ def test_the_check_runs_after_each_growth_and_may_raise() -> None:
     def check(live: int, new: int, operation: str) -> None:
         seen.append((live, new, operation))
         if live > 2 * KB:
-            raise Full
+            raise FullError
 
     first = floats()
     with StorageTracker(check) as tracker:
         second = first + 1.0
         assert seen == [(KB, KB, "aten.add.Tensor")]
-        with pytest.raises(Full):
+        with pytest.raises(FullError):
             second.repeat(2)
         assert seen[-1][:2] == (3 * KB, 2 * KB)
         assert tracker.live_bytes == KB, "the result that was refused is gone"

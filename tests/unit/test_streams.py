@@ -1,0 +1,111 @@
+"""Streams: order, dependencies, failures that spread to dependants only, and an end."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+
+from atomtrain.errors import StreamError
+from atomtrain.swapping import streams
+from atomtrain.swapping.streams import Event, Stream, finished
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+def test_jobs_run_in_order_on_one_thread_of_their_own() -> None:
+    stream = Stream("load")
+    seen: list[tuple[int, str]] = []
+    for number in range(50):
+        stream.submit(lambda n=number: seen.append((n, threading.current_thread().name)))
+    stream.close()
+    assert seen == [(n, "atom-load") for n in range(50)]
+
+
+def test_a_job_starts_only_after_what_it_waits_for() -> None:
+    first, second = Stream("a"), Stream("b")
+    gate = threading.Event()
+    order: list[str] = []
+
+    def slow() -> None:
+        assert gate.wait(10)
+        order.append("slow")
+
+    before = first.submit(slow)
+    after = second.submit(lambda: order.append("after"), [before, finished()])
+    assert not before.is_done()
+    assert not after.is_done()
+    gate.set()
+    after.wait()
+    assert order == ["slow", "after"]
+    first.close()
+    second.close()
+
+
+def test_a_failure_spreads_to_dependants_and_waiters_and_the_stream_goes_on() -> None:
+    first, second = Stream("a"), Stream("b")
+    ran: list[str] = []
+    failed = first.submit(boom)
+    dependant = second.submit(lambda: ran.append("dependant"), [failed])
+    free = first.submit(lambda: ran.append("free"))
+    free.wait()
+    for event in (failed, dependant):
+        for _ in range(2):
+            with pytest.raises(StreamError, match="boom") as caught:
+                event.wait()
+            assert isinstance(caught.value.__cause__, ValueError)
+        assert event.is_done()
+    second.submit(lambda: ran.append("later")).wait()
+    assert ran == ["free", "later"]
+    first.close()
+    second.close()
+
+
+def test_the_injector_runs_before_each_job_and_may_fail_it() -> None:
+    seen: list[str] = []
+
+    def inject(name: str) -> None:
+        seen.append(name)
+        if len(seen) == 3:
+            boom()
+
+    stream = Stream("save", inject)
+    events = [stream.submit(lambda: seen.append("job")) for _ in range(3)]
+    events[2].wait()
+    with pytest.raises(StreamError, match="boom"):
+        events[1].wait()
+    assert seen == ["save", "job", "save", "save", "job"]
+    stream.close()
+
+
+def test_close_finishes_the_queue_and_ends_the_thread() -> None:
+    before = threading.active_count()
+    stream = Stream("load")
+    done: list[int] = []
+    for number in range(100):
+        stream.submit(lambda n=number: done.append(n))
+    stream.close()
+    assert done == list(range(100))
+    assert threading.active_count() == before
+
+
+def test_a_job_that_is_over_keeps_nothing_alive() -> None:
+    class Thing:
+        pass
+
+    stream, thing = Stream("save"), Thing()
+    alive = weakref.ref(thing)
+    stream.submit(lambda kept=thing: None)
+    del thing
+    stream.submit(lambda: None).wait()
+    assert alive() is None
+    stream.close()
+
+
+def test_waits_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "DEADLINE_S", 0.01)
+    with pytest.raises(StreamError, match=r"did not finish within 0\.01 s"):
+        Event().wait()
