@@ -163,7 +163,7 @@ class Loop:
 
     def _evaluate(self, sequences: int) -> float:
         session = self._session
-        tokens, size = session.prepared.tokens, session.micro_batch
+        tokens, size = session.text.prepared.tokens, session.micro_batch
         batches = [
             {"input_ids": batch.inputs, "labels": batch.labels}
             for batch in held_out_batches(
@@ -181,8 +181,10 @@ class Loop:
         started_s = time.monotonic()
         meta: dict[str, Any] = {
             "recipe": session.recipe.to_json(),
-            "separator": session.prepared.tokenizer.separator_text,
+            "separator": session.text.prepared.tokenizer.separator_text,
             "tokens": session.tokens,
+            "data": session.text.data,
+            "text_sha256": session.text.sha256,
             "run": session.run,
             "name": session.name,
         }
@@ -195,7 +197,7 @@ class Loop:
             if swarm is not None:
                 yield SWARM_SHARD, swarm.tensors
 
-        texts = {"tokenizer.json": session.prepared.tokenizer.to_json()}
+        texts = {"tokenizer.json": session.text.prepared.tokenizer.to_json()}
         path = save(session.directory / CHECKPOINTS, session.step, shards(), meta, texts)
         self._saved_step = session.step
         self._events.emit(
@@ -243,7 +245,7 @@ class Loop:
         session.engine.synchronize()
         session.model.eval()
         generator = torch.Generator().manual_seed(session.recipe.seed)
-        tokenizer = session.prepared.tokenizer
+        tokenizer = session.text.prepared.tokenizer
         prompt = torch.tensor(tokenizer.encode(session.options.prompt) or [tokenizer.separator])
         deadline_s = time.monotonic() + _SAMPLE_S
         for _ in range(_SAMPLES):
@@ -275,7 +277,7 @@ class Loop:
             state_bytes=engine.state_bytes,
             steps=session.recipe.steps,
             tokens_per_step=session.recipe.tokens_per_step,
-            data=str(session.prepared.tokens.path),
+            data=str(session.text.prepared.tokens.path),
             join_address=None if swarm is None else pasted_address(session.run, swarm.address),
             directory=str(session.directory),
         )

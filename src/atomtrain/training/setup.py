@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,7 +25,7 @@ from atomtrain.data import (
     prepare,
     read_corpus,
 )
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, DataError, SwarmError
 from atomtrain.models import GPT
 from atomtrain.planning.search import fits
 from atomtrain.swapping.engine import Engine, Options, swap
@@ -40,7 +42,17 @@ _SMALL_BUDGETS = {"demo": ("40MiB", "96MiB"), "tiny": ("8MiB", "64MiB")}
 """Default budgets that make small models larger than their device: emulated, and CUDA, whose
 libraries take a workspace of their own."""
 CHECKPOINTS = "checkpoints"
+_log = logging.getLogger("atomtrain.training")
 _MOST_TOKENS_A_MICRO_BATCH = 4096
+
+
+class Text(NamedTuple):
+    """What is trained on."""
+
+    data: str | None
+    """As the user named it; `None` is the demo corpus."""
+    sha256: str
+    prepared: Prepared
 
 
 @dataclass
@@ -53,7 +65,7 @@ class Session:
     name: str
     directory: Path
     """Events, checkpoints and pictures of this peer."""
-    prepared: Prepared
+    text: Text
     engine: Engine
     model: GPT
     micro_batch: int
@@ -78,7 +90,7 @@ class _Source:
     """What a peer starts from."""
 
     recipe: Recipe
-    prepared: Prepared
+    text: Text
     checkpoint: Checkpoint | None = None
     swarm: Swarm | None = None
 
@@ -125,11 +137,11 @@ def _assemble(
             run=run,
             name=name,
             directory=directory,
-            prepared=source.prepared,
+            text=source.text,
             engine=engine,
             model=model,
             micro_batch=micro_batch,
-            sampler=Sampler(source.prepared.tokens.train, config, name),
+            sampler=Sampler(source.text.prepared.tokens.train, config, name),
             swarm=source.swarm,
             fragments=fragments,
         )
@@ -142,14 +154,7 @@ def _assemble(
 
 def _source(options: TrainOptions, run: str, name: str, directory: Path) -> _Source:
     if options.resume:
-        checkpoint = load_latest(directory / CHECKPOINTS)
-        source = str(checkpoint.path)
-        recipe = amended(Recipe.from_json(checkpoint.meta["recipe"]), options, source)
-        tokenizer = Tokenizer.from_json(
-            checkpoint.texts["tokenizer.json"], checkpoint.meta["separator"]
-        )
-        swarm = _join(options, run, name, directory) if options.join else None
-        return _Source(recipe, _text(options, tokenizer), checkpoint, swarm)
+        return _resumed(options, run, name, directory)
     if options.join:
         swarm = _join(options, run, name, directory)
         try:
@@ -159,8 +164,38 @@ def _source(options: TrainOptions, run: str, name: str, directory: Path) -> _Sou
             raise
     corpus = read_corpus(options.data)
     recipe = new_recipe(options)
-    vocabulary = recipe.sizes.vocabulary
-    return _Source(recipe, prepare(corpus, default_cache(), vocabulary=vocabulary))
+    prepared = prepare(corpus, default_cache(), vocabulary=recipe.sizes.vocabulary)
+    return _Source(recipe, Text(options.data, corpus.sha256, prepared))
+
+
+def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> _Source:
+    checkpoint = load_latest(directory / CHECKPOINTS)
+    meta = checkpoint.meta
+    recipe = amended(Recipe.from_json(meta["recipe"]), options, str(checkpoint.path))
+    tokenizer = Tokenizer.from_json(checkpoint.texts["tokenizer.json"], meta["separator"])
+    text = _text(options.data or meta["data"], tokenizer)
+    if options.data is None and text.sha256 != meta["text_sha256"]:
+        raise DataError(
+            f"the text of {meta['data'] or 'the demo corpus'} is not what {checkpoint.path} was "
+            "trained on; restore it, or name with --data what to go on with"
+        )
+    return _Source(recipe, text, checkpoint, _rejoin(options, run, name, directory, checkpoint))
+
+
+def _rejoin(
+    options: TrainOptions, run: str, name: str, directory: Path, checkpoint: Checkpoint
+) -> Swarm | None:
+    """Join through the given addresses, or look for the peers that were known when it was saved."""
+    if options.join:
+        return _join(options, run, name, directory)
+    known = tuple(checkpoint.meta.get("swarm", {}).get("known_addresses", ()))
+    if not known:
+        return None
+    try:
+        return _join(dataclasses.replace(options, join=known), run, name, directory)
+    except SwarmError as error:
+        _log.warning("no peer of the run was found, going on alone: %s", error)
+        return None
 
 
 def _joined(options: TrainOptions, swarm: Swarm) -> _Source:
@@ -169,11 +204,12 @@ def _joined(options: TrainOptions, swarm: Swarm) -> _Source:
         Recipe.from_json(payload["recipe"]), options, f"the run {swarm.manifest.run!r}"
     )
     tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
-    return _Source(recipe, _text(options, tokenizer), None, swarm)
+    return _Source(recipe, _text(options.data, tokenizer), None, swarm)
 
 
-def _text(options: TrainOptions, tokenizer: Tokenizer) -> Prepared:
-    return prepare(read_corpus(options.data), default_cache(), tokenizer=tokenizer)
+def _text(data: str | None, tokenizer: Tokenizer) -> Text:
+    corpus = read_corpus(data)
+    return Text(data, corpus.sha256, prepare(corpus, default_cache(), tokenizer=tokenizer))
 
 
 def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
@@ -272,7 +308,7 @@ def _enter_swarm(session: Session, source: _Source) -> None:
     if options.run is None and not saved:
         return
     session.directory.mkdir(parents=True, exist_ok=True)
-    recipe, tokenizer = session.recipe, session.prepared.tokenizer
+    recipe, tokenizer = session.recipe, session.text.prepared.tokenizer
     config = swarm_config(options, session.run, session.name, session.directory, recipe.local_steps)
     manifest = manifest_of(
         session.run, recipe, tokenizer.to_json(), tokenizer.separator_text,
