@@ -277,7 +277,7 @@ class Loop:
             state_bytes=engine.state_bytes,
             steps=session.recipe.steps,
             tokens_per_step=session.recipe.tokens_per_step,
-            data=str(session.text.prepared.tokens.path),
+            data=session.text.data or "the demo corpus",
             join_address=None if swarm is None else pasted_address(session.run, swarm.address),
             directory=str(session.directory),
         )
