@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -16,6 +17,7 @@ COMMANDS = {
     "generate": "continue a text with a trained model",
     "bench": "measure; prints one JSON object with --json",
 }
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
 _USAGE = """usage: atom COMMAND [options]
 
 Train language models far larger than your GPU's memory, alone or with other peers.
@@ -48,6 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader went away (`atom ... | head`): nothing more to say, also not at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        complain(
+            f"{error.filename or 'a file'} cannot be used: {error.strerror}; make room or "
+            "choose another --directory, then continue with --resume"
+        )
+        return 2
 
 
 def _run(arguments: list[str]) -> int:

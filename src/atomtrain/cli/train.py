@@ -42,10 +42,11 @@ def _run_peer(options: TrainOptions) -> int:
     from atomtrain.events import EventLog
     from atomtrain.training.display import Display, DisplayConfig
     from atomtrain.training.loop import EVENTS_FILE, Loop
-    from atomtrain.training.setup import open_session
+    from atomtrain.training.setup import make_directory, open_session
 
     session = open_session(options)
     try:
+        make_directory(session.directory)
         events = EventLog(session.directory / EVENTS_FILE)
         display = Display(DisplayConfig(plain=options.plain))
         with display:

@@ -107,6 +107,8 @@ class TrainOptions:
                 raise ConfigError(f"{_flag(name)} must be at least 1, not {value}")
         if self.learning_rate is not None and not 0 < self.learning_rate < 10:
             raise ConfigError(f"--learning-rate must be above 0, not {self.learning_rate}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed must be 0 to 2^63 - 1, not {self.seed}")
         if self.device_memory is not None:
             parse_bytes(self.device_memory, "--device-memory")
         if not 0 <= self.port < 65536:

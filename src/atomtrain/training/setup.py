@@ -32,7 +32,7 @@ from atomtrain.swapping.engine import Engine, Options, swap
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config
 from atomtrain.training.recipe import Recipe, amended, new_recipe
-from atomtrain.training.state import restore, swarm_tensors
+from atomtrain.training.state import recipe_of, restore, swarm_tensors
 from atomtrain.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -171,8 +171,8 @@ def _source(options: TrainOptions, run: str, name: str, directory: Path) -> _Sou
 def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> _Source:
     checkpoint = load_latest(directory / CHECKPOINTS)
     meta = checkpoint.meta
-    recipe = amended(Recipe.from_json(meta["recipe"]), options, str(checkpoint.path))
-    tokenizer = Tokenizer.from_json(checkpoint.texts["tokenizer.json"], meta["separator"])
+    recipe, tokenizer = recipe_of(checkpoint)
+    recipe = amended(recipe, options, str(checkpoint.path))
     text = _text(options.data or meta["data"], tokenizer)
     if options.data is None and text.sha256 != meta["text_sha256"]:
         raise DataError(
@@ -215,7 +215,7 @@ def _text(data: str | None, tokenizer: Tokenizer) -> Text:
 def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
     from atomtrain.swarm import Swarm
 
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     return Swarm.join(swarm_config(options, run, name, directory, 1))
 
 
@@ -307,7 +307,7 @@ def _enter_swarm(session: Session, source: _Source) -> None:
         return
     if options.run is None and not saved:
         return
-    session.directory.mkdir(parents=True, exist_ok=True)
+    make_directory(session.directory)
     recipe, tokenizer = session.recipe, session.text.prepared.tokenizer
     config = swarm_config(options, session.run, session.name, session.directory, recipe.local_steps)
     manifest = manifest_of(
@@ -317,6 +317,20 @@ def _enter_swarm(session: Session, source: _Source) -> None:
     session.swarm = Swarm.found(config, manifest, session.fragments)
     if saved and checkpoint is not None:
         session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
+
+
+def make_directory(directory: Path) -> None:
+    """Make the folder of a peer, if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be made ({error.strerror}); choose another --directory"
+        ) from error
 
 
 def _new_name(options: TrainOptions) -> str:

@@ -89,8 +89,8 @@ def swarm_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in checkpoint.shard(SWARM_SHARD).items()}
 
 
-def model_of(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
-    """Return the model (in evaluation mode, on the CPU) and the tokenizer of a checkpoint.
+def recipe_of(checkpoint: Checkpoint) -> tuple[Recipe, Tokenizer]:
+    """Return the recipe and the tokenizer of a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is none of `atom train`.
@@ -98,10 +98,20 @@ def model_of(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     try:
         recipe = Recipe.from_json(checkpoint.meta["recipe"])
         text, separator = checkpoint.texts["tokenizer.json"], checkpoint.meta["separator"]
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint.path} has no {error}; it was not written by 'atom train'"
         ) from error
+    return recipe, Tokenizer.from_json(text, separator)
+
+
+def model_of(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
+    """Return the model (in evaluation mode, on the CPU) and the tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is none of `atom train`.
+    """
+    recipe, tokenizer = recipe_of(checkpoint)
     with torch.device("meta"):
         model = GPT(recipe.sizes)
     model.to_empty(device="cpu")
@@ -114,4 +124,4 @@ def model_of(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
             name, _, kind = key.rpartition("/")
             if kind == PARAMETER:
                 copy_parameter(targets, name, tensor, checkpoint)
-    return model.eval(), Tokenizer.from_json(text, separator)
+    return model.eval(), tokenizer

@@ -1,0 +1,363 @@
+"""Mistakes on the command line: exit code 2, one line that helps, nothing lost."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from atomtrain.cli.main import main
+
+PEER_ID = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
+QUICK = ("--threads", "1", "--plain", "--steps", "2", "--sequences", "2", "--context", "32")
+TINY = ("--model", "tiny", *QUICK)
+
+Complaint = Callable[..., str]
+
+
+def write_text(path: Path, lines: int = 300) -> Path:
+    """Write a text that is long enough to train on."""
+    words = ["peer", "swarm", "layer", "slot", "anchor", "round", "token", "plan", "step", "light"]
+    path.write_text(
+        "".join(
+            f"{n}: {words[n % 10]} {words[n % 7]} meets {words[n % 3]}.\n" for n in range(lines)
+        )
+    )
+    return path
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Return a hash for every file below a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run in an empty folder, with a cache of its own and a text to train on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "text.txt")
+    return tmp_path
+
+
+@pytest.fixture
+def complaint(capsys: pytest.CaptureFixture[str]) -> Complaint:
+    """Return a call that runs a command which must fail politely, and gives its one line."""
+
+    def run(*arguments: str) -> str:
+        threads = torch.get_num_threads()
+        try:
+            code = main(list(arguments))
+        finally:
+            torch.set_num_threads(threads)
+        return polite(code, capsys.readouterr().err)
+
+    return run
+
+
+def polite(code: int, stderr: str) -> str:
+    """Check how a mistake is reported, and return the message."""
+    assert code == 2, stderr
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("atom: ")
+    assert "Traceback" not in lines[0]
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `runs/done`: a finished run of two steps with two checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = write_text(folder / "text.txt")
+    command = ["train", *TINY, "--data", str(text), "--directory", str(folder / "runs")]
+    command += ["--checkpoint-every", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        assert main(command) == 0
+    (run,) = (folder / "runs").iterdir()
+    run.rename(run.with_name("done"))
+    return folder
+
+
+@pytest.fixture
+def runs(trained: Path, workplace: Path) -> Path:
+    """A copy of the finished run, to be spoilt."""
+    shutil.copytree(trained / "runs", workplace / "runs")
+    return workplace / "runs"
+
+
+# Names and numbers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["tarin"], "Did you mean 'train'?"),
+        (["train", "--modle", "tiny"], "Did you mean '--model'?"),
+        (["train", "--model", "tyny"], "Did you mean 'tiny'?"),
+        (["train", *TINY, "--device", "emulted"], "Did you mean 'emulated'?"),
+        (["train", *TINY, "--device", "cuda:x"], "cuda:NUMBER"),
+        (["train", *TINY, "--device", "emulated:fast"], "4GiB/s"),
+        (["bench", "swop"], "Did you mean 'swap'?"),
+        (["bench"], "NAME"),
+        (["train", *TINY, "--device-memory", "lots"], "--device-memory"),
+        (["train", *TINY, "--device-memory", "-4MiB"], "--device-memory"),
+        (["train", "--steps", "-1"], "--steps must be at least 1, not -1"),
+        (["train", "--steps", "ten"], "--steps"),
+        (["train", "--peers", "0"], "--peers must be at least 1"),
+        (["train", "--threads", "0"], "--threads must be at least 1"),
+        (["train", "--port", "65536"], "--port must be 0 to 65535"),
+        (["train", *TINY, "--seed", "-1"], "--seed must be 0"),
+        (["train", "--learning-rate", "-0.1"], "--learning-rate must be above 0"),
+        (["train", "--learning-rate", "nan"], "--learning-rate must be above 0"),
+        (["train", *TINY, "--dropout", "1.5"], "dropout"),
+        (["train", *TINY, "--vocabulary", "3"], "vocabulary"),
+        (["train", "--run", "a/b"], "letters, digits"),
+        (["train", "--run", "a", "--name", "../b"], "letters, digits"),
+        (["train", "--resume"], "--run NAME --resume"),
+        (["train", *TINY, "--micro-batch", "3", "--sequences", "8"], "does not divide"),
+        (["train", *TINY, "--peers", "2", "--name", "a"], "--name"),
+        (["generate"], "CHECKPOINT"),
+        (["generate", "."], "is not a checkpoint"),
+        (["generate", "missing"], "is not a folder"),
+        (["generate", "x", "--temperature", "-1"], "--temperature"),
+        (["generate", "x", "--tokens", "0"], "--tokens"),
+    ],
+    ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
+)
+def test_a_wrong_name_or_number(complaint: Complaint, arguments: list[str], needed: str) -> None:
+    if arguments[0] == "train" and "tiny" in arguments:
+        arguments = [*arguments, "--data", "text.txt"]
+    assert needed in complaint(*arguments)
+    assert not Path("runs").exists(), "a mistake leaves nothing behind"
+
+
+def test_no_command_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "atom train" in capsys.readouterr().out
+
+
+def test_a_budget_too_small_names_one_that_works(complaint: Complaint) -> None:
+    command = ["train", *TINY, "--data", "text.txt", "--device", "emulated", "--device-memory"]
+    message = complaint(*command, "100KiB")
+    assert "layer '" in message
+    least = re.search(r"--device-memory to at least (\d+[KM]iB)", message)
+    assert least is not None, message
+    assert main([*command, least[1]]) == 0
+    shutil.rmtree("runs")
+    smaller = int(least[1][:-3]) - 1
+    assert "no plan fits" in complaint(*command, f"{smaller}{least[1][-3:]}")
+
+
+# Text
+
+
+def test_text_that_cannot_be_used(complaint: Complaint) -> None:
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("In the beginning.")
+    Path("binary.txt").write_bytes(bytes(range(256)) * 40)
+    Path("folder").mkdir()
+    for data, needed in (
+        ("missing.txt", "missing.txt"),
+        ("no-*.txt", "no-*.txt"),
+        ("empty.txt", "empty.txt"),
+        ("short.txt", "short.txt"),
+        ("binary.txt", "binary.txt"),
+        ("folder", "folder"),
+    ):
+        assert needed in complaint("train", *TINY, "--data", data)
+    assert not Path("runs").exists()
+
+
+def test_text_shorter_than_a_sequence(complaint: Complaint) -> None:
+    command = ["train", *TINY[:-1], "4000", "--data", "text.txt", "--device-memory", "1GiB"]
+    assert "4000" in complaint(*command)
+
+
+# Runs and checkpoints
+
+
+def test_resuming_what_is_not_there(complaint: Complaint) -> None:
+    command = ["train", "--data", "text.txt", *QUICK, "--resume", "--run", "gone"]
+    assert "no checkpoint in" in complaint(*command)
+    Path("runs/gone/peer-0/checkpoints").mkdir(parents=True)
+    assert "no checkpoint" in complaint(*command)
+
+
+def test_a_run_is_never_overwritten(complaint: Complaint, runs: Path) -> None:
+    before = fingerprint(runs)
+    message = complaint("train", *TINY, "--data", "text.txt", "--run", "done")
+    assert "already holds a run" in message
+    assert "--run done --resume" in message
+    assert fingerprint(runs) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        (["--model", "demo"], "contradicts"),
+        (["--seed", "5"], "contradicts"),
+        (["--dropout", "0.5"], "contradicts"),
+        (["--vocabulary", "300"], "contradicts"),
+    ],
+)
+def test_resuming_with_other_options(
+    complaint: Complaint, runs: Path, options: list[str], needed: str
+) -> None:
+    before = fingerprint(runs)
+    command = ["train", *QUICK, "--data", "text.txt", "--run", "done", "--resume", *options]
+    assert needed in complaint(*command)
+    assert fingerprint(runs) == before
+
+
+def test_every_checkpoint_is_damaged(complaint: Complaint, runs: Path) -> None:
+    for shard in runs.rglob("shard-00000.safetensors"):
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    before = fingerprint(runs)
+    message = complaint("train", *QUICK, "--data", "text.txt", "--run", "done", "--resume")
+    assert "intact" in message
+    assert "step-00000001" in message
+    assert "step-00000002" in message
+    assert "intact" in complaint("generate", str(runs / "done" / "peer-0"))
+    assert fingerprint(runs) == before
+
+
+def test_a_checkpoint_of_something_else(complaint: Complaint, workplace: Path) -> None:
+    from atomtrain.checkpoint import save
+
+    folder = workplace / "runs" / "other" / "peer-0" / "checkpoints"
+    save(folder, 1, {"layer": {"w": torch.zeros(3)}}, {"note": "of another program"})
+    before = fingerprint(workplace / "runs")
+    resume = ["train", *QUICK, "--data", "text.txt", "--run", "other", "--resume"]
+    assert "atom train" in complaint(*resume)
+    assert "atom train" in complaint("generate", str(folder))
+    assert fingerprint(workplace / "runs") == before
+
+
+@pytest.mark.parametrize("directory", ["text.txt", "text.txt/below", "/proc/atom-runs"])
+def test_a_directory_that_cannot_be_written(complaint: Complaint, directory: str) -> None:
+    before = Path("text.txt").read_bytes()
+    command = ["train", *TINY, "--data", "text.txt", "--directory", directory]
+    assert directory in complaint(*command)
+    assert directory in complaint(*command, "--run", "mine")
+    assert Path("text.txt").read_bytes() == before
+
+
+FULL_DISK = """
+import resource, signal, sys
+from atomtrain.cli.main import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_the_disk_is_full_when_a_checkpoint_is_written(runs: Path) -> None:
+    folder = runs / "done" / "peer-0"
+    before = fingerprint(folder / "checkpoints")
+    resume = ["train", "--data", "text.txt", "--threads", "1", "--plain", "--run", "done"]
+    resume += ["--resume", "--steps", "3"]
+    environment = {**os.environ, "MPLCONFIGDIR": str(runs.parent)}
+    full = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, "200000", *resume],
+        capture_output=True, text=True, timeout=60, env=environment, check=False,
+    )  # fmt: skip
+    message = polite(full.returncode, full.stderr)
+    assert "could not be written" in message
+    assert "earlier checkpoints are intact" in message
+    assert fingerprint(folder / "checkpoints") == before
+    assert main(resume) == 0, "with room on the disk the run goes on"
+
+
+# Other peers
+
+
+@pytest.fixture(scope="module")
+def member() -> Iterator[str]:
+    """The address of a peer of the run `theirs`, which trains the tiny model."""
+    from atomtrain.swarm import Swarm, SwarmConfig
+    from atomtrain.training.options import TrainOptions
+    from atomtrain.training.peering import manifest_of
+    from atomtrain.training.recipe import new_recipe
+
+    class Zeros:
+        def view(self, index: int) -> Lent:
+            return Lent()
+
+    class Lent:
+        def __enter__(self) -> torch.Tensor:
+            return torch.zeros(10)
+
+        def __exit__(self, *_: object) -> None:
+            return
+
+    recipe = new_recipe(TrainOptions(model="tiny"))
+    config = SwarmConfig(run="theirs", listen_host="127.0.0.1")
+    swarm = Swarm.found(config, manifest_of("theirs", recipe, "{}", "", [10]), Zeros())
+    try:
+        yield swarm.address
+    finally:
+        swarm.leave(0.5)
+
+
+LOCAL = ("--host", "127.0.0.1", "--data", "text.txt", "--threads", "1", "--plain")
+
+
+def test_joining_a_run_by_a_wrong_name(complaint: Complaint, member: str) -> None:
+    message = complaint("train", *LOCAL, "--join", f"ours@{member}")
+    assert "trains run 'theirs'" in message
+
+
+def test_joining_with_another_model(complaint: Complaint, member: str) -> None:
+    message = complaint("train", *LOCAL, "--join", f"theirs@{member}", "--model", "demo")
+    assert "--model demo contradicts the run 'theirs'" in message
+
+
+def test_joining_without_or_with_two_names(complaint: Complaint) -> None:
+    address = f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER_ID}"
+    assert "paste the whole line" in complaint("train", *LOCAL, "--join", address)
+    two = ["--join", f"a@{address}", "--join", f"b@{address}"]
+    assert "which run to join is not clear" in complaint("train", *LOCAL, *two)
+
+
+def test_a_garbage_address(complaint: Complaint) -> None:
+    for garbage in ("hello", "/ip4/127.0.0.1/tcp/4001", "/ip4/1/tcp/x/p2p/y", ""):
+        message = complaint("train", *LOCAL, "--join", f"mine@{garbage}")
+        assert "is not the address of a peer" in message
+
+
+def test_nobody_answers(complaint: Complaint) -> None:
+    with socket.socket() as idle:
+        idle.bind(("127.0.0.1", 0))
+        address = f"/ip4/127.0.0.1/tcp/{idle.getsockname()[1]}/p2p/{PEER_ID}"
+        message = complaint("train", *LOCAL, "--join", f"mine@{address}")
+    assert "no peer answers at" in message
+
+
+def test_a_port_in_use(complaint: Complaint) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        message = complaint("train", *TINY, *LOCAL, "--run", "mine", "--port", port)
+    assert f"127.0.0.1:{port}" in message
+    assert "choose another port" in message
+
+
+def test_a_host_that_is_not_this_machine(complaint: Complaint) -> None:
+    command = ["train", *TINY, "--data", "text.txt", "--run", "mine", "--host"]
+    assert "192.0.2.200" in complaint(*command, "192.0.2.200")
+    assert "nonsense" in complaint(*command, "nonsense")
