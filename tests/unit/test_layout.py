@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,7 +59,7 @@ def test_every_segment_finds_all_its_parameters(
         for p in chain.parameters
         if p.numel()
     )
-    assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
     assert all(start % ALIGNMENT_BYTES == 0 for start, _ in ranges)
     assert not ranges or ranges[-1][1] <= layout.total_bytes
     assert layout.layers[0][0] == 0
