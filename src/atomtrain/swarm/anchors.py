@@ -189,7 +189,9 @@ class AnchorStore:
             local[start:stop].sub_(old[start:stop]).add_(new[start:stop])
         if merge.snapshot is not None and merge.contributed:
             taken = merge.snapshot.values
-            for start, stop in merge.contributed:
+            # An anchor that is the snapshot itself (a peer alone) must leave no rounding behind:
+            # alone in a swarm is then the same as without one, bit for bit.
+            for start, stop in merge.contributed if new is not taken else ():
                 local[start:stop].sub_(taken[start:stop]).add_(new[start:stop])
             self._tokens_merged[merge.fragment] = merge.snapshot.tokens_seen
         self.place(merge.fragment, merge.anchor)
