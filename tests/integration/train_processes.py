@@ -1,0 +1,112 @@
+"""The real command `atom train` in processes of its own, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atomtrain.checkpoint import load_latest
+from atomtrain.events import read_events
+from atomtrain.training.tail import EventTail
+
+Event = dict[str, Any]
+NAMES = ["peer", "swarm", "layer", "slot", "anchor", "round", "token", "plan", "step", "light"]
+
+
+def write_text(path: Path, lines: int = 600) -> Path:
+    """Write a small text with something to learn in it."""
+    path.write_text(
+        "".join(
+            f"{n}: {NAMES[n % 10]} {NAMES[n % 7]} meets {NAMES[n % 3]}.\n" for n in range(lines)
+        )
+    )
+    return path
+
+
+class Trainer:
+    """Runs `atom train` with the tiny model below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.text = write_text(folder / "text.txt")
+        self.environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+
+    def command(self, *arguments: str) -> list[str]:
+        base = [sys.executable, "-m", "atomtrain.cli.main", "train", "--plain", "--threads", "1"]
+        return [*base, "--host", "127.0.0.1", "--directory", str(self.folder / "runs"), *arguments]
+
+    def run(self, *arguments: str, within_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+        """Run to the end."""
+        return subprocess.run(
+            self.command(*arguments), capture_output=True, text=True, timeout=within_s,
+            env=self.environment, check=False,
+        )  # fmt: skip
+
+    def stopped(
+        self, *arguments: str, when: Callable[[Path, list[Event]], bool], number: int
+    ) -> tuple[Path, int]:
+        """Run until `when(peer's folder, its events)`; send the signal.
+
+        Returns the peer's folder and the exit code.
+        """
+        runs = self.folder / "runs"
+        before = set(runs.glob("*/*"))
+        process = subprocess.Popen(
+            self.command(*arguments), env=self.environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            until_s = time.monotonic() + 60
+            while not (new := set(runs.glob("*/*")) - before):
+                assert process.poll() is None, "it ended before it began"
+                assert time.monotonic() < until_s
+                time.sleep(0.01)
+            (folder,) = new
+            tail, events = EventTail(folder / "events.jsonl"), []
+            while not when(folder, events):
+                assert process.poll() is None, "it ended before it could be stopped"
+                assert time.monotonic() < until_s, events[-3:]
+                time.sleep(0.001)
+                events += tail.read()
+            process.send_signal(number)
+            return folder, process.wait(30)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait(10)
+
+
+def events_of(folder: Path, kind: str) -> list[Event]:
+    """Return the events of a kind that a peer wrote."""
+    return [event for event in read_events(folder / "events.jsonl") if event["event"] == kind]
+
+
+def losses_of(folder: Path) -> list[tuple[int, float]]:
+    """Return step and loss of each step event."""
+    return [(event["step"], event["loss"]) for event in events_of(folder, "step")]
+
+
+def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return parameters and optimizer state of the newest checkpoint, by shard and name."""
+    checkpoint = load_latest(folder / "checkpoints")
+    return {
+        f"{shard}:{name}": tensor.clone()
+        for shard, tensors in checkpoint.shards()
+        if shard != "swarm"
+        for name, tensor in tensors.items()
+    }
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        one, other = (side[name].contiguous().reshape(-1) for side in (left, right))
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
