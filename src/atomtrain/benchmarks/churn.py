@@ -67,8 +67,11 @@ class ChurnSetup:
     """Peers at any time; at least 2."""
     kills: int = 20
     """At least 1."""
-    pause_s: tuple[float, float] = (4.0, 22.0)
-    """Least and most seconds from a newcomer's start to the next kill; above 0."""
+    pause_s: tuple[float, float] = (1.0, 6.0)
+    """Least and most seconds from a newcomer's first step, or from its start, to the next kill;
+    above 0."""
+    early_share: float = 0.25
+    """Share of kills that do not wait until the last newcomer trains; 0 to 1."""
     start_s: float = 120.0
     """By when a peer must have made its first step."""
     settle_s: float = 12.0
@@ -84,7 +87,7 @@ class ChurnSetup:
             raise ConfigError(f"pause_s must be two ascending positive times, not {self.pause_s}")
 
 
-QUICK = ChurnSetup(kills=4, pause_s=(3.0, 6.0), settle_s=3.0)
+QUICK = ChurnSetup(kills=4, pause_s=(0.5, 2.0), early_share=0.5, settle_s=2.0)
 
 
 def run(options: BenchmarkOptions, setup: ChurnSetup | None = None) -> Result:
@@ -123,6 +126,8 @@ class _Churn:
         self.chance = random.Random(setup.seed)
         self.newcomers: list[ChurnPeer] = []
         """Those that took the place of killed ones."""
+        self.late: list[ChurnPeer] = []
+        """Those that were there at the end and had not made a step by their deadline."""
         self.started_s = time.monotonic()
 
     def gather(self) -> None:
@@ -138,6 +143,8 @@ class _Churn:
         """Kill and replace."""
         for kill in range(self.setup.kills):
             pause_s = self.chance.uniform(*self.setup.pause_s)
+            if self.chance.random() >= self.setup.early_share:
+                self._wait_for_newcomers()
             self.crowd.wait(lambda: False, pause_s)
             self._replace_the_dead()
             victim = self._victim()
@@ -148,11 +155,12 @@ class _Churn:
                 f"{self._elapsed_s():4.0f} s: kill {kill + 1} of {self.setup.kills}: {victim.name} "
                 f"({state}); {newcomer.name} joins"
             )
-        self.crowd.wait(lambda: all(p.training for p in self.crowd.running()), self.setup.start_s)
+        self._wait_for_newcomers()
         self.crowd.wait(lambda: False, self.setup.settle_s)
 
     def end(self) -> list[ChurnPeer]:
         """Have all peers save and leave; return those that did."""
+        self.late = [peer for peer in self.crowd.running() if not peer.training]
         return self.crowd.interrupt(60.0)
 
     def _victim(self) -> ChurnPeer:
@@ -176,6 +184,10 @@ class _Churn:
             newcomer = self._start_newcomer()
             progress(f"{self._elapsed_s():4.0f} s: {newcomer.name} for a peer that ended by itself")
 
+    def _wait_for_newcomers(self) -> None:
+        """Wait until all that run train; one that does not by the deadline counts as a hang."""
+        self.crowd.wait(lambda: all(p.training for p in self.crowd.running()), self.setup.start_s)
+
     def _wait_training(self, peers: list[ChurnPeer]) -> None:
         ready = self.crowd.wait(
             lambda: all(p.training or not p.running for p in peers), self.setup.start_s
@@ -197,7 +209,6 @@ def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
     failed = [p for p in crowd.peers if not p.killed and p not in saved]
     for peer in failed:
         progress(f"{peer.name} ended by itself: {peer.last_words()}")
-    late = [p for p in crowd.running() if not p.of("step")]
     times_s = rejoin_times(churn.newcomers)
     first, last = first_and_last_loss(crowd.peers)
     differing = disagreements(crowd.peers)
@@ -211,7 +222,7 @@ def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
         "kills": sum(peer.killed for peer in crowd.peers),
         "kills_while_joining": sum(p.killed and not p.of("step") for p in crowd.peers),
         "founder_killed": crowd.peers[0].killed,
-        "hangs": stood.hangs + len(late),
+        "hangs": stood.hangs + len(churn.late),
         "hang_s": HANG_S,
         "wrong_means": outcomes["lasting"] + anchors.unequal,
         "disagreements": {

@@ -1,0 +1,120 @@
+"""The checks of the churn benchmark see what they claim to see, on made-up events."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atomtrain.benchmarks.churn_check import (
+    compare_checkpoints,
+    disagreements,
+    first_and_last_loss,
+    rejoin_times,
+    stops,
+)
+from atomtrain.benchmarks.churn_peers import ChurnPeer
+from atomtrain.checkpoint import save
+
+
+@pytest.fixture(scope="module")
+def process() -> subprocess.Popen[bytes]:
+    """Any process that has ended."""
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait(30)
+    return ended
+
+
+@pytest.fixture
+def peer(process: subprocess.Popen[bytes], tmp_path: Path) -> Any:
+    """Make a peer with events of one kind."""
+
+    def make(name: str, events: Iterable[dict[str, Any]], ended_s: float = 1000.0) -> ChurnPeer:
+        made = ChurnPeer(name, tmp_path / name, process)
+        made.started_s, made.ended_s = 0.0, ended_s
+        made.events = list(events)
+        return made
+
+    return make
+
+
+def steps(*times_s: float, loss: float = 1.0) -> list[dict[str, Any]]:
+    return [{"event": "step", "time_s": t, "loss": loss} for t in times_s]
+
+
+def anchor(time_s: float, version: int, digest: str, fragment: int = 0) -> dict[str, Any]:
+    return {
+        "event": "round", "time_s": time_s, "fragment": fragment,
+        "version": version, "digest": digest,
+    }  # fmt: skip
+
+
+def test_the_longest_stop_counts_up_to_the_end(peer: Any) -> None:
+    found = stops([peer("a", steps(1, 2, 5), 6), peer("b", steps(3, 4), 44), peer("c", [], 99)])
+    assert found.longest_s == 40
+    assert found.hangs == 1
+
+
+def test_a_step_after_the_end_is_no_negative_stop(peer: Any) -> None:
+    assert stops([peer("a", steps(1, 2), ended_s=1.5)]).longest_s == 1
+
+
+def test_rejoining_ends_with_the_first_step(peer: Any) -> None:
+    assert rejoin_times([peer("a", steps(7, 9)), peer("b", [])]) == [7]
+
+
+def test_losses_are_taken_in_order_of_time(peer: Any) -> None:
+    late, early = steps(*range(10, 20), loss=2.0), steps(*range(10), loss=6.0)
+    assert first_and_last_loss([peer("a", late), peer("b", early)]) == (6.0, 2.0)
+
+
+def test_equal_hashes_and_other_fragments_are_no_disagreement(peer: Any) -> None:
+    one = peer("a", [anchor(1, 1, "x"), anchor(2, 1, "y", fragment=1), anchor(3, 2, "z")])
+    other = peer("b", [anchor(2, 1, "x"), anchor(3, 3, "w")])
+    assert disagreements([one, other]) == []
+
+
+@pytest.mark.parametrize(
+    ("later", "ended_s", "outcome"),
+    [
+        ([anchor(9, 2, "z")], 1000.0, "repaired"),
+        ([anchor(9, 2, "other")], 1000.0, "lasting"),
+        ([], 1000.0, "lasting"),
+        ([], 5.0, "cut short"),
+    ],
+)
+def test_what_becomes_of_a_disagreement(
+    peer: Any, later: list[dict[str, Any]], ended_s: float, outcome: str
+) -> None:
+    one = peer("a", [anchor(1, 1, "x"), anchor(8, 2, "z")])
+    other = peer("b", [anchor(2, 1, "y"), *later], ended_s)
+    found = disagreements([one, other])
+    assert found[0].outcome == outcome
+    assert found[0].peers == ("a", "b")
+    assert found[0].seen_s == 2
+
+
+def test_a_fetch_of_the_same_version_repairs(peer: Any) -> None:
+    one = peer("a", [anchor(1, 1, "x")])
+    other = peer("b", [anchor(2, 1, "y"), anchor(3, 1, "x")])
+    assert disagreements([one, other]) == []
+
+
+def test_checkpoints_are_compared_where_versions_are_equal(tmp_path: Path) -> None:
+    def write(name: str, versions: list[int], first: float) -> Path:
+        tensors = {"anchor.0": torch.tensor([first, 2.0]), "anchor.1": torch.zeros(3)}
+        save(tmp_path / name, 1, {"swarm": tensors}, {"swarm": {"versions": versions}})
+        return tmp_path / name
+
+    same = [write("a", [4, 7], 1.0), write("b", [4, 8], 1.0)]
+    assert compare_checkpoints(same) == (1, 0)
+    more = [*same, write("c", [4, 7], 1.0000001)]
+    assert compare_checkpoints(more) == (4, 2)
+    # -0.0 equals 0.0 as a number: only a comparison of bits tells them apart.
+    zeros = [write("d", [5, 9], -0.0), write("e", [5, 9], 0.0)]
+    assert compare_checkpoints(zeros) == (2, 1)
