@@ -13,17 +13,20 @@ What is measured, from the survivors' event streams:
 - `rejoin_s`: median seconds from starting a newcomer's process to its first step, importing Python
   packages included.
 - `loss_first`, `loss_last`: mean training loss of the first and last tenth of all peers' steps.
-- `wrong_means`: pairs of peers that held different bytes under the same version of a fragment,
-  and did not come to hold the same again by the swarm's rule (the higher version wins, then more
-  tokens, then the lower hash). Two sources: the hashes of anchors that every peer reports after
-  each round and fetch during the whole run, and the anchors in the checkpoints that the last peers
-  write on leaving, compared bit for bit.
+- `wrong_means`: the sum of three counts.
+  `means.wrong`: parts of rounds whose result is not the token-weighted mean of what the members
+  had contributed. Each peer is the ordinary command with a witness that notes, at 256 elements of
+  the fragment, its contribution and what the anchor became; the sums are done again here.
+  `disagreements.lasting`: pairs of peers that reported different hashes for the same version of a
+  fragment, at any time, and did not come to hold the same again by the swarm's rule (the higher
+  version wins, then more tokens, then the lower hash).
+  `last_anchors_unequal`: pairs of anchors of equal version that differ in any bit in the
+  checkpoints that the last peers write on leaving.
 
-What this proves: whatever was averaged, all survivors took the same result, and none kept a half
-finished one. It does not prove that the result is the weighted mean of the contributions: no peer
-sees the others' contributions in full, so that is proved elsewhere, by tests that do. A pair of
-which one was killed within 30 s after disagreeing proves nothing either way and is counted in
-`disagreements.cut_short`.
+What this does not prove: of the mean, elements in between (but anchors are compared in full, so
+they would have to be wrong alike everywhere), and rounds of which a contributor was killed before
+it could note its part (`means.unknown`). A pair that disagreed of which one ended within 30 s shows
+nothing either way (`disagreements.cut_short`).
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from atomtrain.benchmarks.churn_check import (
     stops,
 )
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
+from atomtrain.benchmarks.churn_witness import check_means, read_notes
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, main, progress
 from atomtrain.data import read_corpus
 from atomtrain.errors import ConfigError, DataError, SwarmError
@@ -104,14 +108,15 @@ def run(options: BenchmarkOptions, setup: ChurnSetup | None = None) -> Result:
     data = _text()
     with tempfile.TemporaryDirectory(prefix="atom-churn-") as folder, _terminable():
         arguments = _arguments(setup, data)
-        with Crowd(Path(folder), _RUN, arguments) as crowd:
+        with Crowd(Path(folder), _RUN, arguments, witness=True) as crowd:
             churn = _Churn(setup, crowd)
             churn.gather()
             churn.churn()
             saved = churn.end()
             left_over = crowd.left_over()
+            measured = _measured(churn, saved)
         return {
-            **_measured(churn, saved),
+            **measured,
             "processes_left": len(left_over),
             "inputs": {**asdict(setup), "data": data or "demo", "model": "tiny"},
             **description(),
@@ -216,6 +221,7 @@ def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
         progress(f"disagreement: {item}")
     outcomes = Counter(item.outcome for item in differing)
     anchors = compare_checkpoints(peer.folder / "checkpoints" for peer in saved)
+    means = check_means((p.peer_id, n) for p in crowd.peers for n in read_notes(p.notes))
     rounds = Counter(e["outcome"] for p in crowd.peers for e in p.of("round"))
     together = sum(e["contributors"] > 1 for p in crowd.peers for e in p.of("round"))
     return {
@@ -224,7 +230,8 @@ def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
         "founder_killed": crowd.peers[0].killed,
         "hangs": stood.hangs + len(churn.late),
         "hang_s": HANG_S,
-        "wrong_means": outcomes["lasting"] + anchors.unequal,
+        "wrong_means": means.wrong + outcomes["lasting"] + anchors.unequal,
+        "means": means._asdict(),
         "disagreements": {
             "repaired": outcomes["repaired"],
             "cut_short": outcomes["cut short"],

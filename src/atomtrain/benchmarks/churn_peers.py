@@ -27,6 +27,7 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 _LOG_LINES = 5
+_NOTES = "rounds.jsonl"
 
 
 class ChurnPeer:
@@ -66,6 +67,16 @@ class ChurnPeer:
         """What others give to `--join`, once it has started."""
         return str(self.of("run_started")[-1]["join_address"])
 
+    @property
+    def notes(self) -> Path:
+        """What the witness noted of its rounds."""
+        return self.folder / _NOTES
+
+    @property
+    def peer_id(self) -> str:
+        """Its identity in the swarm, once it has started."""
+        return self.address.rpartition("/")[2]
+
     def last_words(self) -> str:
         """Return the end of its output."""
         lines = (self.folder / "peer.log").read_text(encoding="utf-8", errors="replace")
@@ -75,10 +86,16 @@ class ChurnPeer:
 class Crowd:
     """All peers of a benchmark, dead ones included; a context that leaves no process behind."""
 
-    def __init__(self, folder: Path, run: str, arguments: Sequence[str]) -> None:
-        """Give `arguments` to every peer's `atom train`; all files go below `folder`."""
+    def __init__(
+        self, folder: Path, run: str, arguments: Sequence[str], witness: bool = False
+    ) -> None:
+        """Give `arguments` to every peer's `atom train`; all files go below `folder`.
+
+        With `witness`, each peer's rounds are noted in `ChurnPeer.notes`.
+        """
         self.peers: list[ChurnPeer] = []
         self._folder, self._run, self._arguments = folder, run, arguments
+        self._witness = witness
         self._mark = secrets.token_hex(16)
 
     def __enter__(self) -> Crowd:
@@ -95,13 +112,16 @@ class Crowd:
         name = f"peer-{len(self.peers)}"
         runs = self._folder / "runs"
         place = ["--run", self._run] if join is None else ["--join", join]
+        folder = runs / self._run / name
+        program = ["atomtrain.cli.main"]
+        if self._witness:
+            program = ["atomtrain.benchmarks.churn_witness", str(folder / _NOTES)]
         command = [
             *(sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid())),
-            *(sys.executable, "-m", "atomtrain.cli.main", "train", "--plain", "--threads", "1"),
+            *(sys.executable, "-m", *program, "train", "--plain", "--threads", "1"),
             *("--host", "127.0.0.1", "--directory", str(runs), "--name", name),
             *(*place, *self._arguments),
         ]
-        folder = runs / self._run / name
         folder.mkdir(parents=True)
         environment = {
             **os.environ,
