@@ -10,8 +10,9 @@ TRAIN_ARGS ?=
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
 
+# One thread: the tests compute little, and OpenMP's threads spin when something else runs beside.
 test: lint types
-	$(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
 
 # One command for whoever has a GPU; skips cleanly without one.
 test-gpu: $(VENV)/.installed-dev

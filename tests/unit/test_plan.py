@@ -1,0 +1,114 @@
+"""Plans: chosen for budget and link, serialisable, readable."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+
+from atomtrain.analysis import LayerTime, chain_of, layer_costs
+from atomtrain.errors import PlanError
+from atomtrain.models import GPT, preset
+from atomtrain.planning import Layout, Machine, Plan, Request, make_plan
+from atomtrain.planning.memory import Choice, MemoryModel
+from atomtrain.units import parse_bytes
+
+BATCH = torch.zeros(2, 64, dtype=torch.long)
+EXAMPLE = {"input_ids": BATCH, "labels": BATCH}
+
+
+@pytest.fixture(scope="module")
+def chain_and_costs():
+    with torch.device("meta"):
+        model = GPT(preset("tiny"))
+    traced = chain_of(model, EXAMPLE)
+    return traced.chain, layer_costs(traced.chain, traced.bind(EXAMPLE))
+
+
+def machine(memory: str = "64MiB", link: float = 4e9, host: int = 1 << 34) -> Machine:
+    return Machine(
+        name="test",
+        load_bytes_per_s=link,
+        unload_bytes_per_s=link,
+        update_parameters_per_s=1e9,
+        device_memory_bytes=parse_bytes(memory),
+        host_memory_bytes=host,
+    )
+
+
+def plan(chain_and_costs, on: Machine, micro_batches: int = 2, **fixed: int) -> Plan:
+    chain, costs = chain_and_costs
+    times = {layer.kind: LayerTime(1e-3, 3e-3) for layer in costs.layers}
+    return make_plan(chain, costs, times, on, Request(micro_batches=micro_batches, **fixed))
+
+
+def test_a_plan_is_json_and_is_readable(chain_and_costs) -> None:
+    made = plan(chain_and_costs, machine())
+    data = json.loads(json.dumps(made.to_json()))
+    data["bounds"] = tuple(data["bounds"])
+    assert Plan(**data) == made
+    text = made.describe()
+    for word in ("segments", "device", "host", "step", "bound by"):
+        assert word in text
+
+
+def test_plenty_of_memory_needs_no_second_load(chain_and_costs) -> None:
+    made = plan(chain_and_costs, machine("1GiB", link=1e6))
+    assert made.segments == 1
+
+
+def test_a_slower_link_never_makes_a_faster_plan(chain_and_costs) -> None:
+    times = [plan(chain_and_costs, machine("2MiB", link)).step_s for link in (1e10, 1e8, 1e7, 1e6)]
+    assert times == sorted(times)
+
+
+def test_more_memory_never_makes_a_slower_plan(chain_and_costs) -> None:
+    times = []
+    for memory in ("1700KiB", "2MiB", "3MiB", "8MiB", "64MiB"):
+        times.append(plan(chain_and_costs, machine(memory, 1e7)).step_s)
+    for less, more in itertools.pairwise(times):
+        assert more <= less * 1.02  # plans within 1% of the best are equal
+
+
+def test_the_chosen_plan_is_within_a_hundredth_of_all_that_fit(chain_and_costs) -> None:
+    chain, costs = chain_and_costs
+    on = machine("2MiB", 1e8)
+    best = plan(chain_and_costs, on)
+    memory = MemoryModel(chain, costs, Layout(chain), 2)
+    for segments in range(1, len(chain.layers) + 1):
+        for slots in (2, 3):
+            try:
+                other = plan(chain_and_costs, on, segments=segments, slots=slots)
+            except PlanError:
+                continue
+            choice = Choice(other.bounds, other.slots, other.gradient_buffers, other.boundary)
+            assert memory.device_bytes(choice) == other.device_peak_bytes
+            assert best.step_s <= other.step_s * 1.01
+
+
+def test_too_little_memory_names_the_layer_and_the_least_budget(chain_and_costs) -> None:
+    with pytest.raises(PlanError, match="layer 'blocks.0' alone needs") as caught:
+        plan(chain_and_costs, machine("100KiB"))
+    least = str(caught.value).split("at least ")[1].split(",")[0]
+    assert plan(chain_and_costs, machine(least)).device_peak_bytes <= parse_bytes(least)
+
+
+def test_too_little_host_memory(chain_and_costs) -> None:
+    with pytest.raises(PlanError, match="host memory"):
+        plan(chain_and_costs, machine(host=1 << 20))
+
+
+def test_impossible_requests(chain_and_costs) -> None:
+    with pytest.raises(PlanError, match="layers allow 1 to 6"):
+        plan(chain_and_costs, machine(), segments=99)
+    with pytest.raises(PlanError, match="at least 1"):
+        Request(micro_batches=0)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_machine_of_nonsense(value: float) -> None:
+    with pytest.raises(PlanError, match="load_bytes_per_s"):
+        dataclasses.replace(machine(), load_bytes_per_s=value)

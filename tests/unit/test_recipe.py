@@ -1,0 +1,84 @@
+"""The recipe: resolved once, carried unchanged, amended only where that is safe."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from atomtrain.cli.train import arguments_of
+from atomtrain.errors import CheckpointError, ConfigError
+from atomtrain.models import PRESETS
+from atomtrain.training.options import TrainOptions
+from atomtrain.training.recipe import Recipe, amended, new_recipe
+
+
+def test_json_round_trip() -> None:
+    recipe = new_recipe(TrainOptions(model="tiny", dropout=0.1, seed=3))
+    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_named_model_keeps_its_published_sizes(name: str) -> None:
+    recipe = new_recipe(TrainOptions(model=name))
+    assert recipe.sizes == PRESETS[name]
+    assert recipe.context == PRESETS[name].context
+
+
+@pytest.mark.parametrize("change", [{"format": 99}, {"steps": None, "extra": 1}, {"sizes": 5}])
+def test_what_is_no_recipe_is_refused(change: dict[str, object]) -> None:
+    data = new_recipe(TrainOptions()).to_json()
+    with pytest.raises(CheckpointError):
+        Recipe.from_json({**data, **change})
+
+
+def test_the_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
+    recipe = new_recipe(TrainOptions(steps=100, learning_rate=1.0))
+    rates = [recipe.learning_rate_at(step) for step in range(101)]
+    assert rates[0] == pytest.approx(1 / recipe.warmup_steps)
+    assert max(rates) == pytest.approx(1.0)
+    assert rates.index(max(rates)) == recipe.warmup_steps - 1
+    falling = rates[recipe.warmup_steps :]
+    assert falling == sorted(falling, reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_amending_takes_what_may_differ() -> None:
+    recipe = new_recipe(TrainOptions(model="tiny", steps=10))
+    longer = amended(recipe, TrainOptions(steps=20, sequences=4), "here")
+    assert (longer.steps, longer.sequences) == (20, 4)
+    assert longer.sizes == recipe.sizes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"model": "demo"}, {"dropout": 0.5}, {"seed": 1}, {"context": 32}, {"vocabulary": 100}],
+)
+def test_amending_refuses_what_must_not(options: dict[str, object]) -> None:
+    recipe = new_recipe(TrainOptions(model="tiny"))
+    with pytest.raises(ConfigError, match=f"--{next(iter(options))}.*contradicts there"):
+        amended(recipe, TrainOptions(**options), "there")
+
+
+def test_the_demo_has_two_peers_and_everything_else_one() -> None:
+    assert TrainOptions().n_peers == 2
+    for options in (
+        TrainOptions(model="tiny"),
+        TrainOptions(run="mine"),
+        TrainOptions(data="x"),
+        TrainOptions(join=("a@b",)),
+    ):
+        assert options.n_peers == 1
+    assert TrainOptions(run="mine", peers=3).n_peers == 3
+
+
+def test_options_survive_the_way_to_a_peer_process() -> None:
+    from atomtrain.cli.parsing import parse
+
+    options = TrainOptions(
+        model="tiny", join=("r@/ip4/1.2.3.4/tcp/5/p2p/x", "r@b"), resume=True, run="r",
+        prompt="-- and so", learning_rate=1e-3, device_memory="1MiB",
+    )  # fmt: skip
+    again = parse(TrainOptions, arguments_of(options), prog="p", about="", examples="")
+    assert again.join == options.join
+    assert (again.prompt, again.resume, again.learning_rate) == ("-- and so", True, 1e-3)
