@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRAIN_ARGS ?=
 
-.PHONY: train test test-gpu lint types bench clean
+.PHONY: train test test-gpu lint types clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)

@@ -90,7 +90,7 @@ def test_the_chosen_plan_is_within_a_hundredth_of_all_that_fit(chain_and_costs) 
 
 
 def test_too_little_memory_names_the_layer_and_the_least_budget(chain_and_costs) -> None:
-    with pytest.raises(PlanError, match="layer 'blocks.0' alone needs") as caught:
+    with pytest.raises(PlanError, match=r"layer 'blocks\.0' alone needs") as caught:
         plan(chain_and_costs, machine("100KiB"))
     least = str(caught.value).split("at least ")[1].split(",")[0]
     assert plan(chain_and_costs, machine(least)).device_peak_bytes <= parse_bytes(least)
