@@ -25,15 +25,16 @@ from atomtrain.data import (
     prepare,
     read_corpus,
 )
-from atomtrain.errors import ConfigError, DataError, SwarmError
+from atomtrain.errors import ConfigError, DataError, PlanError, SwarmError
 from atomtrain.models import GPT
 from atomtrain.planning.search import fits
 from atomtrain.swapping.engine import Engine, Options, swap
+from atomtrain.swapping.machines import host_memory_bytes
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config
 from atomtrain.training.recipe import Recipe, amended, new_recipe
 from atomtrain.training.state import recipe_of, restore, swarm_tensors
-from atomtrain.units import parse_bytes
+from atomtrain.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm
@@ -44,6 +45,8 @@ libraries take a workspace of their own."""
 CHECKPOINTS = "checkpoints"
 _log = logging.getLogger("atomtrain.training")
 _MOST_TOKENS_A_MICRO_BATCH = 4096
+_BYTES_PER_PARAMETER = 16
+"""Parameters, gradients and AdamW's two moments in float32."""
 
 
 class Text(NamedTuple):
@@ -121,9 +124,20 @@ def _assemble(
     options: TrainOptions, source: _Source, run: str, name: str, directory: Path
 ) -> Session:
     recipe = source.recipe
+    memory = _device_memory(options, recipe)
+    # Everything that can be refused is refused before the weights take memory.
+    with torch.device("meta"):
+        outline = GPT(recipe.sizes)
+    _check_host_memory(outline, recipe)
+    micro_batch = options.micro_batch or _micro_batch(outline, recipe, memory)
+    if recipe.sequences % micro_batch:
+        raise ConfigError(
+            f"--micro-batch {micro_batch} does not divide the {recipe.sequences} sequences of a "
+            "step; give a divisor, or change --sequences"
+        )
     torch.manual_seed(recipe.seed)
     model = GPT(recipe.sizes)
-    engine, micro_batch = _open_engine(model, recipe, options)
+    engine = _open_engine(model, recipe, options.device, memory, micro_batch)
     try:
         fragments = EngineFragments(engine)
         if source.checkpoint is not None:
@@ -219,20 +233,31 @@ def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
     return Swarm.join(swarm_config(options, run, name, directory, 1))
 
 
-def _open_engine(model: GPT, recipe: Recipe, options: TrainOptions) -> tuple[Engine, int]:
-    memory = options.device_memory
-    if memory is None and recipe.model in _SMALL_BUDGETS:
-        on_gpu = options.device.startswith("cuda") or (
-            options.device == "auto" and torch.cuda.is_available()
-        )
-        memory = _SMALL_BUDGETS[recipe.model][on_gpu]
-    micro_batch = options.micro_batch or _micro_batch(model, recipe, memory)
-    if recipe.sequences % micro_batch:
-        raise ConfigError(
-            f"--micro-batch {micro_batch} does not divide the {recipe.sequences} sequences of a "
-            "step; give a divisor, or change --sequences"
+def _device_memory(options: TrainOptions, recipe: Recipe) -> str | None:
+    if options.device_memory is not None or recipe.model not in _SMALL_BUDGETS:
+        return options.device_memory
+    on_gpu = options.device.startswith("cuda") or (
+        options.device == "auto" and torch.cuda.is_available()
+    )
+    return _SMALL_BUDGETS[recipe.model][on_gpu]
+
+
+def _check_host_memory(outline: GPT, recipe: Recipe) -> None:
+    """Refuse a model whose parameters, gradients and moments the host cannot hold."""
+    parameters = sum(parameter.numel() for parameter in outline.parameters())
+    needed_bytes, there_bytes = _BYTES_PER_PARAMETER * parameters, host_memory_bytes()
+    if needed_bytes > there_bytes:
+        raise PlanError(
+            f"training {recipe.model} ({format_count(parameters)} parameters) takes "
+            f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
+            f"choose a model of at most {format_count(there_bytes // _BYTES_PER_PARAMETER)} "
+            "parameters"
         )
 
+
+def _open_engine(
+    model: GPT, recipe: Recipe, device: str, memory: str | None, micro_batch: int
+) -> Engine:
     def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         # Norms and biases are not decayed, as in GPT-3.
         groups: list[dict[str, Any]] = [
@@ -247,15 +272,14 @@ def _open_engine(model: GPT, recipe: Recipe, options: TrainOptions) -> tuple[Eng
             fused=True,
         )
 
-    engine = swap(
+    return swap(
         model,
         _example(recipe, micro_batch),
         optimizer=adamw,
-        device=options.device,
+        device=device,
         device_memory=memory,
         options=Options(micro_batches=recipe.sequences // micro_batch, clip_norm=recipe.clip_norm),
     )
-    return engine, micro_batch
 
 
 def _micro_batch(model: GPT, recipe: Recipe, memory: str | None) -> int:
