@@ -164,6 +164,29 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(
     assert_same_bits(final_tensors(folder), final_tensors(straight[0]))
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, *_):
+        if name == "numpy._core.multiarray":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+from atomtrain.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_in_the_middle_of_an_import_is_quiet(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, "train", "--model", "tiny", "--plain"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_comparison_of_bits_can_fail(straight: tuple[Path, str]) -> None:
     """A change of one bit in one tensor is seen."""
     tensors = final_tensors(straight[0])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
 from atomtrain.training.options import TrainOptions
@@ -39,10 +40,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run_peer(options: TrainOptions) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    from atomtrain.events import EventLog
-    from atomtrain.training.display import Display, DisplayConfig
-    from atomtrain.training.loop import EVENTS_FILE, Loop
-    from atomtrain.training.setup import make_directory, open_session
+    with leaving_at_once():
+        from atomtrain.events import EventLog
+        from atomtrain.training.display import Display, DisplayConfig
+        from atomtrain.training.loop import EVENTS_FILE, Loop
+        from atomtrain.training.setup import make_directory, open_session
 
     session = open_session(options)
     try:
