@@ -75,7 +75,7 @@ def swap(
     *,
     optimizer: OptimizerFactory,
     device_memory: str | int | None = None,
-    device: str = "auto",
+    device: str | Device = "auto",
     loss: Loss | None = None,
     options: Options | None = None,
 ) -> Engine:
@@ -91,7 +91,8 @@ def swap(
             for instance `lambda params: torch.optim.AdamW(params, lr=3e-4)`. It must update each
             parameter independently of the others, as those of `torch.optim` do.
         device_memory: Budget such as `"8GiB"`; see `open_device` for the default.
-        device: `auto`, `cuda`, `cuda:1` or `emulated:4GiB/s`.
+        device: `auto`, `cuda`, `cuda:1` or `emulated:4GiB/s`; or an open device, which the engine
+            then owns (its budget counts, not `device_memory`).
         loss: `loss(output)` or `loss(output, micro_batch)`, for a model without its own loss.
         options: Further choices.
 
@@ -104,7 +105,9 @@ def swap(
     traced = chain_of(model, example, loss)
     inputs = traced.bind(example)
     require_data(traced.chain)
-    opened = open_device(device, device_memory, options.inject)
+    opened = (
+        open_device(device, device_memory, options.inject) if isinstance(device, str) else device
+    )
     try:
         costs = layer_costs(traced.chain, inputs, opened.torch_device)
         machine = measure_machine(opened)

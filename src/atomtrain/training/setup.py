@@ -28,13 +28,15 @@ from atomtrain.data import (
 from atomtrain.errors import ConfigError, DataError, PlanError, SwarmError
 from atomtrain.models import GPT
 from atomtrain.planning.search import fits
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.engine import Engine, Options, swap
 from atomtrain.swapping.machines import host_memory_bytes
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config
 from atomtrain.training.recipe import Recipe, amended, new_recipe
 from atomtrain.training.state import recipe_of, restore, swarm_tensors
-from atomtrain.units import format_bytes, format_count, parse_bytes
+from atomtrain.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm
@@ -129,15 +131,16 @@ def _assemble(
     with torch.device("meta"):
         outline = GPT(recipe.sizes)
     _check_host_memory(outline, recipe)
-    micro_batch = options.micro_batch or _micro_batch(outline, recipe, memory)
-    if recipe.sequences % micro_batch:
-        raise ConfigError(
-            f"--micro-batch {micro_batch} does not divide the {recipe.sequences} sequences of a "
-            "step; give a divisor, or change --sequences"
-        )
-    torch.manual_seed(recipe.seed)
-    model = GPT(recipe.sizes)
-    engine = _open_engine(model, recipe, options.device, memory, micro_batch)
+    device = open_device(options.device, memory)
+    try:
+        micro_batch = options.micro_batch or _micro_batch(outline, recipe, device)
+        _check_micro_batch(micro_batch, recipe)
+        torch.manual_seed(recipe.seed)
+        model = GPT(recipe.sizes)
+    except BaseException:
+        device.close()
+        raise
+    engine = _open_engine(model, recipe, device, micro_batch)
     try:
         fragments = EngineFragments(engine)
         if source.checkpoint is not None:
@@ -255,9 +258,15 @@ def _check_host_memory(outline: GPT, recipe: Recipe) -> None:
         )
 
 
-def _open_engine(
-    model: GPT, recipe: Recipe, device: str, memory: str | None, micro_batch: int
-) -> Engine:
+def _check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
+    if recipe.sequences % micro_batch:
+        raise ConfigError(
+            f"--micro-batch {micro_batch} does not divide the {recipe.sequences} sequences of a "
+            "step; give a divisor, or change --sequences"
+        )
+
+
+def _open_engine(model: GPT, recipe: Recipe, device: Device, micro_batch: int) -> Engine:
     def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         # Norms and biases are not decayed, as in GPT-3.
         groups: list[dict[str, Any]] = [
@@ -277,24 +286,21 @@ def _open_engine(
         _example(recipe, micro_batch),
         optimizer=adamw,
         device=device,
-        device_memory=memory,
         options=Options(micro_batches=recipe.sequences // micro_batch, clip_norm=recipe.clip_norm),
     )
 
 
-def _micro_batch(model: GPT, recipe: Recipe, memory: str | None) -> int:
+def _micro_batch(model: GPT, recipe: Recipe, device: Device) -> int:
     """Return the largest divisor of a step's sequences that fits the budget well."""
-    budget = None if memory is None else parse_bytes(memory, "--device-memory")
+    budget_bytes = device.memory_bytes - device.reserved_bytes
     sizes = [n for n in range(recipe.sequences, 0, -1) if recipe.sequences % n == 0]
     for size in sizes:
         if size > 1 and size * recipe.context > _MOST_TOKENS_A_MICRO_BATCH:
             continue
-        if budget is None:
-            return size
         example = _example(recipe, size)
         traced = chain_of(model, example)
         costs = layer_costs(traced.chain, traced.bind(example))
-        if fits(traced.chain, costs, budget, recipe.sequences // size):
+        if fits(traced.chain, costs, budget_bytes, recipe.sequences // size):
             return size
     # None does: the planner's error says what would.
     return 1
