@@ -169,7 +169,7 @@ import os, signal, sys
 
 class Interrupter:
     def find_spec(self, name, *_):
-        if name == "numpy._core.multiarray":
+        if name == "numpy.dtypes":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupter())
