@@ -9,6 +9,8 @@ What is measured, from the survivors' event streams:
 
 - `longest_stop_s`: longest time between two steps of one peer, evaluations and checkpoints
   included; up to its end if it was killed or stopped.
+- `longest_lag_s`: for comparison, by how much the benchmark's own process, which only sleeps and
+  reads, was late at most. On a machine with nothing to spare it explains part of the above.
 - `hangs`: such stops of 30 s or more, and newcomers that had made no step by the deadline.
 - `rejoin_s`: median seconds from starting a newcomer's process to its first step, importing Python
   packages included.
@@ -211,6 +213,10 @@ class _Churn:
 def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
     crowd = churn.crowd
     stood = stops(crowd.peers)
+    before_s = stood.from_s - crowd.peers[0].started_s
+    progress(
+        f"longest stop: {stood.peer}, {stood.longest_s:.1f} s, {before_s:.0f} s after the start"
+    )
     failed = [p for p in crowd.peers if not p.killed and p not in saved]
     for peer in failed:
         progress(f"{peer.name} ended by itself: {peer.last_words()}")
@@ -240,6 +246,7 @@ def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
         "last_anchors_compared": anchors.compared,
         "last_anchors_unequal": anchors.unequal,
         "longest_stop_s": stood.longest_s,
+        "longest_lag_s": crowd.longest_lag_s,
         "rejoin_s": statistics.median(times_s) if times_s else None,
         "rejoins": len(times_s),
         "ended_by_themselves": len(failed),

@@ -24,17 +24,22 @@ class Stops(NamedTuple):
     longest_s: float
     hangs: int
     """Stops of at least `HANG_S`."""
+    peer: str
+    """Who stood still longest."""
+    from_s: float
+    """Unix time at which the longest stop began."""
 
 
 def stops(peers: Iterable[ChurnPeer]) -> Stops:
     """Measure the time between steps of each peer, up to its end; evaluations are included."""
-    gaps: list[float] = []
+    gaps = [(0.0, "", 0.0)]
     for peer in peers:
         times = [step["time_s"] for step in peer.of("step")]
         if times and peer.ended_s is not None:
             times.append(max(peer.ended_s, times[-1]))
-        gaps += [after - before for before, after in itertools.pairwise(times)]
-    return Stops(max(gaps, default=0.0), sum(gap >= HANG_S for gap in gaps))
+        gaps += [(after - before, peer.name, before) for before, after in itertools.pairwise(times)]
+    longest_s, name, from_s = max(gaps)
+    return Stops(longest_s, sum(gap_s >= HANG_S for gap_s, *_ in gaps), name, from_s)
 
 
 def rejoin_times(newcomers: Iterable[ChurnPeer]) -> list[float]:

@@ -97,6 +97,9 @@ class Crowd:
         self._folder, self._run, self._arguments = folder, run, arguments
         self._witness = witness
         self._mark = secrets.token_hex(16)
+        self.longest_lag_s = 0.0
+        """By how much this process, which only sleeps and reads, was late at most: a machine that
+        stands still, or has no processor left, holds up peers alike."""
 
     def __enter__(self) -> Crowd:
         return self
@@ -165,7 +168,9 @@ class Crowd:
                 return True
             if time.monotonic() > until_s:
                 return False
+            slept_s = time.monotonic()
             time.sleep(poll_s)
+            self.longest_lag_s = max(self.longest_lag_s, time.monotonic() - slept_s - poll_s)
 
     def interrupt(self, within_s: float) -> list[ChurnPeer]:
         """Ask all peers to save and leave; return those that did."""
