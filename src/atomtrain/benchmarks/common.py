@@ -48,7 +48,7 @@ def description() -> Result:
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "os": platform.platform(),
+            "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         },
         "versions": {
             "python": platform.python_version(),

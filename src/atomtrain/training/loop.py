@@ -183,6 +183,7 @@ class Loop:
             "recipe": session.recipe.to_json(),
             "separator": session.text.prepared.tokenizer.separator_text,
             "tokens": session.tokens,
+            "micro_batch": session.micro_batch,
             "data": session.text.data,
             "text_sha256": session.text.sha256,
             "run": session.run,

@@ -133,7 +133,7 @@ def _assemble(
     _check_host_memory(outline, recipe)
     device = open_device(options.device, memory)
     try:
-        micro_batch = options.micro_batch or _micro_batch(outline, recipe, device)
+        micro_batch = options.micro_batch or _micro_batch(outline, recipe, device, source)
         _check_micro_batch(micro_batch, recipe)
         torch.manual_seed(recipe.seed)
         model = GPT(recipe.sizes)
@@ -290,8 +290,13 @@ def _open_engine(model: GPT, recipe: Recipe, device: Device, micro_batch: int) -
     )
 
 
-def _micro_batch(model: GPT, recipe: Recipe, device: Device) -> int:
-    """Return the largest divisor of a step's sequences that fits the budget well."""
+def _micro_batch(model: GPT, recipe: Recipe, device: Device, source: _Source) -> int:
+    """Return the largest divisor of a step's sequences that fits the budget well.
+
+    A resumed run keeps its own, because sums in another order have other last bits.
+    """
+    if source.checkpoint is not None:
+        return int(source.checkpoint.meta["micro_batch"])
     budget_bytes = device.memory_bytes - device.reserved_bytes
     sizes = [n for n in range(recipe.sequences, 0, -1) if recipe.sequences % n == 0]
     for size in sizes:
