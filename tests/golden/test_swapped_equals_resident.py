@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from reference import HeadFirst, assert_equal_training, gpt_loss, train, twin
 from torch import Tensor, nn
 
 import atomtrain
 from atomtrain.analysis import Layer
 from atomtrain.models import GPT, GPTConfig
-from reference import HeadFirst, assert_equal_training, gpt_loss, train, twin
 
 STEPS = 3
 LAYERS = 4  # embedding, two blocks, head

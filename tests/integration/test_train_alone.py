@@ -149,7 +149,7 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
 
-    resumed = trainer.run("--run", run.name, "--resume", *data, "--micro-batch", "4",
+    resumed = trainer.run("--run", run.name, "--resume", *data,
                           "--device", "emulated", "--device-memory", "6MiB")  # fmt: skip
 
     assert resumed.returncode == 0, resumed.stderr
