@@ -62,7 +62,7 @@ def layer_times(
 
 
 def _flops_per_s(device: torch.device, synchronize: Callable[[], None]) -> float:
-    size = 512 if device.type == "cpu" else 4096
+    size = 512 if device.type == "cpu" else 1024
     matrix = torch.ones(size, size, device=device)
 
     def multiply() -> None:

@@ -167,6 +167,9 @@ class CudaDevice:
     def synchronize(self) -> None:
         self._compute.synchronize()
 
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
     def take_wait_s(self) -> float:
         waits, self._waits = self._waits, []
         wait_ms: float = sum(before.elapsed_time(after) for before, after in waits)

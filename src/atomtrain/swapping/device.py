@@ -70,6 +70,10 @@ class Device(Protocol):
         """Block until compute is done."""
         ...
 
+    def trim(self) -> None:
+        """Give back memory that is allocated but not in use, after measuring."""
+        ...
+
     def take_wait_s(self) -> float:
         """Return the seconds that compute waited since the last call; call when synchronised."""
         ...

@@ -106,6 +106,9 @@ class EmulatedDevice:
     def synchronize(self) -> None:
         pass
 
+    def trim(self) -> None:
+        pass
+
     def take_wait_s(self) -> float:
         wait_s, self._wait_s = self._wait_s, 0.0
         return wait_s

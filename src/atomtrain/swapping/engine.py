@@ -112,6 +112,7 @@ def swap(
         costs = layer_costs(traced.chain, inputs, opened.torch_device)
         machine = measure_machine(opened)
         times = layer_times(traced.chain, costs, inputs, opened.torch_device, opened.synchronize)
+        opened.trim()
         planner = Planner(traced.chain, costs, times, machine, options)
         plan = planner.plan(options.micro_batches)
         store = HostStore(traced.chain, Layout(traced.chain), opened)
