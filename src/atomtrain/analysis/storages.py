@@ -19,6 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 OverBudget = Callable[[int, int, str], None]
 
 
+class _Counted(weakref.ref[torch.UntypedStorage]):
+    """A counted storage; cheaper than a closure, and there is one for every allocation."""
+
+    __slots__ = ("key", "n_bytes")
+    key: int
+    n_bytes: int
+
+
 class StorageTracker(TorchDispatchMode):
     """While active, counts each new storage until it is freed.
 
@@ -33,7 +41,8 @@ class StorageTracker(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._on_growth = on_growth
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known: dict[int, _Counted] = {}
+        self._on_death: Any = self._release
         self._seen: dict[int, tuple[bool, str, Any]] = {}
         self._ignoring = False
         # Storages may die on other threads (a copy thread holds the last reference), and on this
@@ -54,21 +63,22 @@ class StorageTracker(TorchDispatchMode):
         n_bytes = storage.nbytes()
         if n_bytes == 0:
             return
-
-        def release(dead: weakref.ref[torch.UntypedStorage]) -> None:
-            with self._lock:
-                self.live_bytes -= n_bytes
-                if self._known.get(key) is dead:  # the address may already serve a new storage
-                    del self._known[key]
-
         # torch keeps one Python object for a storage as long as the storage lives, so the weak
         # reference dies with the memory and not before.
+        counted = _Counted(storage, self._on_death)
+        counted.key, counted.n_bytes = key, n_bytes
         with self._lock:
-            self._known[key] = weakref.ref(storage, release)
+            self._known[key] = counted
             self.live_bytes += n_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self._on_growth is not None:
             self._on_growth(self.live_bytes, n_bytes, operation)
+
+    def _release(self, dead: _Counted) -> None:
+        with self._lock:
+            self.live_bytes -= dead.n_bytes
+            if self._known.get(dead.key) is dead:  # the address may already serve a new storage
+                del self._known[dead.key]
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:

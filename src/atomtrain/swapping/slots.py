@@ -13,7 +13,6 @@ Hand-overs of a slot, each with the event that releases it:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,6 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.store import HostStore, view_of
 from atomtrain.swapping.streams import Event, finished
 from atomtrain.swapping.updates import Updates
-
-# The exact identity of floating-point addition: -0.0 + x is x for every x, +0.0 + -0.0 is not.
-_NEUTRAL = -0.0
 
 Tensors = list[dict[str, Tensor]]
 """For each layer of a segment, its parameters on the device by the module's own names."""
@@ -53,6 +49,7 @@ class Slots:
         self._loads: dict[int, Event] = {}
         self._next = 0
         self._touched: set[int] = set()
+        self._waiting: dict[int, Tensor] = {}
 
     def layers(self, segment: int) -> tuple[int, int]:
         """Return the range of layers of a segment."""
@@ -83,6 +80,7 @@ class Slots:
         visit = self._visits[index]
         if visit.gradient is not None:
             self._unload_gradients(visit.segment, visit.gradient)
+            self._waiting.clear()
             for leaf in self._leaves_of(visit.segment, visit.slot).values():
                 leaf.grad = None
         self._advance(index)
@@ -116,20 +114,28 @@ class Slots:
                     leaf = view_of(self._slots[slot], offset, parameter)
                 leaf.requires_grad_(parameter.requires_grad)
                 if parameter.requires_grad:
-                    leaf.register_post_accumulate_grad_hook(self._toucher(id(parameter)))
+                    leaf.register_post_accumulate_grad_hook(self._collector(id(parameter)))
                 leaves[id(parameter)] = leaf
             self._leaves[key] = leaves
         return self._leaves[key]
 
-    def _toucher(self, key: int) -> Callable[[Any], None]:
-        """Return a hook that notes that a parameter got a gradient (some may get none)."""
-        # Holds the set only: a hook that held the slots would keep them alive as a cycle.
-        touched = self._touched
+    def _collector(self, key: int) -> Callable[[Tensor], None]:
+        """Return a hook that moves a parameter's first gradient into the gradient buffer.
 
-        def touch(_: Any) -> None:
+        Autograd adds further ones there in place. A parameter without any is never noted.
+        """
+        # Holds these two only: a hook that held the slots would keep them alive as a cycle.
+        touched, waiting = self._touched, self._waiting
+
+        def collect(leaf: Tensor) -> None:
             touched.add(key)
+            target = waiting.pop(key, None)
+            if target is not None:
+                assert leaf.grad is not None
+                target.copy_(leaf.grad)
+                leaf.grad = target
 
-        return touch
+        return collect
 
     def _places(self, segment: int) -> list[tuple[nn.Parameter, int]]:
         """Return the segment's parameters with their byte offsets in a slot."""
@@ -158,9 +164,10 @@ class Slots:
             if not parameter.requires_grad:
                 continue
             gradient = view_of(self._gradients[buffer], offset, parameter)
-            if id(parameter) not in seeded:
-                gradient.fill_(_NEUTRAL)
-            leaves[id(parameter)].grad = gradient
+            if id(parameter) in seeded:
+                leaves[id(parameter)].grad = gradient
+            else:
+                self._waiting[id(parameter)] = gradient
 
     def _seed_shared(self, segment: int, buffer: int) -> set[int]:
         """Load what later layers have already added to the gradients of shared weights.
