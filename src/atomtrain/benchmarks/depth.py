@@ -34,6 +34,9 @@ class DepthSetup:
     """Steps of each model; the second overlaps the updates of the first."""
     device_memory_bytes: int = 16 << 20
     """The budget, the same for all."""
+    segment_layers: int = 2
+    """Layers of a segment (embedding and head count). The schedule is the same for all depths:
+    left alone, the planner spends what a shallow model leaves of the budget on larger segments."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,7 +94,12 @@ def _measure(setup: DepthSetup, depth: int) -> dict[str, int]:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
         device="emulated",
         device_memory=setup.device_memory_bytes,
-        options=atomtrain.Options(micro_batches=setup.micro_batches),
+        options=atomtrain.Options(
+            micro_batches=setup.micro_batches,
+            segments=-(-(depth + 2) // setup.segment_layers),
+            slots=2,
+            gradient_buffers=2,
+        ),
     ) as engine:
         for _ in range(setup.steps):
             engine.step(batches)

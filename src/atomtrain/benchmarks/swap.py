@@ -50,9 +50,9 @@ class SwapSetup:
     width: int = 512
     vocabulary: int = 4096
     sequence_tokens: int = 256
-    sequences: int = 2
+    sequences: int = 4
     """Sequences in a micro-batch."""
-    micro_batches: int = 8
+    micro_batches: int = 4
     """Micro-batches in a step."""
     state_per_budget: float = 4.0
     """Parameters, gradients and moments in multiples of the device budget; above 0."""

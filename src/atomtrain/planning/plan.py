@@ -20,9 +20,11 @@ class Request:
     """Number of segments, or `None` for the planner's choice."""
     slots: int | None = None
     """Device slots, or `None` for the planner's choice of two or three."""
+    gradient_buffers: int | None = None
+    """Gradient buffers, or `None` for the planner's choice of one or two."""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "segments", "slots"):
+        for name in ("micro_batches", "segments", "slots", "gradient_buffers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name} must be at least 1, not {value}")

@@ -120,7 +120,8 @@ def _choices(chain: Chain, layout: Layout, request: Request) -> Iterator[Choice]
             continue
         most = min(segments, 3)
         slots = {min(request.slots, segments)} if request.slots else {min(2, most), most}
-        buffers = {1, min(2, segments)}
+        wanted = request.gradient_buffers
+        buffers = {min(wanted, segments)} if wanted else {1, min(2, segments)}
         for n_slots, n_buffers, boundary in itertools.product(slots, buffers, _BOUNDARIES):
             yield Choice(bounds, n_slots, n_buffers, boundary)
 

@@ -59,6 +59,8 @@ class Options:
     """Number of segments, or `None` for the planner's choice."""
     slots: int | None = None
     """Number of device slots, or `None` for the planner's choice."""
+    gradient_buffers: int | None = None
+    """Number of gradient buffers, or `None` for the planner's choice."""
     clip_norm: float | None = None
     """Clip the global gradient norm, exactly, or `None`."""
     inject: Inject | None = None
@@ -141,6 +143,7 @@ class Planner:
             micro_batches=micro_batches,
             segments=self.options.segments,
             slots=self.options.slots,
+            gradient_buffers=self.options.gradient_buffers,
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
