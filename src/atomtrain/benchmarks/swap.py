@@ -58,9 +58,9 @@ class SwapSetup:
     """Parameters, gradients and moments in multiples of the device budget; above 0."""
     link_bytes_per_s: float = 4.0 * 2**30
     """Emulated link, each direction."""
-    pairs: int = 7
+    pairs: int = 15
     """Pairs of one swapped and one resident block; at least 1."""
-    block_steps: int = 2
+    block_steps: int = 1
     """Steps in a block; at least 1."""
     warmup_steps: int = 1
     """Steps of each before the first pair; at least 1."""
