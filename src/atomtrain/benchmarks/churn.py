@@ -57,7 +57,7 @@ from atomtrain.benchmarks.churn_check import (
 )
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.benchmarks.churn_witness import check_means, read_notes
-from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, main, progress
+from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.data import read_corpus
 from atomtrain.errors import ConfigError, DataError, SwarmError
 
@@ -290,7 +290,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(run))

@@ -12,13 +12,13 @@ import json as json_format
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import atomtrain
-from atomtrain.errors import AtomError, ConfigError
+from atomtrain.errors import ConfigError
 from atomtrain.units import format_bytes, format_count, format_seconds
 
 Result = dict[str, Any]
@@ -83,19 +83,6 @@ def report(result: Mapping[str, Any], *, json: bool = False, out: Path | None = 
         _print_table(result)
     if out is not None:
         _write(out, json_format.dumps(result, allow_nan=False, indent=2) + "\n")
-
-
-def main(run: Callable[[BenchmarkOptions], Result]) -> int:
-    """Run one benchmark from the command line of its own module; return the exit status."""
-    import tyro
-
-    try:
-        options = tyro.cli(BenchmarkOptions)
-        report(run(options), json=options.json, out=options.out)
-    except AtomError as error:
-        progress(f"error: {error}")
-        return error.exit_code
-    return 0
 
 
 def _processor() -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import atomtrain
-from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, main, progress
+from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.units import format_bytes
@@ -116,7 +116,3 @@ def _measure(setup: DepthSetup, depth: int) -> dict[str, int]:
         "state_bytes": state_bytes,
         "plan_segments": plan.segments,
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(run))

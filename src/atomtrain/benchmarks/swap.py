@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import atomtrain
-from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, main, progress
+from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
 
@@ -288,7 +288,3 @@ def _same_bits(left: Any, right: Any) -> bool:
     pair = [torch.as_tensor(value).detach().contiguous().reshape(-1) for value in (left, right)]
     same_kind = pair[0].dtype == pair[1].dtype
     return same_kind and torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(run))

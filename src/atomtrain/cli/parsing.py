@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from atomtrain.errors import ConfigError, nearest
 
 Options = TypeVar("Options")
+COMPLAINT = "atom: "
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,4 +101,4 @@ def _converter(hint: Any) -> Any:
 
 def complain(message: str) -> None:
     """Print one line on standard error."""
-    sys.stderr.write(f"atom: {' '.join(str(message).split())}\n")
+    sys.stderr.write(f"{COMPLAINT}{' '.join(str(message).split())}\n")

@@ -7,11 +7,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import parse
+from atomtrain.cli.parsing import COMPLAINT, complain, parse
 from atomtrain.errors import ConfigError
 from atomtrain.training.options import TrainOptions
 
@@ -102,7 +102,18 @@ def _run_peers(options: TrainOptions) -> int:
         courses = {name: path for name, path in courses.items() if path.exists()}
         if code == 0 and courses:
             display.conclude(f"picture     {loss_picture(courses, base / PICTURE_FILE)}")
+    if code != 0 and (complaint := _last_complaint(base / name / LOG_FILE for name in names)):
+        complain(complaint)
     return code
+
+
+def _last_complaint(logs: Iterable[Path]) -> str | None:
+    """Return what the first peer that ended with a complaint had to say."""
+    for log in logs:
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        if lines and lines[-1].startswith(COMPLAINT):
+            return lines[-1].removeprefix(COMPLAINT)
+    return None
 
 
 def arguments_of(options: TrainOptions) -> list[str]:

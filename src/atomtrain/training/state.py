@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.data import Tokenizer
@@ -48,28 +48,32 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         CheckpointError: the checkpoint is of another model.
     """
     engine.synchronize()
-    targets = dict(engine.model.state_dict())
-    missing = {name for names in engine.layers().values() for name in names}
     moments: dict[str, dict[str, Any]] = {}
+    for name, kind, tensor in _fill(engine.model, checkpoint):
+        moments.setdefault(name, {})[kind] = tensor.clone()
+    engine.load_optimizer_state(moments)
+    engine.load_state_dict(engine.model.state_dict())
+
+
+def _fill(model: nn.Module, checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
+    """Copy parameters and buffers into the model; yield the rest: name, kind, tensor."""
+    targets = model.state_dict()
+    missing = {name for name, _ in model.named_parameters()}
     for shard, tensors in checkpoint.shards():
         if shard.startswith(SWARM_SHARD):
             continue
         for key, tensor in tensors.items():
             name, _, kind = key.rpartition("/")
             if kind == PARAMETER:
-                copy_parameter(targets, name, tensor, checkpoint)
+                _copy(targets, name, tensor, checkpoint)
                 missing.discard(name)
             else:
-                moments.setdefault(name, {})[kind] = tensor.clone()
+                yield name, kind, tensor
     if missing:
         raise CheckpointError(f"{checkpoint.path} lacks the parameter {min(missing)!r}")
-    engine.load_optimizer_state(moments)
-    engine.load_state_dict(engine.model.state_dict())
 
 
-def copy_parameter(
-    targets: Mapping[str, Tensor], name: str, tensor: Tensor, checkpoint: Checkpoint
-) -> None:
+def _copy(targets: Mapping[str, Tensor], name: str, tensor: Tensor, checkpoint: Checkpoint) -> None:
     """Copy one tensor of a checkpoint into the model's tensor of the same name."""
     target = targets.get(name)
     if target is None or target.shape != tensor.shape:
@@ -116,12 +120,6 @@ def model_of(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
         model = GPT(recipe.sizes)
     model.to_empty(device="cpu")
     model.tie()
-    targets = model.state_dict()
-    for shard, tensors in checkpoint.shards():
-        if shard.startswith(SWARM_SHARD):
-            continue
-        for key, tensor in tensors.items():
-            name, _, kind = key.rpartition("/")
-            if kind == PARAMETER:
-                copy_parameter(targets, name, tensor, checkpoint)
+    for _ in _fill(model, checkpoint):
+        pass  # moments are not needed
     return model.eval(), tokenizer
