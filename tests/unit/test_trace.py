@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def on_meta() -> nn.Module:
     ("model", "example", "loss", "kind", "message"),
     [
         (mlp, X, None, ConfigError, r"no loss of its own; pass loss=callable"),
-        (gpt, tokens(), square, ConfigError, r"GPT computes its own loss; leave out loss"),
+        (Stray, X, square, ConfigError, r"Stray computes its own loss; leave out loss"),
         (lambda: nn.Linear(8, 8), X, square, AnalysisError, r"layers of Linear; give an nn\.Seq"),
         (nn.Sequential, X, square, AnalysisError, r"nn\.Sequential is empty"),
         (Empty, X, None, AnalysisError, r"chain_layers\(\) of Empty must return at least one"),
@@ -213,3 +214,40 @@ def test_the_optimizer_gets_each_trainable_parameter_once() -> None:
         expected = {id(p) for p in model.parameters() if p.requires_grad}
     assert {id(p) for p in got} == expected
     assert len(got) == len(expected)
+
+
+def _losses(loss: Any, example: Any) -> list[float]:
+    torch.manual_seed(0)
+    with swap(gpt(), example, loss=loss, segments=3) as engine:
+        return [engine.step([example]) for _ in range(3)]
+
+
+def test_a_gpt_takes_another_loss_on_what_it_returns() -> None:
+    def from_logits(output: Any, batch: Any) -> Tensor:
+        logits, labels = output.logits, batch["labels"]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    batch = tokens()
+    own = _losses(None, batch)
+    assert _losses(lambda output: output.loss, batch) == own
+    assert _losses(from_logits, batch) == own
+    # The model's forward takes no labels here, so they are for the loss alone.
+    unlabelled = {"input_ids": batch["input_ids"]}
+    first = _losses(lambda output: output.logits.logsumexp(-1).mean(), unlabelled)
+    assert first[-1] < first[0]
+
+
+class WithLoss(nn.Module):
+    """Returns an object with a `.loss`, as models of Hugging Face do."""
+
+    def forward(self, value: Tensor) -> Any:
+        return SimpleNamespace(loss=value.pow(2).mean())
+
+
+def test_the_outputs_own_loss_needs_no_callable() -> None:
+    torch.manual_seed(0)
+    with swap(nn.Sequential(*mlp(), WithLoss()), X, segments=2) as engine:
+        own = engine.step([X])
+    torch.manual_seed(0)
+    with swap(mlp(), X, loss=square, segments=2) as engine:
+        assert engine.step([X]) == own

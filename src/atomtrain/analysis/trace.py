@@ -28,6 +28,19 @@ class HasLayers(Protocol):
         ...
 
 
+@runtime_checkable
+class HasOutput(Protocol):
+    """A model that knows its own chain up to its output, so that the loss can be another one."""
+
+    def output_layers(self, given: Sequence[str]) -> Sequence[Layer]:
+        """Return the layers; the last writes `output`, what forward returns.
+
+        Args:
+            given: The names of forward's arguments that micro-batches have.
+        """
+        ...
+
+
 class Traced(NamedTuple):
     """A chain, and how a micro-batch becomes the chain's inputs."""
 
@@ -58,8 +71,8 @@ def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) ->
         model: A model with `chain_layers`, or an `nn.Sequential`.
         example: One micro-batch as the model's forward takes it: a mapping, a tuple or a tensor.
             With `loss`, further entries (targets) may follow those that forward takes.
-        loss: `loss(output)` or `loss(output, micro_batch)`, a scalar; required where the model's
-            output has no loss of its own.
+        loss: `loss(output)` or `loss(output, micro_batch)`, a scalar; `None` takes the output's
+            `.loss`.
 
     Raises:
         AnalysisError: the model is of no kind that can be analysed, or has no layers.
@@ -72,9 +85,9 @@ def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) ->
                 f"chain_layers() of {type(model).__name__} must return at least one layer, and the "
                 "last one must write the loss"
             )
-        if loss is not None:
-            raise ConfigError(f"{type(model).__name__} computes its own loss; leave out loss=...")
         names = _argument_names(model)
+        if loss is not None:
+            return _with_outer_loss(model, names, example, loss)
         used = {name for layer in layers for name in layer.reads}
         inputs = tuple(name for name in names if name in used)
         return Traced(_chain(model, layers, inputs, layers[-1].writes[0]), _Binder(names, inputs))
@@ -89,12 +102,6 @@ def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) ->
 def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) -> Traced:
     if len(model) == 0:
         raise AnalysisError("the nn.Sequential is empty; nothing can be trained")
-    if loss is None:
-        raise ConfigError(
-            "an nn.Sequential has no loss of its own; pass loss=callable, "
-            "such as loss=lambda output, batch: cross_entropy(output, batch[1])"
-        )
-    as_mapping = isinstance(example, Mapping)
     if not isinstance(example, Tensor) and len(example) == 0:
         raise ConfigError("the example is empty; give one micro-batch as training will use it")
     entries: tuple[str, ...]
@@ -111,26 +118,61 @@ def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) ->
     for name, module in zip(model._modules, model, strict=True):
         layers.append(Layer(name, module, (value,), (f"{name}.out",)))
         value = f"{name}.out"
+    return _joined(model, layers, entries, isinstance(example, Mapping), loss or _own_loss)
+
+
+def _with_outer_loss(
+    model: HasLayers, names: Sequence[str], example: MicroBatch, loss: Loss
+) -> Traced:
+    """Return the chain of a model that knows its layers, with the caller's loss on its output."""
+    assert isinstance(model, nn.Module)
+    if not isinstance(model, HasOutput):
+        raise ConfigError(f"{type(model).__name__} computes its own loss; leave out loss=...")
+    if isinstance(example, Mapping):
+        entries = tuple(example)
+    else:
+        count = 1 if isinstance(example, Tensor) else len(example)
+        entries = (*names[:count], *(f"input{index}" for index in range(len(names), count)))
+    layers = list(model.output_layers(entries))
+    return _joined(model, layers, entries, isinstance(example, Mapping), loss)
+
+
+def _joined(
+    model: nn.Module, layers: list[Layer], entries: tuple[str, ...], as_mapping: bool, loss: Loss
+) -> Traced:
+    """Return the chain of layers whose last value is the model's output, followed by the loss."""
     takes_batch = _takes_batch(loss)
     extra = entries if takes_batch else ()
     # The loss has no parameters: it joins the last layer, so that it is never a segment alone.
-    head = _Joined(model[-1], _LossLayer(loss, extra, as_mapping, takes_batch))
     last = layers[-1]
+    own = len(last.reads)
+    head = _Joined(last.module, _LossLayer(loss, extra, as_mapping, takes_batch), own)
     layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
     used = {name for layer in layers for name in layer.reads}
     inputs = tuple(name for name in entries if name in used)
     return Traced(_chain(model, layers, inputs, LOSS), _Binder(entries, inputs))
 
 
+def _own_loss(output: Any) -> Tensor:
+    try:
+        loss: Tensor = output.loss
+    except AttributeError:
+        raise ConfigError(
+            f"the model's output ({type(output).__name__}) has no loss of its own; pass "
+            "loss=callable, such as loss=lambda output, batch: cross_entropy(output, batch[1])"
+        ) from None
+    return loss
+
+
 class _Joined(nn.Module):
     """The last layer followed by the loss."""
 
-    def __init__(self, module: nn.Module, loss: nn.Module) -> None:
+    def __init__(self, module: nn.Module, loss: nn.Module, reads: int) -> None:
         super().__init__()
-        self.module, self.loss = module, loss
+        self.module, self.loss, self._reads = module, loss, reads
 
-    def forward(self, value: Any, *batch: Any) -> Any:
-        return self.loss(self.module(value), *batch)
+    def forward(self, *values: Any) -> Any:
+        return self.loss(self.module(*values[: self._reads]), *values[self._reads :])
 
 
 class _Binder:

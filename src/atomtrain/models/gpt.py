@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, D width, H heads, K head width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,6 +120,18 @@ class Head(nn.Module):
         return F.cross_entropy(self.logits(hidden).flatten(0, 1), labels.flatten())
 
 
+class _OutputHead(nn.Module):
+    """The head with everything that the model returns."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> GPTOutput:
+        loss = None if labels is None else self.head(hidden, labels)
+        return GPTOutput(loss, self.head.logits(hidden))
+
+
 class GPT(nn.Module):
     """A GPT language model; `chain_layers` gives it to the engine as a chain."""
 
@@ -156,6 +169,12 @@ class GPT(nn.Module):
             )
         last = f"hidden{len(self.blocks)}"
         return [*layers, Layer("head", self.head, (last, "labels"), ("loss",))]
+
+    def output_layers(self, given: Sequence[str]) -> list[Layer]:
+        """Return the layers up to `GPTOutput`, for a loss of the caller's own."""
+        *body, head = self.chain_layers()
+        reads = (head.reads[0], *(name for name in ("labels",) if name in given))
+        return [*body, Layer("head", _OutputHead(self.head), reads, ("output",))]
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> GPTOutput:
         """Return the loss if labels are given, else the logits.

@@ -95,7 +95,8 @@ def swap(
         device_memory: Budget such as `"8GiB"`; see `open_device` for the default.
         device: `auto`, `cuda`, `cuda:1` or `emulated:4GiB/s`; or an open device, which the engine
             then owns (its budget counts, not `device_memory`).
-        loss: `loss(output)` or `loss(output, micro_batch)`, for a model without its own loss.
+        loss: `loss(output)` or `loss(output, micro_batch)`; `None` takes the output's `.loss`. A
+            micro-batch may then hold more than forward takes (targets), for the loss.
         options: Further choices.
 
     Raises:
