@@ -262,6 +262,10 @@ def test_ctrl_c_or_a_closed_terminal_reaches_peers_once(tmp_path: Path, way: str
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["TERM"] = "xterm"
+        # Tests may run under nohup or in the background, where these are ignored, and programs
+        # inherit that.
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
         os.execv(sys.executable, [sys.executable, str(LAUNCHER), str(tmp_path), *FOREVER])
     try:
         wait_until(lambda: _drained(terminal) and steps(tmp_path, "a") and steps(tmp_path, "b"))
