@@ -86,6 +86,7 @@ def test_donor_killed_during_download(peers: list[PeerProcess]) -> None:
     second = PeerProcess(target=1.0, join=[address], **size)
     peers.append(second)
     other_address = second.wait_ready()
+    _wait_averaged(second, first, second)  # so that there is something newer to download
     newcomer = PeerProcess(target=1.0, join=[address, other_address])
     peers.append(newcomer)
     newcomer.wait_for("joined")
