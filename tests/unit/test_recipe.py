@@ -72,6 +72,13 @@ def test_the_demo_has_two_peers_and_everything_else_one() -> None:
     assert TrainOptions(run="mine", peers=3).n_peers == 3
 
 
+def test_only_a_named_run_is_open_to_other_machines() -> None:
+    assert TrainOptions().listen_host == "127.0.0.1"
+    assert TrainOptions(run="mine").listen_host == "0.0.0.0"
+    assert TrainOptions(join=("a@b",)).listen_host == "0.0.0.0"
+    assert TrainOptions(host="192.0.2.7").listen_host == "192.0.2.7"
+
+
 def test_options_survive_the_way_to_a_peer_process() -> None:
     from atomtrain.cli.parsing import parse
 

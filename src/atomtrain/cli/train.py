@@ -80,7 +80,9 @@ def _run_peers(options: TrainOptions) -> int:
         raise ConfigError("--name names one peer; leave it out with --peers")
     run = options.run or f"{options.model or 'demo'}-{time.strftime('%m%d-%H%M%S')}"
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.n_peers)
-    shared = dataclasses.replace(options, run=run, peers=1, threads=threads, plain=True)
+    shared = dataclasses.replace(
+        options, run=run, peers=1, threads=threads, plain=True, host=options.listen_host
+    )
     base = options.directory / run
     names = [f"peer-{index}" for index in range(options.n_peers)]
 

@@ -84,7 +84,12 @@ class TrainOptions:
     name: str | None = option(
         None, "Name of this peer. Default: peer-0, or a new name for a peer that joins.", "NAME"
     )
-    host: str = option("0.0.0.0", "IPv4 address to listen on for other peers.", "IP")
+    host: str | None = option(
+        None,
+        "IPv4 address to listen on for other peers. Default: 0.0.0.0 (all) with --run and --join, "
+        "else 127.0.0.1 (this machine only).",
+        "IP",
+    )
     port: int = option(0, "TCP port to listen on; 0 is any free one.", "N")
     announce: str | None = option(
         None, "Address under which others reach this machine, if it is not found by itself.", "HOST"
@@ -130,6 +135,13 @@ class TrainOptions:
             and not self.join
             and not self.resume
         )
+
+    @property
+    def listen_host(self) -> str:
+        """IPv4 address to listen on; a run without a name is not open to other machines."""
+        if self.host is not None:
+            return self.host
+        return "0.0.0.0" if self.run is not None or self.join else "127.0.0.1"
 
     @property
     def n_peers(self) -> int:

@@ -70,7 +70,7 @@ def swarm_config(
     return SwarmConfig(
         run=runs.pop(),
         name=name,
-        listen_host=options.host,
+        listen_host=options.listen_host,
         listen_port=options.port,
         announce_host=options.announce,
         join=tuple(addresses),
