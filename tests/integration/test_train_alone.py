@@ -167,6 +167,9 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 
+# As in a terminal: tests may run in the background, where SIGINT is ignored and stays so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Interrupter:
     def find_spec(self, name, *_):
         if name == "numpy.dtypes":
