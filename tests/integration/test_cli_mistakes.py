@@ -345,6 +345,7 @@ def test_nobody_answers(complaint: Complaint) -> None:
         address = f"/ip4/127.0.0.1/tcp/{idle.getsockname()[1]}/p2p/{PEER_ID}"
         message = complaint("train", *LOCAL, "--join", f"mine@{address}")
     assert "no peer answers at" in message
+    assert not Path("runs").exists()
 
 
 def test_a_port_in_use(complaint: Complaint) -> None:

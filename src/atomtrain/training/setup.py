@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -232,8 +234,21 @@ def _text(data: str | None, tokenizer: Tokenizer) -> Text:
 def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
     from atomtrain.swarm import Swarm
 
+    existed = directory.exists()
     make_directory(directory)
-    return Swarm.join(swarm_config(options, run, name, directory, 1))
+    try:
+        return Swarm.join(swarm_config(options, run, name, directory, 1))
+    except BaseException:
+        if not existed:
+            _remove_empty(directory)
+        raise
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove the folder of a peer that never came to be: it holds at most a key nobody knows."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other peers of the run live there
+        directory.parent.rmdir()
 
 
 def _device_memory(options: TrainOptions, recipe: Recipe) -> str | None:
