@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens, D width, H heads, K head width, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Layer
+from atomtrain.analysis.pieces import linear_cross_entropy
 from atomtrain.errors import ConfigError
 
 
@@ -36,13 +38,23 @@ class GPTConfig:
     """Longest sequence in tokens."""
     dropout: float = 0.0
     """Probability, after the embedding, the attention and the MLP."""
+    head_pieces: int = 1
+    """In how many pieces of the vocabulary the loss is computed. More need less memory and a third
+    more arithmetic in the head; the result differs in its last bits."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "head_width", "vocabulary", "context"):
+        for name in (
+            "layers", "width", "heads", "head_width", "vocabulary", "context", "head_pieces",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+        if self.head_pieces > self.vocabulary:
+            raise ConfigError(
+                f"head_pieces must be at most the vocabulary of {self.vocabulary}, not "
+                f"{self.head_pieces}"
+            )
 
 
 class GPTOutput(NamedTuple):
@@ -110,6 +122,13 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(config.width)
         self.weight = weight
+        self.pieces = config.head_pieces
+
+    def in_pieces(self, pieces: int) -> Head:
+        """Return the same head, on the same parameters, with its loss computed in pieces."""
+        head = copy.copy(self)
+        head.pieces = pieces
+        return head
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return `[B, T, V]`."""
@@ -117,6 +136,11 @@ class Head(nn.Module):
         return logits
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        if self.pieces > 1:
+            rows = self.norm(hidden).flatten(0, 1)
+            return linear_cross_entropy(
+                rows, self.weight, None, labels.flatten(), pieces=self.pieces
+            )
         return F.cross_entropy(self.logits(hidden).flatten(0, 1), labels.flatten())
 
 
