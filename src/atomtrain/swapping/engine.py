@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts, layer_costs
+from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.profile import LayerTime, layer_times
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.errors import ConfigError, StreamError
@@ -63,12 +64,24 @@ class Options:
     """Number of gradient buffers, or `None` for the planner's choice."""
     clip_norm: float | None = None
     """Clip the global gradient norm, exactly, or `None`."""
+    head_pieces: int | Literal["auto"] | None = None
+    """In how many pieces of the vocabulary a language model's head computes its loss: more need
+    less memory and a third more arithmetic there, and the result differs in its last bits. `None`
+    leaves the head as the model has it, `"auto"` takes the fewest that make it need no more memory
+    than other layers."""
     inject: Inject | None = None
     """Called before each job of each stream; tests delay transfers with it."""
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
+        pieces = self.head_pieces
+        counts = isinstance(pieces, int) and not isinstance(pieces, bool) and pieces >= 1
+        if not counts and pieces not in (None, "auto"):
+            raise ConfigError(
+                f"head_pieces must be at least 1, 'auto', or None for the model's own head, not "
+                f"{pieces!r}"
+            )
 
 
 def swap(
@@ -101,27 +114,31 @@ def swap(
 
     Raises:
         PlanError: no plan fits the budget; names the layer and the least budget that would do.
-        AnalysisError: the model's layers cannot be found.
+        AnalysisError: the model's layers cannot be found, or its head cannot be split.
         ConfigError: a device, size or example that cannot be used.
     """
     options = options or Options()
     traced = chain_of(model, example, loss)
     inputs = traced.bind(example)
-    require_data(traced.chain)
+    chain = traced.chain
+    if isinstance(options.head_pieces, int):
+        chain = split_head(chain, options.head_pieces)
+    require_data(chain)
     opened = (
         open_device(device, device_memory, options.inject) if isinstance(device, str) else device
     )
     try:
-        costs = layer_costs(traced.chain, inputs, opened.torch_device)
+        costs = layer_costs(chain, inputs, opened.torch_device)
+        if options.head_pieces == "auto":
+            chain = split_head_as_needed(chain, costs, opened.torch_device)
+            costs = layer_costs(chain, inputs, opened.torch_device)
         machine = measure_machine(opened)
-        times = layer_times(traced.chain, costs, inputs, opened.torch_device, opened.synchronize)
+        times = layer_times(chain, costs, inputs, opened.torch_device, opened.synchronize)
         opened.trim()
-        planner = Planner(traced.chain, costs, times, machine, options)
+        planner = Planner(chain, costs, times, machine, options)
         plan = planner.plan(options.micro_batches)
-        store = HostStore(traced.chain, Layout(traced.chain), opened)
-        updates = Updates(
-            traced.chain, store.layout, store, optimizer, options.clip_norm, options.inject
-        )
+        store = HostStore(chain, Layout(chain), opened)
+        updates = Updates(chain, store.layout, store, optimizer, options.clip_norm, options.inject)
     except BaseException:
         opened.close()
         raise
