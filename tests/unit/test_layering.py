@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "swarm": set(),
     "data": set(),
     "checkpoint": set(),
+    "simulation": {"planning", "swarm", "analysis"},
 }
 ENGINE = ("analysis", "planning", "swapping")
 

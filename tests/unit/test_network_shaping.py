@@ -1,0 +1,66 @@
+"""What the shaped network's parts do, without a network."""
+
+from __future__ import annotations
+
+import pytest
+
+from atomtrain.benchmarks.shaping import Link
+from atomtrain.benchmarks.shaping_delay import DelayQueue, Ports
+from atomtrain.errors import ConfigError
+
+HEADER = bytes(10)
+
+
+def frame(target: int, source: int) -> bytes:
+    return HEADER + bytes(5) + bytes([target]) + bytes(5) + bytes([source]) + b"text"
+
+
+def test_a_link_without_a_rate_has_no_bucket() -> None:
+    assert Link(bits_per_s=None).bucket() == []
+
+
+def test_the_bucket_grows_with_the_rate_and_holds_a_packet_at_least() -> None:
+    slow, fast = (Link(bits_per_s=rate).bucket() for rate in (1e4, 1e9))
+    assert slow[slow.index("burst") + 1] == "3200b"
+    assert fast[fast.index("burst") + 1] == "500000b"
+    assert fast[fast.index("rate") + 1] == "1000000000bit"
+
+
+def test_the_queue_holds_what_is_under_way() -> None:
+    near, far = (Link(bits_per_s=1e9, round_trip_s=s).bucket() for s in (0.0, 0.2))
+    limit_bytes = [int(b[b.index("limit") + 1].removesuffix("b")) for b in (near, far)]
+    assert limit_bytes[1] >= 1e9 / 8 * 0.2 > limit_bytes[0]
+
+
+@pytest.mark.parametrize("link", [{"bits_per_s": 0}, {"bits_per_s": 1e6, "round_trip_s": -1}])
+def test_impossible_links_are_refused(link: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        Link(**link)
+
+
+def test_frames_come_out_in_order_when_they_are_due() -> None:
+    queue = DelayQueue()
+    queue.delay_s = 2.0
+    queue.put(10.0, 0, b"a")
+    queue.put(11.0, 1, b"b")
+    assert queue.due(11.9) is None
+    assert queue.wait_s(11.5) == 0.5
+    assert queue.due(12.5) == (0, b"a")
+    assert queue.due(12.5) is None
+    assert queue.due(13.0) == (1, b"b")
+    assert queue.wait_s(13.0) is None
+    assert queue.waiting_bytes == 0
+
+
+def test_a_full_queue_drops() -> None:
+    queue = DelayQueue()
+    queue.waiting_bytes = 256 << 20
+    assert not queue.put(0.0, 0, b"x")
+
+
+def test_the_switch_learns_where_hosts_are() -> None:
+    ports = Ports(3)
+    assert ports.targets(0, frame(target=2, source=1)) == [1, 2]
+    assert ports.targets(2, frame(target=1, source=2)) == [0]
+    assert ports.targets(0, frame(target=2, source=1)) == [2]
+    assert ports.targets(2, frame(target=2, source=3)) == []
