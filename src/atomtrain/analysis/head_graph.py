@@ -6,7 +6,6 @@ and slices of rows, constant factors. Each is applied to the hidden state instea
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -49,8 +48,9 @@ def split_graph(module: fx.GraphModule, pieces: int) -> fx.GraphModule:
     Raises:
         AnalysisError: there is no cross-entropy, or it is not that of a linear layer's output.
     """
-    result = fx.GraphModule(module, copy.deepcopy(module.graph))
-    graph = result.graph
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(module.graph._codegen)
     losses = [node for node in graph.nodes if node.op == "call_function" and node.target is _LOSS]
     if not losses:
         raise _cannot(
@@ -59,8 +59,7 @@ def split_graph(module: fx.GraphModule, pieces: int) -> fx.GraphModule:
     for loss in losses:
         _replace(graph, loss, pieces)
     graph.lint()
-    result.recompile()
-    return result
+    return fx.GraphModule(module, graph)
 
 
 class _Found(NamedTuple):
@@ -155,7 +154,8 @@ def _keeps_rows(node: fx.Node) -> bool:
     if node.target in _COPIES:
         return True
     if node.target in _CASTS:
-        return after.dtype in (before.dtype, torch.float32)
+        widens = before.dtype.itemsize < 4 and after.dtype == torch.float32
+        return widens or after.dtype == before.dtype
     if node.target in _FACTORS:
         return isinstance(node.args[1], int | float)
     if node.target in (*_VIEWS, _FLATTEN, _SLICE):
