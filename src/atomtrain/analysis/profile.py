@@ -1,10 +1,13 @@
-"""A short profile: each distinct layer really computes once or twice on the device."""
+"""A short profile: each distinct layer really computes a few times on the device."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +15,22 @@ from torch import Tensor
 
 from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.costs import ChainCosts, ValueSpec
+from atomtrain.errors import AnalysisError
 
-_LONGEST_S = 2.0
+PROFILE_S = 2.0
+"""The whole profile takes about this long, and longer only where one round of all distinct layers
+does."""
+LONGEST_S = 2.0
 """A layer that is expected to take longer is estimated from its FLOPs."""
+_ROUNDS = 15
+"""The most measurements of each layer."""
+_OVERHEAD_S = 2e-5
+"""What an estimate adds for each pass of a layer: a few calls of torch."""
+
+Synchronize = Callable[[], None]
+"""Blocks until the device is idle."""
+Computing = Callable[[], AbstractContextManager[Any]]
+"""Gives the context in which the executor computes, for instance one that counts memory."""
 
 
 class LayerTime(NamedTuple):
@@ -31,9 +47,14 @@ def layer_times(
     costs: ChainCosts,
     inputs: Mapping[str, Any],
     device: torch.device,
-    synchronize: Callable[[], None],
+    synchronize: Synchronize,
+    computing: Computing = contextlib.nullcontext,
+    kinds: Sequence[str] | None = None,
 ) -> dict[str, LayerTime]:
     """Return the seconds of each kind of layer, medians of measurements on the device.
+
+    All kinds are measured once, then all again, and so on, so that a moment in which the machine
+    is busy with something else spoils one measurement of several layers, not all of one.
 
     Args:
         chain: With real parameters, on the host or the device; they are not changed.
@@ -41,34 +62,80 @@ def layer_times(
         inputs: One micro-batch, by the chain's input names.
         device: Where to measure.
         synchronize: Blocks until the device is idle.
+        computing: Context in which layers run, as in training.
+        kinds: Which to measure; `None` is all.
+
+    Raises:
+        AnalysisError: a layer's time is no number; names the layer.
     """
-    rate = _flops_per_s(device, synchronize)
-    times: dict[str, LayerTime] = {}
-    generator_state = torch.get_rng_state()
-    try:
-        for layer, cost in zip(chain.layers, costs.layers, strict=True):
-            if cost.kind in times:
-                continue
-            estimate_s = cost.forward_flops / rate
-            both_s = estimate_s + cost.backward_flops / rate
-            if estimate_s + both_s > _LONGEST_S:
-                times[cost.kind] = LayerTime(estimate_s, both_s)
-                continue
-            values = [_value(name, costs.values[name], inputs, device) for name in layer.reads]
-            times[cost.kind] = _measure(layer, values, device, synchronize)
-    finally:
-        torch.set_rng_state(generator_state)
+    samples: dict[str, list[LayerTime]] = {}
+    rate = flops_per_s(device, synchronize)
+    estimates = estimated_times(costs, rate)
+    gpus = [device] if device.type == "cuda" else []
+    ends_s = time.perf_counter() + PROFILE_S
+    with torch.random.fork_rng(gpus):
+        for _ in range(_ROUNDS):
+            for layer, cost in _distinct(chain, costs, kinds):
+                if sum(estimates[cost.kind]) > LONGEST_S:
+                    samples[cost.kind] = [estimates[cost.kind]]
+                    continue
+                known = samples.setdefault(cost.kind, [])
+                if known and time.perf_counter() > ends_s:
+                    continue
+                values = [_value(name, costs.values[name], inputs, device) for name in layer.reads]
+                known.append(_measure(layer, values, device, synchronize, computing))
+    times = {
+        kind: LayerTime(*(statistics.median(seconds) for seconds in zip(*known, strict=True)))
+        for kind, known in samples.items()
+    }
+    for layer, cost in _distinct(chain, costs, kinds):
+        check_time(times[cost.kind], layer.name)
     return times
 
 
-def _flops_per_s(device: torch.device, synchronize: Callable[[], None]) -> float:
-    size = 512 if device.type == "cpu" else 1024
+def estimated_times(costs: ChainCosts, rate_flops_per_s: float) -> dict[str, LayerTime]:
+    """Return the seconds of each kind of layer from its FLOPs alone."""
+    return {
+        cost.kind: LayerTime(
+            _OVERHEAD_S + cost.forward_flops / rate_flops_per_s,
+            3 * _OVERHEAD_S + (cost.forward_flops + cost.backward_flops) / rate_flops_per_s,
+        )
+        for cost in costs.layers
+    }
+
+
+def check_time(time: LayerTime, layer: str) -> None:
+    """Check that a time can be planned with.
+
+    Raises:
+        AnalysisError: it is negative or not finite; names the layer.
+    """
+    for seconds in time:
+        if not (isinstance(seconds, int | float) and seconds >= 0 and math.isfinite(seconds)):
+            raise AnalysisError(
+                f"the profile says that layer {layer!r} takes {seconds} s, which is no duration; "
+                "profile again, or go without a profile"
+            )
+
+
+def flops_per_s(device: torch.device, synchronize: Synchronize) -> float:
+    """Return the FLOP/s of a float32 matrix product of moderate size; takes some milliseconds."""
+    size = 512 if device.type == "cpu" else 2048
     matrix = torch.ones(size, size, device=device)
+    torch.mm(matrix, matrix)
+    seconds = [_timed(lambda: torch.mm(matrix, matrix), synchronize) for _ in range(5)]
+    return 2 * size**3 / statistics.median(seconds)
 
-    def multiply() -> None:
-        torch.mm(matrix, matrix)
 
-    return 2 * size**3 / _median_s(multiply, synchronize, 3)
+def _distinct(
+    chain: Chain, costs: ChainCosts, kinds: Sequence[str] | None
+) -> list[tuple[Layer, Any]]:
+    """Return the first layer of each kind with its cost."""
+    first = {}
+    for layer, cost in zip(chain.layers, costs.layers, strict=True):
+        if kinds is None or cost.kind in kinds:
+            first.setdefault(cost.kind, (layer, cost))
+    return list(first.values())
 
 
 def _value(name: str, spec: ValueSpec, inputs: Mapping[str, Any], device: torch.device) -> Any:
@@ -84,12 +151,20 @@ def _value(name: str, spec: ValueSpec, inputs: Mapping[str, Any], device: torch.
 
 
 def _measure(
-    layer: Layer, values: Sequence[Any], device: torch.device, synchronize: Callable[[], None]
+    layer: Layer,
+    values: Sequence[Any],
+    device: torch.device,
+    synchronize: Synchronize,
+    computing: Computing,
 ) -> LayerTime:
     tensors = {
         name: parameter.detach().to(device).requires_grad_(parameter.requires_grad)
         for name, parameter in layer.parameters.items()
     }
+    for tensor in tensors.values():
+        if tensor.requires_grad:
+            # As in training, where all but a step's first micro-batch add to what is there.
+            tensor.grad = torch.zeros_like(tensor)
     # Clones, because running statistics must not change.
     tensors.update({name: b.detach().to(device).clone() for name, b in layer.buffers.items()})
 
@@ -103,17 +178,19 @@ def _measure(
             roots = [v for v in written if isinstance(v, Tensor) and v.requires_grad]
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        for value in values:
+            if isinstance(value, Tensor):
+                value.grad = None  # else the next backward would add to it
 
-    return LayerTime(_median_s(forward, synchronize, 3), _median_s(both, synchronize, 3))
+    with computing():
+        # The first run of each kind chooses kernels and touches memory.
+        both()
+        return LayerTime(_timed(forward, synchronize), _timed(both, synchronize))
 
 
-def _median_s(work: Callable[[], None], synchronize: Callable[[], None], runs: int) -> float:
+def _timed(work: Callable[[], Any], synchronize: Synchronize) -> float:
+    synchronize()
+    started_s = time.perf_counter()
     work()
     synchronize()
-    seconds = []
-    for _ in range(runs):
-        started_s = time.perf_counter()
-        work()
-        synchronize()
-        seconds.append(time.perf_counter() - started_s)
-    return statistics.median(seconds)
+    return time.perf_counter() - started_s

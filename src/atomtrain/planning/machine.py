@@ -29,7 +29,7 @@ class Machine:
     unload_bytes_per_s: float
     """Device to host, into pinned memory, the other direction idle."""
     update_parameters_per_s: float
-    """Host optimizer, while nothing else runs."""
+    """Host optimizer, a fused AdamW in float32."""
     device_memory_bytes: int
     """Budget that is never exceeded."""
     host_memory_bytes: int
@@ -41,6 +41,11 @@ class Machine:
     not the computing processor's work."""
     compute_s_per_update: float = 0.0
     """Seconds that compute loses for each parameter that is updated meanwhile."""
+    visit_s: float = 0.0
+    """Seconds that compute spends on a micro-batch of a visit beside its layers: hand-overs to the
+    streams and back. 0 where the device computes while the host prepares what comes next."""
+    copy_s: float = 0.0
+    """Seconds that each copy over the link takes beside its bytes."""
     load_pageable_bytes_per_s: float | None = None
     """Host to device, from memory that is not pinned."""
     unload_pageable_bytes_per_s: float | None = None
@@ -57,7 +62,7 @@ class Machine:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise PlanError(f"the machine's {field.name} is {value!r}; it must be a number")
-            least_is_zero = field.name.startswith("compute_s_per_")
+            least_is_zero = field.default == 0.0
             # Also false for NaN; the bound is for whole numbers too long to be floats.
             if not 0 <= value < _ENDLESS or (value == 0 and not least_is_zero):
                 raise PlanError(
