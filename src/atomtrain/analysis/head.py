@@ -48,7 +48,7 @@ def split_head(chain: Chain, pieces: int) -> Chain:
     elif pieces == 1:
         return chain
     elif isinstance(last.module, fx.GraphModule):
-        module = split_graph(last.module, pieces)
+        module = fx.GraphModule(last.module, split_graph(last.module.graph, pieces))
     else:
         raise AnalysisError(
             f"the head cannot be split: the operations of {type(last.module).__name__} cannot be "

@@ -37,20 +37,19 @@ class _Linear(NamedTuple):
     bias: fx.Node | None
 
 
-def split_graph(module: fx.GraphModule, pieces: int) -> fx.GraphModule:
-    """Return the graph with each cross-entropy of a linear layer computed in pieces.
+def split_graph(source: fx.Graph, pieces: int) -> fx.Graph:
+    """Return a copy of the graph with each cross-entropy of a linear layer computed in pieces.
 
     Args:
-        module: As `torch.export` makes it, before decomposition, its nodes with `meta["val"]`. It
-            is not changed; the result holds the same parameters.
+        source: As `torch.export` makes it, before decomposition, its nodes with `meta["val"]`.
         pieces: At least 1; 1 too replaces the operations.
 
     Raises:
         AnalysisError: there is no cross-entropy, or it is not that of a linear layer's output.
     """
     graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    graph.set_codegen(module.graph._codegen)
+    graph.output(graph.graph_copy(source, {}))
+    graph.set_codegen(source._codegen)
     losses = [node for node in graph.nodes if node.op == "call_function" and node.target is _LOSS]
     if not losses:
         raise _cannot(
@@ -59,7 +58,7 @@ def split_graph(module: fx.GraphModule, pieces: int) -> fx.GraphModule:
     for loss in losses:
         _replace(graph, loss, pieces)
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return graph
 
 
 class _Found(NamedTuple):
