@@ -14,9 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from atomtrain.analysis import Chain, Layer, LayerCost, layer_costs
 from atomtrain.analysis.pieces import linear_cross_entropy
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.errors import ConfigError
+from atomtrain.models.gpt import GPTConfig, Head
 
 ROWS, WIDTH, VOCABULARY = 12, 10, 37
 
@@ -235,3 +237,43 @@ def test_meta_tensors_and_stand_in_parameters() -> None:
         hidden.to("meta"), weight.to("meta"), None, labels.to("meta"), pieces=3
     )
     assert on_meta.shape == ()
+
+
+def head_cost(width: int, vocabulary: int, rows: int, pieces: int) -> LayerCost:
+    """Return the costs of a GPT's head in float32; nothing is allocated."""
+    with torch.device("meta"):
+        config = GPTConfig(
+            layers=1, width=width, heads=1, head_width=1, vocabulary=vocabulary, head_pieces=pieces
+        )
+        head = Head(config, torch.nn.Parameter(torch.empty(vocabulary, width)))
+        hidden = torch.empty(1, rows, width, requires_grad=True)
+        labels = torch.empty(1, rows, dtype=torch.long)
+    layer = Layer("head", head, ("hidden", "labels"), ("loss",))
+    chain = Chain((layer,), layer.reads, "loss", {})
+    return layer_costs(chain, {"hidden": hidden, "labels": labels}).layers[0]
+
+
+@pytest.mark.parametrize(
+    ("width", "vocabulary", "rows"), [(12288, 50257, 2048), (8192, 128256, 4096)]
+)
+def test_what_pieces_save_in_the_heads_of_large_models(
+    width: int, vocabulary: int, rows: int
+) -> None:
+    """GPT-3 175B and a Llama of 70B: what the head needs beside the weight's own gradient."""
+    logits_bytes, hidden_bytes = 4 * rows * vocabulary, 4 * rows * width
+    weight_bytes, product = 4 * vocabulary * width, 2 * rows * vocabulary * width
+    whole, *split = (head_cost(width, vocabulary, rows, pieces) for pieces in (1, 4, 16))
+    # Logits and their logarithmic softmax; the latter is kept.
+    assert whole.graph_bytes >= 2 * logits_bytes
+    assert whole.kept_bytes >= logits_bytes
+    assert whole.backward_flops == 2 * product
+    for pieces, cost in zip((4, 16), split, strict=True):
+        piece_bytes = 4 * rows * (-(-vocabulary // pieces // 64) * 64 + 64)
+        few_bytes = 100 * rows
+        assert cost.forward_bytes <= piece_bytes + hidden_bytes + few_bytes
+        assert cost.graph_bytes <= piece_bytes + hidden_bytes + few_bytes
+        assert cost.kept_bytes <= hidden_bytes + few_bytes
+        # The gradients of the weight and of the normalised hidden state.
+        assert cost.backward_bytes <= weight_bytes + piece_bytes + hidden_bytes + few_bytes
+        assert cost.forward_flops == whole.forward_flops == product
+        assert cost.backward_flops == 3 * product
