@@ -154,6 +154,7 @@ def test_leader_dies_while_it_tells_its_decision(monkeypatch: pytest.MonkeyPatch
     steps_s=st.lists(st.floats(0.1, 3.0), min_size=2, max_size=5),
     delay_s=st.floats(0.0, 0.4),
     deaths=st.lists(st.tuples(st.integers(0, 4), st.floats(0.1, 25.0)), max_size=3),
+    wire=st.sampled_from(["float32", "int8", "int4", "topk"]),
 )
 def test_deaths_at_any_moment(
     seed: int,
@@ -161,11 +162,12 @@ def test_deaths_at_any_moment(
     steps_s: list[float],
     delay_s: float,
     deaths: list[tuple[int, float]],
+    wire: str,
 ) -> None:
-    """Means stay right, anchors never go back, and survivors go on and agree."""
+    """Means stay right, anchors never go back, nothing is lost; survivors go on and agree."""
 
     async def scenario() -> None:
-        simulation = Simulation(tuple(sizes), seed, delay_s)
+        simulation = Simulation(tuple(sizes), seed, delay_s, wire=wire)
         for index, step_s in enumerate(steps_s):
             await simulation.add(f"peer{index}", step_s)
         for victim, after_s in deaths:

@@ -89,6 +89,16 @@ class Snapshot:
     """Tokens since this peer's last contribution to the fragment."""
     tokens_seen: int
     """This peer's token count at the snapshot."""
+    residual: torch.Tensor | None = None
+    """What encoding lost of earlier contributions, to be added to this one; None is zero."""
+    lost: torch.Tensor | None = None
+    """What encoding loses of this contribution; filled by the exchange. None: nothing."""
+
+    def contribution(self, span: Span) -> torch.Tensor:
+        """Return what the peer has to give in a span: its change, and its residual."""
+        start, stop = span
+        change = self.values[start:stop] - self.anchor.values[start:stop]
+        return change if self.residual is None else change.add_(self.residual[start:stop])
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,7 @@ class AnchorStore:
         self.tokens_seen = 0
         self._anchors: list[Anchor | None] = [None] * len(fragment_elements)
         self._tokens_merged = [0] * len(fragment_elements)
+        self._residuals: list[torch.Tensor | None] = [None] * len(fragment_elements)
 
     def adopt_local(self, access: FragmentAccess) -> None:
         """Make the current parameters the anchors, version 0.
@@ -176,13 +187,16 @@ class AnchorStore:
         self.check_size(fragment, local)
         weight = self.tokens_seen - self._tokens_merged[fragment]
         values = into.copy_(local.detach())
-        return Snapshot(fragment, values, self.anchor(fragment), weight, self.tokens_seen)
+        residual = self._residuals[fragment]
+        return Snapshot(fragment, values, self.anchor(fragment), weight, self.tokens_seen, residual)
 
     def merge(self, merge: Merge, local: torch.Tensor) -> None:
         """Put the new anchor in place and move `local`; progress since the snapshot is kept.
 
         Where the snapshot's contribution is in the anchor, local progress is what happened since
-        the snapshot; elsewhere it is all that differs from the old anchor.
+        the snapshot; elsewhere it is all that differs from the old anchor. The residual follows the
+        same rule: what encoding lost takes its place only where the contribution was used, so that
+        local minus anchor, plus residual, is at any time what no anchor contains yet.
         """
         old, new = self.anchor(merge.fragment).values, merge.anchor.values
         for start, stop in merge.changed:
@@ -194,16 +208,42 @@ class AnchorStore:
             for start, stop in merge.contributed if new is not taken else ():
                 local[start:stop].sub_(taken[start:stop]).add_(new[start:stop])
             self._tokens_merged[merge.fragment] = merge.snapshot.tokens_seen
+            if new is not taken:
+                self._advance_residual(merge.snapshot, merge.contributed)
         self.place(merge.fragment, merge.anchor)
 
+    def _advance_residual(self, snapshot: Snapshot, contributed: tuple[Span, ...]) -> None:
+        present, lost = self._residuals[snapshot.fragment], snapshot.lost
+        if present is None and lost is None:
+            return
+        if lost is not None and sum(span.elements for span in contributed) == lost.numel():
+            self._residuals[snapshot.fragment] = lost
+            return
+        # A snapshot may still hold the present one: a new one takes its place.
+        fresh = torch.zeros_like(snapshot.values) if present is None else present.clone()
+        for start, stop in contributed:
+            fresh[start:stop] = 0.0 if lost is None else lost[start:stop]
+        self._residuals[snapshot.fragment] = fresh
+
+    def residual(self, fragment: int) -> torch.Tensor | None:
+        """Return what encoding lost and no contribution has made good yet; None is zero."""
+        return self._residuals[fragment]
+
+    def forget_residual(self, fragment: int) -> None:
+        """Drop a residual that may have been sent already."""
+        self._residuals[fragment] = None
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return anchors and velocities by name; not copies."""
+        """Return anchors, velocities and residuals by name; not copies."""
         found = {}
         for fragment in range(len(self.fragment_elements)):
             anchor = self.anchor(fragment)
             found[f"anchor.{fragment}"] = anchor.values
             if anchor.velocity is not None:
                 found[f"velocity.{fragment}"] = anchor.velocity
+            residual = self._residuals[fragment]
+            if residual is not None:
+                found[f"residual.{fragment}"] = residual
         return found
 
     def meta(self) -> dict[str, Any]:
@@ -237,6 +277,11 @@ class AnchorStore:
             if digest_of(values, velocity) != digest:
                 raise SwarmError(f"anchor {fragment} of the checkpoint is damaged: wrong hash")
             self.place(fragment, Anchor(values, velocity, Stamp(version, tokens, digest)))
+            residual = tensors.get(f"residual.{fragment}")
+            if residual is not None:
+                self.check_size(fragment, residual)
+                residual = residual.detach().clone()
+            self._residuals[fragment] = residual
         self._tokens_merged = [self.tokens_seen - since for since in meta["tokens_since"]]
 
 

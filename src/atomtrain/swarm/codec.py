@@ -2,6 +2,19 @@
 
 A codec is deterministic: `decode` gives the same bits on every machine, because all members of a
 round apply the decoded bytes, the owner of a slice included.
+
+| name | contribution, bits an element | mean, bits an element | residual |
+|---|---|---|---|
+| `float32` | 32 | 32 | no |
+| `float16` | 16 | 16 | no |
+| `int8` | 8.125 | 8.125 | yes |
+| `int4` | 4.125 | 8.125 | yes |
+| `topk` | 0.453 | 1 + 0.254 for each contributor, at most 8.125 | yes |
+
+Where there is a residual, a peer keeps what encoding lost of its contribution and adds it to its
+next one (error feedback; Seide et al. 2014, Stich et al. 2018). A mean's error nobody could carry
+on, since its owner may own another slice, or nothing, in the next round: means are rounded at
+random instead, so that the error is zero on average.
 """
 
 from __future__ import annotations
@@ -11,18 +24,18 @@ from typing import Protocol
 import torch
 
 from atomtrain.errors import ConfigError, nearest
+from atomtrain.swarm.codec_blocks import BlockCodec
+from atomtrain.swarm.codec_plain import Float16Codec, Float32Codec, byte_view
+from atomtrain.swarm.codec_sparse import TopKCodec
 from atomtrain.swarm.slices import Span, piece_spans
-
-
-def byte_view(values: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, not a copy."""
-    return values.view(torch.uint8).numpy().data
 
 
 class Codec(Protocol):
     """Turns 1-D float32 tensors into bytes and back."""
 
     name: str
+    feedback: bool
+    """Whether what encoding loses is worth a residual."""
 
     def encoded_bytes(self, elements: int) -> int:
         """Return the exact number of bytes of an encoded piece."""
@@ -33,62 +46,26 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
-        """Write the values of `data` to `out`; `data` has `encoded_bytes(len(out))` bytes."""
+        """Write the values of `data` to `out`; `data` has `encoded_bytes(len(out))` bytes.
+
+        Raises:
+            BadMessage: `encode` cannot have made it.
+        """
+        ...
+
+    def for_mean(self, contributors: int, seed: int) -> Codec:
+        """Return the codec of a mean of so many contributions.
+
+        `seed` is that of random rounding, for the owner that encodes; it does not change the size,
+        nor how the bytes are decoded.
+        """
         ...
 
 
-class Float32Codec:
-    """The numbers as they are: 4 bytes each, no loss."""
-
-    name = "float32"
-
-    def encoded_bytes(self, elements: int) -> int:
-        """Return four bytes per element."""
-        return 4 * elements
-
-    def encode(self, values: torch.Tensor) -> memoryview:
-        """Return a copy of the values' bytes."""
-        return byte_view(values.clone())
-
-    def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
-        """Copy the values."""
-        if out.numel():
-            out.copy_(torch.frombuffer(data, dtype=torch.float32))
-
-
-class Float16Codec:
-    """Half the bytes: float16 of the values divided by the piece's largest magnitude.
-
-    The scale, a float32 before the values, keeps small changes out of float16's coarse subnormal
-    range and large ones from overflowing; an element's error is at most 2**-11 of its magnitude,
-    or 2**-25 of the piece's largest.
-    """
-
-    name = "float16"
-    _SCALE_BYTES = 4
-
-    def encoded_bytes(self, elements: int) -> int:
-        """Return the scale's four bytes and two per element."""
-        return self._SCALE_BYTES + 2 * elements
-
-    def encode(self, values: torch.Tensor) -> memoryview:
-        """Return scale and scaled values."""
-        out = torch.empty(self.encoded_bytes(values.numel()), dtype=torch.uint8)
-        scale = values.abs().amax() if values.numel() else torch.zeros(())
-        out[: self._SCALE_BYTES].view(torch.float32).copy_(scale)
-        body = out[self._SCALE_BYTES :].view(torch.float16)
-        body.copy_(values / scale if scale > 0 else values)
-        return byte_view(out)
-
-    def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
-        """Write value times scale."""
-        raw = torch.frombuffer(data, dtype=torch.uint8)
-        scale = raw[: self._SCALE_BYTES].view(torch.float32)
-        out.copy_(raw[self._SCALE_BYTES :].view(torch.float16))
-        out.mul_(scale)
-
-
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float16Codec(), Float32Codec())}
+_CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (Float16Codec(), Float32Codec(), BlockCodec(8), BlockCodec(4), TopKCodec())
+}
 CODEC_NAMES = tuple(_CODECS)
 
 
@@ -126,3 +103,15 @@ def decode_span(codec: Codec, pieces: list[memoryview], out: torch.Tensor) -> No
 def all_finite(values: torch.Tensor) -> bool:
     """Say whether no value is infinite or NaN; an overflowing sum counts as such."""
     return bool(torch.isfinite(values.sum()))
+
+
+__all__ = [
+    "CODEC_NAMES",
+    "Codec",
+    "all_finite",
+    "byte_view",
+    "codec_named",
+    "decode_span",
+    "encode_span",
+    "encoded_bytes",
+]

@@ -45,7 +45,7 @@ class SwarmConfig:
     outer_momentum: float = 0.0
     """Nesterov momentum of the outer update; at least 0, below 1."""
     wire: str = "float16"
-    """How changes travel: `float16` or `float32`."""
+    """How changes travel: `float16`, `float32`, `int8`, `int4` or `topk`; see `codec`."""
     expiry_s: float = 30.0
     """A peer silent for this long is no member any more; at least 1. Clocks must agree to a
     fraction of it."""

@@ -150,10 +150,6 @@ class Exchange:
         self._reduction.lose(member)
         self._changed.set()
 
-    def _change(self, span: Span) -> torch.Tensor:
-        snapshot, (start, stop) = self._setup.snapshot, span
-        return snapshot.values[start:stop] - snapshot.anchor.values[start:stop]
-
     async def _receive(self, channel: Channel) -> torch.Tensor:
         span = self._spans[self._me]
         codec = self._setup.codec
@@ -167,7 +163,7 @@ class Exchange:
     async def _own_slice(self) -> SliceMean | None:
         span = self._spans[self._me]
         if self._begin.weights[self._me]:
-            own = await self._setup.offload(self._change, span)
+            own = await self._setup.offload(self._own_contribution, span)
             async with self._adding:
                 await self._setup.offload(self._reduction.add, self._me, own)
         try:
@@ -187,11 +183,26 @@ class Exchange:
         self._mean.set_result(_Outbound(header, pieces))
         return held if all_finite(held.values) else None
 
+    def _own_contribution(self, span: Span) -> torch.Tensor:
+        """Return this member's contribution to its own slice, as others would have received it."""
+        if self._setup.snapshot.lost is None:
+            return self._setup.snapshot.contribution(span)
+        values = torch.empty(span.elements)
+        for start, stop in piece_spans(Span(0, span.elements)):
+            data = self._encode_change(Span(span.start + start, span.start + stop))
+            self._setup.codec.decode(data, values[start:stop])
+        return values
+
+    def _mean_codec(self, contributors: tuple[int, ...]) -> Codec:
+        seed = hashlib.sha256(f"{self._begin.round_id}/{self._me}".encode()).digest()[:8]
+        return self._setup.codec.for_mean(len(contributors), int.from_bytes(seed, "little") >> 1)
+
     def _encode_mean(
         self, contributors: tuple[int, ...], mean: torch.Tensor
     ) -> tuple[list[memoryview], SliceMean]:
-        pieces = encode_span(self._setup.codec, mean)
-        decode_span(self._setup.codec, pieces, mean)  # the owner, too, applies what travels
+        codec = self._mean_codec(contributors)
+        pieces = encode_span(codec, mean)
+        decode_span(codec, pieces, mean)  # the owner, too, applies what travels
         return pieces, SliceMean(mean, contributors, _mean_digest(contributors, pieces))
 
     async def _contribute(self, owner: int) -> SliceMean | None:
@@ -226,16 +237,26 @@ class Exchange:
             await channel.send_bytes(data)
 
     def _encode_change(self, piece: Span) -> memoryview:
-        return self._setup.codec.encode(self._change(piece))
+        codec, snapshot = self._setup.codec, self._setup.snapshot
+        values = snapshot.contribution(piece)
+        data = codec.encode(values)
+        if snapshot.lost is not None:
+            sent = torch.empty_like(values)
+            codec.decode(data, sent)
+            torch.sub(values, sent, out=snapshot.lost[piece.start : piece.stop])
+        return data
 
     async def _receive_mean(self, channel: Channel, span: Span) -> SliceMean | None:
         header = await channel.receive(Mean, self._begin.exchange_s)
         if not header.contributors:
             return None
-        if any(member >= len(self._spans) for member in header.contributors):
+        group = range(len(self._spans))
+        if not set(header.contributors) <= set(group):
             raise BadMessage("a mean over members that are not in the group")
+        if len(set(header.contributors)) != len(header.contributors):
+            raise BadMessage("a mean that counts a member twice")
         pieces = []
-        codec = self._setup.codec
+        codec = self._mean_codec(header.contributors)
         for piece in piece_spans(span):
             data = bytearray(codec.encoded_bytes(piece.elements))
             await channel.receive_into(memoryview(data))
@@ -251,7 +272,10 @@ class Exchange:
         if _mean_digest(header.contributors, pieces) != header.digest:
             return None
         values = torch.empty(elements)
-        decode_span(self._setup.codec, pieces, values)
+        try:
+            decode_span(self._mean_codec(header.contributors), pieces, values)
+        except BadMessage:
+            return None
         return SliceMean(values, header.contributors, header.digest) if all_finite(values) else None
 
 

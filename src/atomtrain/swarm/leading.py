@@ -107,6 +107,6 @@ class Leading:
 
 def exchange_bytes(context: Context, fragment: int, group: int) -> int:
     """Return the bytes that each of `group` members sends, and receives, in an exchange."""
-    elements = context.manifest.fragment_elements[fragment]
-    whole = encoded_bytes(context.codec, Span(0, elements))
-    return int(2 * (group - 1) / group * whole)
+    whole = Span(0, context.manifest.fragment_elements[fragment])
+    both = (context.codec, context.codec.for_mean(group, 0))
+    return int((group - 1) / group * sum(encoded_bytes(codec, whole) for codec in both))

@@ -10,7 +10,9 @@ later come from that very round, its progress is measured from there and nothing
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from atomtrain.swarm.anchors import (
     Anchor,
@@ -97,6 +99,9 @@ class Membering:
         begin = await self._expect(Begin, self._invite.answer_s + self._context.timing.floor_s)
         if begin.round_id != self._invite.round_id:
             raise BadMessage("the leader began another round")
+        if self._context.codec.feedback:
+            lost = await self._context.offload(torch.zeros_like, snapshot.values)
+            snapshot = replace(snapshot, lost=lost)
         result = await self._exchange(snapshot, begin)
         await self._channel.send(Held(digests=result.digests))
         patience_s = begin.exchange_s + 2 * self._context.timing.floor_s

@@ -48,7 +48,7 @@ class SwarmState(NamedTuple):
     """What a checkpoint keeps of the swarm."""
 
     tensors: dict[str, torch.Tensor]
-    """Anchors and velocities, 1-D float32, by name; not to be changed."""
+    """Anchors, velocities and residuals, 1-D float32, by name; not to be changed."""
     meta: dict[str, Any]
     """Versions, token counts and round, JSON-able."""
 
@@ -203,7 +203,8 @@ class Swarm:
         """Bring a resumed peer, after `load_state_dict`, up to what the swarm holds now.
 
         Anchors that others have newer are fetched, and the parameters move by the difference: what
-        this peer had learnt beyond its old anchors is kept. Blocks until done.
+        this peer had learnt beyond its old anchors is kept; their residuals are dropped. Blocks
+        until done.
 
         Raises:
             SwarmError: a fragment could not be had from anybody.
@@ -215,6 +216,8 @@ class Swarm:
                 continue
             anchor = self._fetch(fragment).result()
             if anchor.stamp.beats(present.stamp):
+                # It may have been sent after the checkpoint was written, and be in this anchor.
+                store.forget_residual(fragment)
                 merge = Merge(fragment, anchor, whole(anchor.values.numel()))
                 self._desk.merge_now(merge, access)
         self._thread.post(self._service.set_training)
