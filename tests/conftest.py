@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,5 +16,11 @@ def assumed_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assume the rates of layers and host, so that plans are quickly made and always the same."""
     from engine_models import assumed_times
 
-    monkeypatch.setattr("atomtrain.swapping.engine.layer_times", assumed_times)
-    monkeypatch.setattr("atomtrain.swapping.machines._update_parameters_per_s", lambda: 1e9)
+    from atomtrain.swapping.machines import assumed_machine
+    from atomtrain.swapping.profiling import Profile
+
+    def assumed_profile(device: Any, chain: Any, costs: Any, *_: Any, **__: Any) -> Profile:
+        return Profile(assumed_machine(device), assumed_times(chain, costs))
+
+    monkeypatch.setattr("atomtrain.swapping.engine.take_profile", assumed_profile)
+    monkeypatch.setattr("atomtrain.swapping.machines.update_parameters_per_s", lambda *_: 1e9)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.analysis.chain import Chain, Layer
-from atomtrain.analysis.costs import ChainCosts, ValueSpec
+from atomtrain.analysis.costs import ChainCosts, LayerCost, ValueSpec
 from atomtrain.errors import AnalysisError
 
 PROFILE_S = 2.0
@@ -129,9 +129,9 @@ def flops_per_s(device: torch.device, synchronize: Synchronize) -> float:
 
 def _distinct(
     chain: Chain, costs: ChainCosts, kinds: Sequence[str] | None
-) -> list[tuple[Layer, Any]]:
+) -> list[tuple[Layer, LayerCost]]:
     """Return the first layer of each kind with its cost."""
-    first = {}
+    first: dict[str, tuple[Layer, LayerCost]] = {}
     for layer, cost in zip(chain.layers, costs.layers, strict=True):
         if kinds is None or cost.kind in kinds:
             first.setdefault(cost.kind, (layer, cost))

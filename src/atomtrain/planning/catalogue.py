@@ -79,6 +79,8 @@ class Gpu:
     host: str
     """Typical host memory beside it, by name in `HOSTS`."""
     sources: tuple[Source, ...]
+    reported_as: tuple[str, ...] = ()
+    """What drivers call it."""
     note: str = ""
 
     def peak_flops_per_s(self, dtype: str) -> float:
@@ -118,6 +120,12 @@ def gpu(name: str) -> Gpu:
             f"GPUs: {', '.join(GPUS)}; or describe the machine in a file (docs/hardware.md)"
         )
     return GPUS[name.lower()]
+
+
+def gpu_reported_as(name: str) -> Gpu | None:
+    """Return the GPU that the driver calls so, or `None` if it is not in the catalogue."""
+    short = name.removeprefix("NVIDIA ")
+    return next((card for card in GPUS.values() if short in card.reported_as), None)
 
 
 def host(name: str) -> Host:
@@ -260,6 +268,7 @@ def _gpu(name: str, entry: Mapping[str, Any]) -> Gpu:
         pcie_lanes=entry["pcie"][1],
         host=entry["host"],
         sources=tuple(_source(source) for source in entry["sources"]),
+        reported_as=tuple(entry["reported_as"]),
         note=entry.get("note", ""),
     )
 

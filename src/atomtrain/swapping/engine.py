@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts, layer_costs
 from atomtrain.analysis.head import split_head, split_head_as_needed
-from atomtrain.analysis.profile import LayerTime, layer_times
+from atomtrain.analysis.profile import LayerTime
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.planning.layout import Layout
@@ -30,7 +30,7 @@ from atomtrain.planning.search import make_plan
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.executor import Executor
-from atomtrain.swapping.machines import measure_machine
+from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.streams import Inject
 from atomtrain.swapping.updates import OptimizerFactory, Updates
@@ -69,6 +69,10 @@ class Options:
     less memory and a third more arithmetic there, and the result differs in its last bits. `None`
     leaves the head as the model has it, `"auto"` takes the fewest that make it need no more memory
     than other layers."""
+    profile: bool = True
+    """Measure this machine and the model's layers for a few seconds (once; then they are in the
+    user's cache). Else a GPU's rates come from the catalogue, and the emulated device's from the
+    model's FLOPs."""
     inject: Inject | None = None
     """Called before each job of each stream; tests delay transfers with it."""
 
@@ -132,10 +136,8 @@ def swap(
         if options.head_pieces == "auto":
             chain = split_head_as_needed(chain, costs, opened.torch_device)
             costs = layer_costs(chain, inputs, opened.torch_device)
-        machine = measure_machine(opened)
-        times = layer_times(chain, costs, inputs, opened.torch_device, opened.synchronize)
-        opened.trim()
-        planner = Planner(chain, costs, times, machine, options)
+        profile = take_profile(opened, chain, costs, inputs, measure=options.profile)
+        planner = Planner(chain, costs, profile.times, profile.machine, options)
         plan = planner.plan(options.micro_batches)
         store = HostStore(chain, Layout(chain), opened)
         updates = Updates(chain, store.layout, store, optimizer, options.clip_norm, options.inject)

@@ -1,34 +1,102 @@
-"""Measures the rates of this host and link that the planner needs."""
+"""This machine as the planner sees it: measured, or looked up where nothing shall be measured."""
 
 from __future__ import annotations
 
 import os
-import time
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
+from atomtrain.errors import ConfigError
+from atomtrain.planning.catalogue import Gpu, gpu_reported_as, machine_for
 from atomtrain.planning.machine import Machine
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.probes import (
+    Stolen,
+    host_copy_bytes_per_s,
+    link_rates,
+    stolen,
+    storage_rates,
+    update_parameters_per_s,
+)
 
-_PROBE_BYTES = 64 << 20
-_PROBE_PARAMETERS = 1 << 21
+_STEALING_COPY_S = 0.01
+_QUICK_PARAMETERS = 1 << 18
 
 
-def measure_machine(device: Device) -> Machine:
-    """Return this machine's rates; takes well under a second."""
-    if isinstance(device, EmulatedDevice):
-        load = unload = device.link_bytes_per_s
-    else:
-        load, unload = _link_bytes_per_s(device)
+def measure_machine(device: Device, folder: Path | None = None) -> Machine:
+    """Return this machine's rates, measured; takes about a second.
+
+    Args:
+        device: Idle, with a quarter of its budget free.
+        folder: Whose disk is measured; `None` is that of temporary files.
+    """
+    with _quiet(device) as probe:
+        pinned = link_rates(probe)
+        emulated = isinstance(probe, EmulatedDevice)
+        # Ordinary memory is all that the emulated device knows.
+        pageable = None if emulated else link_rates(probe, pinned=False)
+        lost = _stolen(probe, pinned.load_bytes_per_s) if emulated else Stolen(0.0, 0.0)
+    storage = storage_rates(folder or Path(tempfile.gettempdir()))
     return Machine(
         name=device.name,
-        load_bytes_per_s=load,
-        unload_bytes_per_s=unload,
-        update_parameters_per_s=_update_parameters_per_s(),
-        device_memory_bytes=max(1, device.memory_bytes - device.reserved_bytes),
+        load_bytes_per_s=pinned.load_bytes_per_s,
+        unload_bytes_per_s=pinned.unload_bytes_per_s,
+        update_parameters_per_s=update_parameters_per_s(),
+        device_memory_bytes=budget_bytes(device),
         host_memory_bytes=host_memory_bytes(),
+        both_ways_share=pinned.both_ways_share,
+        compute_s_per_copied_byte=lost.s_per_copied_byte,
+        compute_s_per_update=lost.s_per_update,
+        copy_s=pinned.copy_s,
+        load_pageable_bytes_per_s=pageable.load_bytes_per_s if pageable else None,
+        unload_pageable_bytes_per_s=pageable.unload_bytes_per_s if pageable else None,
+        host_copy_bytes_per_s=host_copy_bytes_per_s(),
+        storage_read_bytes_per_s=storage.read_bytes_per_s if storage else None,
+        storage_write_bytes_per_s=storage.write_bytes_per_s if storage else None,
     )
+
+
+def assumed_machine(device: Device) -> Machine:
+    """Return this machine's rates without a profile: a GPU's from the catalogue.
+
+    The emulated device's link is what it was told to be; its host optimizer is tried for some
+    milliseconds.
+
+    Raises:
+        ConfigError: the GPU is not in the catalogue.
+    """
+    if isinstance(device, EmulatedDevice):
+        return Machine(
+            name=device.name,
+            load_bytes_per_s=device.link_bytes_per_s,
+            unload_bytes_per_s=device.link_bytes_per_s,
+            update_parameters_per_s=update_parameters_per_s(_QUICK_PARAMETERS),
+            device_memory_bytes=budget_bytes(device),
+            host_memory_bytes=host_memory_bytes(),
+        )
+    return machine_for(
+        catalogue_gpu(device), host_memory_bytes(), device_memory_bytes=budget_bytes(device)
+    )
+
+
+def catalogue_gpu(device: Device) -> Gpu:
+    """Return the catalogue's entry for a device.
+
+    Raises:
+        ConfigError: the GPU is not in the catalogue.
+    """
+    card = gpu_reported_as(device.name)
+    if card is None:
+        raise ConfigError(
+            f"the GPU {device.name!r} is not in the catalogue, so its rates must be measured; "
+            "leave out --no-profile"
+        )
+    return card
 
 
 def host_memory_bytes() -> int:
@@ -36,28 +104,32 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _link_bytes_per_s(device: Device) -> tuple[float, float]:
-    n_bytes = min(_PROBE_BYTES, device.memory_bytes // 4)
-    host = device.host_empty(n_bytes)
-    with device.computing():
-        there = device.empty((n_bytes,), torch.uint8)
-    rates = []
-    for stream, job in (
-        (device.load, lambda: device.copy_in(there, host)),
-        (device.unload, lambda: device.copy_out(host, there)),
-    ):
-        stream.submit(job, [device.mark()]).wait()
-        started_s = time.perf_counter()
-        stream.submit(job).wait()
-        rates.append(n_bytes / (time.perf_counter() - started_s))
-    return rates[0], rates[1]
+def budget_bytes(device: Device) -> int:
+    """Return what plans may use of a device's memory."""
+    return max(1, device.memory_bytes - device.reserved_bytes)
 
 
-def _update_parameters_per_s() -> float:
-    parameter = torch.nn.Parameter(torch.zeros(_PROBE_PARAMETERS))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    optimizer.step()
-    started_s = time.perf_counter()
-    optimizer.step()
-    return _PROBE_PARAMETERS / (time.perf_counter() - started_s)
+@contextmanager
+def _quiet(device: Device) -> Iterator[Device]:
+    """Give a device whose streams run nothing but the measurements.
+
+    Tests slow the streams of emulated devices on purpose.
+    """
+    if not isinstance(device, EmulatedDevice):
+        yield device
+        return
+    twin = EmulatedDevice(device.memory_bytes, device.link_bytes_per_s)
+    try:
+        yield twin
+    finally:
+        twin.close()
+
+
+def _stolen(device: Device, link_bytes_per_s: float) -> Stolen:
+    matrix = torch.ones(384, 384)
+
+    def work() -> None:
+        torch.mm(matrix, matrix)
+
+    copy_bytes = int(min(8 << 20, max(1 << 12, _STEALING_COPY_S * link_bytes_per_s)))
+    return stolen(device, work, copy_bytes)

@@ -1,0 +1,272 @@
+"""Measurements of the link, the host optimizer and local storage, each a fraction of a second.
+
+All are medians, and sizes follow from a first try, so that a slow link or disk does not make the
+profile slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.streams import Stream
+
+_LARGEST_BYTES = 64 << 20
+"""Larger than the caches of common processors."""
+_SMALLEST_BYTES = 4 << 10
+_COPY_S = 0.02
+"""How long a measured copy should take."""
+_REPEATS = 5
+_PARAMETERS = 1 << 21
+"""32 MiB of parameters, gradients and moments: the update of a typical block comes from memory."""
+_STEAL_S = 0.15
+"""How long compute is watched while something else runs."""
+_STORAGE_BYTES = 32 << 20
+_STORAGE_S = 0.5
+
+
+class LinkRates(NamedTuple):
+    """What the link between host and device does."""
+
+    load_bytes_per_s: float
+    unload_bytes_per_s: float
+    both_ways_share: float
+    copy_s: float
+    """What a copy takes beside its bytes."""
+
+
+class StorageRates(NamedTuple):
+    """Sequential rates of the disk under a folder."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+class Stolen(NamedTuple):
+    """What compute loses to other work of the same processor."""
+
+    s_per_copied_byte: float
+    s_per_update: float
+
+
+def link_rates(device: Device, *, pinned: bool = True) -> LinkRates:
+    """Measure copies over the link, through the streams that training uses.
+
+    Args:
+        device: Idle, with a quarter of its budget free.
+        pinned: From memory of `Device.host_empty`; else from ordinary memory.
+    """
+    most_bytes = max(_SMALLEST_BYTES, min(_LARGEST_BYTES, device.memory_bytes // 8))
+    with device.computing():
+        there = [device.empty((most_bytes,), torch.uint8) for _ in range(2)]
+    here = [_host_memory(device, most_bytes, pinned) for _ in range(2)]
+    device.synchronize()
+
+    def load(n_bytes: int) -> Callable[[], None]:
+        return lambda: device.copy_in(there[0][:n_bytes], here[0][:n_bytes])
+
+    def unload(n_bytes: int) -> Callable[[], None]:
+        return lambda: device.copy_out(here[1][:n_bytes], there[1][:n_bytes])
+
+    copy_s = _median([_through(device.load, load(_SMALLEST_BYTES)) for _ in range(2 * _REPEATS)])
+    n_bytes = _worthwhile(lambda size: _through(device.load, load(size)), most_bytes)
+    load_s = _median([_through(device.load, load(n_bytes)) for _ in range(_REPEATS)])
+    unload_s = _median([_through(device.unload, unload(n_bytes)) for _ in range(_REPEATS)])
+    both_s = _median([_both(device, load(n_bytes), unload(n_bytes)) for _ in range(_REPEATS)])
+    return LinkRates(
+        load_bytes_per_s=n_bytes / _least(load_s - copy_s, load_s),
+        unload_bytes_per_s=n_bytes / _least(unload_s - copy_s, unload_s),
+        both_ways_share=min(1.0, max(load_s, unload_s) / both_s),
+        copy_s=copy_s,
+    )
+
+
+def host_copy_bytes_per_s() -> float:
+    """Measure copies from host memory to host memory with all threads."""
+    source = torch.zeros(_LARGEST_BYTES, dtype=torch.uint8)
+    target = torch.zeros(_LARGEST_BYTES, dtype=torch.uint8)
+    return _LARGEST_BYTES / _median([_timed(lambda: target.copy_(source)) for _ in range(_REPEATS)])
+
+
+def update_parameters_per_s(parameters: int = _PARAMETERS) -> float:
+    """Measure a fused AdamW in float32, on a thread of its own as in training."""
+    step = _optimizer_step(parameters)
+    stream = Stream("probe")
+    try:
+        _through(stream, step)
+        return parameters / _median([_through(stream, step) for _ in range(_REPEATS)])
+    finally:
+        stream.close()
+
+
+def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
+    """Measure what copies and updates cost computing on the same processor.
+
+    Args:
+        device: Whose copies are the processor's own work.
+        work: A short piece of compute, some milliseconds at most.
+        copy_bytes: Size of the copies; one should take some milliseconds too.
+    """
+    here, there = (torch.zeros(copy_bytes, dtype=torch.uint8) for _ in range(2))
+    parameters = _PARAMETERS // 4
+    step = _optimizer_step(parameters)
+    work()
+    step()
+    alone = _pace(work, None)
+    copying = _pace(work, lambda: device.copy_in(there, here))
+    updating = _pace(work, step)
+    return Stolen(
+        copying.stolen_s(alone) / (max(1, copying.others) * copy_bytes),
+        updating.stolen_s(alone) / (max(1, updating.others) * parameters),
+    )
+
+
+def storage_rates(folder: Path) -> StorageRates | None:
+    """Measure the disk under a folder past the page cache; `None` if that cannot be done.
+
+    Writes are synced to the disk. Reads need a file system that takes `O_DIRECT`.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    path = folder / f"storage-probe-{os.getpid()}-{threading.get_ident()}"
+    try:
+        with mmap.mmap(-1, 1 << 20) as page:  # aligned, as O_DIRECT needs it
+            page.write(os.urandom(1 << 20))
+            written_bytes, write_s = _write_file(path, page)
+            read_s = _read_file(path, page)
+    except OSError:
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return StorageRates(written_bytes / read_s, written_bytes / write_s)
+
+
+class _Pace(NamedTuple):
+    """Pieces of compute done in a time, and pieces of other work beside them."""
+
+    pieces: int
+    seconds: float
+    others: int
+
+    def stolen_s(self, alone: _Pace) -> float:
+        """Return the seconds of compute that the other work cost."""
+        return max(0.0, self.seconds - self.pieces * alone.seconds / alone.pieces)
+
+
+def _pace(work: Callable[[], None], other: Callable[[], None] | None) -> _Pace:
+    with _beside(other) as count:
+        pieces = 0
+        started_s = time.perf_counter()
+        while (seconds := time.perf_counter() - started_s) < _STEAL_S or pieces < 2:
+            work()
+            pieces += 1
+        return _Pace(pieces, seconds, count())
+
+
+@contextmanager
+def _beside(other: Callable[[], None] | None) -> Iterator[Callable[[], int]]:
+    """Repeat `other` on a thread meanwhile; yields how often it was done so far."""
+    done, stop = [0], threading.Event()
+
+    def repeat() -> None:
+        while other is not None and not stop.is_set():
+            other()
+            done[0] += 1
+
+    thread = threading.Thread(target=repeat, name="atom-probe", daemon=True)
+    thread.start()
+    try:
+        yield lambda: done[0]
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _optimizer_step(parameters: int) -> Callable[[], None]:
+    parameter = torch.nn.Parameter(torch.zeros(parameters))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+
+    def step() -> None:
+        optimizer.step()
+
+    return step
+
+
+def _host_memory(device: Device, n_bytes: int, pinned: bool) -> Tensor:
+    memory = device.host_empty(n_bytes) if pinned else torch.empty(n_bytes, dtype=torch.uint8)
+    return memory.zero_()  # touched, so that no page is missing when it is copied
+
+
+def _worthwhile(copy_s: Callable[[int], float], most_bytes: int) -> int:
+    """Return a size whose copy takes long enough to be measured, and not much longer."""
+    n_bytes = _SMALLEST_BYTES
+    while n_bytes < most_bytes and copy_s(n_bytes) < _COPY_S / 4:
+        n_bytes = min(4 * n_bytes, most_bytes)
+    return n_bytes
+
+
+def _through(stream: Stream, job: Callable[[], None]) -> float:
+    return _timed(lambda: stream.submit(job).wait())
+
+
+def _both(device: Device, load: Callable[[], None], unload: Callable[[], None]) -> float:
+    def copies() -> None:
+        events = [device.load.submit(load), device.unload.submit(unload)]
+        for event in events:
+            event.wait()
+
+    return _timed(copies)
+
+
+def _write_file(path: Path, page: mmap.mmap) -> tuple[int, float]:
+    """Write and sync until there is enough or it took long enough; return bytes and seconds."""
+    n_bytes = 0
+    started_s = time.perf_counter()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
+    try:
+        while n_bytes < _STORAGE_BYTES and time.perf_counter() - started_s < _STORAGE_S:
+            n_bytes += os.write(descriptor, page)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return n_bytes, time.perf_counter() - started_s
+
+
+def _read_file(path: Path, page: mmap.mmap) -> float:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        started_s = time.perf_counter()
+        while os.readv(descriptor, [page]):
+            pass
+        return time.perf_counter() - started_s
+    finally:
+        os.close(descriptor)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s
+
+
+def _median(seconds: list[float]) -> float:
+    return statistics.median(seconds)
+
+
+def _least(seconds: float, whole_s: float) -> float:
+    """Return what is left of a copy without its overhead; never nothing."""
+    return max(seconds, 0.05 * whole_s)

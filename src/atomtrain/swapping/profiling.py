@@ -1,0 +1,134 @@
+"""What a plan is made from: rates of the machine and times of the layers, measured or assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.costs import ChainCosts
+from atomtrain.analysis.profile import LayerTime, estimated_times, flops_per_s, layer_times
+from atomtrain.analysis.storages import StorageTracker
+from atomtrain.planning.catalogue import estimate_times
+from atomtrain.planning.machine import Machine
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.machines import (
+    assumed_machine,
+    budget_bytes,
+    catalogue_gpu,
+    host_memory_bytes,
+    measure_machine,
+)
+from atomtrain.swapping.profile_cache import (
+    ProfileCache,
+    layer_key,
+    machine_key,
+    profile_folder,
+)
+
+
+class Profile(NamedTuple):
+    """A machine, and the seconds of each kind of layer on its device for one micro-batch."""
+
+    machine: Machine
+    times: Mapping[str, LayerTime]
+
+
+def take_profile(
+    device: Device,
+    chain: Chain,
+    costs: ChainCosts,
+    inputs: Mapping[str, Any],
+    *,
+    measure: bool = True,
+    folder: Path | None = None,
+) -> Profile:
+    """Return what a plan needs to know; a few seconds the first time, then from the cache.
+
+    Args:
+        device: Idle, and nothing of the model on it.
+        chain: With real parameters; they are not changed.
+        costs: Of the chain.
+        inputs: One micro-batch, by the chain's input names.
+        measure: Else a GPU's figures come from the catalogue, and the emulated device's times
+            from FLOPs and the rate of a matrix product.
+        folder: Of the cache; `None` is the user's.
+
+    Raises:
+        AnalysisError: a layer's time is no number; names the layer.
+        ConfigError: nothing shall be measured, and the GPU is not in the catalogue.
+    """
+    if not measure:
+        return Profile(assumed_machine(device), _assumed_times(device, costs))
+    folder = folder or profile_folder()
+    cache = ProfileCache(folder, machine_key(device))
+    keys = {
+        cost.kind: layer_key(layer, cost, costs.values)
+        for layer, cost in zip(chain.layers, costs.layers, strict=True)
+    }
+    if not _complete(cache, keys):
+        with cache.turn():
+            cache.reload()
+            _measure(cache, device, chain, costs, inputs, keys)
+            cache.save()
+    machine = cache.machine(budget_bytes(device), host_memory_bytes())
+    assert machine is not None
+    times = {kind: time for kind, key in keys.items() if (time := cache.time(key)) is not None}
+    return Profile(machine, times)
+
+
+def _complete(cache: ProfileCache, keys: Mapping[str, str]) -> bool:
+    return cache.machine(1, 1) is not None and all(cache.time(key) for key in keys.values())
+
+
+def _measure(
+    cache: ProfileCache,
+    device: Device,
+    chain: Chain,
+    costs: ChainCosts,
+    inputs: Mapping[str, Any],
+    keys: Mapping[str, str],
+) -> None:
+    """Measure what the cache lacks."""
+    if cache.machine(1, 1) is None:
+        cache.put_machine(measure_machine(device, cache.path.parent))
+    missing = [kind for kind, key in keys.items() if cache.time(key) is None]
+    if missing:
+        times = layer_times(
+            chain,
+            costs,
+            inputs,
+            device.torch_device,
+            device.synchronize,
+            computing=_computing(device),
+            kinds=missing,
+        )
+        for kind, layer_time in times.items():
+            cache.put_time(keys[kind], layer_time)
+    device.trim()
+
+
+def _computing(device: Device) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context in which layers run in training.
+
+    The emulated device's accounting is part of what its layers take. Its budget is not enforced
+    here: a layer that exceeds it gets a `PlanError`, which says what would do.
+    """
+    if isinstance(device, EmulatedDevice):
+        return StorageTracker
+    return device.computing
+
+
+def _assumed_times(device: Device, costs: ChainCosts) -> dict[str, LayerTime]:
+    if isinstance(device, EmulatedDevice):
+        return estimated_times(costs, flops_per_s(device.torch_device, device.synchronize))
+    exact = torch.get_float32_matmul_precision() == "highest"
+    card = catalogue_gpu(device)
+    return estimate_times(
+        costs, card, "fp32" if exact or "tf32" not in card.flops_per_s else "tf32"
+    )
