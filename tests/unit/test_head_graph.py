@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from atomtrain.analysis import Chain, Layer, chain_of, layer_costs
 from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.head_graph import split_graph
-from atomtrain.analysis.pieces import linear_cross_entropy
+from atomtrain.analysis.pieces import OPERATION, linear_cross_entropy
 from atomtrain.errors import AnalysisError, ConfigError
 from atomtrain.swapping.engine import Options
 
@@ -89,7 +89,7 @@ def test_a_head_in_a_graph_is_replaced(name: str) -> None:
     split = fx.GraphModule(graph, split_graph(graph.graph, 4))
     assert graph.code == before, "the given graph is left as it is"
     targets = [node.target for node in split.graph.nodes]
-    assert targets.count(linear_cross_entropy) == (2 if name == "two losses" else 1)
+    assert targets.count(OPERATION) == (2 if name == "two losses" else 1)
     assert not {torch.ops.aten.cross_entropy_loss.default} & set(targets)
     assert all(split.get_parameter(n) is model.get_parameter(n) for n in ("weight", "hidden.bias"))
     loss, expected = split(*inputs), model(*inputs)
@@ -116,6 +116,24 @@ def test_a_half_precision_head_keeps_the_type_of_its_loss(upcast: bool) -> None:
     loss, expected = split(*inputs), model(*inputs)
     assert loss.dtype == expected.dtype
     torch.testing.assert_close(loss, expected)
+
+
+def in_pieces(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return linear_cross_entropy(h.flatten(0, 1), w, b, y.flatten(), pieces=2)
+
+
+def test_a_model_in_pieces_keeps_them_in_its_graph_and_can_change_their_number() -> None:
+    torch.manual_seed(0)
+    model, inputs = Model(in_pieces), example()
+    graph = graph_of(model, inputs).graph
+    for pieces in (1, 5):
+        changed = split_graph(graph, pieces)
+        assert [n.args[4] for n in changed.nodes if n.target is OPERATION] == [pieces]
+    leaves = list(model.parameters())
+    whole = fx.GraphModule(graph_of(model, inputs), graph)
+    gradients = torch.autograd.grad(whole(*inputs), leaves)
+    expected = torch.autograd.grad(model(*inputs), leaves)
+    assert all(map(torch.equal, gradients, expected)), "the exported graph is the model bit for bit"
 
 
 REFUSED: dict[str, tuple[Head, str]] = {
@@ -184,7 +202,8 @@ def test_a_chain_that_ends_in_a_graph_is_split() -> None:
     model, inputs = Model(HEADS["flattened"]), example()
     last = Layer("head", graph_of(model, inputs), ("hidden", "labels"), ("loss",))
     chain = Chain((last,), ("hidden", "labels"), "loss", {})
-    assert split_head(chain, 1) is chain
+    (loss,) = split_head(chain, 1).layers[0].run(dict(last.parameters), inputs)
+    assert torch.equal(loss, model(*inputs)), "1 piece keeps the bits"
     split = split_head(chain, 4)
     assert split.parameters == chain.parameters
     (loss,) = split.layers[0].run(dict(last.parameters), inputs)

@@ -45,10 +45,10 @@ def split_head(chain: Chain, pieces: int) -> Chain:
     last = chain.layers[-1]
     if isinstance(last.module, InPieces):
         module = last.module.in_pieces(pieces)
-    elif pieces == 1:
-        return chain
     elif isinstance(last.module, fx.GraphModule):
         module = fx.GraphModule(last.module, split_graph(last.module.graph, pieces))
+    elif pieces == 1:
+        return chain
     else:
         raise AnalysisError(
             f"the head cannot be split: the operations of {type(last.module).__name__} cannot be "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from atomtrain.analysis.pieces import linear_cross_entropy
+from atomtrain.analysis.pieces import OPERATION
 from atomtrain.errors import AnalysisError
 
 _aten = torch.ops.aten
@@ -24,6 +24,7 @@ _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _FLATTEN, _SLICE = _aten.flatten.using_ints, _aten.slice.Tensor
 _FACTORS = (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scalar)
 _PRODUCTS = (_aten.matmul.default, _aten.mm.default)
+_PIECES = 4  # their position among the arguments of OPERATION
 _REDUCTIONS = {1: "mean", 2: "sum"}
 
 
@@ -40,18 +41,24 @@ class _Linear(NamedTuple):
 def split_graph(source: fx.Graph, pieces: int) -> fx.Graph:
     """Return a copy of the graph with each cross-entropy of a linear layer computed in pieces.
 
+    Those that are in pieces already get the new number of pieces; 1 leaves the others as they are.
+
     Args:
         source: As `torch.export` makes it, before decomposition, its nodes with `meta["val"]`.
-        pieces: At least 1; 1 too replaces the operations.
+        pieces: At least 1.
 
     Raises:
-        AnalysisError: there is no cross-entropy, or it is not that of a linear layer's output.
+        AnalysisError: there is no cross-entropy, or it is not that of a linear layer's output (for
+            more than 1 piece).
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(source, {}))
     graph.set_codegen(source._codegen)
-    losses = [node for node in graph.nodes if node.op == "call_function" and node.target is _LOSS]
-    if not losses:
+    split = [node for node in graph.nodes if node.target is OPERATION]
+    for node in split:
+        node.args = (*node.args[:_PIECES], pieces, *node.args[_PIECES + 1 :])
+    losses = [node for node in graph.nodes if node.target is _LOSS] if pieces > 1 else []
+    if pieces > 1 and not losses and not split:
         raise _cannot(
             "it does not call torch.nn.functional.cross_entropy where its operations can be seen"
         )
@@ -113,16 +120,8 @@ def _replace(graph: fx.Graph, loss: fx.Node, pieces: int) -> None:
             labels = graph.call_function(_aten.reshape.default, (labels, [-1]))
         if transposed:
             weight = graph.call_function(_aten.t.default, (weight,))
-        result = graph.call_function(
-            linear_cross_entropy,
-            (hidden, weight, bias, labels),
-            {
-                "pieces": pieces,
-                "ignore_index": given["ignore_index"],
-                "label_smoothing": given["label_smoothing"],
-                "reduction": _REDUCTIONS[given["reduction"]],
-            },
-        )
+        options = (given["ignore_index"], given["label_smoothing"], _REDUCTIONS[given["reduction"]])
+        result = graph.call_function(OPERATION, (hidden, weight, bias, labels, pieces, *options))
         if _value(loss).dtype.itemsize < 4:  # what follows may expect the type it was made for
             result = graph.call_function(_aten.to.dtype, (result, _value(loss).dtype))
         result.meta["val"] = _value(loss)

@@ -76,6 +76,13 @@ def linear_cross_entropy(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels "
             f"{list(labels.shape)} must be [N, D], [V, D] and [N]; flatten batch and sequence"
         )
+    loss: Tensor = OPERATION(
+        hidden, weight, bias, labels, pieces, ignore_index, label_smoothing, reduction
+    )
+    return loss
+
+
+def _compute(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # Here, because backward runs outside of autocast and must compute the same logits.
@@ -83,7 +90,7 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, pieces, ignore_index, label_smoothing, reduction
+        hidden, weight, bias, *others
     )
     return loss
 
@@ -202,3 +209,16 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out=total)
     else:
         total += left @ right
+
+
+# An operation of torch, so that an exported graph has it as one node: else export would write down
+# what forward does and leave backward to autograd. Composite, so that all others see the operations
+# inside.
+_LIBRARY = torch.library.Library("atomtrain", "FRAGMENT")
+_LIBRARY.define(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int pieces, "
+    "int ignore_index, float label_smoothing, str reduction) -> Tensor"
+)
+_LIBRARY.impl("linear_cross_entropy", _compute, "CompositeImplicitAutograd")
+OPERATION = torch.ops.atomtrain.linear_cross_entropy.default
+"""What `linear_cross_entropy` calls, with all arguments by position."""
