@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "units": set(),
     "events": set(),
     "analysis": set(),
+    "optimizers": set(),
     "planning": {"analysis"},
     "swapping": {"analysis", "planning"},
     "models": {"analysis"},
@@ -28,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": set(),
     "simulation": {"planning", "swarm", "analysis"},
 }
-ENGINE = ("analysis", "planning", "swapping")
+ENGINE = ("analysis", "optimizers", "planning", "swapping")
 
 
 def modules(package: str) -> list[Path]:

@@ -1,0 +1,19 @@
+"""Optimizers for the host, groups of parameters, and learning rates as functions of the step."""
+
+from torch.optim import SGD
+
+from atomtrain.optimizers.adamw import AdamW
+from atomtrain.optimizers.groups import decay_groups, muon_groups
+from atomtrain.optimizers.moments import BYTES_PER_PARAMETER
+from atomtrain.optimizers.muon import Muon
+from atomtrain.optimizers.schedules import Schedule
+
+__all__ = [
+    "BYTES_PER_PARAMETER",
+    "SGD",
+    "AdamW",
+    "Muon",
+    "Schedule",
+    "decay_groups",
+    "muon_groups",
+]

@@ -1,0 +1,181 @@
+"""AdamW's two moments in memory, in one of three formats, and the update that reads them.
+
+| format     | state of a parameter (beside `step`)                                | bytes each |
+|------------|---------------------------------------------------------------------|------------|
+| `float32`  | `exp_avg`, `exp_avg_sq`                                             | 8          |
+| `bfloat16` | the same, in bfloat16, rounded at random                            | 4          |
+| `int8`     | the same as int8 codes; `exp_avg_scale`, `exp_avg_sq_scale` a block | 2.0625     |
+
+The arithmetic is float32 always, in torch's fused kernel. Narrow moments pass through float32
+scratch slice by slice, small enough to stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomtrain.errors import ConfigError, nearest
+from atomtrain.optimizers import companding, randomness
+from atomtrain.optimizers.companding import BLOCK
+from atomtrain.optimizers.randomness import SLICE
+
+BYTES_PER_PARAMETER = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 * (1 + 4 / BLOCK)}
+"""Bytes of both moments of one parameter, by format."""
+_DTYPES: dict[str, dict[str, torch.dtype]] = {
+    "float32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
+    "bfloat16": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
+    "int8": {
+        "exp_avg": torch.int8,
+        "exp_avg_scale": torch.float32,
+        "exp_avg_sq": torch.int8,
+        "exp_avg_sq_scale": torch.float32,
+    },
+}
+_FIRST, _SECOND = 1, 2
+_UPPER_HALF = -(1 << 16)
+"""The bits of a float32 that bfloat16 keeps."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+_local = threading.local()
+
+
+def check_format(name: object) -> None:
+    """Raise a `ConfigError` if there is no such format."""
+    if name not in _DTYPES:
+        raise ConfigError(
+            f"state {name!r} is no format of moments.{nearest(str(name), _DTYPES)} "
+            f"Formats: {', '.join(_DTYPES)}"
+        )
+
+
+def new_state(parameter: Tensor, kind: str) -> dict[str, Tensor]:
+    """Return the state before the first update: all zero."""
+    blocks = -(-parameter.numel() // BLOCK)
+    state = {"step": torch.zeros((), dtype=torch.float32)}
+    for key, dtype in _DTYPES[kind].items():
+        shape = (blocks,) if key.endswith("_scale") else parameter.shape
+        state[key] = torch.zeros(shape, dtype=dtype)
+    if kind == "int8":
+        state["exp_avg_sq"].fill_(-128)  # what a block of zeros is encoded as
+    return state
+
+
+def cast_state(state: dict[str, Any], kind: str) -> None:
+    """Undo `Optimizer.load_state_dict`'s cast to the parameter's type; exact for its formats."""
+    for key, dtype in _DTYPES[kind].items():
+        if isinstance(state.get(key), Tensor):
+            state[key] = state[key].to(dtype)
+
+
+def check_state(state: dict[str, Any], kind: str) -> None:
+    """Raise a `ConfigError` if a loaded state is not of this format."""
+    for key, dtype in _DTYPES[kind].items():
+        found = getattr(state.get(key), "dtype", None)
+        if found is not dtype:
+            raise ConfigError(
+                f"the optimizer state has {key} as {found}, state={kind!r} needs {dtype}; continue "
+                "with the state= that it was saved with"
+            )
+
+
+def adamw_update(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+) -> None:
+    """Update a parameter and its state by one step of AdamW (Loshchilov and Hutter 2019).
+
+    Args:
+        parameter: Contiguous float32 on the CPU; updated in place.
+        gradient: Contiguous, of the same shape and type; read only.
+        state: As of `new_state`; updated in place.
+        group: With `lr`, `betas`, `eps`, `weight_decay`, `state` and `seed`.
+    """
+    kind: str = group["state"]
+    state["step"] += 1
+    kernel = _kernel(group, state["step"])
+    if kind == "float32":
+        kernel(parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+        return
+    narrow = _bfloat16_slice if kind == "bfloat16" else _int8_slice
+    flat, flat_gradient = parameter.view(-1), gradient.view(-1)
+    words = (group["seed"], int(state["step"]))
+    for start in range(0, flat.numel(), SLICE):
+        part = slice(start, min(start + SLICE, flat.numel()))
+        # The gradient's bits keep parameters of one size from sharing their random numbers,
+        # without naming or numbering parameters.
+        salt = int(flat_gradient[start].view(torch.int32))
+        narrow(kernel, flat[part], flat_gradient[part], state, part, (*words, start, salt))
+
+
+def _kernel(group: dict[str, Any], step: Tensor) -> Kernel:
+    beta1, beta2 = group["betas"]
+    numbers = {
+        "lr": float(group["lr"]),
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+    }
+
+    def update(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
+        torch._fused_adamw_(
+            [parameter], [gradient], [first], [second], [], [step],
+            amsgrad=False, maximize=False, **numbers,
+        )  # fmt: skip
+
+    return update
+
+
+def _bfloat16_slice(
+    kernel: Kernel,
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+    part: slice,
+    words: tuple[int, ...],
+) -> None:
+    count = parameter.numel()
+    stored = [state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq")]
+    wide = [_scratch(index)[:count] for index in range(2)]
+    for narrow, scratch in zip(stored, wide, strict=True):
+        scratch.copy_(narrow)
+    kernel(parameter, gradient, *wide)
+    for which, narrow, scratch in zip((_FIRST, _SECOND), stored, wide, strict=True):
+        # Less than a unit is added to the magnitude, whatever the sign; then it is cut off.
+        bits = scratch.view(torch.int32)
+        bits.add_(randomness.offsets(count, *words, which)).bitwise_and_(_UPPER_HALF)
+        narrow.copy_(scratch)
+
+
+def _int8_slice(
+    kernel: Kernel,
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+    part: slice,
+    words: tuple[int, ...],
+) -> None:
+    count = parameter.numel()
+    blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+    padded = (blocks.stop - blocks.start) * BLOCK
+    first, second, spare = (_scratch(index)[:padded] for index in range(3))
+    codes1, codes2 = (state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq"))
+    scales1, scales2 = state["exp_avg_scale"][blocks], state["exp_avg_sq_scale"][blocks]
+    companding.decode_first(codes1, scales1, first, spare)
+    companding.decode_second(codes2, scales2, second)
+    kernel(parameter, gradient, first[:count], second[:count])
+    random1 = randomness.fractions(padded, *words, _FIRST)
+    random2 = randomness.fractions(padded, *words, _SECOND)
+    companding.encode_first(first, codes1, scales1, random1, spare)
+    companding.encode_second(second, codes2, scales2, random2)
+
+
+def _scratch(index: int) -> Tensor:
+    """Return a float32 buffer of `SLICE` elements that is this thread's own."""
+    buffers: list[Tensor] = _local.__dict__.setdefault("buffers", [])
+    while len(buffers) <= index:
+        buffers.append(torch.empty(SLICE, dtype=torch.float32))
+    return buffers[index]

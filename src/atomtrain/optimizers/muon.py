@@ -1,0 +1,169 @@
+"""Muon for hidden matrices, AdamW for everything else, in one optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomtrain.errors import ConfigError, nearest
+from atomtrain.optimizers.adamw import update_one
+from atomtrain.optimizers.checks import (
+    check_adamw_group,
+    check_gradient,
+    check_parameters,
+    check_rates,
+)
+from atomtrain.optimizers.moments import cast_state
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_EPS = 1e-7
+_ALGORITHMS = ("muon", "adamw")
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal (Jordan et al. 2024, kellerjordan.github.io).
+
+    For a matrix `W` of `[A, B]` with gradient `G` and momentum `M` (both float32):
+
+        M <- momentum * M + (1 - momentum) * G
+        U  = (1 - momentum) * G + momentum * M
+        W <- (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(A, B)) * orthogonal(U)
+
+    The factor `0.2 * sqrt(max(A, B))` gives the update the root mean square that AdamW's has, so
+    both take the same learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982).
+
+    Each group says by `algorithm` which of the two updates it; `muon_groups` makes the groups.
+    Groups of AdamW take its options, the formats of moments included. Each parameter is updated
+    independently of all others, as the engine requires.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        state: str = "float32",
+        seed: int = 0,
+    ) -> None:
+        """Make the optimizer; each argument but the first is the default of parameter groups.
+
+        Args:
+            params: Groups with `params` and `algorithm`: `muon` (matrices only) or `adamw`.
+            lr: Learning rate of both; at least 0.
+            weight_decay: Decoupled, of both.
+            momentum: Of Muon; at least 0, below 1.
+            betas: Of AdamW.
+            eps: Of AdamW.
+            state: Format of AdamW's moments; Muon's momentum is float32.
+            seed: Of the random rounding of AdamW's moments.
+
+        Raises:
+            ConfigError: parameters without groups, a number out of range, or a parameter that is
+                no matrix in a group of Muon.
+        """
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "betas": betas,
+            "eps": eps,
+            "state": state,
+            "seed": seed,
+        }
+        check_adamw_group(defaults)
+        if not 0 <= momentum < 1:
+            raise ConfigError(f"momentum must be at least 0 and below 1, not {momentum}")
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; it may have its own value of every argument of the constructor."""
+        algorithm = param_group.get("algorithm") if isinstance(param_group, dict) else None
+        if algorithm not in _ALGORITHMS:
+            raise ConfigError(
+                f"a group of Muon needs 'algorithm': 'muon' or 'adamw', not {algorithm!r}."
+                f"{nearest(str(algorithm), _ALGORITHMS)} Make the groups with muon_groups(model)"
+            )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        check_parameters(group["params"])
+        if algorithm == "adamw":
+            check_adamw_group(group)
+            return
+        check_rates(group)
+        for parameter in group["params"]:
+            if parameter.ndim != 2:
+                raise ConfigError(
+                    f"Muon updates matrices; a parameter of shape {list(parameter.shape)} belongs "
+                    "in a group with 'algorithm': 'adamw', as muon_groups(model) makes it"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; returns the loss of `closure`, if given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if group["algorithm"] == "adamw":
+                    update_one(self.state, parameter, group)
+                else:
+                    _update(parameter, check_gradient(parameter.grad), self.state[parameter], group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, exactly."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["algorithm"] == "adamw" and parameter in self.state:
+                    cast_state(self.state[parameter], group["state"])
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return a matrix of the same singular vectors whose singular values are all near 1.
+
+    Five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024,
+    `X <- aX + bXX'X + c(XX')^2 X` from `X = matrix / |matrix|`, in float32. Its coefficients favour
+    speed over accuracy: values that are not tiny beside the largest end between about 0.7 and 1.2.
+
+    Args:
+        matrix: `[A, B]` float32; read only. Zero gives zero.
+    """
+    a, b, c = _COEFFICIENTS
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x: Tensor = wide / (torch.linalg.vector_norm(wide) + _EPS)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def _update(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+) -> None:
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    found = getattr(state.get("momentum_buffer"), "dtype", None)
+    if found is not torch.float32:
+        raise ConfigError(
+            "the optimizer state of a matrix has no float32 momentum_buffer; continue with the "
+            "optimizer that it was saved with"
+        )
+    momentum: Tensor = state["momentum_buffer"]
+    momentum.lerp_(gradient, 1 - group["momentum"])
+    ahead = gradient.lerp(momentum, group["momentum"])
+    lr = float(group["lr"])
+    parameter.mul_(1 - lr * group["weight_decay"])
+    parameter.add_(orthogonal(ahead), alpha=-lr * 0.2 * math.sqrt(max(parameter.shape)))

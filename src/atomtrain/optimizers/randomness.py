@@ -1,0 +1,77 @@
+"""Random numbers for stochastic rounding: a pure function of seed, step and position.
+
+No generator is involved, so nothing has to be saved, and neither the number of threads, nor the
+order of the parameters, nor which of them are updated together changes a bit.
+
+The number of the element at `position` is `table[start + position]`. The table is a fixed hash of
+its indices; `start` is a hash of whatever words the caller gives (seed, step, which slice).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SLICE = 1 << 20
+"""Most elements that one call may ask for. It is part of what defines the numbers: changing it
+changes every run with rounded moments."""
+_STARTS = 1 << 18
+_MASK = (1 << 64) - 1
+_INCREMENT = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def hashed(*words: int) -> int:
+    """Return 64 well mixed bits of the words (finaliser of SplitMix64, Steele et al. 2014)."""
+    value = 0
+    for word in words:
+        value = (value + _INCREMENT + word) & _MASK
+        value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+        value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+        value ^= value >> 31
+    return value
+
+
+def offsets(count: int, *words: int) -> Tensor:
+    """Return what stochastic rounding to bfloat16 adds to the bits of a float32.
+
+    Args:
+        count: At most `SLICE`.
+        words: What the numbers depend on.
+
+    Returns:
+        `[count]` int32, uniform in 0 to 65535: less than a unit in the last place of bfloat16, so
+        that cutting off afterwards leaves a value that bfloat16 holds exactly. Read only.
+    """
+    start = hashed(*words) % _STARTS
+    return _tables()[0][start : start + count]
+
+
+def fractions(count: int, *words: int) -> Tensor:
+    """Return what stochastic rounding to an integer adds before the floor.
+
+    Args:
+        count: At most `SLICE`.
+        words: What the numbers depend on.
+
+    Returns:
+        `[count]` float32, uniform in the 4096 middles of 0 to 1: at least 2^-13 from either end,
+        so that a whole number which is off by rounding errors still becomes itself. Read only.
+    """
+    start = hashed(*words) % _STARTS
+    return _tables()[1][start : start + count]
+
+
+@functools.cache
+def _tables() -> tuple[Tensor, Tensor]:
+    with np.errstate(over="ignore"):
+        value = (np.arange(SLICE + _STARTS, dtype=np.uint64) + np.uint64(1)) * np.uint64(_INCREMENT)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
+        value ^= value >> np.uint64(31)
+    whole = value >> np.uint64(48)
+    parts = ((value & np.uint64(0xFFF)).astype(np.float32) + np.float32(0.5)) / np.float32(4096)
+    return torch.from_numpy(whole.astype(np.int32)), torch.from_numpy(parts)
