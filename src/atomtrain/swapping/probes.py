@@ -31,8 +31,9 @@ _COPY_S = 0.02
 _REPEATS = 5
 _PARAMETERS = 1 << 21
 """32 MiB of parameters, gradients and moments: the update of a typical block comes from memory."""
-_STEAL_S = 0.15
-"""How long compute is watched while something else runs."""
+_STEAL_S = 0.05
+"""How long compute is watched at a time while something else runs."""
+_ROUNDS = 3
 _STORAGE_BYTES = 32 << 20
 _STORAGE_S = 0.5
 
@@ -80,16 +81,17 @@ def link_rates(device: Device, *, pinned: bool = True) -> LinkRates:
     def unload(n_bytes: int) -> Callable[[], None]:
         return lambda: device.copy_out(here[1][:n_bytes], there[1][:n_bytes])
 
-    copy_s = _median([_through(device.load, load(_SMALLEST_BYTES)) for _ in range(2 * _REPEATS)])
     n_bytes = _worthwhile(lambda size: _through(device.load, load(size)), most_bytes)
+    smallest_s = _median([_through(device.load, load(_SMALLEST_BYTES)) for _ in range(_REPEATS)])
     load_s = _median([_through(device.load, load(n_bytes)) for _ in range(_REPEATS)])
     unload_s = _median([_through(device.unload, unload(n_bytes)) for _ in range(_REPEATS)])
     both_s = _median([_both(device, load(n_bytes), unload(n_bytes)) for _ in range(_REPEATS)])
+    load_rate = _slope(n_bytes, load_s, smallest_s)
     return LinkRates(
-        load_bytes_per_s=n_bytes / _least(load_s - copy_s, load_s),
-        unload_bytes_per_s=n_bytes / _least(unload_s - copy_s, unload_s),
+        load_bytes_per_s=load_rate,
+        unload_bytes_per_s=_slope(n_bytes, unload_s, smallest_s),
         both_ways_share=min(1.0, max(load_s, unload_s) / both_s),
-        copy_s=copy_s,
+        copy_s=max(0.0, smallest_s - _SMALLEST_BYTES / load_rate),
     )
 
 
@@ -124,13 +126,14 @@ def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
     step = _optimizer_step(parameters)
     work()
     step()
-    alone = _pace(work, None)
-    copying = _pace(work, lambda: device.copy_in(there, here))
-    updating = _pace(work, step)
-    return Stolen(
-        copying.stolen_s(alone) / (max(1, copying.others) * copy_bytes),
-        updating.stolen_s(alone) / (max(1, updating.others) * parameters),
-    )
+    copying, updating = [], []
+    for _ in range(_ROUNDS):  # in turns, so that a busy moment does not count for one of them
+        alone = _pace(work, None)
+        copies = _pace(work, lambda: device.copy_in(there, here))
+        updates = _pace(work, step)
+        copying.append(copies.stolen_s(alone) / (max(1, copies.others) * copy_bytes))
+        updating.append(updates.stolen_s(alone) / (max(1, updates.others) * parameters))
+    return Stolen(_median(copying), _median(updating))
 
 
 def storage_rates(folder: Path) -> StorageRates | None:
@@ -267,6 +270,8 @@ def _median(seconds: list[float]) -> float:
     return statistics.median(seconds)
 
 
-def _least(seconds: float, whole_s: float) -> float:
-    """Return what is left of a copy without its overhead; never nothing."""
-    return max(seconds, 0.05 * whole_s)
+def _slope(n_bytes: int, seconds: float, smallest_s: float) -> float:
+    """Return the rate of a copy without what a copy of nothing takes."""
+    if n_bytes > _SMALLEST_BYTES and seconds > 1.5 * smallest_s:
+        return (n_bytes - _SMALLEST_BYTES) / (seconds - smallest_s)
+    return n_bytes / seconds

@@ -172,6 +172,8 @@ class ProfileCache:
             raise ValueError(f"version {data['version']!r}, not {VERSION}")
         if data["key"] != self.key:
             raise ValueError("it is of another machine")
+        if not isinstance(data["layers"], dict):
+            raise ValueError("its layers are no object")
         if data["machine"]:
             _fresh(data["machine"], 0.0)
             _machine_of(data["machine"], 1, 1)
