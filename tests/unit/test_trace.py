@@ -104,7 +104,6 @@ def on_meta() -> nn.Module:
     [
         (mlp, X, None, ConfigError, r"no loss of its own; pass loss=callable"),
         (Stray, X, square, ConfigError, r"Stray computes its own loss; leave out loss"),
-        (lambda: nn.Linear(8, 8), X, square, AnalysisError, r"layers of Linear; give an nn\.Seq"),
         (nn.Sequential, X, square, AnalysisError, r"nn\.Sequential is empty"),
         (Empty, X, None, AnalysisError, r"chain_layers\(\) of Empty must return at least one"),
         (Stray, X, None, AnalysisError, r"'stray\.weight' belongs to no layer"),

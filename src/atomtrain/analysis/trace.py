@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain, Layer
+from atomtrain.analysis.exported_chain import exported_layers
+from atomtrain.analysis.micro_batch import Entry, Inputs, MicroBatch
 from atomtrain.errors import AnalysisError, ConfigError
 
-MicroBatch = Mapping[str, Any] | Sequence[Any] | Tensor
 Loss = Callable[..., Tensor]
 LOSS = "loss"
 
@@ -65,17 +66,20 @@ class _LossLayer(nn.Module):
 
 
 def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) -> Traced:
-    """Return the chain of a model that knows its layers, or of an `nn.Sequential`.
+    """Return the chain of any model.
+
+    A model with `chain_layers` tells its layers, those of an `nn.Sequential` are its modules, and
+    any other model is exported and cut (see `exported_layers`).
 
     Args:
-        model: A model with `chain_layers`, or an `nn.Sequential`.
+        model: Any module; its weights may be on the meta device.
         example: One micro-batch as the model's forward takes it: a mapping, a tuple or a tensor.
             With `loss`, further entries (targets) may follow those that forward takes.
         loss: `loss(output)` or `loss(output, micro_batch)`, a scalar; `None` takes the output's
             `.loss`.
 
     Raises:
-        AnalysisError: the model is of no kind that can be analysed, or has no layers.
+        AnalysisError: the model cannot be taken apart, or has no layers.
         ConfigError: the example does not fit the model's forward, or a loss is missing.
     """
     if isinstance(model, HasLayers):
@@ -93,10 +97,55 @@ def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) ->
         return Traced(_chain(model, layers, inputs, layers[-1].writes[0]), _Binder(names, inputs))
     if isinstance(model, nn.Sequential):
         return _sequential(model, example, loss)
-    raise AnalysisError(
-        f"cannot find the layers of {type(model).__name__}; give an nn.Sequential, a model of the "
-        "GPT family, or a model with a chain_layers() method that returns its layers"
-    )
+    return _exported(model, example, loss)
+
+
+def _exported(model: nn.Module, example: MicroBatch, loss: Loss | None) -> Traced:
+    inputs = Inputs(model, example, own_loss=loss is None)
+    layers, rebuild = exported_layers(model, example, inputs, own_loss=loss is None)
+    last = layers[-1]
+    if loss is None:
+        layers[-1] = Layer(last.name, last.module, last.reads, (LOSS,))
+    else:
+        entries = inputs.entries if _takes_batch(loss) else []
+        extra = [name for entry in entries for name in entry.tensors or (entry.name,)]
+        head = _OnOutput(last.module, rebuild, loss, entries, inputs.as_mapping, len(last.reads))
+        layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
+    used = {name for layer in layers for name in layer.reads}
+    names = [name for entry in inputs.entries for name in entry.tensors or (entry.name,)]
+    read = tuple(name for name in names if name in used)
+    return Traced(_chain(model, layers, read, LOSS), inputs.binder(read))
+
+
+class _OnOutput(nn.Module):
+    """The last layer of an exported model, its output rebuilt, and the caller's loss on it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rebuild: Callable[[Sequence[Any]], Any],
+        loss: Loss,
+        entries: Sequence[Entry],
+        as_mapping: bool,
+        reads: int,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = _LossLayer(
+            loss, [entry.name for entry in entries], as_mapping, takes_batch=bool(entries)
+        )
+        self._rebuild, self._entries, self._reads = rebuild, tuple(entries), reads
+
+    def forward(self, *values: Any) -> Tensor:
+        output = self._rebuild(self.module(*values[: self._reads]))
+        batch, start = [], self._reads
+        for entry in self._entries:
+            stop = start + max(1, len(entry.tensors))
+            given = values[start:stop]
+            batch.append(entry.rebuild(given) if entry.tensors else given[0])
+            start = stop
+        result: Tensor = self.loss(output, *batch)
+        return result
 
 
 def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) -> Traced:
