@@ -1,0 +1,121 @@
+"""Swapped training with ATOM's own optimizers equals resident training bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_equal_training, train, twin
+from torch import Tensor, nn
+
+import atomtrain
+from atomtrain.models import GPT, GPTConfig
+from atomtrain.optimizers import AdamW, Muon, Schedule, decay_groups, muon_groups
+from atomtrain.optimizers import moments as moments_module
+
+STEPS = 4
+FACTORIES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "float32": lambda model: AdamW(decay_groups(model), lr=1e-3),
+    "bfloat16": lambda model: AdamW(decay_groups(model), lr=1e-3, state="bfloat16", seed=9),
+    "int8": lambda model: AdamW(decay_groups(model), lr=1e-3, state="int8", seed=9),
+    "muon": lambda model: Muon(muon_groups(model), lr=1e-3),
+    "muon-int8": lambda model: Muon(muon_groups(model), lr=1e-3, state="int8"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several slices a parameter, the last of them not full."""
+    torch.manual_seed(1234)
+    monkeypatch.setattr(moments_module, "SLICE", 1024)
+
+
+def gpt(tied: bool) -> GPT:
+    """A small GPT of odd sizes."""
+    config = GPTConfig(layers=2, width=30, heads=3, head_width=7, vocabulary=101, context=19)
+    model = GPT(config)
+    if not tied:
+        model.head.weight = nn.Parameter(torch.randn(101, 30) * 0.02)
+    return model
+
+
+def token_batches(micro_batches: int) -> list[list[dict[str, Tensor]]]:
+    def batch() -> dict[str, Tensor]:
+        tokens = torch.randint(101, (3, 18))
+        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    return [[batch() for _ in range(micro_batches)] for _ in range(STEPS)]
+
+
+def swap(model: nn.Module, example: Any, factory: Any, **options: Any) -> atomtrain.Engine:
+    return atomtrain.swap(
+        model,
+        example,
+        optimizer=lambda _: factory(model),
+        device="emulated:1GiB/s",
+        device_memory="64MiB",
+        options=atomtrain.Options(**options),
+    )
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_every_bit_is_equal(name: str, segments: int, clip_norm: float | None) -> None:
+    factory, steps = FACTORIES[name], token_batches(2)
+    model = gpt(tied=False)
+    reference = twin(model)
+    resident = factory(reference)
+    expected = train(reference, steps, resident, clip_norm=clip_norm)
+    options = {"micro_batches": 2, "segments": segments, "clip_norm": clip_norm}
+    with swap(model, steps[0][0], factory, **options) as engine:
+        assert [engine.step(micro_batches) for micro_batches in steps] == expected
+        assert_equal_training(engine, reference, resident)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_shared_weight_and_a_schedule(name: str) -> None:
+    factory, steps = FACTORIES[name], token_batches(1)
+    schedule = Schedule(steps=STEPS, warmup_steps=2)
+    model = gpt(tied=True)
+    reference = twin(model)
+    resident = factory(reference)
+    scheduler = schedule.for_optimizer(resident)
+    expected = []
+    for step in steps:
+        expected += train(reference, [step], resident)
+        scheduler.step()
+    with swap(model, steps[0][0], factory, segments=2) as engine:
+        scheduler = schedule.for_optimizer(engine.optimizer)
+        losses = []
+        for step in steps:
+            losses.append(engine.step(step))
+            scheduler.step()
+        assert losses == expected
+        assert_equal_training(engine, reference, resident)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_the_engines_state_can_be_saved_and_loaded(name: str) -> None:
+    """Parameters and optimizer state by name are all that a resumed run needs."""
+    factory, steps = FACTORIES[name], token_batches(1)
+    model = gpt(tied=True)
+    with swap(model, steps[0][0], factory) as engine:
+        for step in steps[:2]:
+            engine.step(step)
+        saved = {key: value.clone() for key, value in engine.state_dict().items()}
+        state = {
+            parameter: {key: value.clone() for key, value in values.items()}
+            for parameter, values in engine.optimizer_state().items()
+        }
+        expected = [engine.step(step) for step in steps[2:]]
+        end = {key: value.clone() for key, value in engine.state_dict().items()}
+    again = gpt(tied=True)
+    with swap(again, steps[0][0], factory) as engine:
+        engine.load_state_dict(saved)
+        engine.load_optimizer_state(state)
+        assert [engine.step(step) for step in steps[2:]] == expected
+        for key, value in engine.state_dict().items():
+            assert torch.equal(value, end[key])
