@@ -100,6 +100,11 @@ class TrainOptions:
     threads: int | None = option(
         None, "CPU threads of each peer. Default: all cores, divided among the local peers.", "N"
     )
+    no_profile: bool = option(
+        False,
+        "Do not measure this machine before planning; take a GPU's figures from the catalogue.",
+        "",
+    )
     plain: bool = option(False, "Plain lines instead of the live display.", "")
 
     def __post_init__(self) -> None:

@@ -142,7 +142,7 @@ def _assemble(
     except BaseException:
         device.close()
         raise
-    engine = _open_engine(model, recipe, device, micro_batch)
+    engine = _open_engine(model, recipe, device, micro_batch, not options.no_profile)
     try:
         fragments = EngineFragments(engine)
         if source.checkpoint is not None:
@@ -281,7 +281,9 @@ def _check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
         )
 
 
-def _open_engine(model: GPT, recipe: Recipe, device: Device, micro_batch: int) -> Engine:
+def _open_engine(
+    model: GPT, recipe: Recipe, device: Device, micro_batch: int, profile: bool
+) -> Engine:
     def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         # Norms and biases are not decayed, as in GPT-3.
         groups: list[dict[str, Any]] = [
@@ -301,7 +303,11 @@ def _open_engine(model: GPT, recipe: Recipe, device: Device, micro_batch: int) -
         _example(recipe, micro_batch),
         optimizer=adamw,
         device=device,
-        options=Options(micro_batches=recipe.sequences // micro_batch, clip_norm=recipe.clip_norm),
+        options=Options(
+            micro_batches=recipe.sequences // micro_batch,
+            clip_norm=recipe.clip_norm,
+            profile=profile,
+        ),
     )
 
 
