@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import atomtrain
 from atomtrain.errors import PlanError
-from atomtrain.planning.memory import greedy_bounds
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 CASES = [
@@ -161,16 +159,3 @@ def test_more_micro_batches_in_a_tight_budget_replace_the_slots_first() -> None:
         assert engine.plan.micro_batches == 3
         assert engine.last is not None
         assert engine.last.device_peak_bytes <= budget
-
-
-@pytest.mark.parametrize("cap", [0, 3, 5, 6, 100])
-def test_greedy_partitions_fill_from_the_end(cap: int) -> None:
-    sizes = [4, 1, 2, 2, 3, 1, 5]
-    bounds = greedy_bounds(sizes, cap)
-    assert bounds[0] == 0
-    assert bounds[-1] == len(sizes)
-    parts = [sizes[a:b] for a, b in itertools.pairwise(bounds)]
-    assert all(part for part in parts)
-    assert all(len(part) == 1 or sum(part) <= cap for part in parts)
-    for index in range(1, len(parts)):
-        assert sum(parts[index]) + parts[index - 1][-1] > cap, "no segment could take one more"

@@ -13,7 +13,7 @@ from atomtrain.analysis import LayerTime, chain_of, layer_costs
 from atomtrain.errors import PlanError
 from atomtrain.models import GPT, preset
 from atomtrain.planning import Layout, Machine, Plan, Request, make_plan
-from atomtrain.planning.memory import Choice, MemoryModel
+from atomtrain.planning.memory import MemoryModel
 from atomtrain.units import parse_bytes
 
 BATCH = torch.zeros(2, 64, dtype=torch.long)
@@ -48,11 +48,20 @@ def plan(chain_and_costs, on: Machine, micro_batches: int = 2, **fixed: int) -> 
 def test_a_plan_is_json_and_is_readable(chain_and_costs) -> None:
     made = plan(chain_and_costs, machine())
     data = json.loads(json.dumps(made.to_json()))
-    data["bounds"] = tuple(data["bounds"])
-    assert Plan(**data) == made
+    assert Plan.from_json(data) == made
     text = made.describe()
     for word in ("segments", "device", "host", "step", "bound by"):
         assert word in text
+
+
+def test_a_damaged_plan_is_refused(chain_and_costs) -> None:
+    data = plan(chain_and_costs, machine()).to_json()
+    with pytest.raises(PlanError, match=r"no 'slot'\. Did you mean 'slots'\?"):
+        Plan.from_json({**data, "slot": 2})
+    with pytest.raises(PlanError, match="lacks 'boundary'"):
+        Plan.from_json({k: v for k, v in data.items() if k != "boundary"})
+    with pytest.raises(PlanError, match="must rise from 0"):
+        Plan.from_json({**data, "backward_bounds": [0, 3, 2, 6]})
 
 
 def test_plenty_of_memory_needs_no_second_load(chain_and_costs) -> None:
@@ -84,8 +93,7 @@ def test_the_chosen_plan_is_within_a_hundredth_of_all_that_fit(chain_and_costs) 
                 other = plan(chain_and_costs, on, segments=segments, slots=slots)
             except PlanError:
                 continue
-            choice = Choice(other.bounds, other.slots, other.gradient_buffers, other.boundary)
-            assert memory.device_bytes(choice) == other.device_peak_bytes
+            assert memory.device_bytes(other.shape) == other.device_peak_bytes
             assert best.step_s <= other.step_s * 1.01
 
 

@@ -16,12 +16,12 @@ def draw() -> Tensor:
 @pytest.mark.parametrize("count", [1, 3])
 def test_replay_draws_what_forward_drew_whatever_came_between(count: int) -> None:
     torch.manual_seed(5)
-    randomness = Randomness(torch.default_generator, used=True)
+    randomness = Randomness(torch.default_generator, used=True, starts=range(3))
     randomness.begin(count)
     drawn: dict[tuple[int, int], Tensor] = {}
     for segment in range(3):
         for micro_batch in range(count):
-            randomness.enter(micro_batch, segment)
+            randomness.reach(micro_batch, segment, first=True)
             drawn[micro_batch, segment] = draw()
             randomness.leave(micro_batch)
             draw()  # somebody else draws
@@ -46,10 +46,10 @@ def test_replay_draws_what_forward_drew_whatever_came_between(count: int) -> Non
 
 
 def test_without_random_layers_the_generator_is_not_touched() -> None:
-    randomness = Randomness(torch.default_generator, used=False)
+    randomness = Randomness(torch.default_generator, used=False, starts=range(3))
     before = torch.get_rng_state()
     randomness.begin(4)
-    randomness.enter(3, 0)
+    randomness.reach(3, 0, first=True)
     randomness.leave(3)
     randomness.replay(3, 0)
     randomness.finish()

@@ -161,7 +161,7 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         options=atomtrain.Options(micro_batches=setup.micro_batches),
     ) as engine:
         progress(engine.plan.describe())
-        resident = _Resident(twin, recomputed=engine.plan.bounds[-2])
+        resident = _Resident(twin, recomputed=engine.plan.recomputed_layers)
         measured = _alternate(setup, engine, resident)
         bit_equal = measured.losses_equal and _same_state(engine, resident)
         plan = engine.plan.to_json()

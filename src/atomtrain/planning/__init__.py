@@ -5,6 +5,7 @@ from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
 from atomtrain.planning.search import make_plan
+from atomtrain.planning.shape import Shape
 
 __all__ = [
     "Layout",
@@ -13,6 +14,7 @@ __all__ = [
     "Piece",
     "Plan",
     "Request",
+    "Shape",
     "Visit",
     "evaluation_visits",
     "make_plan",

@@ -3,10 +3,13 @@
 All layers lie one after the other in a flat host buffer, the *arena*, so that any segment is one
 contiguous range and is loaded by one copy. Weights that several layers share lie behind them, one
 range each. Gradients use the same table.
+
+A *block* is what is updated at once: a layer's own parameters, or one shared weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from atomtrain.analysis.chain import Chain
@@ -58,20 +61,64 @@ class Layout:
                 cursor += n_bytes
         self.total_bytes = cursor
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Return the ranges that layers `start` to `stop` need, with their places in a slot."""
-        first, last = self.layers[start][0], self.layers[stop - 1][1]
-        pieces = [Piece(first, last, 0)] if last > first else []
-        cursor = last - first
-        for shared in self.shared:
-            if any(start <= user < stop for user in shared.users):
-                pieces.append(Piece(shared.start_bytes, shared.stop_bytes, cursor))
-                cursor += shared.stop_bytes - shared.start_bytes
+    @property
+    def blocks(self) -> int:
+        """Number of blocks: each layer's own parameters, then each shared weight."""
+        return len(self.layers) + len(self.shared)
+
+    def block_range(self, block: int) -> tuple[int, int]:
+        """Return where a block lies in the arena, in bytes."""
+        if block < len(self.layers):
+            return self.layers[block]
+        shared = self.shared[block - len(self.layers)]
+        return shared.start_bytes, shared.stop_bytes
+
+    def block_bytes(self, block: int) -> int:
+        """Return the bytes of a block."""
+        start, stop = self.block_range(block)
+        return stop - start
+
+    def users(self, block: int) -> tuple[int, ...]:
+        """Return the layers that use a block, in order."""
+        if block < len(self.layers):
+            return (block,)
+        return self.shared[block - len(self.layers)].users
+
+    def blocks_of(self, start: int, stop: int) -> list[int]:
+        """Return the blocks that layers `start` to `stop` need."""
+        shared = [
+            len(self.layers) + index
+            for index, weight in enumerate(self.shared)
+            if any(start <= user < stop for user in weight.users)
+        ]
+        return [*range(start, stop), *shared]
+
+    def pieces(self, start: int, stop: int, resident: Collection[int] = ()) -> list[Piece]:
+        """Return the ranges that layers `start` to `stop` need, with their places in a slot.
+
+        Args:
+            start: The first layer.
+            stop: The layer after the last one.
+            resident: Blocks that have places of their own and need none in the slot.
+        """
+        pieces: list[Piece] = []
+        cursor = 0
+        for block in self.blocks_of(start, stop):
+            first, last = self.block_range(block)
+            if block in resident or first == last:
+                continue
+            before = pieces[-1] if pieces else None
+            if before is not None and before.stop_bytes == first and block < len(self.layers):
+                pieces[-1] = before._replace(stop_bytes=last)
+            else:
+                pieces.append(Piece(first, last, cursor))
+            cursor += last - first
         return pieces
 
-    def segment_bytes(self, start: int, stop: int) -> int:
+    def segment_bytes(self, start: int, stop: int, resident: Collection[int] = ()) -> int:
         """Return the slot bytes that layers `start` to `stop` occupy."""
-        return sum(piece.stop_bytes - piece.start_bytes for piece in self.pieces(start, stop))
+        blocks = self.blocks_of(start, stop)
+        return sum(self.block_bytes(block) for block in blocks if block not in resident)
 
 
 def _aligned(n_bytes: int) -> int:

@@ -1,149 +1,174 @@
-"""Memory that a partition needs, in bytes: the formula behind `PlanError` and the printed plan.
+"""Memory that a plan needs, in bytes: the formula behind `PlanError` and the printed plan.
 
-The device holds slots, gradient buffers, the model's buffers, the values and gradients that stand
-at a cut between two segments, and the workspace of one micro-batch. None of it grows with depth.
+The device holds slots, gradient buffers, resident blocks, the model's buffers, and what the
+busiest visit needs beside them: the values and gradients that stand at its cuts, and the workspace
+of one micro-batch. Only kept graphs grow with the segment they belong to; nothing grows with depth.
+
+Legend: A micro-batches; *below* and *above*, the values that cross the segment's lower and upper
+cut, for one micro-batch; *workspace*, the peak growth while one micro-batch runs through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+import itertools
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from atomtrain.analysis.chain import Chain
-from atomtrain.analysis.costs import ChainCosts, ValueSpec
+from atomtrain.analysis.costs import ChainCosts
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.schedule import Phase, training_visits
+from atomtrain.planning.shape import Boundary, Shape
+from atomtrain.planning.workspace import Workspaces
 
-Boundary = Literal["device", "host"]
-"""Where the values at a cut wait for the next segment."""
 
+class Sizes(NamedTuple):
+    """The device buffers of a shape."""
 
-class Choice(NamedTuple):
-    """One point of the search space."""
-
-    bounds: tuple[int, ...]
-    """Segment `s` holds layers `bounds[s]` to `bounds[s + 1]`."""
-    slots: int
-    gradient_buffers: int
-    boundary: Boundary
-
-    @property
-    def segments(self) -> int:
-        """Number of segments."""
-        return len(self.bounds) - 1
+    slot_bytes: int
+    gradient_bytes: int
 
 
 class MemoryModel:
-    """Answers what a choice needs on the device and on the host."""
+    """Answers what a shape needs on the device and on the host."""
 
     def __init__(self, chain: Chain, costs: ChainCosts, layout: Layout, micro_batches: int) -> None:
         self._chain, self._costs, self._layout = chain, costs, layout
         self.micro_batches = micro_batches
-        # Layers that write to their buffers also keep them as they were, for recomputing.
-        self._buffers_bytes = sum(
-            cost.buffer_bytes * (1 + micro_batches * cost.changes_buffers) for cost in costs.layers
-        )
-        self._work: dict[tuple[int, int, Boundary], int] = {}
+        self._workspaces = Workspaces(chain, costs, layout)
+        count = len(chain.layers)
+        self._crossing = [self._bytes(chain.crossing(cut)) for cut in range(count + 1)]
+        self._largest = [
+            max((costs.values[name].n_bytes for name in chain.crossing(cut)), default=0)
+            for cut in range(count + 1)
+        ]
+        self.buffers_bytes = self._buffers_bytes()
+        """Buffers on the device, each storage once; those that forward changes also as they were
+        for each micro-batch."""
 
-    def device_bytes(self, choice: Choice) -> int:
+    def device_bytes(self, shape: Shape) -> int:
         """Return the peak on the device."""
-        segments = list(zip(choice.bounds, choice.bounds[1:], strict=False))
-        slot_bytes = max(self._layout.segment_bytes(*segment) for segment in segments)
-        work_bytes = max(self.work_bytes(*segment, choice.boundary) for segment in segments)
-        held = choice.slots + choice.gradient_buffers
+        work = 0
+        kept = shape.kept
+        for visit in training_visits(shape):
+            work = max(work, self.work_bytes(visit.phase, *visit.layers, shape.boundary, kept))
+        return work + self.held_bytes(shape)
+
+    def held_bytes(self, shape: Shape) -> int:
+        """Return what is on the device whichever visit runs."""
+        sizes = self.sizes(shape)
+        return (
+            shape.slots * sizes.slot_bytes
+            + shape.gradient_buffers * sizes.gradient_bytes
+            + self.fixed_bytes(shape.resident_blocks)
+        )
+
+    def fixed_bytes(self, resident: Collection[int]) -> int:
+        """Return what is on the device whatever the partition."""
         # Each micro-batch's loss, a scalar, stays until the step ends.
-        return held * slot_bytes + self._buffers_bytes + work_bytes + 8 * self.micro_batches
+        places = 2 * sum(self._layout.block_bytes(block) for block in resident)
+        return places + self.buffers_bytes + 8 * self.micro_batches
 
-    def host_bytes(self, choice: Choice) -> int:
-        """Return parameters, gradients, two moments and the values kept for backward."""
-        kept = {
-            name
-            for start, stop in zip(choice.bounds, choice.bounds[1:], strict=False)
-            for name in self._chain.reads(start, stop)
-            if name not in self._chain.inputs
-        }
-        return 4 * self._layout.total_bytes + self.micro_batches * self._bytes(kept)
+    def sizes(self, shape: Shape) -> Sizes:
+        """Return the bytes of a slot and of a gradient buffer."""
+        resident = frozenset(shape.resident_blocks)
+        forward, backward = [
+            max(
+                (
+                    self._layout.segment_bytes(start, stop, resident)
+                    for start, stop in itertools.pairwise(bounds)
+                ),
+                default=0,
+            )
+            for bounds in (shape.forward_bounds, shape.backward_bounds)
+        ]
+        return Sizes(max(forward, backward), backward)
 
-    def saved_bytes(self, start: int) -> int:
-        """Return what one micro-batch saves to the host at a cut, and fetches in backward."""
-        return self._bytes(self._chain.crossing(start))
-
-    def work_bytes(self, start: int, stop: int, boundary: Boundary) -> int:
-        """Return the peak of a segment's visits without slots and gradient buffers."""
-        key = (start, stop, boundary)
-        if key not in self._work:
-            forward, graph = self._workspace(start, stop)
-            reads = self._bytes(self._chain.reads(start, stop))
-            below = self._bytes(self._chain.crossing(start))
-            above = self._bytes(self._chain.crossing(stop))
-            if boundary == "device":
-                standing = self.micro_batches * max(below, above)
-                # Inputs of this and the next micro-batch are fetched beside what stands there.
-                waiting = 2 * reads
-            else:
-                # This and the next micro-batch's values and gradients on their way in, this and
-                # the last one's on their way out.
-                standing = 0
-                waiting = 2 * (reads + above + below)
-            self._work[key] = standing + waiting + max(forward, graph)
-        return self._work[key]
+    def host_bytes(self, shape: Shape) -> int:
+        """Return parameters, gradients, two moments and the values that wait on the host."""
+        moments = sum(
+            2 * parameter.numel() * parameter.element_size()
+            for parameter in self._chain.parameters
+            if parameter.requires_grad
+        )
+        return 2 * self._layout.total_bytes + moments + self._waiting_bytes(shape)
 
     def least_layer_bytes(self, index: int) -> int:
         """Return the least device bytes with which the layer alone could be a segment."""
-        slot = self._layout.segment_bytes(index, index + 1)
-        work = min(self.work_bytes(index, index + 1, b) for b in ("device", "host"))
-        return 3 * slot + work
+        boundaries: tuple[Boundary, ...] = ("device", "host")
+        phase = Phase.TURN if index + 1 == len(self._chain.layers) else Phase.BACKWARD
+        work = min(self.work_bytes(phase, index, index + 1, b, None) for b in boundaries)
+        return 2 * self._layout.segment_bytes(index, index + 1) + work
 
-    def _workspace(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the peak growth of forward without a graph, and of forward and backward."""
-        costs = self._costs.layers
-        forward = graph = kept = 0
-        for index in range(start, stop):
-            inner = self._bytes(self._inside(start, index, stop))
-            forward = max(forward, inner + costs[index].forward_bytes)
-            graph = max(graph, kept + costs[index].graph_bytes)
-            kept += costs[index].kept_bytes
-        for index in reversed(range(start, stop)):
-            above = self._bytes(self._inside(start, index + 1, stop)) if index + 1 < stop else 0
-            above += self._shared_gradient_bytes(start, index, stop)
-            graph = max(graph, kept + above + costs[index].backward_bytes)
-            kept -= costs[index].kept_bytes
-        return forward, graph
+    def work_bytes(
+        self, phase: Phase, start: int, stop: int, boundary: Boundary, kept: tuple[int, int] | None
+    ) -> int:
+        """Return the peak of a visit beside what is held.
 
-    def _shared_gradient_bytes(self, start: int, index: int, stop: int) -> int:
-        """Return what the gradients of shared weights take in backward of layer `index`.
-
-        Autograd holds a weight's gradient from its last user in the segment until that from the
-        first one is there, and adds them out of place.
+        Args:
+            phase: Forward, turn or backward.
+            start: The segment's first layer.
+            stop: The layer after its last one.
+            boundary: Where values wait.
+            kept: The segment whose graphs are kept, if any; it counts from its forward visit on.
         """
-        n_bytes = 0
-        for shared in self._layout.shared:
-            users = [user for user in shared.users if start <= user < stop]
-            if users and users[0] <= index < users[-1]:
-                n_bytes += (1 + (index in users)) * (shared.stop_bytes - shared.start_bytes)
-        return n_bytes
+        waiting = 0
+        if kept is not None and (phase is Phase.TURN or (start, stop) == kept):
+            waiting = self._kept_bytes(*kept)
+        count = self.micro_batches
+        space = self._workspaces.of(start, stop)
+        below, above = self._crossing[start], self._crossing[stop]
+        # This and the next micro-batch's inputs.
+        ahead = min(2, count)
+        inputs = ahead * self._bytes(self._chain.reads(start, stop), only_inputs=True)
+        if phase is Phase.FORWARD:
+            inner = max(space.forward, space.graph) if waiting else space.forward
+            standing = max(count * below, below + (count - 1) * above)
+            if boundary == "host":
+                standing = ahead * below
+            # One value at a time is still being saved when the next micro-batch runs.
+            return waiting + inputs + standing + self._largest[stop] + inner
+        inner = max(space.graph, space.backward)
+        if phase is Phase.TURN:
+            standing = count * below if boundary == "device" else ahead * below
+            leaving = self._largest[start] if boundary == "host" else 0
+            return waiting + inputs + standing + leaving + inner
+        if boundary == "device":
+            standing = max(count * above, above + (count - 1) * below) + ahead * below
+            return waiting + inputs + standing + inner
+        leaving = max(self._largest[start], self._largest[stop])
+        return waiting + inputs + ahead * (below + above) + leaving + inner
 
-    def _inside(self, start: int, cut: int, stop: int) -> list[str]:
-        """Values that layers `start` to `cut` write and layers `cut` to `stop` read."""
-        later = {name for layer in self._chain.layers[cut:stop] for name in layer.reads}
-        layers = self._chain.layers[start:cut]
-        return [name for layer in layers for name in layer.writes if name in later]
+    def _kept_bytes(self, start: int, stop: int) -> int:
+        """Return the graphs of all micro-batches with their inputs."""
+        kept = sum(cost.kept_bytes for cost in self._costs.layers[start:stop])
+        return self.micro_batches * (kept + self._bytes(self._chain.reads(start, stop)))
 
-    def _bytes(self, names: Iterable[str]) -> int:
-        values: Mapping[str, ValueSpec] = self._costs.values
-        return sum(values[name].n_bytes for name in names)
+    def _waiting_bytes(self, shape: Shape) -> int:
+        """Return the host's copies of values: for recomputing, and on their way from visit to
+        visit."""
+        needed: set[str] = set()
+        bounds = shape.backward_bounds
+        for start, stop in itertools.pairwise(bounds[:-1]):
+            if (start, stop) != shape.kept:
+                needed.update(self._chain.reads(start, stop))
+        needed.difference_update(self._chain.inputs)
+        passing = 0
+        if shape.boundary == "host":
+            cuts = {*shape.forward_bounds, *bounds[:-1]}
+            passing = max(self._crossing[cut] for cut in cuts)
+        return self.micro_batches * (self._bytes(needed) + 2 * passing)
 
+    def _buffers_bytes(self) -> int:
+        unique: dict[int, int] = {}
+        before = 0
+        for layer, cost in zip(self._chain.layers, self._costs.layers, strict=True):
+            for buffer in layer.buffers.values():
+                unique[id(buffer)] = buffer.numel() * buffer.element_size()
+            before += cost.buffer_bytes * cost.changes_buffers
+        return sum(unique.values()) + self.micro_batches * before
 
-def greedy_bounds(sizes: Sequence[int], cap: int) -> tuple[int, ...]:
-    """Return the partition that fills each segment, from the last layer down, up to `cap`.
-
-    The first segment gets what is left over: its load and update are the ones that no compute can
-    hide, so it should be the small one.
-    """
-    bounds = [len(sizes)]
-    filled = 0
-    for index in reversed(range(len(sizes))):
-        if filled and filled + sizes[index] > cap:
-            bounds.append(index + 1)
-            filled = 0
-        filled += sizes[index]
-    return (0, *reversed(bounds))
+    def _bytes(self, names: Iterable[str], only_inputs: bool = False) -> int:
+        if only_inputs:
+            names = [name for name in names if name in self._chain.inputs]
+        return sum(self._costs.values[name].n_bytes for name in names)

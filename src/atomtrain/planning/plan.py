@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from atomtrain.errors import PlanError
-from atomtrain.planning.memory import Boundary
+from atomtrain.errors import PlanError, nearest
+from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.units import format_bytes, format_seconds
 
 
@@ -17,11 +19,17 @@ class Request:
     micro_batches: int
     """A, forward calls a step, at least 1."""
     segments: int | None = None
-    """Number of segments, or `None` for the planner's choice."""
+    """Number of backward segments, or `None` for the planner's choice."""
     slots: int | None = None
-    """Device slots, or `None` for the planner's choice of two or three."""
+    """Device slots, or `None` for the planner's choice of one or two."""
     gradient_buffers: int | None = None
     """Gradient buffers, or `None` for the planner's choice of one or two."""
+    boundary: Boundary | None = None
+    """Where values at a cut wait, or `None` for the planner's choice."""
+    resident: tuple[int, ...] | None = None
+    """Resident blocks, or `None` for the planner's choice."""
+    activations: Activation | None = None
+    """`"recompute"`: never keep graphs; `None` (or `"keep"`): where it pays."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "segments", "slots", "gradient_buffers"):
@@ -32,16 +40,30 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Partition and schedule, with the cost that was predicted for them."""
+    """Partitions and schedule, with the cost that was predicted for them."""
 
-    bounds: tuple[int, ...]
-    """Segment `s` holds layers `bounds[s]` to `bounds[s + 1]`."""
+    forward_bounds: tuple[int, ...]
+    """Forward segment `s` holds layers `forward_bounds[s]` to `forward_bounds[s + 1]`; the last
+    bound is where the turn begins."""
+    backward_bounds: tuple[int, ...]
+    """Backward segment `s` holds layers `backward_bounds[s]` to `backward_bounds[s + 1]`; the last
+    one is the turn: forward and backward at once."""
+    resident_blocks: tuple[int, ...]
+    """Blocks that stay on the device during a step: loaded once, their gradients leave once. A
+    number below that of the layers is a layer's own parameters, others are shared weights."""
+    host_layers: int
+    """How many leading layers run on the host; 0 today."""
+    activations: tuple[Activation, ...]
+    """One for each backward segment; the turn's is `recompute`, though it has nothing to."""
     slots: int
+    slot_bytes: int
+    """The largest segment without its resident blocks."""
     gradient_buffers: int
+    gradient_bytes: int
+    """The largest backward segment without its resident blocks."""
     boundary: Boundary
     """Where values at a cut wait for the next segment."""
     micro_batches: int
-    slot_bytes: int
     device_peak_bytes: int
     """Predicted; never below the measured peak."""
     device_memory_bytes: int
@@ -59,24 +81,79 @@ class Plan:
     """The resource that is busiest."""
 
     @property
+    def shape(self) -> Shape:
+        """What the executor must know."""
+        return Shape(
+            self.forward_bounds,
+            self.backward_bounds,
+            self.slots,
+            self.gradient_buffers,
+            self.boundary,
+            self.resident_blocks,
+            self.host_layers,
+            self.activations,
+        )
+
+    @property
     def segments(self) -> int:
-        """Number of segments."""
-        return len(self.bounds) - 1
+        """Number of backward segments, the turn included."""
+        return len(self.backward_bounds) - 1
+
+    @property
+    def recomputed_layers(self) -> int:
+        """How many layers backward runs forward again: all below the turn that are not kept."""
+        shape = self.shape
+        start, stop = shape.kept or (0, 0)
+        return shape.turn[0] - (stop - start)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """Return the plan that `to_json` gave.
+
+        Raises:
+            PlanError: a key is missing or unknown, or the shape is impossible.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in data:
+            if key not in known:
+                raise PlanError(f"a plan has no {key!r}.{nearest(key, known)}")
+        if missing := [name for name in known if name not in data]:
+            raise PlanError(f"the plan lacks {missing[0]!r}; write it with Plan.to_json")
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
+        }
+        plan = cls(**values)
+        # The number of shared weights is the model's business.
+        blocks = max(plan.resident_blocks, default=0) + 1
+        layers = plan.backward_bounds[-1] if plan.backward_bounds else 0
+        plan.shape.check(layers, blocks)
+        return plan
 
     def describe(self) -> str:
         """Return the plan as a few lines for people."""
-        sizes = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
-        layers = "+".join(map(str, sizes)) if len(sizes) <= 12 else f"{min(sizes)} to {max(sizes)}"
         where = "on the device" if self.boundary == "device" else "on the host"
+        buffers = "buffer" if self.gradient_buffers == 1 else "buffers"
+        lines = [
+            f"segments   {self.segments} (layers {_sizes(self.backward_bounds)}), {self.slots} "
+            f"slots of {format_bytes(self.slot_bytes)}, {self.gradient_buffers} gradient "
+            f"{buffers}, activations between segments wait {where}",
+        ]
+        if self.forward_bounds[:-1] != self.backward_bounds[:-2]:
+            lines.append(
+                f"forward    {len(self.forward_bounds)} segments (layers "
+                f"{_sizes((*self.forward_bounds, self.backward_bounds[-1]))})"
+            )
+        if self.resident_blocks:
+            lines.append(f"resident   blocks {', '.join(map(str, self.resident_blocks))}")
+        if kept := self.shape.kept:
+            lines.append(f"kept       graphs of layers {kept[0]} to {kept[1] - 1}")
         return "\n".join(
             (
-                f"segments   {self.segments} (layers {layers}), {self.slots} slots of "
-                f"{format_bytes(self.slot_bytes)}, {self.gradient_buffers} gradient buffers, "
-                f"activations between segments wait {where}",
+                *lines,
                 f"device     {format_bytes(self.device_peak_bytes)} predicted peak of "
                 f"{format_bytes(self.device_memory_bytes)}",
                 f"host       {format_bytes(self.host_bytes)}",
@@ -86,3 +163,8 @@ class Plan:
                 f"{format_seconds(self.update_s)}; bound by {self.bound}",
             )
         )
+
+
+def _sizes(bounds: tuple[int, ...]) -> str:
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+    return "+".join(map(str, sizes)) if len(sizes) <= 12 else f"{min(sizes)} to {max(sizes)}"

@@ -1,14 +1,17 @@
 """The vertical schedule: in which order segments are visited, and which slot each one uses.
 
-A step visits the segments upwards (forward), then the last one for forward and backward at once
-(the turn), then the others downwards (recompute and backward). Each visit runs all micro-batches.
+A step visits the forward segments upwards, then the turn for forward and backward at once, then
+the backward segments downwards (recompute and backward). Each visit runs all micro-batches.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from atomtrain.planning.shape import Layers, Shape
 
 NEVER = 1 << 30
 
@@ -17,11 +20,11 @@ class Phase(enum.Enum):
     """What a visit does for each micro-batch."""
 
     FORWARD = "forward"
-    """Forward without a graph."""
+    """Forward without a graph (with one that waits for backward, if the segment is kept)."""
     TURN = "turn"
     """Forward with a graph, loss, backward."""
     BACKWARD = "backward"
-    """Forward again with a graph, then backward."""
+    """Forward again with a graph (unless it was kept), then backward."""
     EVALUATE = "evaluate"
     """Forward without a graph, nothing kept for backward."""
 
@@ -30,7 +33,7 @@ class Visit(NamedTuple):
     """One segment's turn on the device."""
 
     phase: Phase
-    segment: int
+    layers: Layers
     slot: int
     load: bool
     """False if the slot still holds the segment from an earlier visit of this step."""
@@ -38,37 +41,42 @@ class Visit(NamedTuple):
     """Index of the visit after which the slot may be overwritten; -1 if it is free at once."""
     gradient: int | None
     """Gradient buffer, in the turn and in backward."""
+    keep: bool = False
+    """The graphs of all micro-batches wait from this visit on, or are found at this visit."""
 
 
-def training_visits(segments: int, slots: int, gradient_buffers: int) -> tuple[Visit, ...]:
+def training_visits(shape: Shape) -> tuple[Visit, ...]:
     """Return the visits of one training step."""
-    order = [(Phase.FORWARD, segment) for segment in range(segments - 1)]
-    order.append((Phase.TURN, segments - 1))
-    order += [(Phase.BACKWARD, segment) for segment in reversed(range(segments - 1))]
-    return _assign(order, slots, gradient_buffers)
+    order = [(Phase.FORWARD, layers) for layers in itertools.pairwise(shape.forward_bounds)]
+    order.append((Phase.TURN, shape.turn))
+    downwards = reversed(list(itertools.pairwise(shape.backward_bounds[:-1])))
+    order += [(Phase.BACKWARD, layers) for layers in downwards]
+    return _assign(order, shape.slots, shape.gradient_buffers, shape.kept)
 
 
-def evaluation_visits(segments: int, slots: int) -> tuple[Visit, ...]:
+def evaluation_visits(shape: Shape) -> tuple[Visit, ...]:
     """Return the visits of one evaluation."""
-    return _assign([(Phase.EVALUATE, segment) for segment in range(segments)], slots, 1)
+    bounds = (*shape.forward_bounds, shape.turn[1])
+    order = [(Phase.EVALUATE, layers) for layers in itertools.pairwise(bounds)]
+    return _assign(order, shape.slots, 1, None)
 
 
 def _assign(
-    order: Sequence[tuple[Phase, int]], slots: int, gradient_buffers: int
+    order: Sequence[tuple[Phase, Layers]], slots: int, gradient_buffers: int, kept: Layers | None
 ) -> tuple[Visit, ...]:
     """Give each visit a slot: a hit where possible, else the slot whose content is needed last.
 
     That is Belady's rule, optimal in the number of loads, except that the slot in use by the
     visit before is spared (with two slots or more): loading into it could not be hidden.
     """
-    content: list[int | None] = [None] * slots
+    content: list[Layers | None] = [None] * slots
     last_use = [-1] * slots
     visits: list[Visit] = []
     backward = 0
-    for index, (phase, segment) in enumerate(order):
-        hit = segment in content
+    for index, (phase, layers) in enumerate(order):
+        hit = layers in content
         if hit:
-            slot = content.index(segment)
+            slot = content.index(layers)
         else:
             # Before the first visit no slot is in use.
             busy = index - 1 if slots > 1 and index > 0 else None
@@ -78,14 +86,15 @@ def _assign(
         if phase in (Phase.TURN, Phase.BACKWARD):
             gradient = backward % gradient_buffers
             backward += 1
-        visits.append(Visit(phase, segment, slot, not hit, last_use[slot], gradient))
-        content[slot] = segment
+        keep = layers == kept
+        visits.append(Visit(phase, layers, slot, not hit, last_use[slot], gradient, keep))
+        content[slot] = layers
         last_use[slot] = index
     return tuple(visits)
 
 
-def _next_use(order: Sequence[tuple[Phase, int]], index: int, segment: int | None) -> int:
-    if segment is None:
+def _next_use(order: Sequence[tuple[Phase, Layers]], index: int, layers: Layers | None) -> int:
+    if layers is None:
         return NEVER
-    later = (i for i in range(index, len(order)) if order[i][1] == segment)
+    later = (i for i in range(index, len(order)) if order[i][1] == layers)
     return next(later, NEVER)

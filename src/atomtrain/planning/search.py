@@ -15,12 +15,13 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
+from atomtrain.planning.costing import Costing
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
-from atomtrain.planning.memory import Boundary, Choice, MemoryModel, greedy_bounds
+from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.plan import Plan, Request
-from atomtrain.planning.schedule import training_visits
-from atomtrain.planning.timeline import SegmentTime, StepTime, predict
+from atomtrain.planning.shape import Activation, Boundary, Shape
+from atomtrain.planning.timeline import StepTime
 from atomtrain.units import format_bytes
 
 _EQUAL = 0.01
@@ -49,33 +50,27 @@ def make_plan(
     """
     layout = Layout(chain)
     memory = MemoryModel(chain, costs, layout, request.micro_batches)
+    costing = Costing(chain, costs, times, machine, layout, request.micro_batches)
     candidates: list[_Candidate] = []
     least_bytes: int | None = None
-    for choice in _choices(chain, layout, request):
-        device_bytes = memory.device_bytes(choice)
+    for shape in _shapes(chain, layout, request):
+        device_bytes = memory.device_bytes(shape)
         least_bytes = min(device_bytes, least_bytes or device_bytes)
         if device_bytes <= machine.device_memory_bytes:
-            visits = training_visits(choice.segments, choice.slots, choice.gradient_buffers)
-            segment_times = _segment_times(choice, costs, times, machine, memory, layout)
-            time = predict(visits, segment_times)
-            candidates.append(_Candidate(choice, device_bytes, time))
+            candidates.append(_Candidate(shape, device_bytes, costing.step(shape)))
     if not candidates:
         raise _does_not_fit(chain, memory, machine, least_bytes or 0, request)
-    choice, device_bytes, time = _best(candidates)
-    host_bytes = memory.host_bytes(choice)
+    shape, device_bytes, time = _best(candidates)
+    host_bytes = memory.host_bytes(shape)
     if host_bytes > machine.host_memory_bytes:
         raise PlanError(
             f"training this model takes {format_bytes(host_bytes)} of host memory, "
             f"{format_bytes(machine.host_memory_bytes)} are there; choose a smaller model"
         )
-    segments = zip(choice.bounds, choice.bounds[1:], strict=False)
     return Plan(
-        bounds=choice.bounds,
-        slots=choice.slots,
-        gradient_buffers=choice.gradient_buffers,
-        boundary=choice.boundary,
+        **shape._asdict(),
+        **memory.sizes(shape)._asdict(),
         micro_batches=request.micro_batches,
-        slot_bytes=max(layout.segment_bytes(*segment) for segment in segments),
         device_peak_bytes=device_bytes,
         device_memory_bytes=machine.device_memory_bytes,
         host_bytes=host_bytes,
@@ -87,7 +82,7 @@ def make_plan(
 class _Candidate(NamedTuple):
     """A choice that fits, and what it costs."""
 
-    choice: Choice
+    shape: Shape
     device_bytes: int
     time: StepTime
 
@@ -107,13 +102,13 @@ def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batche
     layout = Layout(chain)
     memory = MemoryModel(chain, costs, layout, micro_batches)
     return any(
-        memory.device_bytes(choice) <= device_memory_bytes
-        for choice in _choices(chain, layout, Request(micro_batches=micro_batches))
-        if choice.boundary == "device"
+        memory.device_bytes(shape) <= device_memory_bytes
+        for shape in _shapes(chain, layout, Request(micro_batches=micro_batches))
+        if shape.boundary == "device"
     )
 
 
-def _choices(chain: Chain, layout: Layout, request: Request) -> Iterator[Choice]:
+def _shapes(chain: Chain, layout: Layout, request: Request) -> Iterator[Shape]:
     for bounds in _partitions(chain, layout):
         segments = len(bounds) - 1
         if request.segments is not None and segments != request.segments:
@@ -123,7 +118,15 @@ def _choices(chain: Chain, layout: Layout, request: Request) -> Iterator[Choice]
         wanted = request.gradient_buffers
         buffers = {min(wanted, segments)} if wanted else {1, min(2, segments)}
         for n_slots, n_buffers, boundary in itertools.product(slots, buffers, _BOUNDARIES):
-            yield Choice(bounds, n_slots, n_buffers, boundary)
+            recompute: Activation = "recompute"
+            yield Shape(
+                bounds[:-1],
+                bounds,
+                n_slots,
+                n_buffers,
+                boundary,
+                activations=(recompute,) * segments,
+            )
 
 
 def _partitions(chain: Chain, layout: Layout) -> list[tuple[int, ...]]:
@@ -146,34 +149,20 @@ def _even_bounds(layers: int, segments: int) -> tuple[int, ...]:
     return tuple(index * layers // segments for index in range(segments + 1))
 
 
-def _segment_times(
-    choice: Choice,
-    costs: ChainCosts,
-    times: Mapping[str, LayerTime],
-    machine: Machine,
-    memory: MemoryModel,
-    layout: Layout,
-) -> list[SegmentTime]:
-    result = []
-    n_micro_batches = memory.micro_batches
-    for start, stop in zip(choice.bounds, choice.bounds[1:], strict=False):
-        layers = costs.layers[start:stop]
-        n_bytes = layout.segment_bytes(start, stop)
-        saved = n_micro_batches * memory.saved_bytes(start)
-        # Through the host, what stands at a cut crosses once more in each direction and phase.
-        passes = 1 if choice.boundary == "device" else 2
-        result.append(
-            SegmentTime(
-                forward_s=n_micro_batches * sum(times[c.kind].forward_s for c in layers),
-                backward_s=n_micro_batches * sum(times[c.kind].backward_s for c in layers),
-                load_s=n_bytes / machine.load_bytes_per_s,
-                unload_s=n_bytes / machine.unload_bytes_per_s,
-                update_s=sum(c.parameters for c in layers) / machine.update_parameters_per_s,
-                save_s=saved / machine.unload_bytes_per_s,
-                fetch_s=passes * saved / machine.load_bytes_per_s,
-            )
-        )
-    return result
+def greedy_bounds(sizes: Sequence[int], cap: int) -> tuple[int, ...]:
+    """Return the partition that fills each segment, from the last layer down, up to `cap`.
+
+    The first segment gets what is left over: its load and update are the ones that no compute can
+    hide, so it should be the small one.
+    """
+    bounds = [len(sizes)]
+    filled = 0
+    for index in reversed(range(len(sizes))):
+        if filled and filled + sizes[index] > cap:
+            bounds.append(index + 1)
+            filled = 0
+        filled += sizes[index]
+    return (0, *reversed(bounds))
 
 
 def _does_not_fit(

@@ -1,27 +1,50 @@
-"""Predicts one step: the visits laid out in time on the streams that the executor uses."""
+"""Predicts one step: the visits laid out in time on the streams that the executor uses.
+
+A step is counted from the start of its first load to the end of its last update. The next step
+cannot begin sooner: the layers visited first in forward are the last ones in backward, so their
+update is the last to be done, and the first load of the next step waits for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from atomtrain.planning.schedule import Phase, Visit
+from atomtrain.planning.schedule import Visit
+
+StreamName = Literal["compute", "load", "unload", "update", "fetch", "save"]
 
 
-class SegmentTime(NamedTuple):
-    """Seconds for one segment and all micro-batches of a step."""
+class VisitTime(NamedTuple):
+    """Seconds that one visit takes on each stream, for all micro-batches of a step."""
 
-    forward_s: float
-    """Without a graph."""
-    backward_s: float
-    """Recompute and backward."""
-    load_s: float
-    unload_s: float
-    update_s: float
-    save_s: float
-    """Values at the segment's lower cut, device to host, in forward."""
-    fetch_s: float
-    """The same back, in backward."""
+    compute_s: float = 0.0
+    load_s: float = 0.0
+    """Parameters; counts only if the visit loads."""
+    unload_s: float = 0.0
+    """Gradients; counts only in the turn and in backward."""
+    update_s: float = 0.0
+    """The same."""
+    fetch_s: float = 0.0
+    """Values and their gradients, host to device."""
+    save_s: float = 0.0
+    """Values and their gradients, device to host."""
+
+    @property
+    def visit_s(self) -> float:
+        """How long the visit lasts: values move while others are computed with."""
+        return max(self.compute_s, self.fetch_s, self.save_s)
+
+
+class Span(NamedTuple):
+    """One piece of work on one stream."""
+
+    stream: StreamName
+    label: str
+    """Phase and layers, such as `forward 3-5`."""
+    start_s: float
+    """Since the step began."""
+    end_s: float
 
 
 class StepTime(NamedTuple):
@@ -30,7 +53,9 @@ class StepTime(NamedTuple):
     step_s: float
     compute_s: float
     load_s: float
+    """Parameters, values and gradients, host to device."""
     unload_s: float
+    """The same, device to host."""
     update_s: float
 
     @property
@@ -45,56 +70,61 @@ class StepTime(NamedTuple):
         return max(busy, key=lambda name: busy[name])
 
 
-def predict(visits: Sequence[Visit], times: Sequence[SegmentTime]) -> StepTime:
-    """Return the steady-state step: the second of two, so that overlap between steps counts."""
-    ready = [0.0] * len(times)  # when each segment's update is done
-    clocks = _Clocks()
-    first_s = _one_step(visits, times, ready, clocks)
-    end_s = _one_step(visits, times, ready, clocks)
-    compute_s = sum(_compute_s(visit, times[visit.segment]) for visit in visits)
-    loads = [times[visit.segment] for visit in visits if visit.load]
-    backward = [times[visit.segment] for visit in visits if visit.gradient is not None]
+def predict(visits: Sequence[Visit], times: Sequence[VisitTime]) -> StepTime:
+    """Return the step that the visits make, given the seconds of each of them."""
+    busy = dict.fromkeys(("compute", "load", "unload", "update", "fetch", "save"), 0.0)
+    end_s = 0.0
+    for span in step_spans(visits, times):
+        busy[span.stream] += span.end_s - span.start_s
+        end_s = max(end_s, span.end_s)
     return StepTime(
-        step_s=end_s - first_s,
-        compute_s=compute_s,
-        load_s=sum(t.load_s for t in loads) + sum(t.fetch_s for t in backward),
-        unload_s=sum(t.unload_s + t.save_s for t in backward),
-        update_s=sum(t.update_s for t in times),
+        step_s=end_s,
+        compute_s=busy["compute"],
+        load_s=busy["load"] + busy["fetch"],
+        unload_s=busy["unload"] + busy["save"],
+        update_s=busy["update"],
     )
 
 
-class _Clocks:
-    """When each stream is free again."""
+def step_spans(visits: Sequence[Visit], times: Sequence[VisitTime]) -> list[Span]:
+    """Return the spans of the step, in the order of the visits; those of no length too.
 
+    Args:
+        visits: Of a training step.
+        times: The seconds of each visit.
+    """
+    spans: list[Span] = []
+    done: list[float] = []
+    released: dict[int, float] = {}  # when each gradient buffer is empty again
     compute = load = unload = update = 0.0
 
+    def add(stream: StreamName, visit: Visit, start_s: float, length_s: float) -> float:
+        spans.append(Span(stream, label_of(visit), start_s, start_s + length_s))
+        return start_s + length_s
 
-def _one_step(
-    visits: Sequence[Visit], times: Sequence[SegmentTime], ready: list[float], clocks: _Clocks
-) -> float:
-    done: list[float] = []
-    buffers: dict[int, float] = {}
-    for visit in visits:
-        time = times[visit.segment]
-        loaded = 0.0
+    for visit, time in zip(visits, times, strict=True):
+        ready = 0.0
         if visit.load:
             free = done[visit.free_after] if visit.free_after >= 0 else 0.0
-            clocks.load = max(clocks.load, free, ready[visit.segment]) + time.load_s
-            loaded = clocks.load
-        start = max(clocks.compute, loaded)
+            ready = load = add("load", visit, max(load, free), time.load_s)
+        start = max(compute, ready)
         if visit.gradient is not None:
-            start = max(start, buffers.get(visit.gradient, 0.0))
-        compute_s = _compute_s(visit, time)
-        moved_s = time.save_s if visit.phase is Phase.FORWARD else time.fetch_s
-        clocks.compute = start + max(compute_s, moved_s)
-        done.append(clocks.compute)
+            start = max(start, released.get(visit.gradient, 0.0))
+        for stream, length_s in (("fetch", time.fetch_s), ("save", time.save_s)):
+            if length_s > 0:
+                add(stream, visit, start, length_s)  # type: ignore[arg-type]
+        add("compute", visit, start, time.compute_s)
+        compute = start + time.visit_s
+        done.append(compute)
         if visit.gradient is not None:
-            clocks.unload = max(clocks.unload, clocks.compute) + time.unload_s
-            buffers[visit.gradient] = clocks.unload
-            clocks.update = max(clocks.update, clocks.unload) + time.update_s
-            ready[visit.segment] = clocks.update
-    return clocks.compute
+            unload = add("unload", visit, max(unload, compute), time.unload_s)
+            released[visit.gradient] = unload
+            update = add("update", visit, max(update, unload), time.update_s)
+    return spans
 
 
-def _compute_s(visit: Visit, time: SegmentTime) -> float:
-    return time.backward_s if visit.gradient is not None else time.forward_s
+def label_of(visit: Visit) -> str:
+    """Return phase and layers of a visit, for people."""
+    start, stop = visit.layers
+    layers = str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+    return f"{visit.phase.value} {layers}"

@@ -40,13 +40,15 @@ class DeviceBuffers:
         self._before: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @contextmanager
-    def of(self, layer: int, micro_batch: int, phase: Phase) -> Iterator[dict[str, Tensor]]:
-        """Give the buffers with which a layer runs."""
+    def of(
+        self, layer: int, micro_batch: int, phase: Phase, keep: bool = False
+    ) -> Iterator[dict[str, Tensor]]:
+        """Give the buffers with which a layer runs; with `keep` it will not be recomputed."""
         buffers = self._buffers[layer]
         if phase is Phase.BACKWARD and self._changing[layer]:
             yield self._before.pop((layer, micro_batch))
             return
-        if phase is Phase.FORWARD and self._changing[layer]:
+        if phase is Phase.FORWARD and self._changing[layer] and not keep:
             self._before[layer, micro_batch] = {n: b.clone() for n, b in buffers.items()}
         yield buffers
 

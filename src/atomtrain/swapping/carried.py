@@ -52,13 +52,31 @@ class HostPool:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
 
+class Outbox:
+    """Device tensors on their way to the host that nothing else needs: at most one is alive."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._leaving: list[tuple[Tensor, Event]] = []
+
+    def put(self, tensor: Tensor, saved: Event) -> None:
+        """Hold a tensor until its save is done; compute waits for the one before."""
+        self.drain()
+        self._leaving.append((tensor, saved))
+
+    def drain(self) -> None:
+        """Let go of what is left; compute waits for its save."""
+        for _, event in self._leaving:
+            self._device.hold(event)
+        self._leaving.clear()
+
+
 class Carried:
     """Values (or gradients) by micro-batch and name. Used by the computing thread only."""
 
-    def __init__(self, device: Device, pool: HostPool) -> None:
-        self._device, self._pool = device, pool
+    def __init__(self, device: Device, pool: HostPool, outbox: Outbox) -> None:
+        self._device, self._pool, self._outbox = device, pool, outbox
         self._held: dict[tuple[int, str], _Held] = {}
-        self._leaving: list[tuple[Tensor, Event]] = []
 
     def __contains__(self, key: tuple[int, str]) -> bool:
         return key in self._held
@@ -83,12 +101,14 @@ class Carried:
             source = value.contiguous()
             held.pooled = self._pool.take(source.nbytes)
             held.host = host = view_of(held.pooled, 0, source)
+            # The job lets go of the device tensor before its event says that it is done: whoever
+            # waits for the event counts on the memory.
+            last = [source]
             held.saved = self._device.save.submit(
-                lambda: self._device.copy_out(host, source), [self._device.mark()]
+                lambda: self._device.copy_out(host, last.pop()), [self._device.mark()]
             )
-            if not keep:
-                self._drain()
-                self._leaving.append((source, held.saved))
+            if not keep or source is not value:
+                self._outbox.put(source, held.saved)
         if keep:
             held.device = value
         self._held[micro_batch, name] = held
@@ -141,15 +161,9 @@ class Carried:
 
     def clear(self) -> None:
         """Forget everything; at the end of a step."""
-        self._drain()
+        self._outbox.drain()
         for micro_batch, name in list(self._held):
             self.forget(micro_batch, [name])
-
-    def _drain(self) -> None:
-        """Free device tensors on their way out, so that at most one of them is alive."""
-        for _, event in self._leaving:
-            self._device.hold(event)
-        self._leaving.clear()
 
     def _copy_in(self, target: Tensor, source: Tensor) -> Any:
         return lambda: self._device.copy_in(target, source)

@@ -6,8 +6,9 @@ compute stream.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
 from atomtrain.swapping.buffers import DeviceBuffers
-from atomtrain.swapping.carried import Carried, HostPool, leaf_of
+from atomtrain.swapping.carried import Carried, HostPool, Outbox, leaf_of
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.randomness import Randomness
+from atomtrain.swapping.routes import Route, forward_routes
 from atomtrain.swapping.slots import Slots, Tensors
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.updates import Updates
@@ -45,20 +47,23 @@ class Executor:
         self._device, self._updates = device, updates
         self.slots = Slots(chain, plan, store, device, updates)
         self.buffers = DeviceBuffers(chain, costs, device)
-        pool = HostPool(device)
-        self._values = Carried(device, pool)
-        self._gradients = Carried(device, pool)
-        self._random = Randomness(device.generator, any(layer.random for layer in costs.layers))
-        self._training = training_visits(plan.segments, plan.slots, plan.gradient_buffers)
-        self._evaluation = evaluation_visits(plan.segments, plan.slots)
+        pool, self._outbox = HostPool(device), Outbox(device)
+        self._values = Carried(device, pool, self._outbox)
+        self._gradients = Carried(device, pool, self._outbox)
+        starts = {low for low, _ in itertools.pairwise(plan.backward_bounds)}
+        random = any(layer.random for layer in costs.layers)
+        self._random = Randomness(device.generator, random, starts)
+        self._training = _Pass(chain, training_visits(plan.shape), plan)
+        self._evaluation = _Pass(chain, evaluation_visits(plan.shape), plan)
+        self._graphs: dict[int, _Graph] = {}
         self._losses: list[Tensor] = []
         self._count = 0
 
     def train(self, micro_batches: Sequence[Values]) -> list[Tensor]:
         """Run forward and backward; gradients go to `Updates`. Return the losses (0-d)."""
         self._random.begin(len(micro_batches))
-        backward = [visit.segment for visit in self._training if visit.gradient is not None]
-        self._updates.begin_step({s: self.slots.layers(s) for s in backward})
+        backward = [v.layers for v in self._training.visits if v.gradient is not None]
+        self._updates.begin_step({layers: self.slots.delivered(layers) for layers in backward})
         losses = self._run(self._training, micro_batches)
         self._updates.finish_step()
         self._random.finish()
@@ -68,15 +73,17 @@ class Executor:
         """Run forward only. Return the losses (0-d)."""
         return self._run(self._evaluation, micro_batches)
 
-    def _run(self, visits: Sequence[Visit], micro_batches: Sequence[Values]) -> list[Tensor]:
+    def _run(self, a_pass: _Pass, micro_batches: Sequence[Values]) -> list[Tensor]:
         self._losses, self._count = [], len(micro_batches)
         for index, micro_batch in enumerate(micro_batches):
             for name in self._chain.inputs:
                 self._values.put_input(index, name, micro_batch[name])
-        self.slots.begin(visits)
-        for index, visit in enumerate(visits):
+        self.slots.begin(a_pass.visits)
+        for index, visit in enumerate(a_pass.visits):
+            if visit.phase is Phase.TURN:
+                self._outbox.drain()  # backward counts on the memory
             tensors = self.slots.enter(index)
-            self._visit(visit, tensors)
+            self._visit(visit, a_pass.routes.get(index), tensors)
             del tensors
             self.slots.leave(index)
         self._values.clear()
@@ -84,147 +91,173 @@ class Executor:
         losses, self._losses = self._losses, []
         return losses
 
-    def _visit(self, visit: Visit, tensors: Tensors) -> None:
-        start, stop = self.slots.layers(visit.segment)
+    def _visit(self, visit: Visit, route: Route | None, tensors: Tensors) -> None:
+        start, stop = visit.layers
+        found = visit.keep and visit.phase is Phase.BACKWARD
         reads, writes = self._chain.reads(start, stop), self._chain.writes(start, stop)
-        backward = visit.gradient is not None
         # Gradients of values that pass this segment by stay where they are.
-        incoming = [*writes, *reads] if backward else []
+        incoming = [*writes, *reads] if route is None else []
+        wanted = () if found else reads
         for micro_batch in range(self._count):
-            self._values.prefetch(micro_batch, reads)
+            self._values.prefetch(micro_batch, wanted)
             self._gradients.prefetch(micro_batch, incoming)
-            taken = {name: self._values.take(micro_batch, name) for name in reads}
+            taken = {name: self._values.take(micro_batch, name) for name in wanted}
             if micro_batch + 1 < self._count:
-                self._values.prefetch(micro_batch + 1, reads)
+                self._values.prefetch(micro_batch + 1, wanted)
                 self._gradients.prefetch(micro_batch + 1, incoming)
-            if backward:
-                self._backward(visit, tensors, micro_batch, taken, writes)
+            if route is not None:
+                self._forward(visit, route, tensors, micro_batch, taken)
+                self._values.forget(micro_batch, route.last_read)
             else:
-                self._forward(visit, tensors, micro_batch, taken, writes)
+                graph = (
+                    self._graphs.pop(micro_batch)
+                    if found
+                    else self._graph(visit, tensors, micro_batch, taken)
+                )
+                self._backward(visit, micro_batch, graph, writes)
+                del graph
             del taken
             self._values.drop(micro_batch, reads)
-            if backward:
+            if route is None:
                 self._values.forget(micro_batch, writes)
                 self._gradients.forget(micro_batch, writes)
 
     def _forward(
         self,
         visit: Visit,
+        route: Route,
         tensors: Tensors,
         micro_batch: int,
         taken: dict[str, Any],
-        writes: Sequence[str],
     ) -> None:
-        training = visit.phase is Phase.FORWARD
-        if training:
-            self._random.enter(micro_batch, visit.segment)
-        with torch.no_grad():
-            values = self._run_layers(visit, tensors, micro_batch, taken)
-        taken.clear()
-        if training:
-            self._random.leave(micro_batch)
-        for name in writes:
-            if name == self._chain.loss:
-                self._losses.append(values[name])
-            else:
-                keep, save = self._keep(visit, name), self._save(visit, name)
-                self._values.put(micro_batch, name, values.pop(name), keep=keep, save=save)
-
-    def _backward(
-        self,
-        visit: Visit,
-        tensors: Tensors,
-        micro_batch: int,
-        taken: dict[str, Any],
-        writes: Sequence[str],
-    ) -> None:
-        if visit.phase is Phase.TURN:
-            self._random.enter(micro_batch, visit.segment)
+        if visit.keep:
+            graph = self._graph(visit, tensors, micro_batch, taken)
+            values = {name: graph.values[name] for name in route.outputs}
+            self._graphs[micro_batch] = graph
         else:
-            self._random.replay(micro_batch, visit.segment)
+            with torch.no_grad():
+                values = self._run_layers(visit, tensors, micro_batch, taken, route.outputs)
+        taken.clear()
+        for name in route.outputs:
+            value = values.pop(name)
+            if name == self._chain.loss:
+                self._losses.append(value)
+            else:
+                keep, save = name in route.keep, name in route.save
+                self._values.put(micro_batch, name, value, keep=keep, save=save)
+
+    def _graph(
+        self, visit: Visit, tensors: Tensors, micro_batch: int, taken: dict[str, Any]
+    ) -> _Graph:
+        """Run the segment forward with a graph."""
+        start, stop = visit.layers
         leaves = {
             name: leaf_of(value, self._costs.values[name].requires_grad)
             for name, value in taken.items()
         }
         taken.clear()
         with torch.enable_grad():
-            inputs, roots, seeds = self._passing(micro_batch, leaves)
-            values = self._run_layers(visit, tensors, micro_batch, inputs)
-            if visit.phase is Phase.TURN:
-                self._random.leave(micro_batch)
-                loss = values[self._chain.loss]
-                self._losses.append(loss.detach())
+            inputs = {
+                name: self._entrance(name, leaf, visit, micro_batch)
+                for name, leaf in leaves.items()
+            }
+            writes = self._chain.writes(start, stop)
+            values = self._run_layers(visit, tensors, micro_batch, inputs, writes)
+        entrances = {name: inputs[name] for name in inputs if inputs[name] is not leaves[name]}
+        return _Graph(leaves, entrances, {name: values[name] for name in writes})
+
+    def _entrance(self, name: str, leaf: Any, visit: Visit, micro_batch: int) -> Any:
+        """Return the value as the segment's layers get it.
+
+        A value that later segments read too has a gradient when this segment runs backward. It
+        then enters through a view, and the gradient is given to the view, so that autograd adds
+        this segment's contributions to it one by one, in the order in which it adds them when
+        nothing is swapped.
+        """
+        passes = (micro_batch, name) in self._gradients
+        if visit.keep:  # in forward, before any gradient
+            passes = name in self._chain.reads(visit.layers[1], len(self._chain.layers))
+        if passes and isinstance(leaf, Tensor) and leaf.requires_grad:
+            return leaf.view_as(leaf)
+        return leaf
+
+    def _backward(
+        self, visit: Visit, micro_batch: int, graph: _Graph, writes: Sequence[str]
+    ) -> None:
+        begun = dict(graph.entrances)
+        begun.update({n: graph.values[n] for n in writes if n not in graph.leaves})
+        roots, seeds = [], list[Tensor | None]()
+        if visit.phase is Phase.TURN:
+            loss = graph.values[self._chain.loss]
+            self._losses.append(loss.detach())
+            with torch.enable_grad():
                 roots.append(loss / self._count)
-                seeds.append(None)
-                del loss
-            for name in writes:
-                if (micro_batch, name) in self._gradients and name not in leaves:
-                    roots.append(values[name])
-                    seeds.append(self._gradients.take(micro_batch, name))
-            values.clear()
-            inputs.clear()
-            if roots:
-                torch.autograd.backward(roots, seeds)
+            seeds.append(None)
+            del loss
+        for name, root in begun.items():
+            if (micro_batch, name) in self._gradients:
+                roots.append(root)
+                seeds.append(self._gradients.take(micro_batch, name))
+                del root
+        begun.clear()
+        graph.values.clear()
+        graph.entrances.clear()
+        if roots:
+            torch.autograd.backward(roots, seeds)
         del roots, seeds
-        for name, leaf in leaves.items():
+        for name, leaf in graph.leaves.items():
             if isinstance(leaf, Tensor) and leaf.grad is not None:
                 self._gradients.forget(micro_batch, [name])
                 keep = self._plan.boundary == "device"
                 self._gradients.put(micro_batch, name, leaf.grad, keep=keep, save=not keep)
 
-    def _passing(
-        self, micro_batch: int, leaves: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], list[Tensor], list[Tensor | None]]:
-        """Return the segment's inputs, and roots for those that have a gradient already.
-
-        A value that later segments have read comes with their gradient. It enters through a view,
-        and the gradient is given to the view, so that autograd adds this segment's contributions
-        to it one by one, in the order in which it adds them when nothing is swapped.
-        """
-        inputs: dict[str, Any] = {}
-        roots: list[Tensor] = []
-        seeds: list[Tensor | None] = []
-        for name, leaf in leaves.items():
-            inputs[name] = leaf
-            if (micro_batch, name) in self._gradients:
-                inputs[name] = leaf.view_as(leaf)
-                roots.append(inputs[name])
-                seeds.append(self._gradients.take(micro_batch, name))
-        return inputs, roots, seeds
-
     def _run_layers(
-        self, visit: Visit, tensors: Tensors, micro_batch: int, taken: Mapping[str, Any]
+        self,
+        visit: Visit,
+        tensors: Tensors,
+        micro_batch: int,
+        taken: Mapping[str, Any],
+        wanted: Sequence[str],
     ) -> dict[str, Any]:
-        """Run the segment's layers; return the values that are read outside of it."""
-        start, stop = self.slots.layers(visit.segment)
+        """Run the segment's layers; return the wanted values."""
+        start, stop = visit.layers
         values = dict(taken)
+        again = visit.phase is Phase.BACKWARD
+        if again:
+            self._random.replay(micro_batch, start)
         for index in range(start, stop):
             layer = self._chain.layers[index]
-            with self.buffers.of(index, micro_batch, visit.phase) as buffers:
+            if not again and visit.phase is not Phase.EVALUATE:
+                self._random.reach(micro_batch, index, first=index == start)
+            with self.buffers.of(index, micro_batch, visit.phase, visit.keep) as buffers:
                 arguments = [values[name] for name in layer.reads]
                 written = layer.run({**tensors[index - start], **buffers}, arguments)
             del arguments
             values.update(zip(layer.writes, written, strict=True))
             del written
             needed = set(self._chain.reads(index + 1, stop)) if index + 1 < stop else set()
-            needed.update(self._chain.writes(start, stop))
+            needed.update(wanted)
             for name in [name for name in values if name not in needed]:
                 del values[name]
+        if not again and visit.phase is not Phase.EVALUATE:
+            self._random.leave(micro_batch)
         return values
 
-    def _keep(self, visit: Visit, name: str) -> bool:
-        """Return whether a value stays on the device until the next visit."""
-        next_layers = self.slots.layers(visit.segment + 1)
-        return self._plan.boundary == "device" and name in self._chain.reads(*next_layers)
 
-    def _save(self, visit: Visit, name: str) -> bool:
-        """Return whether a value is needed on the host later."""
-        last = self._plan.segments - 1
-        readers = [
-            segment
-            for segment in range(visit.segment + 1, self._plan.segments)
-            if name in self._chain.reads(*self.slots.layers(segment))
-        ]
-        if visit.phase is Phase.FORWARD and any(segment != last for segment in readers):
-            return True
-        return readers != [visit.segment + 1] or self._plan.boundary == "host"
+class _Graph(NamedTuple):
+    """One micro-batch's forward through a segment, ready for backward."""
+
+    leaves: dict[str, Any]
+    """The segment's inputs."""
+    entrances: dict[str, Tensor]
+    """Views of those inputs whose gradient later segments have begun."""
+    values: dict[str, Any]
+    """What the segment writes."""
+
+
+class _Pass:
+    """The visits of a step or of an evaluation, and where their values go."""
+
+    def __init__(self, chain: Chain, visits: Sequence[Visit], plan: Plan) -> None:
+        self.visits = visits
+        self.routes = forward_routes(chain, visits, plan.boundary)

@@ -11,6 +11,8 @@ numbers, whatever the partition:
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,10 @@ def micro_batch_seeds(micro_batches: int) -> list[int]:
 class Randomness:
     """The generator states of a step's micro-batches; does nothing if no layer is random."""
 
-    def __init__(self, generator: torch.Generator, used: bool) -> None:
+    def __init__(self, generator: torch.Generator, used: bool, starts: Collection[int]) -> None:
+        """`starts` are the layers at which backward begins to recompute."""
         self._generator = generator
+        self._starts = frozenset(starts)
         self._used = used
         self._now: list[Tensor] = []
         self._at: dict[tuple[int, int], Tensor] = {}
@@ -43,21 +47,30 @@ class Randomness:
         self._end = self._generator.get_state()
         self._now = [self._generator.manual_seed(seed).get_state() for seed in seeds]
 
-    def enter(self, micro_batch: int, segment: int) -> None:
-        """Continue a micro-batch's stream, and remember where the segment began."""
-        if self._used:
+    def reach(self, micro_batch: int, layer: int, *, first: bool) -> None:
+        """Go on to a layer in forward, and remember the state where backward begins again.
+
+        Args:
+            micro_batch: Whose stream it is.
+            layer: Which layer comes next.
+            first: Whether another micro-batch may have run before it.
+        """
+        if not self._used:
+            return
+        if first:
             self._generator.set_state(self._now[micro_batch])
-            self._at[micro_batch, segment] = self._now[micro_batch]
+        if layer in self._starts:
+            self._at[micro_batch, layer] = self._generator.get_state()
 
     def leave(self, micro_batch: int) -> None:
         """Note how far the stream went."""
         if self._used:
             self._now[micro_batch] = self._generator.get_state()
 
-    def replay(self, micro_batch: int, segment: int) -> None:
-        """Go back to where the segment began in forward."""
+    def replay(self, micro_batch: int, layer: int) -> None:
+        """Go back to where forward reached a layer."""
         if self._used:
-            self._generator.set_state(self._at.pop((micro_batch, segment)))
+            self._generator.set_state(self._at.pop((micro_batch, layer)))
 
     def finish(self) -> None:
         """Leave the generator where an ordinary loop would leave it."""

@@ -8,6 +8,8 @@ Hand-overs of a slot, each with the event that releases it:
 | host parameters | update stream | load stream | the blocks' `updated` events |
 | gradient buffer | compute | unload stream | the unload's event, held by compute at its next use |
 | host gradients | unload stream | update stream | the unload's event |
+
+A resident block (`swapping/residents.py`) comes with the first segment that uses it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from torch import Tensor, nn
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.layout import Piece
 from atomtrain.planning.plan import Plan
-from atomtrain.planning.schedule import Visit
+from atomtrain.planning.schedule import Phase, Visit
+from atomtrain.planning.shape import Layers
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.residents import Copy, Residents
 from atomtrain.swapping.store import HostStore, view_of
 from atomtrain.swapping.streams import Event, finished
 from atomtrain.swapping.updates import Updates
@@ -37,28 +41,37 @@ class Slots:
         self, chain: Chain, plan: Plan, store: HostStore, device: Device, updates: Updates
     ) -> None:
         """Allocate; call inside `Device.computing`."""
-        self._chain, self._plan, self._store = chain, plan, store
+        self._chain, self._store, self._layout = chain, store, store.layout
         self._device, self._updates = device, updates
-        shape = (plan.slot_bytes,)
-        self._slots = [device.empty(shape, torch.uint8) for _ in range(plan.slots)]
-        self._gradients = [device.empty(shape, torch.uint8) for _ in range(plan.gradient_buffers)]
+        self._touched: set[int] = set()
+        self._residents = Residents(chain, plan.resident_blocks, store, device, self._collector)
+        slot, gradient = (plan.slot_bytes,), (plan.gradient_bytes,)
+        self._slots = [device.empty(slot, torch.uint8) for _ in range(plan.slots)]
+        self._gradients = [
+            device.empty(gradient, torch.uint8) for _ in range(plan.gradient_buffers)
+        ]
         self._free = [finished() for _ in self._gradients]
-        self._pieces = [store.layout.pieces(*self.layers(s)) for s in range(plan.segments)]
-        self._leaves: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._pieces: dict[Layers, list[Piece]] = {}
+        self._leaves: dict[tuple[Layers, int], dict[int, Tensor]] = {}
         self._visits: Sequence[Visit] = ()
         self._loads: dict[int, Event] = {}
         self._next = 0
-        self._touched: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
 
-    def layers(self, segment: int) -> tuple[int, int]:
-        """Return the range of layers of a segment."""
-        return self._plan.bounds[segment], self._plan.bounds[segment + 1]
+    def delivered(self, layers: Layers) -> list[int]:
+        """Return the blocks whose gradients leave after the backward visit of these layers."""
+        start, _ = layers
+        return [
+            block
+            for block in self._layout.blocks_of(*layers)
+            if block not in self._residents or self._layout.users(block)[0] >= start
+        ]
 
     def begin(self, visits: Sequence[Visit]) -> None:
         """Start a pass over the segments; whatever the slots hold is stale."""
         self._visits, self._next = visits, 0
         self._loads = {}
+        self._touched.clear()
         self._advance(-1)
 
     def enter(self, index: int) -> Tensors:
@@ -66,23 +79,24 @@ class Slots:
         visit = self._visits[index]
         if index in self._loads:
             self._device.hold(self._loads.pop(index))
-        leaves = self._leaves_of(visit.segment, visit.slot)
+        leaves = self._leaves_of(visit)
         if visit.gradient is not None:
-            self._prepare_gradients(visit.segment, visit.gradient, leaves)
-        start, stop = self.layers(visit.segment)
+            self._prepare_gradients(visit, leaves)
+        leaves = {**leaves, **self._residents.leaves}
         return [
             {name: leaves[id(p)] for name, p in layer.parameters.items()}
-            for layer in self._chain.layers[start:stop]
+            for layer in self._chain.layers[slice(*visit.layers)]
         ]
 
     def leave(self, index: int) -> None:
         """Hand the slot over to the next load and the gradients to the host."""
         visit = self._visits[index]
         if visit.gradient is not None:
-            self._unload_gradients(visit.segment, visit.gradient)
+            self._unload_gradients(visit)
             self._waiting.clear()
-            for leaf in self._leaves_of(visit.segment, visit.slot).values():
+            for leaf in self._leaves_of(visit).values():
                 leaf.grad = None
+            self._residents.release(visit.layers)
         self._advance(index)
 
     def _advance(self, done: int) -> None:
@@ -97,21 +111,36 @@ class Slots:
             self._next += 1
 
     def _submit_load(self, visit: Visit, free: Event) -> Event:
-        blocks = self._updates.blocks_of(*self.layers(visit.segment))
+        slot, source = self._slots[visit.slot], self._store.parameters
+        copies = [
+            Copy(slot[offset:][: stop - start], source[start:stop])
+            for start, stop, offset in self._pieces_of(visit.layers)
+        ]
+        blocks = [b for b in self._layout.blocks_of(*visit.layers) if b not in self._residents]
+        if visit.phase is not Phase.BACKWARD:
+            coming = self._residents.first_used_by(visit.layers)
+            copies += [self._residents.load_of(block) for block in coming]
+            blocks += coming
         ready = [self._updates.updated[block] for block in blocks]
-        job = self._copy_in(
-            self._slots[visit.slot], self._store.parameters, self._pieces[visit.segment]
-        )
-        return self._device.load.submit(job, [free, *ready])
+        return self._device.load.submit(self._in(copies), [free, *ready])
 
-    def _leaves_of(self, segment: int, slot: int) -> dict[int, Tensor]:
-        """Return the segment's parameters as views of the slot, made once."""
-        key = (segment, slot)
+    def _pieces_of(self, layers: Layers) -> list[Piece]:
+        """Return where the segment's blocks that are not resident lie in the arena and a slot."""
+        if layers not in self._pieces:
+            self._pieces[layers] = self._layout.pieces(*layers, self._residents.blocks)
+        return self._pieces[layers]
+
+    def _leaves_of(self, visit: Visit) -> dict[int, Tensor]:
+        """Return the segment's parameters as views of the slot, made once.
+
+        Resident parameters are elsewhere, and not among them.
+        """
+        key = (visit.layers, visit.slot)
         if key not in self._leaves:
             leaves: dict[int, Tensor] = {}
-            for parameter, offset in self._places(segment):
+            for parameter, offset in self._places(visit.layers):
                 with torch.no_grad():
-                    leaf = view_of(self._slots[slot], offset, parameter)
+                    leaf = view_of(self._slots[visit.slot], offset, parameter)
                 leaf.requires_grad_(parameter.requires_grad)
                 if parameter.requires_grad:
                     leaf.register_post_accumulate_grad_hook(self._collector(id(parameter)))
@@ -137,82 +166,86 @@ class Slots:
 
         return collect
 
-    def _places(self, segment: int) -> list[tuple[nn.Parameter, int]]:
-        """Return the segment's parameters with their byte offsets in a slot."""
-        start, stop = self.layers(segment)
+    def _places(self, layers: Layers) -> list[tuple[nn.Parameter, int]]:
+        """Return the segment's parameters in a slot, each with its byte offset there."""
         unique = {
             id(parameter): parameter
-            for layer in self._chain.layers[start:stop]
+            for layer in self._chain.layers[slice(*layers)]
             for parameter in layer.parameters.values()
+            if id(parameter) not in self._residents.leaves
         }
         places = []
         for parameter in unique.values():
-            offset = self._store.layout.offsets[id(parameter)]
-            for piece in self._pieces[segment]:
-                if piece.start_bytes <= offset < max(piece.stop_bytes, piece.start_bytes + 1):
+            offset = self._layout.offsets[id(parameter)]
+            for piece in self._pieces_of(layers):
+                if piece.start_bytes <= offset < piece.stop_bytes:
                     places.append((parameter, offset - piece.start_bytes + piece.slot_bytes))
                     break
-            else:  # a parameter without elements at the very end of a range
+            else:  # a parameter without elements, at the very end of a range or alone in it
                 places.append((parameter, 0))
         return places
 
-    def _prepare_gradients(self, segment: int, buffer: int, leaves: dict[int, Tensor]) -> None:
-        self._touched.clear()
-        self._device.hold(self._free[buffer])
-        seeded = self._seed_shared(segment, buffer)
-        for parameter, offset in self._places(segment):
+    def _prepare_gradients(self, visit: Visit, leaves: dict[int, Tensor]) -> None:
+        assert visit.gradient is not None
+        buffer = self._gradients[visit.gradient]
+        self._device.hold(self._free[visit.gradient])
+        seeded = self._seed_shared(visit.layers, buffer)
+        for parameter, offset in self._places(visit.layers):
             if not parameter.requires_grad:
                 continue
-            gradient = view_of(self._gradients[buffer], offset, parameter)
+            gradient = view_of(buffer, offset, parameter)
             if id(parameter) in seeded:
                 leaves[id(parameter)].grad = gradient
             else:
                 self._waiting[id(parameter)] = gradient
+        self._residents.expect(visit.layers, self._waiting)
 
-    def _seed_shared(self, segment: int, buffer: int) -> set[int]:
+    def _seed_shared(self, layers: Layers, buffer: Tensor) -> set[int]:
         """Load what later layers have already added to the gradients of shared weights.
 
         The sum then goes on in the order in which ordinary training adds: first everything from
         the later layer, then the earlier one's micro-batches, one by one.
         """
-        start, stop = self.layers(segment)
         seeded: set[int] = set()
         events = []
-        for block in self._updates.blocks_of(start, stop):
-            members = self._updates.members(block)
-            if not self._updates.has_gradient(block):
+        for block in self._layout.blocks_of(*layers):
+            if block in self._residents or not self._updates.has_gradient(block):
                 continue
-            seeded.update(id(parameter) for parameter in members)
-            offset = self._store.layout.offsets[id(members[0])]
-            pieces = [p for p in self._pieces[segment] if p.start_bytes == offset]
-            job = self._copy_in(self._gradients[buffer], self._store.gradients, pieces)
-            events.append(
-                self._device.load.submit(
-                    job, [self._device.mark(), *self._updates.arrivals_of(block)]
-                )
-            )
+            seeded.update(id(parameter) for parameter in self._updates.members(block))
+            start, stop = self._layout.block_range(block)
+            copies = [
+                Copy(buffer[p.slot_bytes :][: stop - start], self._store.gradients[start:stop])
+                for p in self._pieces_of(layers)
+                if p.start_bytes == start
+            ]
+            after = [self._device.mark(), *self._updates.arrivals_of(block)]
+            events.append(self._device.load.submit(self._in(copies), after))
         for event in events:
             self._device.hold(event)
         return seeded
 
-    def _unload_gradients(self, segment: int, buffer: int) -> None:
-        pieces = self._pieces[segment]
-        source, target = self._gradients[buffer], self._store.gradients
+    def _unload_gradients(self, visit: Visit) -> None:
+        assert visit.gradient is not None
+        buffer, gradients = self._gradients[visit.gradient], self._store.gradients
+        copies = [
+            Copy(gradients[start:stop], buffer[slot:][: stop - start])
+            for start, stop, slot in self._pieces_of(visit.layers)
+        ]
+        leaving = self._residents.first_used_by(visit.layers)
+        copies += [self._residents.unload_of(block) for block in leaving]
 
         def unload() -> None:
-            for start, stop, slot in pieces:
-                self._device.copy_out(target[start:stop], source[slot : slot + stop - start])
+            for target, source in copies:
+                self._device.copy_out(target, source)
 
         event = self._device.unload.submit(unload, [self._device.mark()])
-        self._free[buffer] = event
-        blocks = self._updates.blocks_of(*self.layers(segment))
-        self._updates.arrived(segment, blocks, event, self._touched)
+        self._free[visit.gradient] = event
+        delivered = self.delivered(visit.layers)
+        self._updates.arrived(visit.layers, delivered, event, self._touched)
 
-    def _copy_in(
-        self, target: Tensor, source: Tensor, pieces: Sequence[Piece]
-    ) -> Callable[[], None]:
+    def _in(self, copies: Sequence[Copy]) -> Callable[[], None]:
         def copy() -> None:
-            for start, stop, slot in pieces:
-                self._device.copy_in(target[slot : slot + stop - start], source[start:stop])
+            for target, source in copies:
+                self._device.copy_in(target, source)
 
         return copy

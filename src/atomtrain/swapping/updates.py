@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from atomtrain.analysis.chain import Chain
 from atomtrain.errors import ConfigError
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.shape import Layers
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
 
@@ -49,16 +50,14 @@ class Updates:
             )
         self._store, self._clip_norm = store, clip_norm
         self._blocks = _blocks(chain, layout)
-        self._layers = len(layout.layers)
         self._offsets = layout.offsets
-        self._shared = [shared.users for shared in layout.shared]
         self._workers = [self._restricted(block) for block in self._blocks]
         self._model_order = [p for p in _in_model_order(chain) if p.requires_grad]
         self.stream = Stream("update", inject)
         # Schedulers warn unless `step` of this very object was called; its workers' is.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.updated: list[Event] = [finished() for _ in self._blocks]
-        self._waiting: list[set[int]] = []
+        self._waiting: list[set[Layers]] = []
         self._touched: set[int] = set()
         self._arrived: list[list[Event]] = []
         self._measured: list[Event] = []
@@ -66,21 +65,12 @@ class Updates:
         self.gradient_norm: float | None = None
         """Global norm before clipping of the last finished step, if clipping is on."""
 
-    def blocks_of(self, start: int, stop: int) -> list[int]:
-        """Return the blocks that layers `start` to `stop` need."""
-        shared = [
-            self._layers + index
-            for index, users in enumerate(self._shared)
-            if any(start <= user < stop for user in users)
-        ]
-        return [*range(start, stop), *shared]
-
-    def begin_step(self, segments: Mapping[int, tuple[int, int]]) -> None:
-        """Start a step whose backward visits these segments, each a range of layers."""
+    def begin_step(self, deliveries: Mapping[Layers, Iterable[int]]) -> None:
+        """Start a step in which these segments deliver gradients of these blocks."""
         self._waiting = [set() for _ in self._blocks]
-        for segment, (start, stop) in segments.items():
-            for block in self.blocks_of(start, stop):
-                self._waiting[block].add(segment)
+        for layers, blocks in deliveries.items():
+            for block in blocks:
+                self._waiting[block].add(layers)
         self._touched = set()
         self._arrived = [[] for _ in self._blocks]
         self._measured = []
@@ -103,12 +93,14 @@ class Updates:
         """Return the events after which the block's gradient so far is on the host."""
         return self._arrived[block]
 
-    def arrived(self, segment: int, blocks: Iterable[int], event: Event, touched: set[int]) -> None:
+    def arrived(
+        self, layers: Layers, blocks: Iterable[int], event: Event, touched: set[int]
+    ) -> None:
         """Take note that a segment's gradients are on the host once `event` is done."""
         self._touched |= touched
         for block in blocks:
             self._arrived[block].append(event)
-            self._waiting[block].discard(segment)
+            self._waiting[block].discard(layers)
             if self._waiting[block]:
                 continue
             if self._clip_norm is None:

@@ -1,0 +1,101 @@
+"""What a plan decides: two partitions, what stays on the device, and what is kept or recomputed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal, NamedTuple
+
+from atomtrain.errors import PlanError
+
+Boundary = Literal["device", "host"]
+"""Where the values at a cut wait for the next segment."""
+Activation = Literal["recompute", "keep"]
+"""Whether backward runs a segment's forward again, or finds the graphs of all micro-batches."""
+Layers = tuple[int, int]
+"""A range of layers: the first, and the one after the last."""
+
+
+class Shape(NamedTuple):
+    """One point of the search space; all that the executor must know beside sizes."""
+
+    forward_bounds: tuple[int, ...]
+    """Forward segment `s` holds layers `forward_bounds[s]` to `forward_bounds[s + 1]`; the last
+    bound is where the turn begins."""
+    backward_bounds: tuple[int, ...]
+    """Backward segment `s` holds layers `backward_bounds[s]` to `backward_bounds[s + 1]`; the last
+    segment is the turn, which runs forward and backward at once."""
+    slots: int
+    gradient_buffers: int
+    boundary: Boundary = "device"
+    resident_blocks: tuple[int, ...] = ()
+    """Blocks with places of their own on the device, in increasing order. A number below that of
+    the layers is a layer's own parameters, the ones from there on are the shared weights."""
+    host_layers: int = 0
+    """How many leading layers run on the host; 0 today."""
+    activations: tuple[Activation, ...] = ()
+    """One for each backward segment; empty means that all are recomputed."""
+
+    @property
+    def segments(self) -> int:
+        """Number of backward segments, the turn included."""
+        return len(self.backward_bounds) - 1
+
+    @property
+    def turn(self) -> Layers:
+        """The turn segment."""
+        return self.backward_bounds[-2], self.backward_bounds[-1]
+
+    @property
+    def kept(self) -> Layers | None:
+        """The segment whose graphs wait for backward, or `None`."""
+        if "keep" not in self.activations:
+            return None
+        at = self.activations.index("keep")
+        return self.backward_bounds[at], self.backward_bounds[at + 1]
+
+    def check(self, layers: int, blocks: int) -> None:
+        """Check that the shape can be run on a chain of so many layers and blocks.
+
+        Raises:
+            PlanError: it cannot; says why.
+        """
+        start = self.backward_bounds[-2] if len(self.backward_bounds) > 1 else -1
+        for name, bounds, stop in (
+            ("forward_bounds", self.forward_bounds, start),
+            ("backward_bounds", self.backward_bounds, layers),
+        ):
+            rising = all(low < high for low, high in itertools.pairwise(bounds))
+            if not bounds or bounds[0] != 0 or bounds[-1] != stop or not rising:
+                raise PlanError(
+                    f"{name} are {list(bounds)}; they must rise from 0 to {max(stop, 0)}"
+                )
+        if self.slots < 1 or self.gradient_buffers < 1:
+            raise PlanError("a plan has at least one slot and one gradient buffer")
+        resident = self.resident_blocks
+        if list(resident) != sorted(set(resident)) or not all(0 <= b < blocks for b in resident):
+            raise PlanError(
+                f"resident_blocks are {list(resident)}; they must rise within 0 to {blocks - 1}"
+            )
+        if self.host_layers != 0:
+            raise PlanError(f"host_layers is {self.host_layers}; only 0 is possible today")
+        if self.activations and len(self.activations) != self.segments:
+            raise PlanError(
+                f"there are {len(self.activations)} activations for {self.segments} segments; "
+                "give one for each backward segment"
+            )
+        for index, activation in enumerate(self.activations):
+            if activation == "keep" and not self._can_keep(index):
+                raise PlanError(
+                    f"backward segment {index} cannot keep its graphs: only the one before the "
+                    "turn can, if it is a forward segment too and there are two slots"
+                )
+
+    def _can_keep(self, index: int) -> bool:
+        """Return whether the segment's weights are still in its slot when backward comes."""
+        ends = self.backward_bounds[index : index + 2]
+        return index == self.segments - 2 and self.forward_bounds[-2:] == ends and self.slots > 1
+
+
+def finest(layers: int) -> tuple[int, ...]:
+    """Return the bounds that make each layer a segment."""
+    return tuple(range(layers + 1))

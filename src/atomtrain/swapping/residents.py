@@ -1,0 +1,128 @@
+"""Resident blocks: each has a place of its own on the device for parameters and for gradients.
+
+They come once a step, with the first segment that uses them; their gradients add up in place and
+leave once, with the last segment that adds to them (the first one again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.planning.shape import Layers
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.store import HostStore, view_of
+
+Hook = Callable[[Tensor], None]
+
+
+class Copy(NamedTuple):
+    """A copy that a stream is to make."""
+
+    target: Tensor
+    source: Tensor
+
+
+class _Place(NamedTuple):
+    """One block on the device."""
+
+    parameters: Tensor  # [block_bytes] uint8
+    gradients: Tensor  # [block_bytes] uint8
+    views: dict[int, Tensor]
+    """Where each parameter's gradient adds up, by the parameter's `id`."""
+
+
+class Residents:
+    """The resident blocks of a plan."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        blocks: Sequence[int],
+        store: HostStore,
+        device: Device,
+        collector: Callable[[int], Hook],
+    ) -> None:
+        """Allocate; call inside `Device.computing`.
+
+        Args:
+            chain: The model.
+            blocks: Which blocks are resident.
+            store: The host's parameters and gradients.
+            device: Where the places are.
+            collector: Makes the hook that takes a parameter's first gradient, by its `id`.
+        """
+        self.blocks = frozenset(blocks)
+        self.leaves: dict[int, Tensor] = {}
+        """Every resident parameter on the device, by the parameter's `id`."""
+        self._store, self._layout = store, store.layout
+        # A tensor each: autograd counts the changes of a tensor for all views of it, and one block
+        # may come while a graph still holds another.
+        self._places = {block: self._place(chain, block, device, collector) for block in blocks}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self.blocks
+
+    def first_used_by(self, layers: Layers) -> list[int]:
+        """Return the blocks that come with a segment in forward, and leave with it in backward."""
+        start, stop = layers
+        return [b for b in sorted(self.blocks) if start <= self._layout.users(b)[0] < stop]
+
+    def load_of(self, block: int) -> Copy:
+        """Return the copy that brings a block to its place."""
+        start, stop = self._layout.block_range(block)
+        return Copy(self._places[block].parameters, self._store.parameters[start:stop])
+
+    def unload_of(self, block: int) -> Copy:
+        """Return the copy that takes a block's gradients to the host."""
+        start, stop = self._layout.block_range(block)
+        return Copy(self._store.gradients[start:stop], self._places[block].gradients)
+
+    def expect(self, layers: Layers, waiting: dict[int, Tensor]) -> None:
+        """Say where the first gradients of the segment's resident parameters go."""
+        for block in self._layout.blocks_of(*layers):
+            if block in self.blocks:
+                for key, view in self._places[block].views.items():
+                    if self.leaves[key].grad is None:
+                        waiting[key] = view
+
+    def release(self, layers: Layers) -> None:
+        """Let go of the gradients that leave with a segment."""
+        for block in self.first_used_by(layers):
+            for key in self._places[block].views:
+                self.leaves[key].grad = None
+
+    def _place(
+        self, chain: Chain, block: int, device: Device, collector: Callable[[int], Hook]
+    ) -> _Place:
+        n_bytes = self._layout.block_bytes(block)
+        parameters = device.empty((n_bytes,), torch.uint8)
+        gradients = device.empty((n_bytes,), torch.uint8)
+        views = {}
+        for parameter in self._members(chain, block):
+            offset = self._layout.offsets[id(parameter)] - self._layout.block_range(block)[0]
+            with torch.no_grad():
+                leaf = view_of(parameters, offset, parameter)
+            leaf.requires_grad_(parameter.requires_grad)
+            if parameter.requires_grad:
+                leaf.register_post_accumulate_grad_hook(collector(id(parameter)))
+                views[id(parameter)] = view_of(gradients, offset, parameter)
+            self.leaves[id(parameter)] = leaf
+        return _Place(parameters, gradients, views)
+
+    def _members(self, chain: Chain, block: int) -> list[nn.Parameter]:
+        shared = block >= len(self._layout.layers)
+        start, _ = self._layout.block_range(block)
+        return [
+            parameter
+            for parameter in chain.parameters
+            if (
+                self._layout.offsets[id(parameter)] == start and len(chain.users[id(parameter)]) > 1
+                if shared
+                else chain.users[id(parameter)] == (block,)
+            )
+        ]
