@@ -215,7 +215,7 @@ def test_a_chain_whose_operations_cannot_be_seen_is_refused() -> None:
     x, y = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
     chain = chain_of(model, (x, y), lambda output, batch: F.cross_entropy(output, batch[1])).chain
     with pytest.raises(
-        AnalysisError, match=r"operations of .* cannot be seen; leave out head_pieces"
+        AnalysisError, match=r"operations of .* cannot be seen; let the model compute its own"
     ):
         split_head(chain, 4)
     assert split_head(chain, 1) is chain

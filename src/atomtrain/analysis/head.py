@@ -52,7 +52,7 @@ def split_head(chain: Chain, pieces: int) -> Chain:
     else:
         raise AnalysisError(
             f"the head cannot be split: the operations of {type(last.module).__name__} cannot be "
-            "seen; leave out head_pieces, or give it a method in_pieces(pieces)"
+            "seen; let the model compute its own loss, without loss=..., or leave out head_pieces"
         )
     return dataclasses.replace(
         chain, layers=(*chain.layers[:-1], dataclasses.replace(last, module=module))
