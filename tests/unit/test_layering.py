@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"analysis"},
     "swapping": {"analysis", "planning"},
     "models": {"analysis"},
+    "reporting": {"analysis", "planning", "swapping", "models"},
     "swarm": set(),
     "data": set(),
     "checkpoint": set(),

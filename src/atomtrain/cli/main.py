@@ -14,6 +14,7 @@ from atomtrain.errors import AtomError, ConfigError, nearest
 
 COMMANDS = {
     "train": "train a model, alone or with other peers",
+    "plan": "say how a model would train on a machine, how fast, and what would be faster",
     "generate": "continue a text with a trained model",
     "bench": "measure; prints one JSON object with --json",
 }
@@ -29,6 +30,7 @@ examples:
   atom train                              two peers on the demo text
   atom train --run mine --data 'books/*.txt'
   atom train --join mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...
+  atom plan gpt3-13b --gpu rtx-3090 --host-memory 256GiB
   atom generate runs/mine/peer-0 --prompt "Once upon a time"
   atom bench swap --json
 

@@ -8,15 +8,18 @@ so a copy is never enqueued before the host data are final.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.swapping.streams import Event, Inject, Job, Stream
+from atomtrain.swapping.tracing import Record
 
 _ROUNDING_BYTES = 64 << 20
 _WORKSPACE_BYTES = 24 << 20
@@ -44,6 +47,28 @@ class _CudaEvent(Event):
         stream.wait_event(self.recorded)
 
 
+class _CudaRecord(Record):
+    """Times device work by CUDA events; host updates on the host, from the same zero."""
+
+    def __init__(self, compute: torch.cuda.Stream) -> None:
+        super().__init__()
+        compute.synchronize()
+        self._zero_s = time.perf_counter()
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record(compute)
+
+    def device_now(self) -> Any:
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record()
+        return moment
+
+    def _seconds(self, moment: Any) -> float:
+        if not isinstance(moment, torch.cuda.Event):
+            return super()._seconds(moment)
+        moment.synchronize()
+        return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
+
+
 class _CudaStream(Stream):
     """Enqueues jobs on a CUDA stream."""
 
@@ -54,6 +79,9 @@ class _CudaStream(Stream):
 
     def _new_event(self) -> Event:
         return _CudaEvent()
+
+    def _now(self, record: Record) -> Any:
+        return record.device_now()
 
     def _run(self, job: Job, after: Sequence[Event], event: Event) -> None:
         assert isinstance(event, _CudaEvent)
@@ -163,6 +191,9 @@ class CudaDevice:
         _order(event, self._compute)
         after.record(self._compute)
         self._waits.append((before, after))
+
+    def new_record(self) -> Record:
+        return _CudaRecord(self._compute)
 
     def synchronize(self) -> None:
         self._compute.synchronize()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.swapping.streams import Event, Stream
+from atomtrain.swapping.tracing import Record
 
 
 class Device(Protocol):
@@ -64,6 +65,10 @@ class Device(Protocol):
 
     def hold(self, event: Event) -> None:
         """Make compute wait for an event; the time counts as waiting for the link."""
+        ...
+
+    def new_record(self) -> Record:
+        """Return an empty record for the spans of a step."""
         ...
 
     def synchronize(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
+from atomtrain.swapping.tracing import Record
 from atomtrain.units import format_bytes
 
 
@@ -102,6 +103,9 @@ class EmulatedDevice:
             self._wait_s += time.perf_counter() - started_s
         else:
             event.wait()
+
+    def new_record(self) -> Record:
+        return Record()
 
     def synchronize(self) -> None:
         pass

@@ -5,8 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from atomtrain.errors import StreamError
+from atomtrain.planning.timeline import StreamName
+from atomtrain.swapping.tracing import Record
 
 DEADLINE_S = 1800.0
 """Longest that anybody waits for one transfer or host update. It only turns a hang into an error:
@@ -61,6 +64,9 @@ class Stream:
     itself goes on.
     """
 
+    record: Record | None = None
+    """Where the spans of the jobs submitted from now on are noted, or `None`."""
+
     def __init__(self, name: str, inject: Inject | None = None) -> None:
         self.name = name
         self._inject = inject
@@ -69,9 +75,14 @@ class Stream:
         self._thread = threading.Thread(target=self._loop, name=f"atom-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, after: Sequence[Event] = ()) -> Event:
-        """Queue a job that starts when all events in `after` are done; return its event."""
+    def submit(self, job: Job, after: Sequence[Event] = (), label: str | None = None) -> Event:
+        """Queue a job that starts when all events in `after` are done; return its event.
+
+        `label` names it in traces; `None` is what compute does while it is submitted.
+        """
         event = self._new_event()
+        if self.record is not None:
+            job = self._recorded(job, label or self.record.label, self.record)
         self._jobs.put((job, after, event))
         return event
 
@@ -82,6 +93,20 @@ class Stream:
 
     def _new_event(self) -> Event:
         return Event()
+
+    def _recorded(self, job: Job, label: str, record: Record) -> Job:
+        """Return a job that also notes when it ran."""
+
+        def recorded() -> None:
+            start = self._now(record)
+            job()
+            record.add(cast(StreamName, self.name), label, start, self._now(record))
+
+        return recorded
+
+    def _now(self, record: Record) -> Any:
+        """Return the present moment; subclasses ask the device stream."""
+        return record.host_now()
 
     def _run(self, job: Job, after: Sequence[Event], event: Event) -> None:
         """Do one job; subclasses order it on a device stream instead of waiting."""

@@ -1,0 +1,150 @@
+"""`atom plan`: what a model would do on a machine, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomtrain.cli.interrupts import leaving_at_once
+from atomtrain.cli.parsing import parse
+from atomtrain.errors import ConfigError
+from atomtrain.training.options import option
+from atomtrain.units import parse_bytes
+
+if TYPE_CHECKING:
+    from atomtrain.reporting.place import Place
+
+_EXAMPLES = """\
+  atom plan gpt3-13b --gpu rtx-3090 --host-memory 256GiB
+  atom plan gpt3-175b --gpu h100 --host-memory 4TiB --picture plan.png --trace plan.json
+  atom plan models/llama-3-70b --gpu a100-80gb --host-memory 2TiB --tokens-per-step 65536
+  atom plan gpt3-small                              this machine, measured
+  atom plan gpt3-xl --gpu rtx-3090 --save mine.json
+  atom plan gpt3-xl --gpu rtx-3090 --machine mine.json --json"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a user can say to `atom plan`."""
+
+    model: str = option(
+        None,
+        "Model by name (gpt3-small to gpt3-175b), or the path of a Hugging Face config.json or of "
+        "a folder with one.",
+        "MODEL",
+    )
+    gpu: str | None = option(
+        None, "GPU of the catalogue, such as rtx-3090 or h100. Default: this machine.", "NAME"
+    )
+    host_memory: str | None = option(
+        None, "Host memory, such as 128GiB. Default: what a usual host of the GPU holds.", "SIZE"
+    )
+    device_memory: str | None = option(
+        None, "Device budget, such as 8GiB. Default: 90% of the GPU's memory.", "SIZE"
+    )
+    context: int | None = option(
+        None, "Tokens of a sequence. Default: the model's, at most 4096 from a file.", "N"
+    )
+    tokens_per_step: int | None = option(
+        None, "Tokens of a step. Default: what lets compute cover the link.", "N"
+    )
+    micro_batch: int | None = option(None, "Sequences of a micro-batch. Default: the fastest.", "N")
+    tf32: bool = option(
+        False, "Matrix products in TF32, as torch.set_float32_matmul_precision('high') gives."
+    )
+    machine: Path | None = option(
+        None, "Link, host and budgets from this file; compute is the GPU's.", "FILE"
+    )
+    save: Path | None = option(None, "Write the machine to a file that --machine takes.", "FILE")
+    picture: Path | None = option(None, "Draw the timeline of a step as a PNG picture.", "FILE")
+    trace: Path | None = option(
+        None, "Write the timeline of a step as a trace for ui.perfetto.dev.", "FILE"
+    )
+    json: bool = option(False, "Print exactly one JSON object instead of a table.")
+
+    def __post_init__(self) -> None:
+        for name in ("context", "tokens_per_step", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be at least 1, not {value}")
+        for name in ("host_memory", "device_memory"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), "--" + name.replace("_", "-"))
+        if self.tf32 and self.gpu is None:
+            raise ConfigError("--tf32 needs --gpu NAME: this machine is measured as torch is set")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    options = parse(
+        PlanOptions,
+        arguments,
+        prog="atom plan",
+        about="Say how a model would train on a machine, how fast, and what would be faster.",
+        examples=_EXAMPLES,
+        positional=("model",),
+    )
+    with leaving_at_once():
+        from atomtrain.planning.advice import Setting
+        from atomtrain.planning.machine import save_machine
+        from atomtrain.planning.prospect import Workload
+        from atomtrain.reporting.files import require_writable
+        from atomtrain.reporting.report import make_report
+        from atomtrain.reporting.subject import subject
+        from atomtrain.reporting.table import caption, plan_text
+
+    # What can be refused is refused before the model is analysed.
+    for name in ("save", "picture", "trace"):
+        require_writable(getattr(options, name), f"--{name}")
+    place = _place(options)
+    model = subject(options.model, options.context)
+    workload = Workload(
+        context_tokens=model.context_tokens,
+        tokens_per_step=options.tokens_per_step,
+        micro_batch=options.micro_batch,
+    )
+    dtype = "tf32" if options.tf32 else "fp32"
+    setting = Setting(machine=place.machine, workload=workload, card=place.card, dtype=dtype)
+    if options.save is not None:
+        save_machine(place.machine, options.save)
+    report = make_report(model, setting, place.local)
+    if options.picture is not None:
+        from atomtrain.reporting.picture import step_picture
+
+        step_picture(report.prospect.spans, caption(report), options.picture)
+    if options.trace is not None:
+        from atomtrain.reporting.trace import Account, write_trace
+
+        about = {"model": report.model, "machine": place.machine.name}
+        write_trace(options.trace, [Account("predicted", report.prospect.spans)], about)
+    text = json.dumps(report.to_json(), allow_nan=False) if options.json else plan_text(report)
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    return 0
+
+
+def _place(options: PlanOptions) -> Place:
+    """Return the machine that the options name: catalogue, file, or this one."""
+    from atomtrain.planning.catalogue import gpu, host, machine_for
+    from atomtrain.planning.machine import load_machine
+    from atomtrain.reporting.place import Place, this_place
+
+    card = None if options.gpu is None else gpu(options.gpu)
+    budgets: dict[str, Any] = {
+        f"{name}_bytes": parse_bytes(text, "--" + name.replace("_", "-"))
+        for name in ("host_memory", "device_memory")
+        if (text := getattr(options, name)) is not None
+    }
+    machine = None if options.machine is None else load_machine(options.machine)
+    if card is None:
+        place = this_place(budgets.get("device_memory_bytes"))
+        machine = machine or place.machine
+    else:
+        host_bytes = budgets.get("host_memory_bytes", host(card.host).most_memory_bytes)
+        place = Place(machine_for(card, host_bytes), card)
+    return place._replace(machine=dataclasses.replace(machine or place.machine, **budgets))

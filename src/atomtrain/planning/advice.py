@@ -1,0 +1,187 @@
+"""What to change to train faster: one thing is changed at a time, and really planned again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atomtrain.errors import PlanError
+from atomtrain.planning.catalogue import GPUS, Gpu, machine_for
+from atomtrain.planning.machine import Machine
+from atomtrain.planning.prospect import Prospect, Workload
+from atomtrain.units import format_bytes, format_count
+
+WORTH_SAYING = 1.02
+"""Changes that help less are not told: predictions are hardly better than that."""
+_NEWEST_PCIE = 5
+_DOUBLE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a plan is asked for."""
+
+    machine: Machine
+    workload: Workload
+    card: Gpu | None = None
+    """Whose compute times count; `None` is the machine at hand."""
+    dtype: str = "fp32"
+    """Of the matrix products: `fp32` or `tf32`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One thing that could be otherwise."""
+
+    text: str
+    setting: Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A change and its predicted effect."""
+
+    text: str
+    speed_ratio: float
+    """Tokens per second, changed to unchanged."""
+    tokens_per_s: float
+    tokens_per_step: int
+    step_s: float
+    bound: str
+    """What bounds the changed plan."""
+
+
+Replan = Callable[[Setting], Prospect]
+
+
+def advice(now: Prospect, changes: Sequence[Change], replan: Replan) -> tuple[Advice, ...]:
+    """Return the changes that help by more than 2%, the best first.
+
+    A pure function of its arguments. Changes under which nothing fits are left out.
+    """
+    found = []
+    for change in changes:
+        try:
+            then = replan(change.setting)
+        except PlanError:
+            continue
+        ratio = then.tokens_per_s / now.tokens_per_s
+        if ratio > WORTH_SAYING:
+            found.append(
+                Advice(
+                    text=change.text,
+                    speed_ratio=ratio,
+                    tokens_per_s=then.tokens_per_s,
+                    tokens_per_step=then.tokens_per_step,
+                    step_s=then.plan.step_s,
+                    bound=then.plan.bound,
+                )
+            )
+    return tuple(sorted(found, key=lambda item: -item.speed_ratio))
+
+
+def possible_changes(now: Prospect, setting: Setting) -> tuple[Change, ...]:
+    """Return what could be changed about a setting whose plan is `now`, one thing each.
+
+    The tokens of a step stay as they were chosen, unless they are the change; so does the size of
+    the micro-batch if the setting fixes it.
+    """
+    fixed = dataclasses.replace(setting.workload, tokens_per_step=now.tokens_per_step)
+    setting = dataclasses.replace(setting, workload=fixed)
+    return (*_machines(setting), *_workloads(now, setting), *_devices(setting))
+
+
+def _machines(setting: Setting) -> list[Change]:
+    machine, card = setting.machine, setting.card
+    device_bytes = _DOUBLE * machine.device_memory_bytes
+    link = "a link twice as fast"
+    if card is not None and card.pcie_generation < _NEWEST_PCIE:
+        link = f"PCIe {card.pcie_generation + 1} instead of {card.pcie_generation}"
+    changed: dict[str, dict[str, Any]] = {
+        f"twice the device memory: {format_bytes(device_bytes)}": {
+            "device_memory_bytes": device_bytes
+        },
+        link: {
+            "load_bytes_per_s": _DOUBLE * machine.load_bytes_per_s,
+            "unload_bytes_per_s": _DOUBLE * machine.unload_bytes_per_s,
+        },
+        "host memory twice as fast (the optimizer's rate)": {
+            "update_parameters_per_s": _DOUBLE * machine.update_parameters_per_s
+        },
+    }
+    return [
+        Change(
+            text=text,
+            setting=dataclasses.replace(setting, machine=dataclasses.replace(machine, **fields)),
+        )
+        for text, fields in changed.items()
+    ]
+
+
+def _workloads(now: Prospect, setting: Setting) -> list[Change]:
+    tokens = _DOUBLE * now.tokens_per_step
+    changed: dict[str, dict[str, int]] = {
+        f"twice the tokens a step: {format_count(tokens)}": {"tokens_per_step": tokens}
+    }
+    per_step = now.tokens_per_step // now.context_tokens
+    sizes = [n for n in (now.micro_batch // _DOUBLE, _DOUBLE * now.micro_batch) if n > 0]
+    for size in sizes:
+        if per_step % size == 0 and setting.workload.micro_batch is not None:
+            plural = "sequence" if size == 1 else "sequences"
+            changed[f"micro-batches of {size} {plural}"] = {"micro_batch": size}
+    return [
+        Change(
+            text=text,
+            setting=dataclasses.replace(
+                setting, workload=dataclasses.replace(setting.workload, **fields)
+            ),
+        )
+        for text, fields in changed.items()
+    ]
+
+
+def _devices(setting: Setting) -> list[Change]:
+    card = setting.card
+    if card is None:
+        return []
+    changes = []
+    if setting.dtype == "fp32" and card.flops_per_s.get("tf32", 0.0) > card.flops_per_s["fp32"]:
+        changes.append(
+            Change(
+                text="matrix products in TF32 (torch.set_float32_matmul_precision('high'))",
+                setting=dataclasses.replace(setting, dtype="tf32"),
+            )
+        )
+    better = next_gpu(card, setting.dtype)
+    if better is not None:
+        machine = machine_for(better, setting.machine.host_memory_bytes)
+        changes.append(
+            Change(
+                text=f"{better.title} instead of {card.title}",
+                setting=dataclasses.replace(setting, machine=machine, card=better),
+            )
+        )
+    return changes
+
+
+def next_gpu(card: Gpu, dtype: str) -> Gpu | None:
+    """Return the catalogue's next faster GPU of the same class with no less memory, or `None`.
+
+    Classes are those of laptops, of desktops and of data centres: one is no way out for another.
+    """
+    faster = [
+        other
+        for other in GPUS.values()
+        if other.flops_per_s.get(dtype, 0.0) > card.flops_per_s[dtype]
+        and other.memory_bytes >= card.memory_bytes
+        and _class(other) == _class(card)
+    ]
+    return min(faster, key=lambda other: other.flops_per_s[dtype], default=None)
+
+
+def _class(card: Gpu) -> str:
+    if "laptop" in card.name:
+        return "laptop"
+    return "desktop" if "GeForce" in card.title else "data centre"

@@ -1,0 +1,241 @@
+"""What a model would do on a machine: micro-batch size and count are chosen with the plan.
+
+`make_plan` answers for one micro-batch. Here the micro-batch itself is open: every size is
+analysed and planned, and the fastest in tokens per second wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.costs import ChainCosts
+from atomtrain.analysis.profile import LayerTime
+from atomtrain.errors import ConfigError, PlanError
+from atomtrain.planning.costing import spans_of
+from atomtrain.planning.machine import Machine
+from atomtrain.planning.plan import Plan, Request
+from atomtrain.planning.search import make_plan
+from atomtrain.planning.timeline import Span
+
+LARGEST_MICRO_BATCH_TOKENS = 1 << 16
+"""Far beyond the size from which a device's matrix units are busy."""
+COMPUTE_SHARE = 0.95
+"""Share of the step that compute should have, at least, where the tokens of a step are free."""
+_HELPS = 1.01
+"""A larger micro-batch must be faster by this factor: predictions are no better than that."""
+
+
+class Analysis(NamedTuple):
+    """A model for micro-batches of one size."""
+
+    chain: Chain
+    costs: ChainCosts
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, shared weights counted once."""
+        return sum(parameter.numel() for parameter in self.chain.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters, shared weights counted once."""
+        return sum(p.numel() * p.element_size() for p in self.chain.parameters)
+
+    @property
+    def step_flops(self) -> int:
+        """FLOPs of forward and backward for one micro-batch, nothing computed twice."""
+        return sum(layer.forward_flops + layer.backward_flops for layer in self.costs.layers)
+
+
+Analyse = Callable[[int], Analysis]
+"""Gives the analysis for micro-batches of so many sequences."""
+
+
+class Compute(NamedTuple):
+    """How fast a device computes."""
+
+    estimate: Callable[[ChainCosts], Mapping[str, LayerTime]]
+    """Gives the seconds of each kind of layer for one micro-batch."""
+    flops_per_s: float
+    """The most that the estimate grants any layer."""
+    peak_flops_per_s: float
+    """Of the data sheet, or measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How much a step trains on."""
+
+    context_tokens: int
+    """Tokens of a sequence."""
+    tokens_per_step: int | None = None
+    """A multiple of `context_tokens`; `None` is what lets compute cover the link."""
+    micro_batch: int | None = None
+    """Sequences of a micro-batch, or `None` for the fastest."""
+
+    def __post_init__(self) -> None:
+        for name in ("context_tokens", "tokens_per_step", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        tokens, context = self.tokens_per_step, self.context_tokens
+        if tokens is not None and tokens % context:
+            below, above = tokens // context * context, -(-tokens // context) * context
+            raise ConfigError(
+                f"{tokens} tokens a step are no whole number of sequences of {context} tokens; "
+                f"give {f'{below} or ' if below else ''}{above}"
+            )
+        if tokens is not None and self.micro_batch and tokens // context % self.micro_batch:
+            raise ConfigError(
+                f"micro-batches of {self.micro_batch} sequences do not divide the "
+                f"{tokens // context} sequences of a step; give a divisor, or other tokens a step"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prospect:
+    """A plan with the micro-batch that it was made for."""
+
+    plan: Plan
+    machine: Machine
+    analysis: Analysis
+    times: Mapping[str, LayerTime]
+    micro_batch: int
+    """Sequences of a micro-batch."""
+    context_tokens: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a step trains on."""
+        return self.plan.micro_batches * self.micro_batch * self.context_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted."""
+        return self.tokens_per_step / self.plan.step_s
+
+    @property
+    def spans(self) -> list[Span]:
+        """The predicted step on each stream, seconds from its beginning."""
+        return spans_of(
+            self.plan.shape,
+            self.analysis.chain,
+            self.analysis.costs,
+            self.times,
+            self.machine,
+            self.plan.micro_batches,
+        )
+
+    @property
+    def flops_per_s(self) -> float:
+        """Predicted useful FLOP/s: forward and backward, recomputing not counted."""
+        return self.analysis.step_flops * self.plan.micro_batches / self.plan.step_s
+
+
+def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Workload) -> Prospect:
+    """Return the fastest plan over all sizes of micro-batches.
+
+    Sizes grow until one does not fit, is not faster than the one before by 1%, or leaves less
+    than that to gain: a larger micro-batch brings layers nearer to the device's rate, but moves
+    no less through the link.
+
+    Raises:
+        PlanError: nothing fits.
+        ConfigError: a workload that cannot be.
+    """
+    best: Prospect | None = None
+    first = analyse(workload.micro_batch or 1)
+    sequences = _sequences(first, compute.estimate(first.costs), machine, workload)
+    for size in _sizes(workload, sequences):
+        analysis = analyse(size)
+        times = compute.estimate(analysis.costs)
+        request = Request(micro_batches=-(-sequences // size))
+        try:
+            plan = make_plan(analysis.chain, analysis.costs, times, machine, request)
+        except PlanError:
+            if best is None:
+                raise
+            break
+        found = Prospect(
+            plan=plan,
+            machine=machine,
+            analysis=analysis,
+            times=times,
+            micro_batch=size,
+            context_tokens=workload.context_tokens,
+        )
+        if best is not None and found.tokens_per_s < _HELPS * best.tokens_per_s:
+            break
+        best = found
+        if _most_to_gain(analysis.costs, times, compute.flops_per_s) < _HELPS:
+            break
+    assert best is not None
+    return best
+
+
+def _most_to_gain(costs: ChainCosts, times: Mapping[str, LayerTime], flops_per_s: float) -> float:
+    """Return how much slower the layers are than by their FLOPs alone, at the device's rate."""
+    least_s = sum(2 * c.forward_flops + c.backward_flops for c in costs.layers) / flops_per_s
+    return sum(sum(times[c.kind]) for c in costs.layers) / least_s if least_s else math.inf
+
+
+def covering_tokens(
+    analysis: Analysis, times: Mapping[str, LayerTime], machine: Machine, micro_batch_tokens: int
+) -> int:
+    """Return the least tokens of a step with which compute has 95% of it, by the lower bounds.
+
+    With c seconds of compute a micro-batch, n of them take at least `max(n c_f, P / load)` for
+    forward and `max(n c_b, P / load, P / unload, N / update)` for backward; P bytes and N
+    parameters. Their sum is compared with `n (c_f + c_b)`.
+    """
+    forward_s = sum(times[layer.kind].forward_s for layer in analysis.costs.layers)
+    backward_s = sum(times[layer.kind].backward_s for layer in analysis.costs.layers)
+    if not (forward_s > 0 and backward_s > 0):
+        return micro_batch_tokens
+    load_s = analysis.parameter_bytes / machine.load_bytes_per_s
+    back_s = max(
+        load_s,
+        analysis.parameter_bytes / machine.unload_bytes_per_s,
+        analysis.parameters / machine.update_parameters_per_s,
+    )
+
+    def covered(n: float) -> bool:
+        compute_s = n * (forward_s + backward_s)
+        bound_s = max(n * forward_s, load_s) + max(n * backward_s, back_s)
+        return compute_s >= COMPUTE_SHARE * bound_s
+
+    # The share grows with n; both maxima have their kinks below `high`.
+    low, high = 0.0, max(load_s / forward_s, back_s / backward_s)
+    while high - low > 0.001 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if covered(middle) else (middle, high)
+    return max(1, math.ceil(high * micro_batch_tokens))
+
+
+def _sequences(
+    analysis: Analysis, times: Mapping[str, LayerTime], machine: Machine, workload: Workload
+) -> int:
+    context = workload.context_tokens
+    if workload.tokens_per_step is not None:
+        return workload.tokens_per_step // context
+    micro_batch = workload.micro_batch or 1
+    tokens = covering_tokens(analysis, times, machine, micro_batch * context)
+    sequences = -(-tokens // context)
+    return -(-sequences // micro_batch) * micro_batch
+
+
+def _sizes(workload: Workload, sequences: int) -> Iterator[int]:
+    """Yield sizes of micro-batches: divisors of the step, or powers of two if that is free."""
+    if workload.micro_batch is not None:
+        yield workload.micro_batch
+        return
+    for size in range(1, sequences + 1):
+        if size > 1 and size * workload.context_tokens > LARGEST_MICRO_BATCH_TOKENS:
+            return
+        divides = sequences % size == 0
+        if divides if workload.tokens_per_step is not None else size & (size - 1) == 0:
+            yield size

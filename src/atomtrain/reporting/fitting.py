@@ -1,0 +1,60 @@
+"""What would do, where nothing fits: the least catalogue GPU and host, found by planning again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from atomtrain.errors import PlanError
+from atomtrain.planning.advice import Setting
+from atomtrain.planning.catalogue import DEVICE_MEMORY_SHARE, GPUS
+from atomtrain.planning.prospect import Prospect
+
+_ENDLESS_BYTES = 1 << 59
+_GIB = 1 << 30
+
+
+class Fitting(NamedTuple):
+    """A machine that a model fits."""
+
+    device_memory_bytes: int
+    """The given budget, or the least of a GPU in the catalogue."""
+    host_bytes: int
+    """That the plan takes."""
+    cards: tuple[str, ...]
+    """Names of the GPUs that do, by memory."""
+
+
+def least_fitting(setting: Setting, forecast: Callable[[Setting], Prospect]) -> Fitting | None:
+    """Return the least device and host memory that would do; `None` if no GPU is large enough."""
+    budgets = {int(DEVICE_MEMORY_SHARE * card.memory_bytes) for card in GPUS.values()}
+    given = setting.machine.device_memory_bytes
+    workload = dataclasses.replace(setting.workload, micro_batch=setting.workload.micro_batch or 1)
+    for budget in sorted({given, *(b for b in budgets if b > given)}):
+        machine = dataclasses.replace(
+            setting.machine, device_memory_bytes=budget, host_memory_bytes=_ENDLESS_BYTES
+        )
+        try:
+            found = forecast(dataclasses.replace(setting, machine=machine, workload=workload))
+        except PlanError:
+            continue
+        cards = sorted(GPUS.values(), key=lambda card: card.memory_bytes)
+        names = [c.name for c in cards if DEVICE_MEMORY_SHARE * c.memory_bytes >= budget]
+        return Fitting(budget, found.plan.host_bytes, tuple(names))
+    return None
+
+
+def explained(error: PlanError, setting: Setting, fitting: Fitting | None) -> PlanError:
+    """Return the planner's error with what would do."""
+    if fitting is None:
+        return PlanError(f"{error}; no GPU of the catalogue has memory enough for this micro-batch")
+    advice = []
+    if fitting.device_memory_bytes > setting.machine.device_memory_bytes:
+        advice.append(f"GPUs with memory enough: {', '.join(fitting.cards)}")
+    if fitting.host_bytes > setting.machine.host_memory_bytes:
+        least = -(-fitting.host_bytes // _GIB)
+        advice.append(f"raise --host-memory to at least {least}GiB")
+    if not advice:
+        return error
+    return PlanError(f"{error}; {'; '.join(advice)}")

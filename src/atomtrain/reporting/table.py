@@ -1,0 +1,167 @@
+"""A report as a table for people."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from atomtrain.planning.plan import Plan
+from atomtrain.reporting.picture import Caption
+from atomtrain.reporting.report import Report
+from atomtrain.units import format_bytes, format_count, format_seconds
+
+_KEY_COLUMNS = 12
+_DAY_S = 86_400.0
+_YEAR_S = 365.25 * _DAY_S
+_STATE_BYTES_PER_PARAMETER = 16
+"""Float32 parameters, gradients and AdamW's two moments: what the engine stores today."""
+
+
+def plan_text(report: Report) -> str:
+    """Return the plan, its predicted speed and what would be faster, as lines of text."""
+    rows = [*_model(report), *_memory(report), *_schedule(report), *_speed(report)]
+    lines = [_title(report), ""]
+    lines += [f"{key:<{_KEY_COLUMNS}}{value}" for key, value in rows]
+    return "\n".join([*lines, *_advice(report), ""])
+
+
+def caption(report: Report) -> Caption:
+    """Return what the picture of the step says above its bars."""
+    found = report.prospect
+    facts = (
+        f"{format_duration(found.plan.step_s)} for {format_count(found.tokens_per_step)} tokens "
+        f"predicted: {format_tokens_per_s(found.tokens_per_s)} tokens/s, bound by "
+        f"{found.plan.bound}"
+    )
+    return Caption(f"{report.model} on {found.machine.name}", facts)
+
+
+def format_duration(value_s: float) -> str:
+    """Return a duration that may be days or years, such as `"12.5 days"` or `"3.1 years"`."""
+    if value_s < 2 * _DAY_S:
+        return format_seconds(value_s)
+    if value_s < 2 * _YEAR_S:
+        return f"{value_s / _DAY_S:.3g} days"
+    return f"{format_count(value_s / _YEAR_S)} years"
+
+
+def format_tokens_per_s(value: float) -> str:
+    """Return for example `"7.31"`, `"950"` or `"12.3k"` tokens per second."""
+    return format_count(value) if value >= 100 else f"{value:.3g}"
+
+
+def bounds_text(bounds: Sequence[int]) -> str:
+    """Return for example `"97 of 1 layer"`, `"4 of 24 to 26 layers"`."""
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+    least, most = min(sizes), max(sizes)
+    layers = f"{most}" if least == most else f"{least} to {most}"
+    return f"{len(sizes)} of {layers} {'layer' if most == 1 else 'layers'}"
+
+
+def _title(report: Report) -> str:
+    precision = "" if report.setting.card is None else f" ({report.setting.dtype} products)"
+    return f"{report.model} on {report.prospect.machine.name}{precision}: predicted"
+
+
+def _model(report: Report) -> list[tuple[str, str]]:
+    analysis = report.prospect.analysis
+    return [
+        (
+            "model",
+            f"{format_count(report.parameters)} parameters, {len(analysis.costs.layers)} layers, "
+            f"sequences of {report.prospect.context_tokens} tokens",
+        )
+    ]
+
+
+def _memory(report: Report) -> list[tuple[str, str]]:
+    plan, machine = report.prospect.plan, report.prospect.machine
+    return [
+        (
+            "host",
+            f"{format_bytes(plan.host_bytes)} of {format_bytes(machine.host_memory_bytes)}: "
+            f"{report.host_bytes_per_parameter:.1f} bytes a parameter "
+            f"({_STATE_BYTES_PER_PARAMETER} of them float32 state)",
+        ),
+        (
+            "device",
+            f"{format_bytes(plan.device_peak_bytes)} peak of "
+            f"{format_bytes(plan.device_memory_bytes)}",
+        ),
+    ]
+
+
+def _schedule(report: Report) -> list[tuple[str, str]]:
+    plan, found = report.prospect.plan, report.prospect
+    sequences = "sequence" if found.micro_batch == 1 else "sequences"
+    batches = "micro-batch" if plan.micro_batches == 1 else "micro-batches"
+    forward = ""
+    if len(plan.forward_bounds) > 1:
+        forward = f"; forward {bounds_text(plan.forward_bounds)}, then the turn"
+    kept = len(plan.backward_bounds) - 2 - plan.activations.count("recompute")
+    rows = [
+        ("segments", f"backward {bounds_text(plan.backward_bounds)}{forward}"),
+        ("slots", _slots(plan)),
+    ]
+    if plan.resident_blocks:
+        rows.append(("resident", f"{', '.join(_blocks(report))}: loaded once a step"))
+    if kept > 0:
+        rows.append(("kept", f"graphs of {kept} segments: not recomputed in backward"))
+    rows.append(
+        (
+            "step",
+            f"{format_count(found.tokens_per_step)} tokens: {plan.micro_batches} {batches} of "
+            f"{found.micro_batch} {sequences}",
+        )
+    )
+    return rows
+
+
+def _slots(plan: Plan) -> str:
+    where = "on the device" if plan.boundary == "device" else "on the host"
+    buffers = "buffer" if plan.gradient_buffers == 1 else "buffers"
+    return (
+        f"{plan.slots} of {format_bytes(plan.slot_bytes)}, {plan.gradient_buffers} gradient "
+        f"{buffers} of {format_bytes(plan.gradient_bytes)}; values between segments wait {where}"
+    )
+
+
+def _blocks(report: Report) -> list[str]:
+    """Return the names of the resident blocks: layers, or weights that several layers share."""
+    chain = report.prospect.analysis.chain
+    shared = [key for key, users in chain.users.items() if len(users) > 1]
+    names = [layer.name for layer in chain.layers]
+    names += [chain.names.get(key, "shared weight") for key in shared]
+    return [names[block] for block in report.prospect.plan.resident_blocks]
+
+
+def _speed(report: Report) -> list[tuple[str, str]]:
+    plan, found = report.prospect.plan, report.prospect
+    rows = [
+        (
+            "speed",
+            f"{format_duration(plan.step_s)} a step, {format_tokens_per_s(found.tokens_per_s)} "
+            f"tokens/s; a billion tokens take {format_duration(1e9 / found.tokens_per_s)}",
+        ),
+        (
+            "useful",
+            f"{100 * report.peak_share:.0f}% of the device's "
+            f"{report.peak_flops_per_s / 1e12:.3g} TFLOP/s",
+        ),
+    ]
+    shares = ", ".join(f"{name} {100 * share:.1f}%" for name, share in report.busy_shares.items())
+    return [*rows, ("bound by", plan.bound), ("busy", shares)]
+
+
+def _advice(report: Report) -> list[str]:
+    if not report.advice:
+        return []
+    texts = [item.text for item in report.advice]
+    width = max(map(len, texts))
+    lines = ["", "faster with"]
+    lines += [
+        f"  {text:<{width}}  {100 * (item.speed_ratio - 1):+5.0f}%  "
+        f"{format_tokens_per_s(item.tokens_per_s)} tokens/s, then bound by {item.bound}"
+        for text, item in zip(texts, report.advice, strict=True)
+    ]
+    return lines

@@ -1,0 +1,249 @@
+"""Micro-batch and tokens of a step chosen with the plan, and advice by planning again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from atomtrain.analysis.costs import ChainCosts
+from atomtrain.analysis.profile import LayerTime
+from atomtrain.errors import ConfigError, PlanError
+from atomtrain.planning.advice import (
+    WORTH_SAYING,
+    Setting,
+    advice,
+    next_gpu,
+    possible_changes,
+)
+from atomtrain.planning.catalogue import GPUS, estimate_times, gpu, machine_for
+from atomtrain.planning.machine import Machine
+from atomtrain.planning.plan import Request
+from atomtrain.planning.prospect import (
+    COMPUTE_SHARE,
+    Compute,
+    Prospect,
+    Workload,
+    covering_tokens,
+    prospect,
+)
+from atomtrain.planning.search import make_plan
+from atomtrain.reporting.report import forecaster
+from atomtrain.reporting.subject import Subject, subject
+
+GIB = 1 << 30
+FLOPS_PER_S = 1e12
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Subject:
+    return subject("tiny")
+
+
+def estimate(costs: ChainCosts) -> Mapping[str, LayerTime]:
+    """Compute that needs the same time per token whatever the micro-batch."""
+    return {
+        layer.kind: LayerTime(
+            layer.forward_flops / FLOPS_PER_S + 1e-9,
+            (layer.forward_flops + layer.backward_flops) / FLOPS_PER_S + 1e-9,
+        )
+        for layer in costs.layers
+    }
+
+
+def slow_start(costs: ChainCosts) -> Mapping[str, LayerTime]:
+    """Compute with a fixed cost a layer, so that larger micro-batches pay."""
+    return {
+        kind: LayerTime(time.forward_s + 1e-3, time.backward_s + 3e-3)
+        for kind, time in estimate(costs).items()
+    }
+
+
+def even() -> Compute:
+    return Compute(estimate, FLOPS_PER_S, FLOPS_PER_S)
+
+
+def starting() -> Compute:
+    return Compute(slow_start, FLOPS_PER_S, FLOPS_PER_S)
+
+
+def machine(**fields: float) -> Machine:
+    given = {
+        "name": "test",
+        "load_bytes_per_s": 1e9,
+        "unload_bytes_per_s": 1e9,
+        "update_parameters_per_s": 1e9,
+        "device_memory_bytes": GIB,
+        "host_memory_bytes": GIB,
+    }
+    return Machine(**{**given, **fields})  # type: ignore[arg-type]
+
+
+def test_a_workload_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give 64 or 128"):
+        Workload(context_tokens=64, tokens_per_step=100)
+    with pytest.raises(ConfigError, match=r"give 64$"):
+        Workload(context_tokens=64, tokens_per_step=10)
+    with pytest.raises(ConfigError, match="do not divide the 4 sequences"):
+        Workload(context_tokens=64, tokens_per_step=256, micro_batch=3)
+    with pytest.raises(ConfigError, match="micro_batch must be at least 1, not 0"):
+        Workload(context_tokens=64, micro_batch=0)
+
+
+def test_the_micro_batch_is_one_where_a_larger_one_does_not_pay(tiny: Subject) -> None:
+    found = prospect(
+        tiny.analyse, even(), machine(), Workload(context_tokens=64, tokens_per_step=64 * 16)
+    )
+    assert found.micro_batch == 1
+    assert found.plan.micro_batches == 16
+    assert found.tokens_per_step == 64 * 16
+
+
+def test_the_micro_batch_grows_while_it_pays_and_fits(tiny: Subject) -> None:
+    workload = Workload(context_tokens=64, tokens_per_step=64 * 12)
+    roomy = prospect(tiny.analyse, starting(), machine(), workload)
+    assert roomy.micro_batch > 1
+    assert 12 % roomy.micro_batch == 0
+    assert roomy.tokens_per_step == 64 * 12
+    one = prospect(
+        tiny.analyse, starting(), machine(), dataclasses.replace(workload, micro_batch=1)
+    )
+    assert roomy.tokens_per_s > one.tokens_per_s
+    tight = prospect(
+        tiny.analyse,
+        starting(),
+        machine(device_memory_bytes=one.plan.device_peak_bytes),
+        workload,
+    )
+    assert tight.micro_batch < roomy.micro_batch
+    assert tight.plan.device_peak_bytes <= one.plan.device_peak_bytes
+
+
+def test_the_plan_is_that_of_the_planner(tiny: Subject) -> None:
+    workload = Workload(context_tokens=64, tokens_per_step=256, micro_batch=2)
+    found = prospect(tiny.analyse, even(), machine(), workload)
+    analysis = tiny.analyse(2)
+    plan = make_plan(
+        analysis.chain, analysis.costs, estimate(analysis.costs), machine(),
+        Request(micro_batches=2),
+    )  # fmt: skip
+    assert found.plan == plan
+    assert found.tokens_per_s == 256 / plan.step_s
+
+
+def test_spans_end_with_the_step_and_are_as_busy_as_the_plan_says(tiny: Subject) -> None:
+    found = prospect(tiny.analyse, even(), machine(), Workload(context_tokens=64))
+    assert max(span.end_s for span in found.spans) == pytest.approx(found.plan.step_s)
+    compute_s = sum(s.end_s - s.start_s for s in found.spans if s.stream == "compute")
+    assert compute_s == pytest.approx(found.plan.compute_s)
+
+
+def test_nothing_fits_is_an_error(tiny: Subject) -> None:
+    with pytest.raises(PlanError):
+        prospect(
+            tiny.analyse, even(), machine(device_memory_bytes=100), Workload(context_tokens=64)
+        )
+
+
+@pytest.mark.parametrize("load_bytes_per_s", [1e7, 1e9, 1e11])
+def test_tokens_of_a_step_let_compute_cover_the_link(
+    tiny: Subject, load_bytes_per_s: float
+) -> None:
+    analysis = tiny.analyse(1)
+    times = estimate(analysis.costs)
+    here = machine(load_bytes_per_s=load_bytes_per_s)
+    tokens = covering_tokens(analysis, times, here, 64)
+
+    def share(n: float) -> float:
+        forward_s = n / 64 * sum(times[c.kind].forward_s for c in analysis.costs.layers)
+        backward_s = n / 64 * sum(times[c.kind].backward_s for c in analysis.costs.layers)
+        load_s = analysis.parameter_bytes / load_bytes_per_s
+        back_s = max(load_s, analysis.parameter_bytes / 1e9, analysis.parameters / 1e9)
+        return (forward_s + backward_s) / (max(forward_s, load_s) + max(backward_s, back_s))
+
+    assert share(tokens) >= COMPUTE_SHARE
+    assert tokens == 1 or share(0.98 * (tokens - 1)) < COMPUTE_SHARE
+
+
+def setting_of(tiny: Subject, name: str, **fields: float) -> Setting:
+    card = gpu(name)
+    return Setting(
+        machine=dataclasses.replace(machine_for(card, GIB), **fields),  # type: ignore[arg-type]
+        workload=Workload(context_tokens=tiny.context_tokens),
+        card=card,
+    )
+
+
+def test_advice_is_planned_again_sorted_and_worth_saying(tiny: Subject) -> None:
+    setting = setting_of(tiny, "rtx-3090")
+    forecast = forecaster(tiny)
+    now = forecast(setting)
+    found = advice(now, possible_changes(now, setting), forecast)
+    assert found
+    ratios = [item.speed_ratio for item in found]
+    assert ratios == sorted(ratios, reverse=True)
+    assert min(ratios) > WORTH_SAYING
+    by_text = {change.text: change for change in possible_changes(now, setting)}
+    for item in found:
+        then = forecast(by_text[item.text].setting)
+        assert item.tokens_per_s == then.tokens_per_s
+        assert item.speed_ratio == then.tokens_per_s / now.tokens_per_s
+    assert advice(now, possible_changes(now, setting), forecast) == found
+
+
+def test_each_change_changes_one_thing(tiny: Subject) -> None:
+    setting = setting_of(tiny, "rtx-3090")
+    now = forecaster(tiny)(setting)
+    kept = dataclasses.replace(
+        setting,
+        workload=dataclasses.replace(setting.workload, tokens_per_step=now.tokens_per_step),
+    )
+    for change in possible_changes(now, setting):
+        differs = [
+            name
+            for name in ("machine", "workload", "card", "dtype")
+            if getattr(change.setting, name) != getattr(kept, name)
+        ]
+        # Another GPU comes with its own link and memory.
+        assert differs in (["machine"], ["workload"], ["dtype"], ["machine", "card"]), change.text
+
+
+def test_a_slow_link_is_the_first_thing_to_change(tiny: Subject) -> None:
+    setting = setting_of(tiny, "rtx-3090", load_bytes_per_s=1e6, unload_bytes_per_s=1e6)
+    workload = dataclasses.replace(setting.workload, tokens_per_step=64)
+    setting = dataclasses.replace(setting, workload=workload)
+    forecast = forecaster(tiny)
+    now = forecast(setting)
+    found = {item.text: item for item in advice(now, possible_changes(now, setting), forecast)}
+    faster_link = found["PCIe 5 instead of 4"]
+    assert faster_link.speed_ratio == pytest.approx(2, rel=0.1)
+    assert found["twice the tokens a step: 128"].speed_ratio == pytest.approx(2, rel=0.1)
+
+
+def test_changes_that_fit_nothing_are_left_out(tiny: Subject) -> None:
+    setting = setting_of(tiny, "rtx-3090")
+    now = forecaster(tiny)(setting)
+
+    def refuse(_: Setting) -> Prospect:
+        raise PlanError("nothing fits")
+
+    assert advice(now, possible_changes(now, setting), refuse) == ()
+
+
+def test_the_next_gpu_is_faster_of_the_same_class_and_no_smaller() -> None:
+    for card in GPUS.values():
+        better = next_gpu(card, "fp32")
+        if better is not None:
+            assert better.flops_per_s["fp32"] > card.flops_per_s["fp32"]
+            assert better.memory_bytes >= card.memory_bytes
+            assert ("laptop" in better.name) == ("laptop" in card.name)
+    following = next_gpu(gpu("rtx-3090"), "fp32")
+    assert following is not None
+    assert following.name == "rtx-4090"
+
+
+def test_estimates_are_those_of_the_catalogue(tiny: Subject) -> None:
+    setting = setting_of(tiny, "h100")
+    found = forecaster(tiny)(dataclasses.replace(setting, dtype="tf32"))
+    assert found.times == estimate_times(found.analysis.costs, "h100", "tf32")
