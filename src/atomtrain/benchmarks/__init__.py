@@ -34,6 +34,9 @@ REGISTRY: dict[str, Benchmark] = {
     "depth": Benchmark(
         "atomtrain.benchmarks.depth", "peak device memory of models of growing depth"
     ),
+    "optimizer": Benchmark(
+        "atomtrain.benchmarks.optimizer", "host optimizers against plain copies of as many bytes"
+    ),
     "churn": Benchmark(
         "atomtrain.benchmarks.churn", "training while peers are killed and new ones join"
     ),

@@ -28,7 +28,7 @@ class BenchOptions:
 def run(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     about = "Measure; each benchmark prints one result.\n\n" + "\n".join(
-        f"  {name:<8} {entry.help}" for name, entry in REGISTRY.items()
+        f"  {name:<10} {entry.help}" for name, entry in REGISTRY.items()
     )
     options = parse(
         BenchOptions,
