@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from engine_models import swap
 from reference import HeadFirst, assert_equal_training, gpt_loss, train, twin
 from torch import Tensor, nn
 
+from atomtrain.analysis.pieces import linear_cross_entropy
 from atomtrain.models import GPT, GPTConfig
 
 STEPS = 3
@@ -52,7 +55,8 @@ def check(
     options.setdefault("micro_batches", len(steps[0]))
     with swap(model, steps[0][0], optimizer=adamw, **options) as engine:
         assert [engine.step(micro_batches) for micro_batches in steps] == expected
-        assert_equal_training(engine, reference, resident)
+        trained = reference.model if isinstance(reference, _InPieces) else reference
+        assert_equal_training(engine, trained, resident)
         assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes
 
 
@@ -101,9 +105,66 @@ def test_one_piece_and_none_keep_the_bits() -> None:
         check(model, twin(model), steps, head_pieces=pieces)
 
 
+def test_auto_is_a_resident_head_in_as_many_pieces() -> None:
+    wide = dataclasses.replace(CONFIG, vocabulary=4096)
+    model, steps = GPT(wide), token_steps(1)
+    with swap(twin(model), steps[0][0], optimizer=adamw, head_pieces="auto") as engine:
+        pieces = engine._planner.chain.layers[-1].module.pieces
+        assert pieces > 1
+        losses = [engine.step(micro_batches) for micro_batches in steps]
+    reference = GPT(dataclasses.replace(wide, head_pieces=pieces))
+    reference.load_state_dict(model.state_dict())
+    assert train(reference, steps, adamw(reference.parameters()), gpt_loss) == losses
+
+
 def test_evaluation_computes_the_same_loss() -> None:
     model, [[batch], *_] = gpt(4), token_steps(1)
     with torch.no_grad():
         expected = float(model.eval()(**batch).loss)
     with swap(model, batch, optimizer=adamw) as engine:
         assert engine.evaluate([batch]) == expected
+
+
+class _InPieces(nn.Module):
+    """A Hugging Face causal language model whose loss is written out, in pieces."""
+
+    def __init__(self, model: nn.Module, pieces: int) -> None:
+        super().__init__()
+        self.model, self.pieces = model, pieces
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        hidden = self.model.base_model(input_ids=input_ids).last_hidden_state
+        following = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        loss = linear_cross_entropy(
+            hidden.flatten(0, 1), self.model.lm_head.weight, None, following.flatten(),
+            pieces=self.pieces,
+        )  # fmt: skip
+        return SimpleNamespace(loss=loss)
+
+
+def hugging_face(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    if name == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=32, use_cache=False,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            )
+        )  # fmt: skip
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, use_cache=False,
+            tie_word_embeddings=name == "tied llama",
+        )
+    )  # fmt: skip
+
+
+# Several micro-batches add a tied weight's gradients in another order, see `HeadFirst`.
+@pytest.mark.parametrize(
+    ("name", "micro_batches"), [("llama", 1), ("llama", 3), ("tied llama", 1), ("gpt2", 1)]
+)
+def test_a_hugging_face_model(name: str, micro_batches: int) -> None:
+    model = hugging_face(name).train()
+    reference = _InPieces(twin(model), 4)
+    check(model, reference, token_steps(micro_batches), segments=2, head_pieces=4)
