@@ -14,8 +14,10 @@ from torch import Tensor, fx
 
 from atomtrain.analysis.constants import Constants
 from atomtrain.analysis.effects import argument
+from atomtrain.analysis.export import place_of
 
-_TRANSFORMERS = "transformers/integrations/sdpa_attention.py"
+_BY_TRANSFORMERS = "/transformers/models/", "attention_interface("
+"""Both are in the place where transformers calls its attention."""
 _LARGEST_GROUPED_HEAD = 256
 
 
@@ -62,7 +64,7 @@ def _without_mask(node: fx.Node, causal: bool) -> None:
         if (given := argument(node, name)) is not None
     }
     kwargs["is_causal"] = causal
-    if _TRANSFORMERS in (node.meta.get("stack_trace") or ""):
+    if all(mark in place_of(node) for mark in _BY_TRANSFORMERS):
         # transformers copies keys and values for each query head only if there is a mask.
         few_keys, few_values = _not_repeated(key), _not_repeated(value)
         if few_keys is not None and few_values is not None and _may_be_grouped(key, value):

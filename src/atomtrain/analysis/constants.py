@@ -33,6 +33,11 @@ class Constants:
             self.nodes = _constant_nodes(exported, live, persistent)
             self._writers = [writer for writer in self._writers if writer in self.nodes]
             self._replaceable = set()
+        for writer in self._writers:
+            # Its result is what it wrote to, which has this value when anything that varies reads.
+            written = written_by(writer)[0]
+            if storages_of(writer) == storages_of(written):
+                writer.replace_all_uses_with(written)
         self._written = {
             key for writer in self._writers for t in written_by(writer) for key in storages_of(t)
         }

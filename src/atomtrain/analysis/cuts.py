@@ -100,7 +100,7 @@ class _Cutter:
             if run.path is None or not self._holds_containers(run.path):
                 continue
             inside = limit
-            if inside is None and self._is_element(run.path):
+            if self._is_element(run.path):
                 inside = max(self._crossing[run.start], self._crossing[run.stop])
             cuts += self._open(run.start, run.stop, depth + 1, inside)
         return cuts

@@ -6,10 +6,12 @@ operations as the model, backward included, bit for bit.
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +81,23 @@ def _hidden() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from printing graphs and stacks of what fails; our error says it in one line."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch._subclasses", "torch.fx", "torch.export")
+    ]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 def loss_in(output: Any) -> Tensor:
     """Return the `.loss` (or the entry `loss`) of what a model returns.
 
@@ -134,7 +153,7 @@ def export(
     for as_eager in (True, False):
         recorded = _Recorded(model, call, own_loss, as_eager)
         try:
-            with torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad), _quiet():
                 program = torch.export.export(recorded, given, strict=False)
             break
         except AtomError:
@@ -271,13 +290,13 @@ def _check_node(node: fx.Node) -> None:
 
 
 def place_of(node: fx.Node) -> str:
-    """Return the innermost source line of the user's that made a node: `file:line: statement`."""
+    """Return the innermost source line of the user's that made a node: `file:line (statement)`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line]
     for index in reversed(range(len(lines))):
         if lines[index].startswith('File "'):
             file, line = lines[index].split('"')[1], lines[index].split("line ")[1].split(",")[0]
             code = lines[index + 1] if index + 1 < len(lines) else ""
-            return f"{file}:{line}: {code}"
+            return f"{file}:{line} ({code})"
     return str(node.target)
 
 
@@ -290,7 +309,7 @@ def _cannot_export(model: nn.Module, error: BaseException) -> str:
     for tried in (error, first):
         for frame in traceback.extract_tb(tried.__traceback__):
             if not frame.filename.startswith((*_INNER, "<")):
-                place = f"{frame.filename}:{frame.lineno}: {frame.line}"
+                place = f"{frame.filename}:{frame.lineno} ({frame.line})"
     reason = str(first).strip().partition("\n")[0] or type(first).__name__
     if "data-dependent" in str(error) or "DataDependent" in type(first).__name__:
         reason = "what runs depends on data"
