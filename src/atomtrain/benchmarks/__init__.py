@@ -37,6 +37,9 @@ REGISTRY: dict[str, Benchmark] = {
     "optimizer": Benchmark(
         "atomtrain.benchmarks.optimizer", "host optimizers against plain copies of as many bytes"
     ),
+    "network": Benchmark(
+        "atomtrain.benchmarks.network", "ATOM against a pipeline on links from fast to slow"
+    ),
     "churn": Benchmark(
         "atomtrain.benchmarks.churn", "training while peers are killed and new ones join"
     ),

@@ -1,0 +1,167 @@
+"""One peer of ATOM for `atom bench network`: engine and swarm, joined as in the training loop."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import atomtrain
+from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
+from atomtrain.benchmarks.network_worker import Reply, sent_bytes
+from atomtrain.swarm import Manifest, Swarm, SwarmConfig
+from atomtrain.swarm.desk import RoundReport
+from atomtrain.training.peering import EngineFragments
+
+_LEAVE_S = 3.0
+
+
+class AtomPeer:
+    """Swaps the model through an emulated device and averages in the background."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._swarm: Swarm | None = None
+
+    def commands(self) -> Mapping[str, Callable[..., Reply]]:
+        return {
+            "hello": self.hello,
+            "open": self.open,
+            "enter": self.enter,
+            "train": self.train,
+            "leave": self.leave,
+        }
+
+    def hello(self) -> Reply:
+        """Import what takes long."""
+        import hivemind  # noqa: F401
+
+        return {}
+
+    def open(
+        self,
+        model: dict[str, Any],
+        seed: int,
+        micro_batch: int,
+        device_link_bytes_per_s: float,
+        device_memory_bytes: int,
+    ) -> Reply:
+        """Build the engine; this peer's samples are those of `seed`."""
+        self.setup = ModelSetup.from_json(model)
+        self._seed, self._micro_batch = seed, micro_batch
+        batches = self._batches()
+        self.engine = atomtrain.swap(
+            self.setup.model(),
+            batches[0],
+            optimizer=fused_adamw,
+            device=f"emulated:{int(device_link_bytes_per_s)}B/s",
+            device_memory=device_memory_bytes,
+            options=atomtrain.Options(micro_batches=len(batches)),
+        )
+        self.fragments = EngineFragments(self.engine)
+        for _ in range(2):
+            started_s = time.monotonic()
+            self.engine.step(batches)
+            self.engine.synchronize()
+        return {
+            "step_s": time.monotonic() - started_s,
+            "fragment_elements": list(self.fragments.elements),
+            "plan": self.engine.plan.describe(),
+        }
+
+    def enter(
+        self,
+        run: str,
+        address: str,
+        join: str | None,
+        local_steps: int,
+        link_bytes_per_s: float,
+        longest_s: float,
+    ) -> Reply:
+        """Found a run on this host's address, or join one; returns the address for others."""
+        config = SwarmConfig(
+            run=run,
+            listen_host=address,
+            join=() if join is None else (join,),
+            local_steps_per_round=local_steps,
+            slowest_link_bytes_per_s=link_bytes_per_s,
+            round_ceiling_s=longest_s,
+        )
+        if join is None:
+            manifest = Manifest(run, self.fragments.elements)
+            self._swarm = Swarm.found(config, manifest, self.fragments)
+        else:
+            self._swarm = Swarm.join(config)
+            self._swarm.download(self.fragments)
+        return {"address": self._swarm.address}
+
+    def train(self, begin_s: float, start_s: float, until_s: float, least_steps: int) -> Reply:
+        """Train from `begin_s` until `until_s` (this machine's monotonic clock).
+
+        Steps that begin before `start_s` are not counted.
+        """
+        time.sleep(max(0.0, begin_s - time.monotonic()))
+        while time.monotonic() < start_s:
+            self._train_step()
+        self.engine.synchronize()
+        before_bytes, started_s = sent_bytes(), time.monotonic()
+        reports: list[RoundReport] = []
+        losses: list[float] = []
+        wait_s = 0.0
+        while time.monotonic() < until_s or len(losses) < least_steps:
+            loss, ended = self._train_step()
+            losses.append(loss)
+            reports += ended
+            assert self.engine.last is not None
+            wait_s += self.engine.last.link_wait_s
+        self.engine.synchronize()
+        ended_s = time.monotonic()
+        averaged = [report for report in reports if len(report.contributors) > 1]
+        assert self.engine.last is not None
+        return {
+            "started_s": started_s,
+            "ended_s": ended_s,
+            "steps": len(losses),
+            "step_s": (ended_s - started_s) / len(losses),
+            "tokens": len(losses) * self._tokens,
+            "sent_bytes": sent_bytes() - before_bytes,
+            "rounds": dict(Counter(report.outcome for report in reports)),
+            "averaged": len(averaged),
+            "round_s": [report.duration_s for report in averaged],
+            "link_wait_s": wait_s,
+            "device_peak_bytes": self.engine.last.device_peak_bytes,
+            "losses": losses,
+        }
+
+    def leave(self) -> Reply:
+        """Leave the run; the engine stays."""
+        if self._swarm is not None:
+            self._swarm.leave(_LEAVE_S)
+            self._swarm = None
+        return {}
+
+    @property
+    def _tokens(self) -> int:
+        return self.setup.sequences_per_peer * self.setup.sequence_tokens
+
+    def _train_step(self) -> tuple[float, list[RoundReport]]:
+        assert self._swarm is not None
+        loss = self.engine.step(self._batches())
+        assert self.engine.last is not None
+        step_s = self.engine.last.step_s
+        reports = self._swarm.boundary(
+            steps=1,
+            tokens=self._tokens,
+            tokens_per_s=self._tokens / step_s,
+            step_s=step_s,
+            access=self.fragments,
+        )
+        return loss, reports
+
+    def _batches(self) -> list[Any]:
+        self._step += 1
+        sequences = self.setup.sequences_per_peer
+        return self.setup.micro_batches(
+            self._step * 1000 + self._seed, sequences, self._micro_batch
+        )

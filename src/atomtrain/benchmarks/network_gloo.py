@@ -1,0 +1,264 @@
+"""One peer of the baselines over Gloo: pipeline and data parallelism, and a probe of the link."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from atomtrain.analysis.storages import StorageTracker
+from atomtrain.benchmarks.network_model import Batch, ModelSetup, fused_adamw, run_layers
+from atomtrain.benchmarks.network_worker import Reply, sent_bytes
+from atomtrain.benchmarks.pipeline import RankPlan, Stage, decode, encode
+from atomtrain.benchmarks.pipeline_library import LibraryStage
+from atomtrain.simulation.pipeline import Op
+
+_PROBES = 3
+_REPEATS = 2
+_BUCKET_MIB = 4
+
+
+class GlooPeer:
+    """Trains the baselines; every method but `speeds` and `pipeline_memory` needs `enter` first."""
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = 0, 1
+
+    def commands(self) -> Mapping[str, Callable[..., Reply]]:
+        return {
+            "enter": self.enter,
+            "probe": self.probe,
+            "speeds": self.speeds,
+            "pipeline": self.pipeline,
+            "pipeline_memory": self.pipeline_memory,
+            "data_parallel": self.data_parallel,
+        }
+
+    def enter(
+        self, address: str, port: int, rank: int, ranks: int, interface: str, timeout_s: float
+    ) -> Reply:
+        """Join the process group whose first rank listens at `address`."""
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{address}:{port}",
+            rank=rank,
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        self.rank, self.ranks = rank, ranks
+        dist.barrier()
+        return {}
+
+    def probe(self, probe_bytes: int) -> Reply:
+        """Measure the link between the last two ranks: round trip, and rate of one transfer."""
+        mine, other = self.rank - (self.ranks - 2), (self.rank ^ 1)
+        if self.ranks % 2:
+            other = 2 * self.ranks - 3 - self.rank
+        if mine < 0:
+            return {}
+        small, large = torch.zeros(1), torch.zeros(probe_bytes, dtype=torch.uint8)
+        trips_s = []
+        for _ in range(_PROBES):
+            trips_s.append(_there_and_back(small, other, mine == 0))
+        # A first transfer widens TCP's window; the round trip of the acknowledgement is known.
+        for _ in range(2):
+            started_s = time.monotonic()
+            if mine == 0:
+                dist.send(large, other)
+                dist.recv(small, other)
+            else:
+                dist.recv(large, other)
+                dist.send(small, other)
+            took_s = time.monotonic() - started_s
+        way_s = min(trips_s)
+        return {
+            "round_trip_s": way_s,
+            "bits_per_s": 8 * probe_bytes / max(took_s - way_s, 1e-9),
+        }
+
+    def speeds(self, model: dict[str, Any], micro_batches: list[int]) -> Reply:
+        """Time each kind of layer at each size of micro-batch, and each wire format.
+
+        Returns for each size: `forward_s`, `backward_s`, `kept_bytes` of `embedding`, `block` and
+        `head`, and `wire_s` (encoding and decoding) by format; and `update_parameters_per_s`.
+        """
+        setup = ModelSetup.from_json(model)
+        net = setup.model()
+        layers = net.chain_layers()
+        optimizer = fused_adamw(net.parameters())
+        kinds = {"embedding": layers[0], "block": layers[1], "head": layers[-1]}
+        found: dict[str, Any] = {}
+        for size in micro_batches:
+            batch = setup.micro_batches(0, size, size)[0]
+            hidden = torch.randn(size, setup.sequence_tokens, setup.width)
+            times = {}
+            for kind, layer in kinds.items():
+                values = {name: hidden for name in layer.reads if name.startswith("hidden")}
+                times[kind] = _time_layer(layer, {**batch, **values})
+            wires = {wire: _time_wire(hidden, wire) for wire in ("bfloat16", "int8")}
+            found[str(size)] = {**times, "wire_s": wires}
+        started_s = 0.0
+        for _ in range(_REPEATS):
+            for parameter in net.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            started_s = time.perf_counter()
+            optimizer.step()
+        elapsed_s = time.perf_counter() - started_s
+        return {"sizes": found, "update_parameters_per_s": setup.parameters / elapsed_s}
+
+    def pipeline(
+        self,
+        model: dict[str, Any],
+        plan: dict[str, Any],
+        sequences: int,
+        steps: int,
+        warm_up: int,
+    ) -> Reply:
+        """Train `steps` steps of `sequences` sequences as a pipeline."""
+        setup = ModelSetup.from_json(model)
+        stage = self._stage(setup, plan)
+
+        def step(index: int) -> float | None:
+            return stage.step(setup.micro_batches(index, sequences, plan["micro_batch"]))
+
+        return self._measured(step, steps, warm_up)
+
+    def pipeline_memory(
+        self, model: dict[str, Any], plan: dict[str, Any], sequences: int, rank: int, ranks: int
+    ) -> Reply:
+        """Run a step without the network, on zeros, and return the device bytes that it takes."""
+        setup = ModelSetup.from_json(model)
+        tracker = StorageTracker()
+        with tracker:
+            stage = _Dry(setup, _rank_plan(plan, rank), rank, ranks)
+            for parameter in stage.parameters:
+                tracker.adopt(parameter)
+            batches = setup.micro_batches(0, sequences, plan["micro_batch"])
+            for _ in range(2):  # moments exist from the second step on
+                tracker.reset_peak()
+                stage.step(batches)
+        return {"device_peak_bytes": tracker.peak_bytes}
+
+    def data_parallel(
+        self, model: dict[str, Any], micro_batch: int, steps: int, warm_up: int
+    ) -> Reply:
+        """Train with float32 gradients averaged in every step, overlapping the last backward."""
+        setup = ModelSetup.from_json(model)
+        net = torch.nn.parallel.DistributedDataParallel(
+            setup.model(), bucket_cap_mb=_BUCKET_MIB, gradient_as_bucket_view=True
+        )
+        optimizer = fused_adamw(net.parameters())
+
+        def step(index: int) -> float:
+            batches = setup.micro_batches(
+                index * self.ranks + self.rank, setup.sequences_per_peer, micro_batch
+            )
+            losses = []
+            for batch in batches:
+                last = batch is batches[-1]
+                with contextlib.nullcontext() if last else net.no_sync():
+                    loss = net(**batch).loss
+                    (loss / len(batches)).backward()
+                losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return sum(losses) / len(losses)
+
+        return self._measured(step, steps, warm_up)
+
+    def _stage(self, setup: ModelSetup, plan: dict[str, Any]) -> Stage | LibraryStage:
+        if plan["schedule"] == "own":
+            return Stage(setup, _rank_plan(plan, self.rank), self.rank, self.ranks)
+        return LibraryStage(setup, plan, self.rank, self.ranks)
+
+    def _measured(self, step: Callable[[int], float | None], steps: int, warm_up: int) -> Reply:
+        for index in range(warm_up):
+            step(index)
+        dist.barrier()
+        before_bytes, started_s = sent_bytes(), time.monotonic()
+        losses = [step(warm_up + index) for index in range(steps)]
+        ended_s = time.monotonic()
+        dist.barrier()
+        return {
+            "started_s": started_s,
+            "ended_s": ended_s,
+            "sent_bytes": sent_bytes() - before_bytes,
+            "losses": [loss for loss in losses if loss is not None],
+        }
+
+
+class _Dry(Stage):
+    """A stage that receives zeros and sends nothing."""
+
+    def receive(self, op: Op) -> tuple[Any, torch.Tensor] | None:
+        if self.neighbour(op) is None:
+            return None
+        return _Done(), torch.zeros(self._wire_bytes, dtype=torch.uint8)
+
+    def send(self, op: Op, target: int, data: torch.Tensor) -> Any:
+        return _Done()
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is to be waited for."""
+
+
+def _rank_plan(plan: dict[str, Any], rank: int) -> RankPlan:
+    order = [Op(bool(backward), chunk, index) for backward, chunk, index in plan["orders"][rank]]
+    return RankPlan(plan["bounds"], order, plan["micro_batch"], plan["wire"])
+
+
+def _there_and_back(token: torch.Tensor, other: int, first: bool) -> float:
+    started_s = time.monotonic()
+    if first:
+        dist.send(token, other)
+        dist.recv(token, other)
+    else:
+        dist.recv(token, other)
+        dist.send(token, other)
+    return time.monotonic() - started_s
+
+
+def _time_layer(layer: Any, values: Batch) -> dict[str, float]:
+    forward_s, backward_s = [], []
+    kept_bytes = 0
+    for repeat in range(_REPEATS + 1):
+        given = {
+            name: v.clone().requires_grad_() if v.is_floating_point() else v
+            for name, v in values.items()
+        }
+        tracker = StorageTracker() if repeat == 0 else None
+        started_s = time.perf_counter()
+        with tracker or contextlib.nullcontext():
+            out = run_layers([layer], given)
+        middle_s = time.perf_counter()
+        if tracker is not None:
+            kept_bytes = tracker.live_bytes
+        gradient = torch.ones_like(out)
+        out.backward(gradient)
+        if repeat > 0:  # the first one, counted, also makes the gradients
+            forward_s.append(middle_s - started_s)
+            backward_s.append(time.perf_counter() - middle_s)
+        del out
+    return {
+        "forward_s": min(forward_s),
+        "backward_s": min(backward_s),
+        "kept_bytes": float(kept_bytes),
+    }
+
+
+def _time_wire(hidden: torch.Tensor, wire: str) -> float:
+    times_s = []
+    for _ in range(_REPEATS):
+        started_s = time.perf_counter()
+        decode(encode(hidden, wire), wire, hidden.shape)
+        times_s.append(time.perf_counter() - started_s)
+    return min(times_s)

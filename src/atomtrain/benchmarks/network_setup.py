@@ -1,0 +1,177 @@
+"""Inputs of `atom bench network`: sizes, times, and the links to be measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from atomtrain.benchmarks.network_model import ModelSetup
+from atomtrain.benchmarks.shaping import Link
+from atomtrain.errors import ConfigError
+from atomtrain.models import preset
+from atomtrain.planning.catalogue import MATMUL_SHARE, gpu, machine_for
+
+UNSHAPED_BITS_PER_S = 1e10
+"""What an unshaped link is called in the result; memory is at least about as fast."""
+_HOST_BYTES = 128 << 30
+
+
+class StandsFor(NamedTuple):
+    """A GPU on a link, for which a slower link stands beside a slower processor."""
+
+    gpu: str
+    """Name in the catalogue."""
+    bits_per_s: float
+    """The GPU's link."""
+    model: str | None = None
+    """Preset whose activations for each FLOP count; `None`: bits per FLOP alone."""
+
+
+class Case(NamedTuple):
+    """One row to be measured."""
+
+    link: Link
+    stands_for: StandsFor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSetup:
+    """Inputs of the benchmark."""
+
+    peers: int = 2
+    """At least 2; with more peers than cores they share them, which slows all methods alike."""
+    model: ModelSetup = field(default_factory=ModelSetup)
+    gpu: str = "rtx-3090"
+    """GPU whose link to the host, for each FLOP, the emulated device has."""
+    pipeline_budget_share: float = 1.1
+    """Device budget of a stage as a share of the model's parameters, gradients and moments."""
+    budget_share: float = 0.4
+    """ATOM's device budget, likewise; at most the pipeline's."""
+    micro_batch: int = 4
+    """Sequences in ATOM's micro-batch."""
+    local_steps: int = 12
+    """ATOM: local steps in which every fragment is averaged once."""
+    links: tuple[tuple[float | None, float], ...] = (
+        (None, 0.0),
+        (1e9, 0.0),
+        (1e8, 0.0),
+        (1e7, 0.0),
+        (1e8, 0.05),
+        (1e7, 0.1),
+    )
+    """Bits per second (`None`: unshaped) and round trip in seconds."""
+    stand_ins: tuple[StandsFor, ...] = (
+        StandsFor("rtx-3090", 1e9),
+        StandsFor("rtx-3090", 1e8),
+        StandsFor("rtx-3090", 1e8, "gpt3-xl"),
+        StandsFor("rtx-3090", 1e7, "gpt3-xl"),
+    )
+    """Links that stand for a GPU's; measured without added delay."""
+    trials: int = 6
+    """Pipelines measured on each link before the best one is taken."""
+    trial_s: float = 4.0
+    """Aimed length of a trial."""
+    window_s: float = 15.0
+    """Least length of a measurement."""
+    settle_s: float = 6.0
+    """ATOM trains so long before it is measured: peers come to know of each other meanwhile."""
+    longest_window_s: float = 45.0
+    """A measurement of ATOM is made as long as a round takes, up to this."""
+    longest_step_s: float = 20.0
+    """Steps of the baselines that would take longer are shortened (pipeline) or left out."""
+    case_s: float = 240.0
+    """No method is begun for a link after this."""
+    total_s: float = 1800.0
+    """No further link is begun after this."""
+
+    def __post_init__(self) -> None:
+        if self.peers < 2:
+            raise ConfigError(f"a network needs at least 2 peers, not {self.peers}")
+        if not 0 < self.budget_share <= self.pipeline_budget_share:
+            raise ConfigError(
+                f"budget_share must be above 0 and at most pipeline_budget_share "
+                f"({self.pipeline_budget_share}), not {self.budget_share}"
+            )
+        if self.model.sequences_per_peer % self.micro_batch:
+            raise ConfigError(
+                f"micro_batch ({self.micro_batch}) must divide sequences_per_peer "
+                f"({self.model.sequences_per_peer})"
+            )
+
+    @property
+    def budget_bytes(self) -> int:
+        """ATOM's device memory on each peer."""
+        return int(self.budget_share * self.model.state_bytes)
+
+    @property
+    def pipeline_budget_bytes(self) -> int:
+        """A stage's device memory."""
+        return int(self.pipeline_budget_share * self.model.state_bytes)
+
+    @property
+    def step_sequences(self) -> int:
+        """Sequences of all peers in a step."""
+        return self.peers * self.model.sequences_per_peer
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        values = asdict(self)
+        values["stand_ins"] = [each._asdict() for each in self.stand_ins]
+        values["links"] = [list(link) for link in self.links]
+        return values
+
+
+QUICK = NetworkSetup(
+    model=ModelSetup(
+        layers=4, width=192, vocabulary=256, sequence_tokens=16, sequences_per_peer=128
+    ),
+    micro_batch=8,
+    local_steps=8,
+    links=((None, 0.0), (1e6, 0.0)),
+    stand_ins=(),
+    trials=2,
+    trial_s=0.5,
+    window_s=2.0,
+    settle_s=2.0,
+    longest_window_s=5.0,
+    longest_step_s=4.0,
+    case_s=15.0,
+    total_s=40.0,
+)
+
+
+def gpu_flops_per_s(name: str) -> float:
+    """Return what a GPU really reaches with 16-bit values, or 32-bit ones if it has no other."""
+    card = gpu(name)
+    dtype = "fp16" if "fp16" in card.flops_per_s else "fp32"
+    return MATMUL_SHARE[dtype] * card.peak_flops_per_s(dtype)
+
+
+def device_link_bytes_per_s(setup: NetworkSetup, peer_flops_per_s: float) -> float:
+    """Return the rate that gives the emulated device the GPU's bytes for each FLOP."""
+    machine = machine_for(setup.gpu, _HOST_BYTES)
+    return machine.load_bytes_per_s * peer_flops_per_s / gpu_flops_per_s(setup.gpu)
+
+
+def stand_in(model: ModelSetup, wanted: StandsFor, peer_flops_per_s: float) -> Link:
+    """Return the link that is to a peer of `peer_flops_per_s` what the GPU's is to the GPU."""
+    bits_per_s = wanted.bits_per_s * peer_flops_per_s / gpu_flops_per_s(wanted.gpu)
+    if wanted.model is not None:
+        sizes = preset(wanted.model)
+        large = ModelSetup(
+            layers=sizes.layers,
+            width=sizes.width,
+            vocabulary=sizes.vocabulary,
+            sequence_tokens=sizes.context,
+        )
+        bits_per_s *= model.boundary_bits_per_flop / large.boundary_bits_per_flop
+    return Link(bits_per_s=bits_per_s)
+
+
+def cases(setup: NetworkSetup, peer_flops_per_s: float) -> list[Case]:
+    """Return all links to be measured, the plain ones first."""
+    plain = [Case(Link(bits_per_s=rate, round_trip_s=way_s), None) for rate, way_s in setup.links]
+    return [
+        *plain,
+        *(Case(stand_in(setup.model, each, peer_flops_per_s), each) for each in setup.stand_ins),
+    ]

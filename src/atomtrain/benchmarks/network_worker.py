@@ -1,0 +1,90 @@
+"""A peer's process for `atom bench network`: does what it is told, one JSON object a line.
+
+It is told `{"do": NAME, ...}` on standard input and answers `{"ok": {...}}` or `{"error": "..."}`
+on standard output. When standard input ends, so does the process, whatever it is doing: no peer
+outlives the benchmark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from atomtrain.benchmarks.shaping import INTERFACE
+
+Reply = dict[str, Any]
+
+
+class Method(Protocol):
+    """One of the ways of training."""
+
+    def commands(self) -> Mapping[str, Callable[..., Reply]]:
+        """Return what it can be told, by name."""
+        ...
+
+
+def sent_bytes() -> int:
+    """Return the bytes that have left this host's interface so far, headers included.
+
+    Without such an interface (in tests) there is nothing to count.
+    """
+    for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(numbers.split()[8])
+    return 0
+
+
+def serve(method: Method, commands: TextIO, replies: TextIO) -> None:
+    """Do what is told until there is nothing more."""
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in commands:
+            told.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, name="commands", daemon=True).start()
+    known = method.commands()
+    while True:
+        request = json.loads(told.get())
+        name = request.pop("do")
+        try:
+            reply: Reply = {"ok": known[name](**request)}
+        except Exception as error:  # noqa: BLE001 - told to the benchmark, which names the peer
+            reply = {"error": f"{name}: {type(error).__name__}: {error}".replace("\n", " ")[:2000]}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def main() -> None:
+    """`METHOD CORE`: bind to one core (-1: none) and serve."""
+    kind, core = sys.argv[1], int(sys.argv[2])
+    if core >= 0:
+        os.sched_setaffinity(0, {core})
+    # Whatever libraries print goes to standard error; replies have a descriptor of their own.
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    import torch
+
+    torch.set_num_threads(1)
+    method: Method
+    if kind == "atom":
+        from atomtrain.benchmarks.network_atom import AtomPeer
+
+        method = AtomPeer()
+    else:
+        from atomtrain.benchmarks.network_gloo import GlooPeer
+
+        method = GlooPeer()
+    serve(method, sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Pipeline training over a slow network, at its best: one rank's part of a step.
+
+Every rank holds some runs of layers (chunks) with their gradients and moments, resident. Transfers
+never stop computation: all receives of a step are posted when it begins, sends run by themselves
+until the step ends, and the order of operations (`simulation.pipeline`) may keep as many
+micro-batches in flight as hide the way there and back. What travels has 32, 16 or 8 bits a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atomtrain.benchmarks.network_model import Batch, ModelSetup, fused_adamw, run_layers
+from atomtrain.errors import ConfigError
+from atomtrain.simulation.pipeline import Op
+
+WIRES = ("float32", "bfloat16", "int8")
+"""Formats of activations and their gradients on the wire."""
+LIBRARY = ("1F1B", "Interleaved1F1B")
+"""PyTorch's own schedules by name (`pipeline_library`); the second has several chunks a rank."""
+_SCALE_BYTES = 4
+
+
+def encoded_bytes(wire: str, rows: int, width: int) -> int:
+    """Return the bytes of `[rows, width]` values on the wire."""
+    if wire == "int8":
+        return rows * (width + _SCALE_BYTES)
+    return rows * width * (2 if wire == "bfloat16" else 4)
+
+
+def encode(values: Tensor, wire: str) -> Tensor:
+    """Return `[..., D]` float32 values as 1-D uint8; `int8` has one scale for each row of D."""
+    rows = values.detach().reshape(-1, values.shape[-1])
+    if wire == "float32":
+        return rows.contiguous().view(torch.uint8).flatten()
+    if wire == "bfloat16":
+        return rows.to(torch.bfloat16).view(torch.uint8).flatten()
+    if wire != "int8":
+        raise ConfigError(f"there is no wire format {wire!r}; formats: {', '.join(WIRES)}")
+    scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(1e-30).div_(127.0)
+    levels = (rows / scale).round_().to(torch.int8).view(torch.uint8)
+    return torch.cat([levels, scale.view(torch.uint8)], dim=1).flatten()
+
+
+def decode(data: Tensor, wire: str, shape: Sequence[int]) -> Tensor:
+    """Return float32 values of `shape` from what `encode` made."""
+    if wire == "float32":
+        return data.view(torch.float32).view(*shape).clone()
+    if wire == "bfloat16":
+        return data.view(torch.bfloat16).to(torch.float32).view(*shape)
+    rows = data.view(-1, shape[-1] + _SCALE_BYTES)
+    scale = rows[:, shape[-1] :].contiguous().view(torch.float32)
+    levels = rows[:, : shape[-1]].view(torch.int8).to(torch.float32)
+    return levels.mul_(scale).view(*shape)
+
+
+class RankPlan(NamedTuple):
+    """What one rank does in every step."""
+
+    bounds: list[int]
+    """Bounds of all chunks in the chain of layers."""
+    order: list[Op]
+    """This rank's operations."""
+    micro_batch: int
+    """Sequences in a micro-batch."""
+    wire: str
+
+
+class Stage:
+    """One rank's chunks, trained step by step. All ranks must call `step` alike.
+
+    `parameters` and `optimizer` are those of this rank's chunks only.
+    """
+
+    def __init__(self, setup: ModelSetup, plan: RankPlan, rank: int, ranks: int) -> None:
+        """Build the chunks; the process group must exist if there are several ranks."""
+        self.setup, self.plan, self.rank, self.ranks = setup, plan, rank, ranks
+        self.chunks = len(plan.bounds) - 1
+        layers = setup.model().chain_layers()
+        self._layers = {
+            chunk: layers[plan.bounds[chunk] : plan.bounds[chunk + 1]]
+            for chunk in range(rank, self.chunks, ranks)
+        }
+        self.parameters = [
+            p for part in self._layers.values() for layer in part for p in layer.module.parameters()
+        ]
+        self.optimizer = fused_adamw(self.parameters)
+        self._shape = (plan.micro_batch, setup.sequence_tokens, setup.width)
+        rows = plan.micro_batch * setup.sequence_tokens
+        self._wire_bytes = encoded_bytes(plan.wire, rows, setup.width)
+
+    def step(self, batches: Sequence[Batch]) -> float | None:
+        """Run one optimizer step; return the mean loss where the last chunk is, else `None`."""
+        run = _StepRun(self, batches)
+        for op in self.plan.order:
+            if op.backward:
+                run.backward(op)
+            else:
+                run.forward(op)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        run.finish()
+        return sum(run.losses) / len(run.losses) if run.losses else None
+
+    def neighbour(self, op: Op) -> int | None:
+        """Return the rank that an operation's input comes from; `None`: it is already here."""
+        if op.chunk == (self.chunks - 1 if op.backward else 0):
+            return None
+        source = (op.chunk + (1 if op.backward else -1)) % self.ranks
+        return None if source == self.rank else source
+
+    def tag(self, op: Op) -> int:
+        """Return the number by which an operation's input is known on the wire."""
+        return (op.micro_batch * self.chunks + op.chunk) * 2 + op.backward
+
+    def receive(self, op: Op) -> tuple[Any, Tensor] | None:
+        """Post the receive of an operation's input, if it comes from another rank."""
+        source = self.neighbour(op)
+        if source is None:
+            return None
+        buffer = torch.empty(self._wire_bytes, dtype=torch.uint8)
+        return dist.irecv(buffer, src=source, tag=self.tag(op)), buffer
+
+    def send(self, op: Op, target: int, data: Tensor) -> Any:
+        """Start sending an operation's input; returns what can be waited for."""
+        return dist.isend(data, dst=target, tag=self.tag(op))
+
+    def run_chunk(self, chunk: int, hidden: Tensor | None, batch: Batch) -> Tensor:
+        """Run a chunk's layers; returns the hidden state, or the loss."""
+        layers = self._layers[chunk]
+        values: dict[str, Any] = dict(batch)
+        if hidden is not None:
+            values[layers[0].reads[0]] = hidden
+        out: Tensor = run_layers(layers, values)
+        return out
+
+    def decode(self, buffer: Tensor) -> Tensor:
+        """Return what was received."""
+        return decode(buffer, self.plan.wire, self._shape)
+
+
+class _StepRun:
+    """What one step keeps: posted receives, running sends, values between forward and backward."""
+
+    def __init__(self, stage: Stage, batches: Sequence[Batch]) -> None:
+        self.stage, self.batches = stage, batches
+        self.losses: list[float] = []
+        self._sends: list[tuple[Any, Tensor]] = []
+        self._local: dict[Op, Tensor] = {}
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._coming = {op: stage.receive(op) for op in stage.plan.order}
+
+    def forward(self, op: Op) -> None:
+        hidden = None
+        if op.chunk > 0:
+            hidden = self._input(op).requires_grad_()
+        out = self.stage.run_chunk(op.chunk, hidden, self.batches[op.micro_batch])
+        if op.chunk == self.stage.chunks - 1:
+            self.losses.append(float(out.detach()))
+            out = out / len(self.batches)
+        else:
+            self._pass(Op(False, op.chunk + 1, op.micro_batch), out)
+        self._kept[op.chunk, op.micro_batch] = hidden, out
+
+    def backward(self, op: Op) -> None:
+        hidden, out = self._kept.pop((op.chunk, op.micro_batch))
+        last = op.chunk == self.stage.chunks - 1
+        torch.autograd.backward(out, None if last else self._input(op))
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._pass(Op(True, op.chunk - 1, op.micro_batch), hidden.grad)
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        for work, _ in self._sends:
+            work.wait()
+
+    def _input(self, op: Op) -> Tensor:
+        coming = self._coming.pop(op)
+        if coming is None:
+            return self._local.pop(op)
+        work, buffer = coming
+        work.wait()
+        return self.stage.decode(buffer)
+
+    def _pass(self, after: Op, values: Tensor) -> None:
+        target = after.chunk % self.stage.ranks
+        if target == self.stage.rank:
+            self._local[after] = values.detach()
+            return
+        data = encode(values, self.stage.plan.wire)
+        self._sends.append((self.stage.send(after, target, data), data))

@@ -1,0 +1,236 @@
+"""Which pipeline is best on a given link: every combination predicted, the best ones measured.
+
+Searched: sequences in a micro-batch, micro-batches in flight (from 1F1B's number to GPipe's), one
+or two chunks a rank, 16 or 8 bits a value on the wire. What does not fit the device budget is out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from atomtrain.benchmarks.network_model import ModelSetup, partition
+from atomtrain.benchmarks.pipeline import LIBRARY, encoded_bytes
+from atomtrain.benchmarks.shaping import Link
+from atomtrain.errors import PlanError
+from atomtrain.simulation.pipeline import (
+    Op,
+    PipelineLink,
+    PipelineStep,
+    PipelineWork,
+    simulate_step,
+)
+
+_CHUNKS = (1, 2)
+_WIRES = ("bfloat16", "int8")
+_HEADERS_SHARE = 0.955
+"""What Ethernet, IP and TCP headers leave of a link's rate."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the pipeline."""
+
+    schedule: str
+    """`own`, or a name in `LIBRARY`."""
+    chunks: int
+    """Chunks on each rank."""
+    micro_batch: int
+    """Sequences."""
+    micro_batches: int
+    in_flight: int
+    wire: str
+    bounds: tuple[int, ...]
+    orders: tuple[tuple[Op, ...], ...]
+    predicted_s: float
+    """A step's seconds."""
+    predicted_bytes: int
+    """Device memory of the rank that needs most."""
+
+    def plan(self) -> dict[str, Any]:
+        """Return what the peers are told."""
+        return {
+            "schedule": self.schedule,
+            "bounds": list(self.bounds),
+            "orders": [list(order) for order in self.orders],
+            "micro_batch": self.micro_batch,
+            "micro_batches": self.micro_batches,
+            "wire": self.wire,
+        }
+
+    def name(self) -> str:
+        """Return what a person calls it."""
+        chunks = f", {self.chunks} chunks a rank" if self.chunks > 1 else ""
+        return (
+            f"{self.schedule}, {self.micro_batches} micro-batches of {self.micro_batch}, "
+            f"{self.in_flight} in flight, {self.wire}{chunks}"
+        )
+
+
+class Speeds(NamedTuple):
+    """What the peers measured of themselves, all computing at once; the slowest counts."""
+
+    sizes: Mapping[int, Mapping[str, Any]]
+    """As `GlooPeer.speeds` returns them, by sequences in a micro-batch."""
+    update_parameters_per_s: float
+
+    @classmethod
+    def of(cls, replies: Sequence[Mapping[str, Any]]) -> Speeds:
+        """Put the peers' answers together."""
+        sizes = {
+            int(size): _slowest([reply["sizes"][size] for reply in replies])
+            for size in replies[0]["sizes"]
+        }
+        return cls(sizes, min(reply["update_parameters_per_s"] for reply in replies))
+
+    def tokens_per_s(self, setup: ModelSetup) -> float:
+        """Return one peer's rate of forward and backward over the whole model, at its best."""
+        rates: list[float] = []
+        for size, kinds in self.sizes.items():
+            layers = [*_layer_kinds(setup)]
+            took_s = sum(kinds[k]["forward_s"] + kinds[k]["backward_s"] for k in layers)
+            rates.append(size * setup.sequence_tokens / took_s)
+        return max(rates)
+
+
+def candidates(
+    setup: ModelSetup, peers: int, sequences: int, speeds: Speeds, link: Link, budget_bytes: int
+) -> list[Candidate]:
+    """Return what fits, best prediction first; the library's schedules are not among them.
+
+    Raises:
+        PlanError: nothing fits the budget; says what the smallest would need.
+    """
+    found = [
+        candidate
+        for micro_batch in speeds.sizes
+        if sequences % micro_batch == 0
+        for chunks in _CHUNKS
+        if peers * chunks <= setup.layers + 2
+        for wire in _WIRES
+        for candidate in _in_flights(
+            _Shape(setup, peers, chunks, micro_batch, sequences // micro_batch, wire), speeds, link
+        )
+    ]
+    fitting = [candidate for candidate in found if candidate.predicted_bytes <= budget_bytes]
+    if not fitting:
+        least = min((candidate.predicted_bytes for candidate in found), default=0)
+        raise PlanError(
+            f"no pipeline of {peers} peers fits the device budget of {budget_bytes} bytes; the "
+            f"smallest needs {least} bytes on one of them"
+        )
+    return sorted(fitting, key=lambda candidate: candidate.predicted_s)
+
+
+def to_measure(ranked: Sequence[Candidate], setup: ModelSetup, peers: int) -> list[Candidate]:
+    """Return what is worth measuring: the two best of each wire, then the library's schedules."""
+    chosen: list[Candidate] = []
+    for rank in range(2):
+        for wire in _WIRES:
+            chosen += [c for c in ranked if c.wire == wire][rank : rank + 1]
+    chosen.sort(key=lambda candidate: candidate.predicted_s)
+    for chunks, schedule in zip(_CHUNKS, LIBRARY, strict=True):
+        # PyTorch's interleaved schedule wants micro-batches in whole turns of all ranks.
+        alike = [
+            c
+            for c in ranked
+            if (c.chunks, c.wire) == (chunks, "bfloat16") and c.micro_batches % peers == 0
+        ]
+        if alike:
+            best = alike[0]
+            fields = {**best.__dict__, "schedule": schedule, "in_flight": peers * chunks}
+            chosen.append(Candidate(**fields))
+    return chosen
+
+
+class _Shape(NamedTuple):
+    setup: ModelSetup
+    peers: int
+    chunks: int
+    micro_batch: int
+    micro_batches: int
+    wire: str
+
+
+def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
+    setup, kinds = shape.setup, speeds.sizes[shape.micro_batch]
+    names = _layer_kinds(setup)
+    costs = [kinds[name]["forward_s"] + kinds[name]["backward_s"] for name in names]
+    bounds = partition(costs, shape.peers * shape.chunks)
+    parts = [names[a:b] for a, b in itertools.pairwise(bounds)]
+    wire_s = kinds["wire_s"][shape.wire]
+    rows = shape.micro_batch * setup.sequence_tokens
+    boundary_bytes = encoded_bytes(shape.wire, rows, setup.width)
+    way = PipelineLink(
+        bits_per_s=_HEADERS_SHARE * (link.bits_per_s or 1e10), one_way_s=link.round_trip_s / 2
+    )
+    numbers = {shape.peers * shape.chunks * times for times in (1, 2, 4, 8)}
+    wanted = sorted({min(n, shape.micro_batches) for n in numbers} | {shape.micro_batches})
+    found = []
+    for in_flight in wanted:
+        work = PipelineWork(
+            ranks=shape.peers,
+            forward_s=[sum(kinds[k]["forward_s"] for k in part) + wire_s for part in parts],
+            backward_s=[sum(kinds[k]["backward_s"] for k in part) + wire_s for part in parts],
+            micro_batches=shape.micro_batches,
+            in_flight=in_flight,
+            boundary_bytes=boundary_bytes,
+        )
+        step = simulate_step(work, way)
+        parameters = [sum(_parameters(setup, k) for k in part) for part in parts]
+        kept = [sum(kinds[k]["kept_bytes"] for k in part) for part in parts]
+        update_s = max(parameters) * shape.chunks / speeds.update_parameters_per_s
+        found.append(
+            Candidate(
+                schedule="own",
+                chunks=shape.chunks,
+                micro_batch=shape.micro_batch,
+                micro_batches=shape.micro_batches,
+                in_flight=in_flight,
+                wire=shape.wire,
+                bounds=tuple(bounds),
+                orders=tuple(tuple(order) for order in step.orders),
+                predicted_s=step.step_s + update_s,
+                predicted_bytes=_most_bytes(step, parameters, kept, boundary_bytes, shape.peers),
+            )
+        )
+    return found
+
+
+def _most_bytes(
+    step: PipelineStep, parameters: list[int], kept: list[float], boundary_bytes: int, peers: int
+) -> int:
+    """Return the memory of the rank that needs most: state, kept activations, receive buffers."""
+    most = 0.0
+    for rank, order in enumerate(step.orders):
+        state = 16 * sum(parameters[rank::peers])
+        live = peak = 0.0
+        for op in order:
+            live += -kept[op.chunk] if op.backward else kept[op.chunk]
+            # A backward has about as much in gradients as one layer keeps.
+            peak = max(peak, live)
+        workspace = max(kept[rank::peers])
+        # Receives are posted when the step begins: one buffer for each input from another rank.
+        ends = (0, len(kept) - 1)
+        received = sum(op.chunk != ends[op.backward] and peers > 1 for op in order)
+        most = max(most, state + peak + workspace + received * boundary_bytes)
+    return int(most)
+
+
+def _layer_kinds(setup: ModelSetup) -> list[str]:
+    return ["embedding", *["block"] * setup.layers, "head"]
+
+
+def _parameters(setup: ModelSetup, kind: str) -> int:
+    if kind == "block":
+        return 12 * setup.width**2 + 13 * setup.width
+    return setup.vocabulary * setup.width + setup.sequence_tokens * setup.width
+
+
+def _slowest(values: Sequence[Any]) -> Any:
+    """Return the largest of each number in equal trees of mappings."""
+    if isinstance(values[0], Mapping):
+        return {key: _slowest([value[key] for value in values]) for key in values[0]}
+    return max(values)
