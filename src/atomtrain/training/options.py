@@ -65,7 +65,16 @@ class TrainOptions:
         "N",
     )
     context: int | None = option(None, "Tokens of a sequence.", "N")
-    learning_rate: float | None = option(None, "Peak learning rate of AdamW.", "RATE")
+    learning_rate: float | None = option(None, "Peak learning rate.", "RATE")
+    optimizer: str | None = option(
+        None, "adamw, adamw-bfloat16, adamw-int8 or muon. Default: adamw.", "NAME"
+    )
+    schedule: str | None = option(
+        None,
+        "Learning rate after the warm-up: cosine, linear, constant or wsd (constant, then a "
+        "decay in the last fifth). Default: cosine.",
+        "NAME",
+    )
     dropout: float | None = option(None, "Dropout probability.", "P")
     vocabulary: int | None = option(
         None,

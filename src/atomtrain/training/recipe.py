@@ -6,13 +6,14 @@ It travels in checkpoints and in the swarm's manifest, so that resuming and join
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.models.gpt import GPTConfig
 from atomtrain.models.presets import preset
+from atomtrain.optimizers import Schedule
+from atomtrain.training.optimizing import check_optimizer
 from atomtrain.training.options import TrainOptions
 
 FORMAT = 1
@@ -46,6 +47,14 @@ class Recipe:
     """Steps in which every part of the model is averaged with other peers once."""
     evaluate_every: int
     checkpoint_every: int
+    optimizer: str = "adamw"
+    """Name of one of `atomtrain.training.optimizing`."""
+    schedule: str = "cosine"
+    """Kind of `Schedule`; all but `constant` end at a tenth of the peak."""
+
+    def __post_init__(self) -> None:
+        check_optimizer(self.optimizer)
+        self._schedule()
 
     @property
     def tokens_per_step(self) -> int:
@@ -55,13 +64,15 @@ class Recipe:
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 0.
 
-        Linear warm-up, then a cosine to a tenth of the peak (Hoffmann et al. 2022, section 3).
+        By default linear warm-up, then a cosine to a tenth of the peak (Hoffmann et al. 2022,
+        section 3).
         """
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        rest = max(1, self.steps - self.warmup_steps)
-        progress = min(1.0, (step - self.warmup_steps) / rest)
-        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+        return self.learning_rate * self._schedule()(step)
+
+    def _schedule(self) -> Schedule:
+        # A run that is resumed may have fewer steps than its warm-up.
+        warmup_steps = min(self.warmup_steps, self.steps)
+        return Schedule(kind=self.schedule, steps=self.steps, warmup_steps=warmup_steps, final=0.1)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -90,7 +101,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
     """Return the recipe of a new run.
 
     Raises:
-        ConfigError: unknown model, or options that contradict each other.
+        ConfigError: unknown model, optimizer or schedule, or options that contradict each other.
     """
     name = options.model or "demo"
     sizes = preset(name)
@@ -118,6 +129,8 @@ def new_recipe(options: TrainOptions) -> Recipe:
         local_steps=options.local_steps or 20,
         evaluate_every=options.evaluate_every or max(1, steps // 8),
         checkpoint_every=options.checkpoint_every or max(1, steps // 4),
+        optimizer=options.optimizer or "adamw",
+        schedule=options.schedule or "cosine",
     )
 
 
@@ -125,7 +138,7 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
     """Return a recipe that was read from `source`, with the options that may differ.
 
     Raises:
-        ConfigError: an option contradicts what is fixed: model, its sizes, or the seed.
+        ConfigError: an option contradicts what is fixed: model, its sizes, optimizer, or the seed.
     """
     fixed = {
         "model": recipe.model,
@@ -133,6 +146,7 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         "vocabulary": recipe.sizes.vocabulary,
         "seed": recipe.seed,
         "context": recipe.context,
+        "optimizer": recipe.optimizer,
     }
     for field, value in fixed.items():
         given = getattr(options, field)
@@ -145,7 +159,7 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         field: getattr(options, field)
         for field in (
             "sequences", "steps", "learning_rate", "local_steps", "evaluate_every",
-            "checkpoint_every",
+            "checkpoint_every", "schedule",
         )
         if getattr(options, field) is not None
     }  # fmt: skip

@@ -34,6 +34,7 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.engine import Engine, Options, swap
 from atomtrain.swapping.machines import host_memory_bytes
+from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config
 from atomtrain.training.recipe import Recipe, amended, new_recipe
@@ -49,8 +50,6 @@ libraries take a workspace of their own."""
 CHECKPOINTS = "checkpoints"
 _log = logging.getLogger("atomtrain.training")
 _MOST_TOKENS_A_MICRO_BATCH = 4096
-_BYTES_PER_PARAMETER = 16
-"""Parameters, gradients and AdamW's two moments in float32."""
 
 
 class Text(NamedTuple):
@@ -261,15 +260,16 @@ def _device_memory(options: TrainOptions, recipe: Recipe) -> str | None:
 
 
 def _check_host_memory(outline: GPT, recipe: Recipe) -> None:
-    """Refuse a model whose parameters, gradients and moments the host cannot hold."""
+    """Refuse a model whose parameters, gradients and optimizer state the host cannot hold."""
     parameters = sum(parameter.numel() for parameter in outline.parameters())
-    needed_bytes, there_bytes = _BYTES_PER_PARAMETER * parameters, host_memory_bytes()
+    each_bytes = host_bytes_per_parameter(recipe.optimizer)
+    needed_bytes, there_bytes = each_bytes * parameters, host_memory_bytes()
     if needed_bytes > there_bytes:
         raise PlanError(
             f"training {recipe.model} ({format_count(parameters)} parameters) takes "
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
-            f"choose a model of at most {format_count(there_bytes // _BYTES_PER_PARAMETER)} "
-            "parameters"
+            f"choose a model of at most {format_count(there_bytes // each_bytes)} "
+            "parameters, or an --optimizer with a smaller state"
         )
 
 
@@ -284,24 +284,10 @@ def _check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
 def _open_engine(
     model: GPT, recipe: Recipe, device: Device, micro_batch: int, profile: bool
 ) -> Engine:
-    def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        # Norms and biases are not decayed, as in GPT-3.
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in parameters if p.ndim >= 2]},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(
-            groups,
-            lr=recipe.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=recipe.weight_decay,
-            fused=True,
-        )
-
     return swap(
         model,
         _example(recipe, micro_batch),
-        optimizer=adamw,
+        optimizer=lambda _: make_optimizer(model, recipe),
         device=device,
         options=Options(
             micro_batches=recipe.sequences // micro_batch,

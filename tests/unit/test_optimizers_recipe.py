@@ -1,0 +1,98 @@
+"""Optimizer and schedule as a run names them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from engine_models import gpt, tokens
+
+from atomtrain.errors import CheckpointError, ConfigError
+from atomtrain.optimizers import AdamW, Muon
+from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
+from atomtrain.training.options import TrainOptions
+from atomtrain.training.recipe import Recipe, amended, new_recipe
+
+
+def recipe(**options: object) -> Recipe:
+    return new_recipe(TrainOptions(model="tiny", steps=100, **options))
+
+
+def test_the_default_is_adamw_in_float32_with_a_cosine() -> None:
+    made = recipe()
+    assert (made.optimizer, made.schedule) == ("adamw", "cosine")
+    data = made.to_json()
+    del data["optimizer"], data["schedule"]
+    assert Recipe.from_json(data) == made, "a recipe from before there was a choice"
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-bfloat16", "adamw-int8", "muon"])
+def test_each_optimizer_takes_all_parameters_and_the_told_memory(name: str) -> None:
+    made = recipe(optimizer=name)
+    assert Recipe.from_json(json.loads(json.dumps(made.to_json()))) == made
+    model = gpt(width=64)
+    optimizer = make_optimizer(model, made)
+    assert isinstance(optimizer, Muon if name == "muon" else AdamW)
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in grouped} == {id(p) for p in model.parameters()}
+    assert len(grouped) == len(list(model.parameters()))
+    for group in optimizer.param_groups:
+        decays = group["params"][0].ndim >= 2
+        assert group["weight_decay"] == (made.weight_decay if decays else 0.0)
+    model(**tokens()).loss.backward()
+    optimizer.step()
+    kept = sum(p.nbytes + p.grad.nbytes for p in grouped)
+    for state in optimizer.state.values():
+        kept += sum(v.nbytes for k, v in state.items() if k != "step")
+    told = host_bytes_per_parameter(name) * sum(p.numel() for p in grouped)
+    assert kept <= told * 1.05  # blocks of small parameters are not full
+    assert kept >= told * (0.7 if name == "muon" else 1.0)
+
+
+def test_the_schedule_decides_the_learning_rate() -> None:
+    peak = recipe().learning_rate
+    assert recipe(schedule="constant").learning_rate_at(99) == peak
+    assert recipe(schedule="wsd").learning_rate_at(79) == peak
+    assert recipe(schedule="wsd").learning_rate_at(90) == pytest.approx(0.55 * peak)
+    assert recipe(schedule="linear").learning_rate_at(100) == pytest.approx(0.1 * peak)
+
+
+def test_a_resumed_run_may_change_its_schedule_but_not_its_optimizer() -> None:
+    made = recipe(optimizer="adamw-int8")
+    assert amended(made, TrainOptions(schedule="wsd"), "here").schedule == "wsd"
+    assert amended(made, TrainOptions(steps=3), "here").learning_rate_at(3) > 0
+    with pytest.raises(ConfigError, match="--optimizer muon contradicts there"):
+        amended(made, TrainOptions(optimizer="muon"), "there")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": "adamw-bf16"}, r"no optimizer 'adamw-bf16'. Did you mean"),
+        ({"schedule": "cosin"}, r"no schedule 'cosin'. Did you mean 'cosine'\?"),
+    ],
+)
+def test_unknown_names_are_refused(options: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        recipe(**options)
+    with pytest.raises(CheckpointError, match="not a recipe of atomtrain"):
+        Recipe.from_json({**recipe().to_json(), **options})
+
+
+def test_default_training_is_what_torchs_fused_adamw_does() -> None:
+    made, model = recipe(), gpt()
+    torch.manual_seed(0)
+    model(**tokens()).loss.backward()
+    before = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        before[name].grad = parameter.grad.clone()
+    groups = [
+        {"params": [p for p in before.values() if p.ndim >= 2]},
+        {"params": [p for p in before.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    options = {"betas": (0.9, 0.95), "weight_decay": made.weight_decay, "fused": True}
+    torch.optim.AdamW(groups, lr=made.learning_rate, **options).step()
+    make_optimizer(model, made).step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
