@@ -87,10 +87,12 @@ def test_a_load_waits_for_the_last_use_of_its_slot(monkeypatch: pytest.MonkeyPat
         done[0] = index
         real(slots, index)
 
-    def submit(stream: Stream, job: Any, after: Any = (), real: Any = Stream.submit) -> Event:
+    submitting = Stream.submit
+
+    def submit(stream: Stream, job: Any, after: Any = (), label: Any = None) -> Event:
         if stream.name == "load":
             loads.append(max(made.get(id(event), -2) for event in after))
-        return real(stream, job, after)
+        return submitting(stream, job, after, label)
 
     monkeypatch.setattr(EmulatedDevice, "mark", mark)
     monkeypatch.setattr(Slots, "_advance", advance)

@@ -23,16 +23,19 @@ from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.errors import ConfigError, StreamError
+from atomtrain.planning.costing import spans_of
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
+from atomtrain.planning.timeline import Span
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.executor import Executor
 from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.streams import Inject
+from atomtrain.swapping.tracing import Record
 from atomtrain.swapping.updates import OptimizerFactory, Updates
 
 _LARGEST_FRAGMENT_BYTES = 64 << 20
@@ -187,6 +190,9 @@ class Engine:
     ) -> None:
         self.model, self.plan, self.device = model, plan, device
         self.last: StepReport | None = None
+        self.recording = False
+        """Whether steps note what each stream does, for `last_spans`."""
+        self._record: Record | None = None
         self._bind, self._planner, self._store, self._updates = bind, planner, store, updates
         self._broken: BaseException | None = None
         self._closed = False
@@ -226,7 +232,7 @@ class Engine:
         self._make_room(len(batches))
         started_s = time.perf_counter()
         self.device.reset_peak()
-        with self._guarded(), self.device.computing():
+        with self._guarded(), self.device.computing(), self._recorded():
             losses = self._executor.train(batches)
             loss = _mean(losses)
             del losses
@@ -238,6 +244,22 @@ class Engine:
             device_peak_bytes=self.device.peak_bytes(),
         )
         return loss
+
+    def last_spans(self) -> tuple[Span, ...]:
+        """Return what each stream did in the last step, in seconds from any common zero.
+
+        Blocks until the step's updates are done. Empty unless `recording` was set before the step.
+        """
+        self.synchronize()
+        return () if self._record is None else self._record.spans()
+
+    def predicted_spans(self) -> tuple[Span, ...]:
+        """Return what the plan expects each stream to do in a step."""
+        p = self._planner
+        spans = spans_of(
+            self.plan.shape, p.chain, p.costs, p.times, p.machine, self.plan.micro_batches
+        )
+        return tuple(span for span in spans if span.end_s > span.start_s)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Return the mean loss over the micro-batches, in evaluation mode; nothing is updated."""
@@ -400,6 +422,20 @@ class Engine:
             return Executor(
                 planner.chain, planner.costs, plan, self._store, self.device, self._updates
             )
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Let the streams note what they do in this step, if that is wanted."""
+        self._record = self.device.new_record() if self.recording else None
+        device = self.device
+        holders = (device.load, device.fetch, device.unload, device.save, self._updates.stream)
+        for holder in (*holders, self._executor):
+            holder.record = self._record
+        try:
+            yield
+        finally:
+            for holder in (*holders, self._executor):
+                holder.record = None
 
     def _check_whole(self) -> None:
         if self._broken is not None:

@@ -17,6 +17,7 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
+from atomtrain.planning.timeline import label_of
 from atomtrain.swapping.buffers import DeviceBuffers
 from atomtrain.swapping.carried import Carried, HostPool, Outbox, leaf_of
 from atomtrain.swapping.device import Device
@@ -24,6 +25,7 @@ from atomtrain.swapping.randomness import Randomness
 from atomtrain.swapping.routes import Route, forward_routes
 from atomtrain.swapping.slots import Slots, Tensors
 from atomtrain.swapping.store import HostStore
+from atomtrain.swapping.tracing import Record, recorded_visit
 from atomtrain.swapping.updates import Updates
 
 Values = Mapping[str, Any]
@@ -58,6 +60,8 @@ class Executor:
         self._graphs: dict[int, _Graph] = {}
         self._losses: list[Tensor] = []
         self._count = 0
+        self.record: Record | None = None
+        """Where visits are noted, or `None`."""
 
     def train(self, micro_batches: Sequence[Values]) -> list[Tensor]:
         """Run forward and backward; gradients go to `Updates`. Return the losses (0-d)."""
@@ -82,8 +86,11 @@ class Executor:
         for index, visit in enumerate(a_pass.visits):
             if visit.phase is Phase.TURN:
                 self._outbox.drain()  # backward counts on the memory
+            if self.record is not None:
+                self.record.label = label_of(visit)
             tensors = self.slots.enter(index)
-            self._visit(visit, a_pass.routes.get(index), tensors)
+            with recorded_visit(self.record):
+                self._visit(visit, a_pass.routes.get(index), tensors)
             del tensors
             self.slots.leave(index)
         self._values.clear()

@@ -24,6 +24,7 @@ from atomtrain.planning.layout import Piece
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
+from atomtrain.planning.timeline import label_of
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.residents import Copy, Residents
 from atomtrain.swapping.store import HostStore, view_of
@@ -44,6 +45,7 @@ class Slots:
         self._chain, self._store, self._layout = chain, store, store.layout
         self._device, self._updates = device, updates
         self._touched: set[int] = set()
+        self._waiting: dict[int, Tensor] = {}
         self._residents = Residents(chain, plan.resident_blocks, store, device, self._collector)
         slot, gradient = (plan.slot_bytes,), (plan.gradient_bytes,)
         self._slots = [device.empty(slot, torch.uint8) for _ in range(plan.slots)]
@@ -56,7 +58,6 @@ class Slots:
         self._visits: Sequence[Visit] = ()
         self._loads: dict[int, Event] = {}
         self._next = 0
-        self._waiting: dict[int, Tensor] = {}
 
     def delivered(self, layers: Layers) -> list[int]:
         """Return the blocks whose gradients leave after the backward visit of these layers."""
@@ -122,7 +123,7 @@ class Slots:
             copies += [self._residents.load_of(block) for block in coming]
             blocks += coming
         ready = [self._updates.updated[block] for block in blocks]
-        return self._device.load.submit(self._in(copies), [free, *ready])
+        return self._device.load.submit(self._in(copies), [free, *ready], label_of(visit))
 
     def _pieces_of(self, layers: Layers) -> list[Piece]:
         """Return where the segment's blocks that are not resident lie in the arena and a slot."""

@@ -7,6 +7,8 @@ its updates run on into the next step. Where nothing is recorded the cost is one
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from atomtrain.planning.timeline import Span, StreamName
@@ -49,3 +51,14 @@ class Record:
         """Return a moment in seconds; subclasses resolve a device's moments."""
         seconds: float = moment
         return seconds
+
+
+@contextmanager
+def recorded_visit(record: Record | None) -> Iterator[None]:
+    """Note how long compute is busy with a visit, under the record's present label."""
+    if record is None:
+        yield
+        return
+    label, start = record.label, record.device_now()
+    yield
+    record.add("compute", label, start, record.device_now())

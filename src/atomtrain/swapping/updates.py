@@ -61,6 +61,7 @@ class Updates:
         self._touched: set[int] = set()
         self._arrived: list[list[Event]] = []
         self._measured: list[Event] = []
+        self._labels = [""] * len(self._blocks)
         self._norms: dict[int, Tensor] = {}
         self.gradient_norm: float | None = None
         """Global norm before clipping of the last finished step, if clipping is on."""
@@ -100,6 +101,7 @@ class Updates:
         self._touched |= touched
         for block in blocks:
             self._arrived[block].append(event)
+            self._labels[block] = "" if self.stream.record is None else self.stream.record.label
             self._waiting[block].discard(layers)
             if self._waiting[block]:
                 continue
@@ -118,7 +120,8 @@ class Updates:
         scale: list[Tensor] = []
         clip = self.stream.submit(self._clip_job(self._norms, scale), self._measured)
         for block in range(len(self._blocks)):
-            self.updated[block] = self.stream.submit(self._update_job(block, scale), [clip])
+            job = self._update_job(block, scale)
+            self.updated[block] = self.stream.submit(job, [clip], self._labels[block])
 
     def wait(self) -> None:
         """Block until all updates are applied."""
