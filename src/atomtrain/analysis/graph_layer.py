@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +119,8 @@ class OtherMode(NamedTuple):
     """Each one a name of the layer's tensors, a position among what it reads, or a constant."""
     results: tuple[int | None, ...]
     """For each value that the layer writes the template's result, or `None` if nobody reads it."""
+    rebuild: Callable[[Sequence[Any]], Any] = tuple
+    """Makes the model's output, if this is the last layer."""
 
 
 class GraphLayer(nn.Module):

@@ -72,7 +72,7 @@ class Inputs:
 
     def tensors(self, example: MicroBatch) -> list[Tensor]:
         """Return the tensors that forward takes."""
-        values = self._values(example)
+        values = self.values(example)
         return [
             tensor for entry in self.of_forward for tensor in take_apart(values[entry.name]).tensors
         ]
@@ -94,7 +94,7 @@ class Inputs:
         fixed = {name for entry in self.of_forward for name in entry.tensors}
 
         def bind(micro_batch: MicroBatch) -> dict[str, Any]:
-            values = self._values(micro_batch)
+            values = self.values(micro_batch)
             bound: dict[str, Any] = {}
             for entry in self.entries:
                 if not entry.tensors:
@@ -119,7 +119,8 @@ class Inputs:
 
         return bind
 
-    def _values(self, micro_batch: MicroBatch) -> dict[str, Any]:
+    def values(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Return the entries of a micro-batch by name."""
         if isinstance(micro_batch, Mapping):
             return dict(micro_batch)
         names = [entry.name for entry in self.entries]

@@ -8,10 +8,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from atomtrain.analysis.by_hand import check_against_model, layers_by_hand
 from atomtrain.analysis.chain import Chain, Layer
+from atomtrain.analysis.export import loss_in
 from atomtrain.analysis.exported_chain import exported_layers
+from atomtrain.analysis.graph_layer import GraphLayer
 from atomtrain.analysis.micro_batch import Entry, Inputs, MicroBatch
 from atomtrain.errors import AnalysisError, ConfigError
+
+__all__ = ["HasLayers", "HasOutput", "Loss", "MicroBatch", "Traced", "chain_of"]
 
 Loss = Callable[..., Tensor]
 LOSS = "loss"
@@ -47,6 +52,11 @@ class Traced(NamedTuple):
 
     chain: Chain
     bind: Callable[[MicroBatch], dict[str, Any]]
+    ready: Callable[[bool], None] = lambda training: None
+    """Call `ready(training)` before steps (`True`) and evaluations, in the mode that they run in.
+
+    Raises `AnalysisError` or `ConfigError` if the layers cannot run in that mode.
+    """
 
 
 class _LossLayer(nn.Module):
@@ -65,7 +75,12 @@ class _LossLayer(nn.Module):
         return self._loss(output, batch)
 
 
-def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) -> Traced:
+def chain_of(
+    model: nn.Module,
+    example: MicroBatch,
+    loss: Loss | None = None,
+    layers: Sequence[str] | None = None,
+) -> Traced:
     """Return the chain of any model.
 
     A model with `chain_layers` tells its layers, those of an `nn.Sequential` are its modules, and
@@ -77,14 +92,18 @@ def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) ->
             With `loss`, further entries (targets) may follow those that forward takes.
         loss: `loss(output)` or `loss(output, micro_batch)`, a scalar; `None` takes the output's
             `.loss`.
+        layers: Paths of the modules that forward calls one after the other, each on what the one
+            before it returns; `None` finds the layers.
 
     Raises:
         AnalysisError: the model cannot be taken apart, or has no layers.
         ConfigError: the example does not fit the model's forward, or a loss is missing.
     """
+    if layers is not None:
+        return _by_hand(model, example, loss, layers)
     if isinstance(model, HasLayers):
-        layers = list(model.chain_layers())
-        if not layers or not layers[-1].writes:
+        own = list(model.chain_layers())
+        if not own or not own[-1].writes:
             raise AnalysisError(
                 f"chain_layers() of {type(model).__name__} must return at least one layer, and the "
                 "last one must write the loss"
@@ -92,9 +111,9 @@ def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) ->
         names = _argument_names(model)
         if loss is not None:
             return _with_outer_loss(model, names, example, loss)
-        used = {name for layer in layers for name in layer.reads}
+        used = {name for layer in own for name in layer.reads}
         inputs = tuple(name for name in names if name in used)
-        return Traced(_chain(model, layers, inputs, layers[-1].writes[0]), _Binder(names, inputs))
+        return Traced(_chain(model, own, inputs, own[-1].writes[0]), _Binder(names, inputs))
     if isinstance(model, nn.Sequential):
         return _sequential(model, example, loss)
     return _exported(model, example, loss)
@@ -102,11 +121,12 @@ def chain_of(model: nn.Module, example: MicroBatch, loss: Loss | None = None) ->
 
 def _exported(model: nn.Module, example: MicroBatch, loss: Loss | None) -> Traced:
     inputs = Inputs(model, example, own_loss=loss is None)
-    layers, rebuild = exported_layers(model, example, inputs, own_loss=loss is None)
+    layers, rebuild, ready = exported_layers(model, example, inputs, own_loss=loss is None)
     last = layers[-1]
     if loss is None:
         layers[-1] = Layer(last.name, last.module, last.reads, (LOSS,))
     else:
+        assert isinstance(last.module, GraphLayer)
         entries = inputs.entries if _takes_batch(loss) else []
         extra = [name for entry in entries for name in entry.tensors or (entry.name,)]
         head = _OnOutput(last.module, rebuild, loss, entries, inputs.as_mapping, len(last.reads))
@@ -114,7 +134,31 @@ def _exported(model: nn.Module, example: MicroBatch, loss: Loss | None) -> Trace
     used = {name for layer in layers for name in layer.reads}
     names = [name for entry in inputs.entries for name in entry.tensors or (entry.name,)]
     read = tuple(name for name in names if name in used)
-    return Traced(_chain(model, layers, read, LOSS), inputs.binder(read))
+    return Traced(_chain(model, layers, read, LOSS), inputs.binder(read), ready)
+
+
+def _by_hand(
+    model: nn.Module, example: MicroBatch, loss: Loss | None, paths: Sequence[str]
+) -> Traced:
+    inputs = Inputs(model, example, own_loss=False)
+    values = inputs.values(example)
+    layers = layers_by_hand(model, paths, {e.name: values[e.name] for e in inputs.of_forward})
+    names = tuple(entry.name for entry in inputs.entries)
+    traced = _joined(model, layers, names, inputs.as_mapping, loss or loss_in)
+
+    def loss_of(forward: Callable[..., Any]) -> Any:
+        given = [values[entry.name] for entry in inputs.of_forward]
+        if inputs.as_mapping:
+            by_name = dict(zip((e.name for e in inputs.of_forward), given, strict=True))
+            output = forward(**by_name)
+        else:
+            output = forward(*given)
+        if loss is None:
+            return loss_in(output)
+        return loss(output, example) if _takes_batch(loss) else loss(output)
+
+    check_against_model(model, traced.chain, traced.bind(example), loss_of)
+    return traced
 
 
 class _OnOutput(nn.Module):
@@ -122,7 +166,7 @@ class _OnOutput(nn.Module):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: GraphLayer,
         rebuild: Callable[[Sequence[Any]], Any],
         loss: Loss,
         entries: Sequence[Entry],
@@ -137,7 +181,9 @@ class _OnOutput(nn.Module):
         self._rebuild, self._entries, self._reads = rebuild, tuple(entries), reads
 
     def forward(self, *values: Any) -> Tensor:
-        output = self._rebuild(self.module(*values[: self._reads]))
+        other = self.module.other if self.module.mode.is_other else None
+        rebuild = other.rebuild if other is not None else self._rebuild
+        output = rebuild(self.module(*values[: self._reads]))
         batch, start = [], self._reads
         for entry in self._entries:
             stop = start + max(1, len(entry.tensors))
@@ -167,7 +213,7 @@ def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) ->
     for name, module in zip(model._modules, model, strict=True):
         layers.append(Layer(name, module, (value,), (f"{name}.out",)))
         value = f"{name}.out"
-    return _joined(model, layers, entries, isinstance(example, Mapping), loss or _own_loss)
+    return _joined(model, layers, entries, isinstance(example, Mapping), loss or loss_in)
 
 
 def _with_outer_loss(
@@ -200,17 +246,6 @@ def _joined(
     used = {name for layer in layers for name in layer.reads}
     inputs = tuple(name for name in entries if name in used)
     return Traced(_chain(model, layers, inputs, LOSS), _Binder(entries, inputs))
-
-
-def _own_loss(output: Any) -> Tensor:
-    try:
-        loss: Tensor = output.loss
-    except AttributeError:
-        raise ConfigError(
-            f"the model's output ({type(output).__name__}) has no loss of its own; pass "
-            "loss=callable, such as loss=lambda output, batch: cross_entropy(output, batch[1])"
-        ) from None
-    return loss
 
 
 class _Joined(nn.Module):

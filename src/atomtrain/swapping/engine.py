@@ -21,7 +21,7 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts, layer_costs
 from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.profile import LayerTime
-from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
+from atomtrain.analysis.trace import Loss, MicroBatch, Traced, chain_of
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.planning.costing import spans_of
 from atomtrain.planning.layout import Layout
@@ -99,6 +99,7 @@ def swap(
     device_memory: str | int | None = None,
     device: str | Device = "auto",
     loss: Loss | None = None,
+    layers: Sequence[str] | None = None,
     options: Options | None = None,
 ) -> Engine:
     """Return an engine that trains `model` within a device budget.
@@ -107,8 +108,9 @@ def swap(
     `state_dict`) after `Engine.synchronize`.
 
     Args:
-        model: A GPT of `atomtrain.models`, an `nn.Sequential`, or a model with `chain_layers`.
+        model: Any module, in the mode in which it is to be trained.
         example: One micro-batch as the model's forward takes it: a mapping, a tuple or a tensor.
+            If the model's layers are found by export, all later ones must have its shapes.
         optimizer: Gets the list of trainable parameters (host tensors), returns the optimizer,
             for instance `lambda params: torch.optim.AdamW(params, lr=3e-4)`. It must update each
             parameter independently of the others, as those of `torch.optim` do.
@@ -117,6 +119,8 @@ def swap(
             then owns (its budget counts, not `device_memory`).
         loss: `loss(output)` or `loss(output, micro_batch)`; `None` takes the output's `.loss`. A
             micro-batch may then hold more than forward takes (targets), for the loss.
+        layers: Paths of the modules that forward calls one after the other, each on what the one
+            before it returns, if they cannot be found automatically.
         options: Further choices.
 
     Raises:
@@ -125,7 +129,7 @@ def swap(
         ConfigError: a device, size or example that cannot be used.
     """
     options = options or Options()
-    traced = chain_of(model, example, loss)
+    traced = chain_of(model, example, loss, layers)
     inputs = traced.bind(example)
     chain = traced.chain
     if isinstance(options.head_pieces, int):
@@ -147,7 +151,7 @@ def swap(
     except BaseException:
         opened.close()
         raise
-    return Engine(model, traced.bind, planner, plan, store, opened, updates)
+    return Engine(model, traced, planner, plan, store, opened, updates)
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        bind: Any,
+        traced: Traced,
         planner: Planner,
         plan: Plan,
         store: HostStore,
@@ -193,7 +197,7 @@ class Engine:
         self.recording = False
         """Whether steps note what each stream does, for `last_spans`."""
         self._record: Record | None = None
-        self._bind, self._planner, self._store, self._updates = bind, planner, store, updates
+        self._traced, self._planner, self._store, self._updates = traced, planner, store, updates
         self._broken: BaseException | None = None
         self._closed = False
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
@@ -223,12 +227,13 @@ class Engine:
         loss is known; updates go on in the background and overlap the next step.
 
         Raises:
-            ConfigError: no micro-batch, or one that lacks an input.
+            ConfigError: no micro-batch, or one that lacks an input or has another shape.
             DeviceMemoryError: a micro-batch larger than the example exceeded the budget.
             PlanError: more micro-batches than before, and no plan for them fits.
             StreamError: a transfer or update failed, now or in an earlier step.
         """
         batches = self._begin(micro_batches)
+        self._traced.ready(True)
         self._make_room(len(batches))
         started_s = time.perf_counter()
         self.device.reset_peak()
@@ -262,11 +267,16 @@ class Engine:
         return tuple(span for span in spans if span.end_s > span.start_s)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Return the mean loss over the micro-batches, in evaluation mode; nothing is updated."""
+        """Return the mean loss over the micro-batches, in evaluation mode; nothing is updated.
+
+        Raises:
+            AnalysisError: what the model does in evaluation does not fit its layers in training.
+        """
         batches = self._begin(micro_batches)
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
+            self._traced.ready(False)
             with self._guarded(), self.device.computing():
                 losses: list[Tensor] = []
                 most = self.plan.micro_batches
@@ -402,7 +412,7 @@ class Engine:
         self._check_whole()
         if isinstance(micro_batches, Tensor | Mapping) or len(micro_batches) == 0:
             raise ConfigError("give a list of at least one micro-batch: engine.step([batch])")
-        return [self._bind(micro_batch) for micro_batch in micro_batches]
+        return [self._traced.bind(micro_batch) for micro_batch in micro_batches]
 
     def _make_room(self, micro_batches: int) -> None:
         """Make a new plan if the step has more micro-batches than the plan was made for."""
