@@ -60,20 +60,25 @@ def make_plan(
             candidates.append(_Candidate(shape, device_bytes, costing.step(shape)))
     if not candidates:
         raise _does_not_fit(chain, memory, machine, least_bytes or 0, request)
-    shape, device_bytes, time = _best(candidates)
-    host_bytes = memory.host_bytes(shape)
-    if host_bytes > machine.host_memory_bytes:
+    plan = plan_of(_best(candidates).shape, memory, costing, machine)
+    if plan.host_bytes > machine.host_memory_bytes:
         raise PlanError(
-            f"training this model takes {format_bytes(host_bytes)} of host memory, "
+            f"training this model takes {format_bytes(plan.host_bytes)} of host memory, "
             f"{format_bytes(machine.host_memory_bytes)} are there; choose a smaller model"
         )
+    return plan
+
+
+def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machine) -> Plan:
+    """Return the plan of a shape with its predicted time and memory, whether or not it fits."""
+    time = costing.step(shape)
     return Plan(
         **shape._asdict(),
         **memory.sizes(shape)._asdict(),
-        micro_batches=request.micro_batches,
-        device_peak_bytes=device_bytes,
+        micro_batches=memory.micro_batches,
+        device_peak_bytes=memory.device_bytes(shape),
         device_memory_bytes=machine.device_memory_bytes,
-        host_bytes=host_bytes,
+        host_bytes=memory.host_bytes(shape),
         bound=time.bound,
         **time._asdict(),
     )

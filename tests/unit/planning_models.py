@@ -1,0 +1,70 @@
+"""Random shapes of plans, and engines that run a given shape."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from atomtrain.planning import Layout, Plan, Shape
+from atomtrain.planning.costing import Costing
+from atomtrain.planning.memory import MemoryModel
+from atomtrain.planning.search import plan_of
+from atomtrain.planning.shape import Activation
+from atomtrain.swapping.engine import Planner
+
+
+def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    """Let every engine run this shape, whatever the planner would choose."""
+
+    def plan(planner: Planner, micro_batches: int) -> Plan:
+        layout = Layout(planner.chain)
+        shape.check(len(planner.chain.layers), layout.blocks)
+        memory = MemoryModel(planner.chain, planner.costs, layout, micro_batches)
+        costing = Costing(
+            planner.chain, planner.costs, planner.times, planner.machine, layout, micro_batches
+        )
+        return plan_of(shape, memory, costing, planner.machine)
+
+    monkeypatch.setattr(Planner, "plan", plan)
+
+
+def random_shape(
+    source: random.Random,
+    layers: int,
+    blocks: int,
+    keep: bool | None = None,
+    resident: Sequence[int] | None = None,
+) -> Shape:
+    """Return a shape that can be run on a chain of so many layers and blocks."""
+    backward = random_bounds(source, layers)
+    turn = backward[-2]
+    forward = random_bounds(source, turn)
+    slots = source.randint(1, 3)
+    keep = source.random() < 0.4 if keep is None else keep
+    activations: list[Activation] = ["recompute"] * (len(backward) - 1)
+    if keep and len(backward) > 2:
+        forward = (*(bound for bound in forward if bound < backward[-3]), *backward[-3:-1])
+        slots = max(2, slots)
+        activations[-2] = "keep"
+    if resident is None:
+        share = source.choice([0.0, 0.3, 0.7])
+        resident = [block for block in range(blocks) if source.random() < share]
+    return Shape(
+        forward,
+        backward,
+        slots,
+        source.randint(1, 2),
+        source.choice(["device", "host"]),
+        tuple(resident),
+        0,
+        tuple(activations),
+    )
+
+
+def random_bounds(source: random.Random, layers: int) -> tuple[int, ...]:
+    """Return a random partition of so many layers."""
+    share = source.choice([0.2, 0.5, 0.8])
+    inner = [cut for cut in range(1, layers) if source.random() < share]
+    return (0, *inner, layers) if layers else (0,)
