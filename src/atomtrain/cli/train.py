@@ -67,6 +67,7 @@ def _run_peer(options: TrainOptions) -> int:
 def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data import read_corpus
     from atomtrain.models import preset
+    from atomtrain.reporting.files import require_writable
     from atomtrain.training.display import Display, DisplayConfig
     from atomtrain.training.launcher import PeerCommand, launch_peers
     from atomtrain.training.loop import EVENTS_FILE, PICTURE_FILE
@@ -76,6 +77,7 @@ def _run_peers(options: TrainOptions) -> int:
     if options.model is not None:
         preset(options.model)
     read_corpus(options.data)
+    require_writable(options.trace, "--trace")
     if options.name is not None:
         raise ConfigError("--name names one peer; leave it out with --peers")
     run = options.run or f"{options.model or 'demo'}-{time.strftime('%m%d-%H%M%S')}"
@@ -90,7 +92,7 @@ def _run_peers(options: TrainOptions) -> int:
         def argv(address: str | None) -> list[str]:
             mine = dataclasses.replace(shared, name=names[index])
             if index > 0:
-                mine = dataclasses.replace(mine, port=0, join=(address or "",))
+                mine = dataclasses.replace(mine, port=0, join=(address or "",), trace=None)
             return [sys.executable, "-m", "atomtrain.cli.main", "train", *arguments_of(mine)]
 
         folder = base / names[index]

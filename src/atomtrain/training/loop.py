@@ -17,6 +17,7 @@ from atomtrain.checkpoint import save
 from atomtrain.data import held_out_batches
 from atomtrain.events import EventLog
 from atomtrain.models.sampling import sample
+from atomtrain.reporting.trace import Account, write_trace
 from atomtrain.swapping.engine import StepReport
 from atomtrain.training.peering import pasted_address
 from atomtrain.training.picture import loss_picture
@@ -212,6 +213,7 @@ class Loop:
 
     def _finish(self, reason: str) -> str:
         session = self._session
+        self._trace()
         if reason == "completed":
             self._evaluate(_FINAL_SEQUENCES)
         path = self._newest() if self._saved_step == session.step else self._checkpoint()
@@ -235,6 +237,24 @@ class Loop:
             duration_s=time.monotonic() - self._started_s,
         )
         return reason
+
+    def _trace(self) -> None:
+        """Write what the last step did, beside what was predicted, if that is wanted."""
+        session, path = self._session, self._session.options.trace
+        if path is None or session.step == self._first_step:
+            return
+        engine = session.engine
+        accounts = [
+            Account("predicted", engine.predicted_spans()),
+            Account(f"measured: step {session.step}", engine.last_spans()),
+        ]
+        about = {
+            "model": session.recipe.model,
+            "device": engine.device.name,
+            "predicted_step_s": engine.plan.step_s,
+            "measured_step_s": self._report().step_s,
+        }
+        write_trace(path, accounts, about)
 
     def _newest(self) -> Path:
         folder = self._session.directory / CHECKPOINTS

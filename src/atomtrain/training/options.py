@@ -114,6 +114,12 @@ class TrainOptions:
         "Do not measure this machine before planning; take a GPU's figures from the catalogue.",
         "",
     )
+    trace: Path | None = option(
+        None,
+        "Write what each stream did in the last step, beside what the plan predicted, as a trace "
+        "for ui.perfetto.dev. Of several local peers the first one does.",
+        "FILE",
+    )
     plain: bool = option(False, "Plain lines instead of the live display.", "")
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from atomtrain.data import (
 from atomtrain.errors import ConfigError, DataError, PlanError, SwarmError
 from atomtrain.models import GPT
 from atomtrain.planning.search import fits
+from atomtrain.reporting.files import require_writable
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.engine import Engine, Options, swap
@@ -107,6 +108,7 @@ def open_session(options: TrainOptions) -> Session:
     Raises:
         AtomError: any mistake in options, data, checkpoint, address or budget; nothing is changed.
     """
+    require_writable(options.trace, "--trace")
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     run, name = options.run, options.name or _new_name(options)
     if run is None and options.join:
@@ -142,6 +144,7 @@ def _assemble(
         device.close()
         raise
     engine = _open_engine(model, recipe, device, micro_batch, not options.no_profile)
+    engine.recording = options.trace is not None
     try:
         fragments = EngineFragments(engine)
         if source.checkpoint is not None:
