@@ -210,15 +210,13 @@ def test_a_chain_that_ends_in_a_graph_is_split() -> None:
     torch.testing.assert_close(loss, model(*inputs))
 
 
-def test_a_chain_whose_operations_cannot_be_seen_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 9))
+def test_a_chain_that_ends_in_another_module_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 9)))
     x, y = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
     chain = chain_of(model, (x, y), lambda output, batch: F.cross_entropy(output, batch[1])).chain
-    with pytest.raises(
-        AnalysisError, match=r"operations of .* cannot be seen; let the model compute its own"
-    ):
+    with pytest.raises(AnalysisError, match=r"Sequential, is neither an nn.Linear nor exported"):
         split_head(chain, 4)
-    assert split_head(chain, 1) is chain
+    assert split_head(chain, 1).layers[-1].module is chain.layers[-1].module
     with pytest.raises(ConfigError, match="pieces must be at least 1, not 0"):
         split_head(chain, 0)
 
@@ -243,10 +241,14 @@ def test_as_many_pieces_as_are_needed() -> None:
     assert split(32)[0] == 1, "the blocks need more than the head"
 
 
-def test_auto_leaves_alone_what_it_cannot_split() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 900))
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda o, y: F.cross_entropy(o.tanh(), y)])
+def test_auto_leaves_alone_what_it_cannot_split(loss: Any) -> None:
+    last = nn.Linear(4, 900)
+    model = nn.Sequential(
+        nn.Linear(4, 4), last if loss is not F.cross_entropy else nn.Sequential(last)
+    )
     x, y = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
-    traced = chain_of(model, (x, y), lambda output, batch: F.cross_entropy(output, batch[1]))
+    traced = chain_of(model, (x, y), lambda output, batch: loss(output, batch[1]))
     costs = layer_costs(traced.chain, traced.bind((x, y)))
     assert split_head_as_needed(traced.chain, costs) is traced.chain
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from atomtrain.analysis.head_graph import split_graph
 from atomtrain.errors import ConfigError
 
 Key = tuple[Any, ...]
@@ -52,13 +50,6 @@ class Template:
     def __init__(self, recipe: Recipe) -> None:
         self.graph, self.device = _graph_of(recipe)
         self._module = fx.GraphModule(nn.Module(), self.graph)
-
-    def in_pieces(self, pieces: int) -> Template:
-        """Return the operations with their loss in pieces of the vocabulary (`split_graph`)."""
-        template = copy.copy(self)
-        template.graph = split_graph(self.graph, pieces)
-        template._module = fx.GraphModule(nn.Module(), template.graph)
-        return template
 
     def run(self, device: torch.device, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """Return what the operations write; constants are made on `device`."""
@@ -152,14 +143,6 @@ class GraphLayer(nn.Module):
         """Take along a parameter that no operation uses, so that it is stored like the others."""
         carried = sum(name.startswith("u") for name in self._parameters)
         self.register_parameter(f"u{carried}", parameter)
-
-    def in_pieces(self, pieces: int) -> GraphLayer:
-        """Return a layer on the same tensors that computes its loss in pieces of the vocabulary."""
-        layer = copy.copy(self)
-        layer.template = self.template.in_pieces(pieces)
-        if self.other is not None:
-            layer.other = self.other._replace(template=self.other.template.in_pieces(pieces))
-        return layer
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         tensors = [getattr(self, name) for name in self._arguments]

@@ -6,6 +6,7 @@ whole; the result differs in its last bits, so this is done on request only.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +15,11 @@ from torch import fx, nn
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts, LayerCost, layer_costs
-from atomtrain.analysis.head_graph import split_graph
+from atomtrain.analysis.graph_layer import GraphLayer
+from atomtrain.analysis.head_graph import split_graph, with_lazy_logits
+from atomtrain.analysis.lazy_logits import LazyLinear
+from atomtrain.analysis.rewritten import RewrittenLayer
+from atomtrain.analysis.trace import _Joined, _OnOutput
 from atomtrain.errors import AnalysisError, ConfigError
 
 _MOST_PIECES = 64
@@ -31,31 +36,66 @@ class InPieces(Protocol):
         ...
 
 
+@runtime_checkable
+class HasLazyLogits(Protocol):
+    """A module whose logits can wait for a loss."""
+
+    def with_lazy_logits(self, pieces: int) -> nn.Module:
+        """Return such a module on the same parameters, with `LazyLogits` in its output."""
+        ...
+
+
 def split_head(chain: Chain, pieces: int) -> Chain:
     """Return a chain whose last layer computes its loss in pieces of the vocabulary.
 
     The given chain does not change; parameters and names are shared. 1 piece is the unsplit loss.
 
     Raises:
-        AnalysisError: the last layer shows no linear layer followed by cross-entropy.
+        AnalysisError: the last layer is no linear layer followed by cross-entropy. What a loss
+            that is a Python function does is known only when it runs, as in `layer_costs`.
         ConfigError: `pieces` is below 1.
     """
     if pieces < 1:
         raise ConfigError(f"the head's pieces must be at least 1, not {pieces}")
     last = chain.layers[-1]
-    if isinstance(last.module, InPieces):
-        module = last.module.in_pieces(pieces)
-    elif isinstance(last.module, fx.GraphModule):
-        module = fx.GraphModule(last.module, split_graph(last.module.graph, pieces))
-    elif pieces == 1:
-        return chain
-    else:
-        raise AnalysisError(
-            f"the head cannot be split: the operations of {type(last.module).__name__} cannot be "
-            "seen; let the model compute its own loss, without loss=..., or leave out head_pieces"
-        )
+    module = _in_pieces(last.module, pieces)
     return dataclasses.replace(
         chain, layers=(*chain.layers[:-1], dataclasses.replace(last, module=module))
+    )
+
+
+def _in_pieces(module: nn.Module, pieces: int) -> nn.Module:
+    if isinstance(module, GraphLayer):
+        return RewrittenLayer(module, lambda graph: split_graph(graph, pieces))
+    if isinstance(module, InPieces):
+        return module.in_pieces(pieces)
+    if isinstance(module, fx.GraphModule):
+        return fx.GraphModule(module, split_graph(module.graph, pieces))
+    if pieces == 1:
+        return module
+    if isinstance(module, _Joined | _OnOutput):
+        # A model's last layer and a loss that is a Python function.
+        split = copy.copy(module)
+        split._modules = {**module._modules, "module": _with_lazy_logits(module.module, pieces)}
+        return split
+    raise _cannot(module)
+
+
+def _with_lazy_logits(module: nn.Module, pieces: int) -> nn.Module:
+    """Return a layer whose logits wait for the loss."""
+    if isinstance(module, GraphLayer):
+        return RewrittenLayer(module, lambda graph: with_lazy_logits(graph, pieces))
+    if isinstance(module, nn.Linear):
+        return LazyLinear(module, pieces)
+    if isinstance(module, HasLazyLogits):
+        return module.with_lazy_logits(pieces)
+    raise _cannot(module)
+
+
+def _cannot(module: nn.Module) -> AnalysisError:
+    return AnalysisError(
+        f"the head cannot be split: the last layer, {type(module).__name__}, is neither an "
+        "nn.Linear nor exported; leave out head_pieces, or make its linear layer the last one"
     )
 
 
@@ -78,9 +118,9 @@ def split_head_as_needed(
     while best_bytes > enough_bytes and pieces <= _MOST_PIECES:
         try:
             split = split_head(chain, pieces)
+            n_bytes = _work_bytes(_last_cost(split, costs, device))
         except AnalysisError:
             return chain
-        n_bytes = _work_bytes(_last_cost(split, costs, device))
         if n_bytes > _WORTH_WHILE * best_bytes:
             break
         best, best_bytes = split, n_bytes

@@ -6,12 +6,13 @@ and slices of rows, constant factors. Each is applied to the hidden state instea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from atomtrain.analysis.lazy_logits import LazyLogits
 from atomtrain.analysis.pieces import OPERATION
 from atomtrain.errors import AnalysisError
 
@@ -51,9 +52,7 @@ def split_graph(source: fx.Graph, pieces: int) -> fx.Graph:
         AnalysisError: there is no cross-entropy, or it is not that of a linear layer's output (for
             more than 1 piece).
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(source, {}))
-    graph.set_codegen(source._codegen)
+    graph = _copy(source)
     split = [node for node in graph.nodes if node.target is OPERATION]
     for node in split:
         node.args = (*node.args[:_PIECES], pieces, *node.args[_PIECES + 1 :])
@@ -66,6 +65,56 @@ def split_graph(source: fx.Graph, pieces: int) -> fx.Graph:
         _replace(graph, loss, pieces)
     graph.lint()
     return graph
+
+
+def with_lazy_logits(source: fx.Graph, pieces: int) -> fx.Graph:
+    """Return a copy of the graph with lazy logits for each output of a linear layer.
+
+    Raises:
+        AnalysisError: no output is that of a linear layer, or it is used otherwise, too.
+    """
+    graph = _copy(source)
+    [output] = [node for node in graph.nodes if node.op == "output"]
+    found = 0
+    for logits in list(output.all_input_nodes):
+        path = [logits]
+        while path[-1].target in (*_COPIES, *_CASTS) and _keeps_rows(path[-1]):
+            path.append(_node(path[-1], 0))
+        linear = _as_linear(path[-1])
+        if linear is None:
+            continue
+        for node, reader in zip(path, [output, *path], strict=False):
+            _require_only_reader(node, reader)
+        with graph.inserting_before(output):
+            weight = linear.weight
+            if linear.transposed:
+                weight = graph.call_function(_aten.t.default, (weight,))
+            dtype = _value(logits).dtype
+            lazy = graph.call_function(
+                LazyLogits, (linear.hidden, weight, linear.bias, pieces, dtype)
+            )
+        output.replace_input_with(logits, lazy)
+        _erase(graph, path)
+        found += 1
+    if not found:
+        raise _cannot("the model's output is not that of a linear layer")
+    graph.lint()
+    return graph
+
+
+def _copy(source: fx.Graph) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(source, {}))
+    graph.set_codegen(source._codegen)
+    return graph
+
+
+def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase nodes that nobody reads any more, and the checks of what they return."""
+    for node in nodes:
+        for check in list(node.users):
+            graph.erase_node(check)
+        graph.erase_node(node)
 
 
 class _Found(NamedTuple):
@@ -126,10 +175,7 @@ def _replace(graph: fx.Graph, loss: fx.Node, pieces: int) -> None:
             result = graph.call_function(_aten.to.dtype, (result, _value(loss).dtype))
         result.meta["val"] = _value(loss)
     loss.replace_all_uses_with(result)
-    for node in (loss, *path):
-        for check in list(node.users):
-            graph.erase_node(check)
-        graph.erase_node(node)
+    _erase(graph, (loss, *path))
 
 
 def _as_linear(node: fx.Node) -> _Linear | None:

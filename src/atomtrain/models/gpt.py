@@ -11,13 +11,14 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Layer
+from atomtrain.analysis.lazy_logits import LazyLogits
 from atomtrain.analysis.pieces import linear_cross_entropy
 from atomtrain.errors import ConfigError
 
@@ -135,6 +136,10 @@ class Head(nn.Module):
         logits: Tensor = F.linear(self.norm(hidden), self.weight)
         return logits
 
+    def lazy_logits(self, hidden: Tensor) -> LazyLogits:
+        """Return what stands for `[B, T, V]` until a loss takes its cross-entropy in pieces."""
+        return LazyLogits(self.norm(hidden), self.weight, None, self.pieces, hidden.dtype)
+
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         if self.pieces > 1:
             rows = self.norm(hidden).flatten(0, 1)
@@ -147,13 +152,18 @@ class Head(nn.Module):
 class _OutputHead(nn.Module):
     """The head with everything that the model returns."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, lazy: bool = False) -> None:
         super().__init__()
-        self.head = head
+        self.head, self._lazy = head, lazy
+
+    def with_lazy_logits(self, pieces: int) -> _OutputHead:
+        """Return the same head with logits that wait for a loss."""
+        return _OutputHead(self.head.in_pieces(pieces), lazy=True)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> GPTOutput:
         loss = None if labels is None else self.head(hidden, labels)
-        return GPTOutput(loss, self.head.logits(hidden))
+        logits: Any = self.head.lazy_logits(hidden) if self._lazy else self.head.logits(hidden)
+        return GPTOutput(loss, logits)
 
 
 class GPT(nn.Module):
