@@ -168,3 +168,44 @@ def test_a_hugging_face_model(name: str, micro_batches: int) -> None:
     model = hugging_face(name).train()
     reference = _InPieces(twin(model), 4)
     check(model, reference, token_steps(micro_batches), segments=2, head_pieces=4)
+
+
+def test_a_hugging_face_model_is_evaluated_in_pieces_too() -> None:
+    model, [[batch], *_] = hugging_face("llama").train(), token_steps(1)
+    with torch.no_grad():
+        expected = float(_InPieces(twin(model).eval(), 4)(**batch).loss)
+    with swap(model, batch, optimizer=adamw, head_pieces=4) as engine:
+        assert engine.evaluate([batch]) == expected
+        assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes
+
+
+def outer_loss(output: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_loss_of_the_callers(micro_batches: int) -> None:
+    """The head of an `nn.Sequential`, and cross-entropy in a Python function after it."""
+
+    class Reference(nn.Module):
+        def __init__(self, model: nn.Sequential) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            hidden = self.model[:-1](ids).flatten(0, 1)
+            last = self.model[-1]
+            return linear_cross_entropy(hidden, last.weight, last.bias, labels.flatten(), pieces=3)
+
+    model = nn.Sequential(nn.Embedding(71, 24), nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 71))
+    steps = [
+        [(torch.randint(71, (2, 9)), torch.randint(71, (2, 9))) for _ in range(micro_batches)]
+        for _ in range(STEPS)
+    ]
+    reference = Reference(twin(model))
+    resident = adamw(reference.parameters())
+    expected = train(reference, steps, resident, lambda model, batch: model(*batch))
+    options = {"micro_batches": micro_batches, "segments": 2, "head_pieces": 3}
+    with swap(model, steps[0][0], optimizer=adamw, loss=outer_loss, **options) as engine:
+        assert [engine.step(batches) for batches in steps] == expected
+        assert_equal_training(engine, reference.model, resident)
