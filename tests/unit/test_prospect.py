@@ -61,11 +61,11 @@ def slow_start(costs: ChainCosts) -> Mapping[str, LayerTime]:
 
 
 def even() -> Compute:
-    return Compute(estimate, FLOPS_PER_S, FLOPS_PER_S)
+    return Compute(lambda analysis: estimate(analysis.costs), FLOPS_PER_S, FLOPS_PER_S)
 
 
 def starting() -> Compute:
-    return Compute(slow_start, FLOPS_PER_S, FLOPS_PER_S)
+    return Compute(lambda analysis: slow_start(analysis.costs), FLOPS_PER_S, FLOPS_PER_S)
 
 
 def machine(**fields: float) -> Machine:

@@ -58,7 +58,7 @@ Analyse = Callable[[int], Analysis]
 class Compute(NamedTuple):
     """How fast a device computes."""
 
-    estimate: Callable[[ChainCosts], Mapping[str, LayerTime]]
+    estimate: Callable[[Analysis], Mapping[str, LayerTime]]
     """Gives the seconds of each kind of layer for one micro-batch."""
     flops_per_s: float
     """The most that the estimate grants any layer."""
@@ -149,10 +149,10 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
     """
     best: Prospect | None = None
     first = analyse(workload.micro_batch or 1)
-    sequences = _sequences(first, compute.estimate(first.costs), machine, workload)
+    sequences = _sequences(first, compute.estimate(first), machine, workload)
     for size in _sizes(workload, sequences):
         analysis = analyse(size)
-        times = compute.estimate(analysis.costs)
+        times = compute.estimate(analysis)
         request = Request(micro_batches=-(-sequences // size))
         try:
             plan = make_plan(analysis.chain, analysis.costs, times, machine, request)

@@ -13,6 +13,7 @@ from atomtrain.planning.prospect import Prospect
 
 _ENDLESS_BYTES = 1 << 59
 _GIB = 1 << 30
+_MOST_NAMED = 4
 
 
 class Fitting(NamedTuple):
@@ -51,7 +52,9 @@ def explained(error: PlanError, setting: Setting, fitting: Fitting | None) -> Pl
         return PlanError(f"{error}; no GPU of the catalogue has memory enough for this micro-batch")
     advice = []
     if fitting.device_memory_bytes > setting.machine.device_memory_bytes:
-        advice.append(f"GPUs with memory enough: {', '.join(fitting.cards)}")
+        names = ", ".join(fitting.cards[:_MOST_NAMED])
+        more = " and larger ones" if len(fitting.cards) > _MOST_NAMED else ""
+        advice.append(f"GPUs with memory enough: {names}{more}")
     if fitting.host_bytes > setting.machine.host_memory_bytes:
         least = -(-fitting.host_bytes // _GIB)
         advice.append(f"raise --host-memory to at least {least}GiB")

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from atomtrain.analysis.profile import estimated_times, flops_per_s
+import torch
+
+from atomtrain.analysis.chain import Chain, Layer
+from atomtrain.analysis.costs import ChainCosts, LayerCost
+from atomtrain.analysis.profile import LayerTime, estimated_times, flops_per_s
 from atomtrain.planning.catalogue import MATMUL_SHARE, Gpu, estimate_times
 from atomtrain.planning.machine import Machine
-from atomtrain.planning.prospect import Compute
+from atomtrain.planning.prospect import Analysis, Compute
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.machines import measure_machine
+from atomtrain.swapping.profiling import take_profile
+
+_MOST_MEASURED_BYTES = 1 << 30
+"""Layers that need more to be measured are estimated: planning must not need a large machine."""
 
 
 class Place(NamedTuple):
@@ -20,8 +31,20 @@ class Place(NamedTuple):
     local: Compute | None = None
 
 
+def compute_of(card: Gpu, dtype: str) -> Compute:
+    """Return how fast a GPU of the catalogue computes; `dtype` is that of matrix products."""
+    peak = card.peak_flops_per_s(dtype)
+    return Compute(
+        lambda analysis: estimate_times(analysis.costs, card, dtype),
+        MATMUL_SHARE[dtype] * peak,
+        peak,
+    )
+
+
 def this_place(device_memory_bytes: int | None) -> Place:
-    """Measure this machine: its link, host optimizer and matrix products; under a second or two.
+    """Measure this machine: its link, host optimizer, disk and matrix products.
+
+    Layers are measured when their times are first asked for.
 
     Raises:
         ConfigError: the budget is more than the GPU has.
@@ -32,14 +55,65 @@ def this_place(device_memory_bytes: int | None) -> Place:
         rate = flops_per_s(device.torch_device, device.synchronize)
     finally:
         device.close()
-
-    compute = Compute(lambda costs: estimated_times(costs, rate), rate, rate)
-    return Place(machine, local=compute)
+    return Place(machine, local=Compute(_Measured(rate, device_memory_bytes), rate, rate))
 
 
-def compute_of(card: Gpu, dtype: str) -> Compute:
-    """Return how fast a GPU of the catalogue computes; `dtype` is that of matrix products."""
-    peak = card.peak_flops_per_s(dtype)
-    return Compute(
-        lambda costs: estimate_times(costs, card, dtype), MATMUL_SHARE[dtype] * peak, peak
+class _Measured:
+    """Times of layers: measured for the first size of a micro-batch, scaled by FLOPs for others."""
+
+    def __init__(self, rate_flops_per_s: float, device_memory_bytes: int | None) -> None:
+        self._rate, self._device_memory_bytes = rate_flops_per_s, device_memory_bytes
+        self._ratios: dict[str, LayerTime] | None = None
+
+    def __call__(self, analysis: Analysis) -> Mapping[str, LayerTime]:
+        estimates = estimated_times(analysis.costs, self._rate)
+        if self._ratios is None:
+            measured = self._measure(analysis) or estimates
+            self._ratios = {kind: _each(measured[kind], estimates[kind]) for kind in estimates}
+        ratios = {kind: self._ratios.get(kind, LayerTime(1.0, 1.0)) for kind in estimates}
+        return {
+            kind: LayerTime(
+                time.forward_s * ratios[kind].forward_s, time.backward_s * ratios[kind].backward_s
+            )
+            for kind, time in estimates.items()
+        }
+
+    def _measure(self, analysis: Analysis) -> Mapping[str, LayerTime] | None:
+        distinct = {cost.kind: cost for cost in analysis.costs.layers}.values()
+        if max(map(_measured_bytes, distinct)) > _MOST_MEASURED_BYTES:
+            return None
+        device = open_device("auto", self._device_memory_bytes)
+        try:
+            chain = _with_data(analysis.chain, analysis.costs)
+            return take_profile(device, chain, analysis.costs, {}).times
+        finally:
+            device.close()
+
+
+def _each(measured: LayerTime, estimated: LayerTime) -> LayerTime:
+    return LayerTime(
+        measured.forward_s / estimated.forward_s, measured.backward_s / estimated.backward_s
     )
+
+
+def _measured_bytes(cost: LayerCost) -> int:
+    """Return what measuring a layer takes: weights, their gradients, and its workspace."""
+    return 2 * cost.parameter_bytes + max(cost.graph_bytes, cost.kept_bytes + cost.backward_bytes)
+
+
+def _with_data(chain: Chain, costs: ChainCosts) -> Chain:
+    """Return the chain with real weights, random ones, in the first layer of each kind."""
+    layers, seen = [], set()
+    for layer, cost in zip(chain.layers, costs.layers, strict=True):
+        layers.append(layer if cost.kind in seen else _filled(layer))
+        seen.add(cost.kind)
+    return dataclasses.replace(chain, layers=tuple(layers))
+
+
+def _filled(layer: Layer) -> Layer:
+    module = copy.deepcopy(layer.module).to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            # Not what the memory held before: denormal numbers are slow.
+            tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.zero_()
+    return dataclasses.replace(layer, module=module)

@@ -59,8 +59,9 @@ def bounds_text(bounds: Sequence[int]) -> str:
 
 
 def _title(report: Report) -> str:
-    precision = "" if report.setting.card is None else f" ({report.setting.dtype} products)"
-    return f"{report.model} on {report.prospect.machine.name}{precision}: predicted"
+    here = " (this machine)"
+    how = here if report.setting.card is None else f" ({report.setting.dtype} products)"
+    return f"{report.model} on {report.prospect.machine.name}{how}: predicted"
 
 
 def _model(report: Report) -> list[tuple[str, str]]:
@@ -145,12 +146,15 @@ def _speed(report: Report) -> list[tuple[str, str]]:
         ),
         (
             "useful",
-            f"{100 * report.peak_share:.0f}% of the device's "
-            f"{report.peak_flops_per_s / 1e12:.3g} TFLOP/s",
+            f"{100 * report.peak_share:.0f}% of the device's {_flops(report.peak_flops_per_s)}",
         ),
     ]
     shares = ", ".join(f"{name} {100 * share:.1f}%" for name, share in report.busy_shares.items())
     return [*rows, ("bound by", plan.bound), ("busy", shares)]
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def _advice(report: Report) -> list[str]:
