@@ -43,6 +43,9 @@ LOSSES: dict[str, Loss] = {
     ),
     "one sequence": lambda x, y: F.cross_entropy(x[0], y[0], ignore_index=-100),
     "selected": lambda x, y: F.cross_entropy(x[y >= 0], y[y >= 0]),
+    "wherever they are": lambda x, y: F.cross_entropy(
+        (x if isinstance(x, Tensor) and not hasattr(x, "logits") else x.logits)[0], y[0]
+    ),
     "smoothed and summed": lambda x, y: nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1)(
         x.flatten(0, -2), y.flatten()
     ),

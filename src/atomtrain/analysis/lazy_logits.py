@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ class LazyLogits:
     classes_second: bool = False
     """`[B, V, T]`, as cross-entropy wants several dimensions."""
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Say that this is a tensor: losses may take another path if it is none."""
+        return Tensor
+
     @property
     def shape(self) -> torch.Size:
         """Shape of the logits."""
@@ -55,6 +60,11 @@ class LazyLogits:
     def device(self) -> torch.device:
         """Device of the hidden state."""
         return self.hidden.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: gradients do not pass it, but the loss that is taken of it (asked by hooks)."""
+        return False
 
     def dim(self) -> int:
         """Return the number of dimensions."""
@@ -76,7 +86,7 @@ class LazyLogits:
         """Return the logits in a type that is no narrower, at most float32."""
         if dtype != self.dtype and not (self.dtype.itemsize < 4 and dtype == torch.float32):
             raise _needed(f"casts them to {dtype}")
-        return replace(self, dtype=dtype)
+        return self._with(dtype=dtype)
 
     def view(self, *shape: Any) -> LazyLogits:
         """Return the logits with other dimensions of rows."""
@@ -86,7 +96,7 @@ class LazyLogits:
             last = math.prod(self.shape) // max(1, math.prod(rows))
         if self.classes_second or last != size:
             raise _needed("reshapes them so that the vocabulary is not the last dimension")
-        return replace(self, hidden=self.hidden.reshape(*rows, self.hidden.shape[-1]))
+        return self._with(hidden=self.hidden.reshape(*rows, self.hidden.shape[-1]))
 
     reshape = view
 
@@ -94,13 +104,13 @@ class LazyLogits:
         """Return the logits with some dimensions of rows made one."""
         if self.classes_second or end_dim % self.ndim == self.ndim - 1:
             raise _needed("flattens the vocabulary")
-        return replace(self, hidden=self.hidden.flatten(start_dim, end_dim))
+        return self._with(hidden=self.hidden.flatten(start_dim, end_dim))
 
     def transpose(self, dim0: int, dim1: int) -> LazyLogits:
         """Return `[B, V, T]` of `[B, T, V]`, or back."""
         if self.ndim != 3 or {dim0 % 3, dim1 % 3} != {1, 2}:
             raise _needed("transposes them")
-        return replace(self, classes_second=not self.classes_second)
+        return self._with(classes_second=not self.classes_second)
 
     def permute(self, *dims: Any) -> LazyLogits:
         """Return `[B, V, T]` of `[B, T, V]`, or back."""
@@ -118,7 +128,7 @@ class LazyLogits:
         touches = len(given) == self.ndim and given[-1] != slice(None)
         if self.classes_second or touches or any(item is None for item in given):
             raise _needed("takes a part of the vocabulary")
-        return replace(self, hidden=self.hidden[given])
+        return self._with(hidden=self.hidden[given])
 
     def cross_entropy(self, labels: Tensor, **options: Any) -> Tensor:
         """Return `torch.nn.functional.cross_entropy` of the logits, in pieces."""
@@ -134,9 +144,12 @@ class LazyLogits:
         )
         return loss.to(self.dtype) if self.dtype.itemsize < 4 else loss
 
+    def _with(self, **changes: Any) -> LazyLogits:
+        return LazyLogits(**{**vars(self), **changes})
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"a tensor has no attribute {name!r}")
         raise _needed(f"uses .{name} of them")
 
     @classmethod
@@ -154,12 +167,12 @@ class LazyLogits:
             bound.apply_defaults()
             options = bound.arguments
             logits, labels = options.pop("input"), options.pop("target")
-            if isinstance(logits, cls) and isinstance(labels, Tensor):
+            if type(logits) is cls and isinstance(labels, Tensor):
                 old = (options.pop("size_average"), options.pop("reduce"))
                 if old == (None, None):
                     return logits.cross_entropy(labels, **options)
         method = _METHODS.get(function)
-        if method is not None and args and isinstance(args[0], cls):
+        if method is not None and args and type(args[0]) is cls:
             return getattr(args[0], method)(*args[1:], **given)
         raise _needed(f"calls {getattr(function, '__name__', function)} on them")
 
