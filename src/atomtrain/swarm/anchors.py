@@ -112,6 +112,8 @@ class Merge:
     snapshot: Snapshot | None = None
     contributed: tuple[Span, ...] = ()
     """Spans that contain the snapshot's contribution; disjoint from `changed`."""
+    restart: bool = False
+    """Drop all that no anchor contains: the parameters become the anchor."""
 
 
 def digest_of(values: torch.Tensor, velocity: torch.Tensor | None) -> str:
@@ -196,9 +198,16 @@ class AnchorStore:
         Where the snapshot's contribution is in the anchor, local progress is what happened since
         the snapshot; elsewhere it is all that differs from the old anchor. The residual follows the
         same rule: what encoding lost takes its place only where the contribution was used, so that
-        local minus anchor, plus residual, is at any time what no anchor contains yet.
+        local minus anchor, plus residual, is at any time what no anchor contains yet. A
+        restart drops both.
         """
         old, new = self.anchor(merge.fragment).values, merge.anchor.values
+        if merge.restart:
+            local.copy_(new)
+            self._tokens_merged[merge.fragment] = self.tokens_seen
+            self.forget_residual(merge.fragment)
+            self.place(merge.fragment, merge.anchor)
+            return
         for start, stop in merge.changed:
             local[start:stop].sub_(old[start:stop]).add_(new[start:stop])
         if merge.snapshot is not None and merge.contributed:

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atomtrain.errors import ConfigError, SwarmError
+from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.swarm.codec import codec_named
+from atomtrain.swarm.guards import MEANS, Guard
 from atomtrain.swarm.outer import OuterUpdate
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 _FRAGMENTS_MAX = 100_000
@@ -46,6 +47,12 @@ class SwarmConfig:
     """Nesterov momentum of the outer update; at least 0, below 1."""
     wire: str = "float16"
     """How changes travel: `float16`, `float32`, `int8`, `int4` or `topk`; see `codec`."""
+    norm_limit: float = 10.0
+    """Contributions above this multiple of the group's median norm are rejected; 0 (none is), or
+    at least 2. See `guards`."""
+    mean: str = "plain"
+    """How contributions are averaged: `plain`, or `clipped` (centred clipping, for swarms in which
+    not everybody is trusted; peers should then be of similar speed)."""
     expiry_s: float = 30.0
     """A peer silent for this long is no member any more; at least 1. Clocks must agree to a
     fraction of it."""
@@ -85,6 +92,11 @@ class SwarmConfig:
         _check(0 < lr <= 2, "outer_learning_rate", lr, "above 0, at most 2")
         _check(0 <= momentum < 1, "outer_momentum", momentum, "at least 0, below 1")
         codec_named(self.wire)
+        limit = self.norm_limit
+        _check(limit == 0 or 2 <= limit < math.inf, "norm_limit", limit, "0, or at least 2")
+        _check(
+            self.mean in MEANS, "mean", self.mean, " or ".join(MEANS) + nearest(self.mean, MEANS)
+        )
         _check(1 <= self.expiry_s <= 3600, "expiry_s", self.expiry_s, "1 to 3600 seconds")
         for key in ("connect_s", "stall_s", "slowest_link_bytes_per_s", "round_floor_s"):
             value = getattr(self, key)
@@ -114,6 +126,10 @@ class Rules:
     """See `OuterUpdate`."""
     wire: str = "float16"
     """Name of the codec."""
+    norm_limit: float = 10.0
+    """See `Guard`."""
+    mean: str = "plain"
+    """See `Guard`."""
 
     @classmethod
     def of(cls, config: SwarmConfig) -> Rules:
@@ -123,7 +139,14 @@ class Rules:
             outer_learning_rate=config.outer_learning_rate,
             outer_momentum=config.outer_momentum,
             wire=config.wire,
+            norm_limit=config.norm_limit,
+            mean=config.mean,
         )
+
+    @property
+    def guard(self) -> Guard:
+        """What owners do with contributions that cannot be honest."""
+        return Guard(limit=self.norm_limit, mean=self.mean)
 
     @property
     def outer(self) -> OuterUpdate:

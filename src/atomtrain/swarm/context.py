@@ -14,6 +14,7 @@ from atomtrain.swarm.codec import Codec
 from atomtrain.swarm.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.desk import Desk
 from atomtrain.swarm.exchange import Offload
+from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.messages import Open
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.timing import RoundTiming
@@ -33,6 +34,7 @@ class Context:
     agenda: Agenda
     timing: RoundTiming
     codec: Codec
+    standing: Standing
     offload: Offload
     random_id: Callable[[], str]
     """Returns a short text that no other call returns."""

@@ -43,6 +43,8 @@ class RoundReport:
     """From invitation to decision."""
     reason: str = ""
     """Why it was abandoned or partial; otherwise empty or a remark."""
+    rejected: tuple[str, ...] = ()
+    """`PEER: WHY` for each contribution that this peer rejected on evidence."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 
 from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.codec import Codec, all_finite, decode_span, encode_span
+from atomtrain.swarm.guards import Guard
 from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Mean
 from atomtrain.swarm.reduction import SliceReduction
 from atomtrain.swarm.slices import Span, piece_spans, slice_spans
@@ -46,6 +47,10 @@ class ExchangeResult:
     means: list[SliceMean | None]
     channels: list[Channel]
     """Streams that were used; some may still be sending this member's mean."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Peers whose contribution, or mean, this member did not accept on evidence, and why."""
+    accepted: tuple[str, ...] = ()
+    """Peers whose contribution is in this member's slice."""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -68,6 +73,9 @@ class ExchangeSetup:
     open: Callable[[str], Awaitable[Channel]]
     """Opens a stream on which this protocol has been agreed."""
     offload: Offload
+    guard: Guard = field(default_factory=Guard)
+    excluded: frozenset[str] = frozenset()
+    """Peers whose contributions this member does not count."""
     on_unreachable: Callable[[str], None] = field(default=lambda _: None)
     """Told about members to which no stream can be opened."""
 
@@ -92,7 +100,12 @@ class Exchange:
         if begin.weights[self._me] != setup.snapshot.weight:
             raise BadMessage("the leader changed this member's weight")
         self._spans = slice_spans(setup.snapshot.values.numel(), len(members))
-        self._reduction = SliceReduction(self._spans[self._me].elements, begin.weights)
+        self._reduction = SliceReduction(self._spans[self._me].elements, begin.weights, setup.guard)
+        for member, peer_id in enumerate(members):
+            if peer_id in setup.excluded:
+                self._reduction.lose(member)
+        self._accepted: tuple[int, ...] = ()
+        self._wrong_means: dict[str, str] = {}
         self._adding = asyncio.Lock()
         self._changed = asyncio.Event()
         self._serving: set[int] = set()
@@ -114,7 +127,11 @@ class Exchange:
         finally:
             for task in tasks.values():
                 task.cancel()
-        return ExchangeResult(means, self._channels)
+        members = self._begin.members
+        rejected = {members[i]: why for i, why in self._reduction.rejected.items()}
+        rejected |= self._wrong_means
+        accepted = tuple(members[i] for i in self._accepted)
+        return ExchangeResult(means, self._channels, rejected, accepted)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
         """Take a member's contribution to this member's slice, and answer with the mean.
@@ -129,10 +146,11 @@ class Exchange:
         self._serving.add(member)
         self._channels.append(channel)
         try:
-            if header.has_values and member in self._reduction.awaited:
-                values = await self._receive(channel)
-                async with self._adding:
-                    await self._setup.offload(self._reduction.add, member, values)
+            if header.has_values:
+                values = await self._receive(channel, member)
+                if values is not None:
+                    async with self._adding:
+                        await self._setup.offload(self._reduction.add, member, values)
         finally:
             self._lose(member)
         async with asyncio.timeout_at(self._until_s):
@@ -150,14 +168,24 @@ class Exchange:
         self._reduction.lose(member)
         self._changed.set()
 
-    async def _receive(self, channel: Channel) -> torch.Tensor:
+    async def _receive(self, channel: Channel, member: int) -> torch.Tensor | None:
+        """Return a contribution, or None if it does not count.
+
+        It is read to its end in any case: its sender must get to the mean, for a slice that one
+        member lacks is not committed.
+        """
         span = self._spans[self._me]
         codec = self._setup.codec
-        values = torch.empty(span.elements)
+        values = torch.empty(span.elements) if member in self._reduction.awaited else None
         for start, stop in piece_spans(Span(0, span.elements)):
             data = bytearray(codec.encoded_bytes(stop - start))
             await channel.receive_into(memoryview(data))
-            await self._setup.offload(codec.decode, data, values[start:stop])
+            try:
+                if values is not None:
+                    await self._setup.offload(codec.decode, data, values[start:stop])
+            except BadMessage as error:
+                self._reduction.reject(member, str(error))
+                values = None
         return values
 
     async def _own_slice(self) -> SliceMean | None:
@@ -174,7 +202,8 @@ class Exchange:
         except TimeoutError:
             pass  # who has not delivered by now does not count
         async with self._adding:
-            contributors, mean = self._reduction.close()
+            contributors, mean = await self._setup.offload(self._reduction.close)
+        self._accepted = contributors
         if mean is None:
             self._mean.set_result(_Outbound(Mean(contributors=(), digest=""), []))
             return None
@@ -261,22 +290,26 @@ class Exchange:
             data = bytearray(codec.encoded_bytes(piece.elements))
             await channel.receive_into(memoryview(data))
             pieces.append(memoryview(data))
-        held: SliceMean | None = await self._setup.offload(
-            self._decode_mean, header, pieces, span.elements
-        )
+        held: SliceMean | None = await self._setup.offload(self._decode_mean, header, pieces, span)
+        if held is None:
+            self._wrong_means[channel.remote] = "its mean is not what it announced, or too large"
         return held
 
-    def _decode_mean(
-        self, header: Mean, pieces: list[memoryview], elements: int
-    ) -> SliceMean | None:
+    def _decode_mean(self, header: Mean, pieces: list[memoryview], span: Span) -> SliceMean | None:
         if _mean_digest(header.contributors, pieces) != header.digest:
             return None
-        values = torch.empty(elements)
+        values = torch.empty(span.elements)
         try:
             decode_span(self._mean_codec(header.contributors), pieces, values)
         except BadMessage:
             return None
-        return SliceMean(values, header.contributors, header.digest) if all_finite(values) else None
+        if not all_finite(values) or self._mean_too_large(values, span):
+            return None
+        return SliceMean(values, header.contributors, header.digest)
+
+    def _mean_too_large(self, mean: torch.Tensor, span: Span) -> bool:
+        weights, own = self._begin.weights, self._setup.snapshot.contribution(span)
+        return self._setup.guard.mean_too_large(mean, own, weights[self._me], weights)
 
 
 def _mean_digest(contributors: tuple[int, ...], pieces: list[memoryview]) -> str:

@@ -140,6 +140,8 @@ class Membering:
             codec=context.codec,
             open=context.open,
             offload=context.offload,
+            guard=context.manifest.rules.guard,
+            excluded=context.standing.excluded(self._invite.round_index),
             on_unreachable=context.roster.suspect,
         )
         self.exchange = Exchange(setup, begin)
@@ -148,6 +150,9 @@ class Membering:
         started_s = self._loop.time()
         result = await self.exchange.run()
         duration_s = self._loop.time() - started_s
+        for peer_id in (*result.accepted, *result.rejected):
+            rejected = peer_id in result.rejected
+            context.standing.observe(peer_id, self._invite.round_index, rejected=rejected)
         if duration_s < begin.exchange_s:
             size = exchange_bytes(context, snapshot.fragment, len(begin.members))
             context.timing.observe(size, duration_s)
@@ -180,6 +185,9 @@ class Membering:
     def _conclude(self, decided: Decided) -> tuple[Merge, RoundReport]:
         outer = self._context.manifest.rules.outer
         merge = merge_of(decided, outer, self._context.peer_id)
+        me, after = self._context.peer_id, self._invite.round_index + 1
+        if me in decided.result.rejected and me in self._context.standing.excluded(after):
+            merge = replace(merge, restart=True)
         return merge, self._report(decided, merge)
 
     def _report(self, decided: Decided, merge: Merge) -> RoundReport:
@@ -194,6 +202,9 @@ class Membering:
         channels = [self._channel, *decided.result.channels]
         reasons = [f"{missing} slices missing"] if missing else []
         reasons += [f"without part of {', '.join(lost)}"] if lost else []
+        rejected = tuple(f"{m[-8:]}: {why}" for m, why in sorted(decided.result.rejected.items()))
+        reasons += [f"rejected {text}" for text in rejected]
+        reasons += ["this peer starts again from the anchor"] if merge.restart else []
         return RoundReport(
             round=self._invite.round_index,
             fragment=self._invite.fragment,
@@ -205,6 +216,7 @@ class Membering:
             bytes_received=sum(channel.received_bytes for channel in channels),
             duration_s=self._loop.time() - self._started_s,
             reason="; ".join(reasons),
+            rejected=rejected,
         )
 
 

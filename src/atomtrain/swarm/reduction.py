@@ -1,7 +1,7 @@
-"""The owner's part in a round: reduce what arrives for one slice into scratch, and close it once.
+"""The owner's part in a round: gather what arrives for one slice, judge it, and close it once.
 
-A contribution counts only if all of it arrived before the slice was closed; until then it lies in
-a buffer of its own. The mean is taken over exactly those that count.
+A contribution counts only if all of it arrived before the slice was closed and the guard lets it
+through. The mean is taken over exactly those that count.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ from collections.abc import Sequence
 import torch
 
 from atomtrain.swarm.codec import all_finite
+from atomtrain.swarm.guards import Guard
 
 
 class SliceReduction:
     """Weighted mean of one slice over the members of a group.
 
-    Members are indices in the group. Thread-safe use is up to the caller: `add` may run on a worker
-    thread, one call at a time.
+    Members are indices in the group. Holds all contributions to the slice until it is closed:
+    together they are as large as the fragment. Thread-safe use is up to the caller: `add` and
+    `close` may run on a worker thread, one call at a time.
     """
 
-    def __init__(self, elements: int, weights: Sequence[int]) -> None:
+    def __init__(self, elements: int, weights: Sequence[int], guard: Guard | None = None) -> None:
         """Expect a contribution from each member with a weight above zero."""
+        self._elements = elements
         self._weights = tuple(weights)
-        self._sum = torch.zeros(elements, dtype=torch.float32)
+        self._guard = guard or Guard()
         self._awaited = {member for member, weight in enumerate(weights) if weight > 0}
-        self._counted: list[int] = []
+        self._values: dict[int, torch.Tensor] = {}
         self._closed = False
+        self.rejected: dict[int, str] = {}
+        """Members whose contribution was evidence against them, and why."""
 
     @property
     def complete(self) -> bool:
@@ -39,29 +44,39 @@ class SliceReduction:
         return frozenset(self._awaited)
 
     def add(self, member: int, values: torch.Tensor) -> bool:
-        """Count a complete contribution, 1-D float32 of the slice's size; say whether it counts.
+        """Take a complete contribution, 1-D float32 of the slice's size; say whether it may count.
 
-        It does not if it is not finite, not awaited (any more), or too late. A contribution that
-        does not count makes its member lost.
+        It may not if it is not finite, not awaited (any more), or too late. A contribution that
+        does not count makes its member lost. `values` must not be changed afterwards.
         """
         if self._closed or member not in self._awaited:
             return False
         self._awaited.discard(member)
-        if values.shape != self._sum.shape or not all_finite(values):
+        if values.shape != (self._elements,):
             return False
-        self._sum.add_(values, alpha=float(self._weights[member]))
-        self._counted.append(member)
+        if not all_finite(values):
+            self.rejected[member] = "not finite"
+            return False
+        self._values[member] = values
         return True
 
     def lose(self, member: int) -> None:
         """Stop waiting for a member."""
         self._awaited.discard(member)
 
+    def reject(self, member: int, reason: str) -> None:
+        """Stop waiting for a member that sent what cannot be honest."""
+        self._awaited.discard(member)
+        self.rejected.setdefault(member, reason)
+
     def close(self) -> tuple[tuple[int, ...], torch.Tensor | None]:
         """Return who counts, ascending, and their mean; None if nobody does. Closes for good."""
         self._closed = True
         self._awaited.clear()
-        total = sum(self._weights[member] for member in self._counted)
-        if total == 0:
+        values, self._values = self._values, {}
+        for member, reason in self._guard.too_large(values, self._weights).items():
+            del values[member]
+            self.rejected[member] = reason
+        if not values:
             return (), None
-        return tuple(sorted(self._counted)), self._sum.div_(float(total))
+        return tuple(sorted(values)), self._guard.mean_of(values, self._weights)

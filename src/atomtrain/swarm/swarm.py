@@ -20,6 +20,7 @@ from atomtrain.swarm.codec import codec_named
 from atomtrain.swarm.config import PROTOCOL, Manifest, Rules, SwarmConfig
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.desk import Desk, RoundReport
+from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.joining import connect_any
 from atomtrain.swarm.libp2p import DhtDirectory, Libp2pTransport
 from atomtrain.swarm.records import PeerStatus
@@ -84,6 +85,7 @@ def build_service(
             slowest_bytes_per_s=config.slowest_link_bytes_per_s,
         ),
         codec=codec_named(manifest.rules.wire),
+        standing=Standing(),
         offload=thread.offload,
         random_id=lambda: secrets.token_hex(4),
     )

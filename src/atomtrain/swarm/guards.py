@@ -1,0 +1,148 @@
+"""Guards: what an owner does with contributions that cannot be honest, and whom it trusts.
+
+Everything here is one peer's own judgement of what it received; nobody is asked, nobody told.
+
+* *Reject*: a contribution that is not finite, or cannot be decoded, or whose norm is above
+  `limit` times the median of the group's, times `weight / median weight` bounded to 1 to 10,
+  since a change grows at most in proportion to the tokens it was learnt from.
+* *Clip*: the mean by centred clipping (Karimireddy, He, Jaggi 2021, "Learning from History for
+  Byzantine Robust Optimization", equation 2): `v += sum of w_i (x_i - v) min(1, tau / |x_i - v|)`,
+  from `v = 0`, with the median of the distances as `tau`.
+* *Standing*: a peer rejected several times in a row is not counted for a while. A peer that comes
+  to this judgement about itself starts again from the anchor.
+
+Norms of fewer than three contributions, or of very few elements, prove nothing and are not judged.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+MEANS = ("plain", "clipped")
+_JUDGED_ELEMENTS = 32
+"""Norms of fewer elements differ too much by chance."""
+_JUDGED_MEMBERS = 3
+_CLIP_ITERATIONS = 5
+_TOKENS_ALLOWANCE_MAX = 10.0
+_STRIKES = 2
+_EXCLUDED_ROUNDS = 8
+_EXCLUDED_ROUNDS_MAX = 1024
+
+
+@dataclass(frozen=True)
+class Guard:
+    """How an owner judges the contributions to its slice."""
+
+    limit: float = 0.0
+    """Norms above this multiple of the median are rejected; 0: none is."""
+    mean: str = "plain"
+    """One of `MEANS`."""
+
+    def too_large(
+        self, contributions: Mapping[int, torch.Tensor], weights: Sequence[int]
+    ) -> dict[int, str]:
+        """Return the members whose contribution is to be rejected, and why."""
+        if not self.limit or not _can_judge(contributions):
+            return {}
+        norms = {member: _norm(values) for member, values in contributions.items()}
+        median = statistics.median_low(norms.values())
+        usual = statistics.median_low(weights[member] for member in contributions)
+        found = {}
+        for member, norm in norms.items():
+            share = weights[member] / usual
+            allowed = self.limit * min(max(1.0, share), _TOKENS_ALLOWANCE_MAX)
+            if median > 0 and norm > allowed * median:
+                found[member] = f"{norm / median:.3g} times the median norm"
+        return found
+
+    def mean_too_large(
+        self, mean: torch.Tensor, own: torch.Tensor, own_weight: int, weights: Sequence[int]
+    ) -> bool:
+        """Say whether a mean cannot be right, judged by this peer's own contribution to it.
+
+        For a contributor with a weight above zero: the others' contributions can be larger than its
+        own only as far as it would count them itself.
+        """
+        if not self.limit or own_weight <= 0 or mean.numel() < _JUDGED_ELEMENTS:
+            return False
+        norm = _norm(own)
+        allowed = self.limit * max(1.0, max(weights) / own_weight)
+        return norm > 0 and _norm(mean) > allowed * norm
+
+    def mean_of(
+        self, contributions: Mapping[int, torch.Tensor], weights: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the weighted mean of at least one contribution; float32, summed in order."""
+        members = sorted(contributions)
+        total = sum(weights[member] for member in members)
+        if self.mean == "clipped" and _can_judge(contributions):
+            return _centred_clipping(
+                [contributions[m] for m in members], [weights[m] / total for m in members]
+            )
+        summed = torch.zeros_like(contributions[members[0]])
+        for member in members:
+            summed.add_(contributions[member], alpha=float(weights[member]))
+        return summed.div_(float(total))
+
+
+def _can_judge(contributions: Mapping[int, torch.Tensor]) -> bool:
+    if len(contributions) < _JUDGED_MEMBERS:
+        return False
+    return all(values.numel() >= _JUDGED_ELEMENTS for values in contributions.values())
+
+
+def _norm(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def _centred_clipping(values: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
+    centre = torch.zeros_like(values[0])
+    for _ in range(_CLIP_ITERATIONS):
+        distances = [_norm(x - centre) for x in values]
+        radius = statistics.median_low(distances)
+        step = torch.zeros_like(centre)
+        for x, share, distance in zip(values, shares, distances, strict=True):
+            factor = share * min(1.0, radius / distance) if distance else 0.0
+            step.add_(x, alpha=factor).sub_(centre, alpha=factor)
+        centre.add_(step)
+    return centre
+
+
+@dataclass
+class _Record:
+    strikes: int = 0
+    exclusions: int = 0
+    until_round: int = 0
+
+
+class Standing:
+    """What one peer thinks of the others, by the evidence it has seen itself.
+
+    Two rejections in a row exclude a peer for 8 rounds, then 16 the next time, up to 1024.
+    A contribution that counts clears its strikes.
+    """
+
+    def __init__(self) -> None:
+        """Everybody is in good standing."""
+        self._records: dict[str, _Record] = {}
+
+    def observe(self, peer_id: str, round_index: int, *, rejected: bool) -> None:
+        """Hear how a peer's contribution to round `round_index` was judged."""
+        record = self._records.setdefault(peer_id, _Record())
+        if not rejected:
+            record.strikes = 0
+            return
+        record.strikes += 1
+        if record.strikes >= _STRIKES:
+            rounds = min(_EXCLUDED_ROUNDS << record.exclusions, _EXCLUDED_ROUNDS_MAX)
+            record.until_round = round_index + 1 + rounds
+            record.exclusions = min(record.exclusions + 1, 16)
+            record.strikes = 0
+
+    def excluded(self, round_index: int) -> frozenset[str]:
+        """Return the peers whose contributions do not count in round `round_index`."""
+        return frozenset(p for p, r in self._records.items() if round_index < r.until_round)

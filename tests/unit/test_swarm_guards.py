@@ -1,0 +1,107 @@
+"""Guards: norms, clipping, standing, starting again."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atomtrain.swarm.anchors import AnchorStore, Merge
+from atomtrain.swarm.guards import Guard, Standing
+from atomtrain.swarm.reduction import SliceReduction
+
+
+def _random(seed: int, count: int, elements: int = 100) -> dict[int, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {i: torch.randn(elements, generator=generator) for i in range(count)}
+
+
+def test_an_outlier_is_rejected_and_the_rest_counts() -> None:
+    values = _random(1, 5)
+    values[3] = values[3] * 30
+    reduction = SliceReduction(100, [10] * 5, Guard(limit=10))
+    for member, contribution in values.items():
+        assert reduction.add(member, contribution)
+    contributors, mean = reduction.close()
+    assert contributors == (0, 1, 2, 4)
+    assert mean is not None
+    torch.testing.assert_close(mean, sum(values[i] for i in contributors) / 4)
+    assert "median norm" in reduction.rejected[3]
+
+
+def test_more_tokens_may_change_more_but_only_in_proportion() -> None:
+    values = _random(2, 4)
+    values[0] = values[0] * 30
+    guard = Guard(limit=10)
+    assert guard.too_large(values, [400, 100, 100, 100]) == {}
+    assert set(guard.too_large(values, [200, 100, 100, 100])) == {0}
+    values[0] = values[0] * 10
+    assert set(guard.too_large(values, [10**9, 100, 100, 100])) == {0}, "whatever it claims"
+
+
+def test_too_little_evidence_is_none() -> None:
+    guard = Guard(limit=10)
+    two, small = _random(3, 2), _random(3, 5, elements=8)
+    two[0], small[0] = two[0] * 1000, small[0] * 1000
+    assert guard.too_large(two, [1, 1]) == {}
+    assert guard.too_large(small, [1] * 5) == {}
+    frozen = {i: torch.zeros(100) for i in range(4)}
+    assert guard.too_large(frozen, [1] * 4) == {}
+    assert Guard().too_large({**_random(4, 4), 0: torch.full((100,), 1e20)}, [1] * 4) == {}
+
+
+def test_a_mean_far_above_what_a_member_gave_is_not_taken() -> None:
+    guard, own = Guard(limit=10), torch.ones(100)
+    assert not guard.mean_too_large(own * 9, own, 5, [5, 5])
+    assert guard.mean_too_large(own * 11, own, 5, [5, 5])
+    assert not guard.mean_too_large(own * 11, own, 5, [5, 10])
+    assert not guard.mean_too_large(own * 11, own, 0, [5, 5]), "no part, no judgement"
+    assert not guard.mean_too_large(own * 11, own * 0, 5, [5, 5])
+
+
+@given(st.integers(0, 10**6), st.integers(3, 9))
+def test_clipping_bounds_what_one_peer_can_do(seed: int, count: int) -> None:
+    """However large a single lie, the clipped mean stays near the honest one."""
+    values = _random(seed, count)
+    honest = sum(values[i] for i in range(1, count)) / (count - 1)
+    results = []
+    for lie in (1e3, 1e12):
+        values[0] = torch.full((100,), lie)
+        results.append(Guard(mean="clipped").mean_of(values, [1] * count))
+        assert float((results[-1] - honest).norm()) < 2.5 * math.sqrt(100)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-2, atol=1e-2)
+
+
+def test_clipping_among_equals_is_the_mean() -> None:
+    values = {i: torch.ones(50) * 3 for i in range(5)}
+    mean = Guard(mean="clipped").mean_of(values, [1, 2, 3, 4, 5])
+    torch.testing.assert_close(mean, torch.ones(50) * 3)
+
+
+def test_standing_is_lost_by_repetition_and_comes_back() -> None:
+    standing = Standing()
+    standing.observe("p", 1, rejected=True)
+    standing.observe("p", 2, rejected=False)
+    standing.observe("p", 3, rejected=True)
+    assert standing.excluded(4) == frozenset()
+    standing.observe("p", 4, rejected=True)
+    assert standing.excluded(5) == {"p"} == standing.excluded(12)
+    assert standing.excluded(13) == frozenset()
+    for round_index in (13, 14):
+        standing.observe("p", round_index, rejected=True)
+    assert standing.excluded(30) == {"p"}, "longer the next time"
+    assert standing.excluded(31) == frozenset()
+
+
+def test_starting_again_drops_what_no_anchor_contains() -> None:
+    local = torch.zeros(2)
+    store = AnchorStore((2,), momentum=False)
+    store.place(0, store.fresh(local.clone(), version=0, tokens=0))
+    store.tokens_seen = 50
+    local += 9.0
+    new = store.fresh(torch.ones(2), version=1, tokens=5)
+    store.merge(Merge(0, new, (), restart=True), local)
+    assert local.tolist() == [1.0, 1.0]
+    assert store.snapshot(0, local, torch.empty(2)).weight == 0
