@@ -23,6 +23,7 @@ from atomtrain.planning.prospect import Analysis
 CONFIG_FILE = "config.json"
 _USUAL_CONTEXT = 4096
 """Tokens of a sequence, where the model allows more: what most models are pre-trained with."""
+_LONGEST_REASON = 200
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -115,8 +116,8 @@ def _from_hugging_face(path: Path, context_tokens: int | None) -> Subject:
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM.from_config
             model = build(config)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except Exception as error:  # a class of transformers may raise anything
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
         raise AnalysisError(
             f"{file} cannot be made a model ({type(error).__name__}: {reason}); check its values"
         ) from error

@@ -1,0 +1,112 @@
+"""Models by name or by their configuration, without weights; what fits them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from atomtrain.errors import AnalysisError, ConfigError, PlanError
+from atomtrain.models import PRESETS
+from atomtrain.planning.advice import Setting
+from atomtrain.planning.catalogue import GPUS, gpu, machine_for
+from atomtrain.planning.prospect import Workload
+from atomtrain.reporting.fitting import least_fitting
+from atomtrain.reporting.report import forecaster, make_report
+from atomtrain.reporting.subject import subject
+
+GIB = 1 << 30
+LLAMA = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_presets_are_on_the_meta_device() -> None:
+    model = subject("gpt3-175b")
+    assert all(parameter.is_meta for parameter in model.model.parameters())
+    assert 174e9 < model.parameters < 176e9
+    assert model.context_tokens == 2048
+    assert subject("gpt3-175b", 512).context_tokens == 512
+
+
+def test_each_size_of_a_micro_batch_is_analysed_once() -> None:
+    model = subject("tiny")
+    assert model.analyse(2) is model.analyse(2)
+    one, two = model.analyse(1), model.analyse(2)
+    assert two.step_flops == pytest.approx(2 * one.step_flops)
+    assert one.parameters == two.parameters == model.parameters
+
+
+def test_a_hugging_face_configuration_is_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = tmp_path / "small-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    for path in (folder, folder / "config.json"):
+        model = subject(str(path))
+        assert model.name == "small-llama"
+        assert model.context_tokens == 64
+        assert all(parameter.is_meta for parameter in model.model.parameters())
+    analysis = subject(str(folder), 32).analyse(2)
+    assert len(analysis.chain.layers) >= 3
+    assert analysis.parameters == sum(p.numel() for p in analysis.chain.parameters)
+    with pytest.raises(ConfigError, match="at most 64 tokens"):
+        subject(str(folder), 65)
+
+
+def test_a_configuration_that_makes_no_model_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, "hidden_size": "wide"}))
+    with pytest.raises(AnalysisError, match="cannot be made a model"):
+        subject(str(file))
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean .gpt3-6\.7b."):
+        subject("gpt3-6.7")
+    with pytest.raises(ConfigError, match=r"nowhere\.json cannot be read"):
+        subject("nowhere.json")
+
+
+def test_every_preset_can_be_asked_for() -> None:
+    for name in PRESETS:
+        assert subject(name).name == name
+
+
+def setting_of(name: str, **fields: int) -> Setting:
+    card = gpu(name)
+    machine = dataclasses.replace(machine_for(card, 64 * GIB), **fields)
+    return Setting(machine=machine, workload=Workload(context_tokens=64), card=card)
+
+
+def test_the_least_machine_that_fits_really_fits_and_the_next_smaller_does_not() -> None:
+    model = subject("demo", 64)
+    setting = setting_of("rtx-3090", device_memory_bytes=1 << 20)
+    forecast = forecaster(model)
+    found = least_fitting(setting, forecast)
+    assert found is not None
+    memory = {card.name: card.memory_bytes for card in GPUS.values()}
+    assert memory[found.cards[0]] == min(memory[name] for name in found.cards)
+    for fields, fits in (
+        ({"device_memory_bytes": found.device_memory_bytes}, True),
+        ({"device_memory_bytes": 1 << 20}, False),
+    ):
+        setting = setting_of("rtx-3090", host_memory_bytes=found.host_bytes, **fields)
+        if fits:
+            assert forecast(setting).plan.host_bytes <= found.host_bytes
+        else:
+            with pytest.raises(PlanError):
+                forecast(setting)
+
+
+def test_the_report_of_what_does_not_fit_names_gpus_and_host_memory() -> None:
+    model = subject("demo", 64)
+    with pytest.raises(PlanError, match=r"--device-memory.*GPUs with memory enough: rtx-4060"):
+        make_report(model, setting_of("rtx-3090", device_memory_bytes=1 << 20))
+    with pytest.raises(PlanError, match=r"raise --host-memory to at least 1GiB"):
+        make_report(model, setting_of("rtx-3090", host_memory_bytes=1 << 20))
