@@ -142,7 +142,7 @@ def test_a_measured_machine_has_every_rate(tmp_path: Path) -> None:
 
 
 def test_measuring_a_small_device_behind_a_slow_link(tmp_path: Path) -> None:
-    device = EmulatedDevice(64 << 10, 1e6)
+    device = EmulatedDevice(1 << 10, 1e6)
     try:
         machine = measure_machine(device, tmp_path)
     finally:

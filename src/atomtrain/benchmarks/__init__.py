@@ -40,6 +40,9 @@ REGISTRY: dict[str, Benchmark] = {
     "network": Benchmark(
         "atomtrain.benchmarks.network", "ATOM against a pipeline on links from fast to slow"
     ),
+    "plan": Benchmark(
+        "atomtrain.benchmarks.plan", "predicted against measured step time and memory peaks"
+    ),
     "churn": Benchmark(
         "atomtrain.benchmarks.churn", "training while peers are killed and new ones join"
     ),

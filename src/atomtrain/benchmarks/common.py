@@ -128,6 +128,8 @@ def _flat(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for key, value in result.items():
         if isinstance(value, Mapping):
             rows += _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            rows += _flat({str(i): item for i, item in enumerate(value)}, f"{prefix}{key}.")
         else:
             rows.append((f"{prefix}{key}", value))
     return rows

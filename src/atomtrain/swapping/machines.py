@@ -15,6 +15,7 @@ from atomtrain.planning.catalogue import Gpu, gpu_reported_as, machine_for
 from atomtrain.planning.machine import Machine
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.overhead import emulated_visit_s
 from atomtrain.swapping.probes import (
     Stolen,
     host_copy_bytes_per_s,
@@ -26,10 +27,11 @@ from atomtrain.swapping.probes import (
 
 _STEALING_COPY_S = 0.01
 _QUICK_PARAMETERS = 1 << 18
+_ENOUGH_BYTES = 1 << 30
 
 
 def measure_machine(device: Device, folder: Path | None = None) -> Machine:
-    """Return this machine's rates, measured; takes about a second.
+    """Return this machine's rates, measured; takes a second or two.
 
     Args:
         device: Idle, with a quarter of its budget free.
@@ -52,6 +54,7 @@ def measure_machine(device: Device, folder: Path | None = None) -> Machine:
         both_ways_share=pinned.both_ways_share,
         compute_s_per_copied_byte=lost.s_per_copied_byte,
         compute_s_per_update=lost.s_per_update,
+        visit_s=emulated_visit_s() if emulated else 0.0,
         copy_s=pinned.copy_s,
         load_pageable_bytes_per_s=pageable.load_bytes_per_s if pageable else None,
         unload_pageable_bytes_per_s=pageable.unload_bytes_per_s if pageable else None,
@@ -113,12 +116,13 @@ def budget_bytes(device: Device) -> int:
 def _quiet(device: Device) -> Iterator[Device]:
     """Give a device whose streams run nothing but the measurements.
 
-    Tests slow the streams of emulated devices on purpose.
+    Tests slow the streams of emulated devices on purpose, and give them less memory than a
+    measurement takes.
     """
     if not isinstance(device, EmulatedDevice):
         yield device
         return
-    twin = EmulatedDevice(device.memory_bytes, device.link_bytes_per_s)
+    twin = EmulatedDevice(_ENOUGH_BYTES, device.link_bytes_per_s)
     try:
         yield twin
     finally:

@@ -1,0 +1,202 @@
+"""Predictions against reality: step time, device peak and host peak of many plans.
+
+Each case is a model, a budget and a link. The machine and the layers are profiled as for any user;
+then a fresh process makes its plan from that profile and trains. What is compared:
+
+- *Step time*: the plan's prediction with the median of the timed steps.
+- *Device peak*: the plan's prediction with the most that the emulated device had in use; it counts
+  every storage.
+- *Host peak*: the plan's host bytes with the growth of the process's resident set over training.
+  The emulated device's memory is host memory, so both sides contain the device's peak.
+
+Prediction errors are shares of the measured value: above 0 the plan promised too much use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
+from atomtrain.benchmarks.plan_case import PlanCase, prepare
+from atomtrain.errors import AtomError, ConfigError
+from atomtrain.units import format_bytes, format_seconds
+
+_CASE_DEADLINE_S = 600.0
+_MIB = 2**20
+_EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""glibc keeps much of what was freed for later, within the resident set. So a second process, whose
+times do not count, gives it back at once: then what is resident is what is in use."""
+_MEASURES = ("step_s", "device_peak_bytes", "host_peak_bytes")
+
+
+class BenchmarkError(AtomError):
+    """A case's process failed or hung."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSetup:
+    """Inputs of the benchmark."""
+
+    cases: tuple[PlanCase, ...]
+    steps: int = 9
+    """Timed steps of each case; at least 1."""
+    warmup_steps: int = 2
+    """Steps before them; at least 1, because the first one touches memory."""
+    threads: int | None = None
+    """CPU threads of compute; `None` is torch's default."""
+
+    def __post_init__(self) -> None:
+        if not self.cases:
+            raise ConfigError("there are no cases; give at least one")
+        for name in ("steps", "warmup_steps", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+
+
+FULL = PlanSetup(
+    cases=(
+        # Compute-bound: a fast link, or much to compute for each byte.
+        PlanCase(layers=8, width=384, micro_batches=4, link_bytes_per_s=4096 * _MIB),
+        PlanCase(layers=4, width=768, sequence_tokens=128, sequences=2, micro_batches=4),
+        PlanCase(layers=16, width=256, micro_batches=4, link_bytes_per_s=2048 * _MIB),
+        PlanCase(layers=6, width=512, sequence_tokens=512, sequences=1, micro_batches=3),
+        PlanCase(layers=12, width=320, sequences=4, tied=False, state_per_budget=8),
+        # Large vocabularies: one weight is a third of the model.
+        PlanCase(
+            layers=6, width=256, vocabulary=16384, sequences=1, micro_batches=6,
+            state_per_budget=1.5,
+        ),
+        PlanCase(
+            layers=6, width=384, vocabulary=12000, tied=False, sequences=1, micro_batches=4,
+            state_per_budget=2,
+        ),
+        # In between.
+        PlanCase(layers=8, width=512, sequences=1, link_bytes_per_s=512 * _MIB),
+        PlanCase(layers=10, width=384, micro_batches=1, sequences=4, link_bytes_per_s=384 * _MIB),
+        PlanCase(layers=24, width=192, micro_batches=2, link_bytes_per_s=256 * _MIB),
+        # Link-bound.
+        PlanCase(layers=8, width=512, sequences=1, micro_batches=1, link_bytes_per_s=192 * _MIB),
+        PlanCase(layers=12, width=256, sequences=1, micro_batches=2, link_bytes_per_s=96 * _MIB),
+        PlanCase(
+            layers=4, width=640, vocabulary=4096, tied=False, sequences=1, micro_batches=2,
+            link_bytes_per_s=128 * _MIB, state_per_budget=3,
+        ),
+    )
+)  # fmt: skip
+QUICK = PlanSetup(
+    cases=(
+        PlanCase(layers=6, width=256, micro_batches=2),
+        PlanCase(
+            layers=4, width=256, vocabulary=8192, sequences=1, micro_batches=4, state_per_budget=1.5
+        ),
+        PlanCase(layers=8, width=256, sequences=1, micro_batches=1, link_bytes_per_s=128 * _MIB),
+    ),
+    steps=5,
+)  # fmt: skip
+
+
+def run(options: BenchmarkOptions, setup: PlanSetup | None = None) -> Result:
+    """Measure, and return the keys of the benchmarks' contract and the inputs.
+
+    Args:
+        options: `quick` runs fewer and smaller cases.
+        setup: Inputs of one's own.
+
+    Raises:
+        PlanError: a case's budget is too small for its model.
+        BenchmarkError: a case's process failed.
+    """
+    setup = setup or (QUICK if options.quick else FULL)
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="atom-bench-plan-") as folder:
+        for index, case in enumerate(setup.cases):
+            row = _run_case(case, setup, Path(folder))
+            progress(f"case {index + 1} of {len(setup.cases)}: {_sentence(row)}")
+            rows.append(row)
+    return {
+        "cases": rows,
+        **_summary(rows),
+        "threads": torch.get_num_threads(),
+        "inputs": asdict(setup),
+        **description(),
+    }
+
+
+def _run_case(case: PlanCase, setup: PlanSetup, folder: Path) -> Result:
+    """Profile in this process, then plan and train in fresh ones, whose growth is their own."""
+    prepare(case, folder)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    row = _trained(case, setup.steps, setup.warmup_steps, environment)
+    memory = _trained(case, 1, setup.warmup_steps, {**environment, **_EXACT_MEMORY})
+    row["measured_host_peak_bytes"] = memory["measured_host_peak_bytes"]
+    for name in _MEASURES:
+        share = row[f"predicted_{name}"] / row[f"measured_{name}"] - 1
+        row[f"{name.removesuffix('_s').removesuffix('_bytes')}_error_share"] = share
+    return {**asdict(case), **row}
+
+
+def _trained(case: PlanCase, steps: int, warmup_steps: int, environment: dict[str, str]) -> Result:
+    order = {
+        "case": asdict(case),
+        "steps": steps,
+        "warmup_steps": warmup_steps,
+        "threads": torch.get_num_threads(),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "atomtrain.benchmarks.plan_case", json.dumps(order)],
+            capture_output=True,
+            text=True,
+            timeout=_CASE_DEADLINE_S,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BenchmarkError(f"{case} did not end within {_CASE_DEADLINE_S:g} s") from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["it left no message"]
+        raise BenchmarkError(f"the process of {case} failed: {lines[-1]}")
+    row: Result = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def _summary(rows: Sequence[Result]) -> Result:
+    step = [abs(row["step_error_share"]) for row in rows]
+    device = [row["device_peak_error_share"] for row in rows]
+    host = [row["host_peak_error_share"] for row in rows]
+    return {
+        "largest_step_error_share": max(step),
+        "median_step_error_share": statistics.median(step),
+        "largest_device_peak_error_share": max(map(abs, device)),
+        "least_device_peak_error_share": min(device),
+        "largest_host_peak_error_share": max(map(abs, host)),
+        "least_host_peak_error_share": min(host),
+    }
+
+
+def _sentence(row: dict[str, Any]) -> str:
+    return (
+        f"{row['layers']} layers of {row['width']}, bound by {row['bound']}: step "
+        f"{format_seconds(row['predicted_step_s'])} predicted, "
+        f"{format_seconds(row['measured_step_s'])} measured ({row['step_error_share']:+.1%}); "
+        f"device {format_bytes(row['measured_device_peak_bytes'])} "
+        f"({row['device_peak_error_share']:+.1%}), "
+        f"host {format_bytes(row['measured_host_peak_bytes'])} "
+        f"({row['host_peak_error_share']:+.1%})"
+    )

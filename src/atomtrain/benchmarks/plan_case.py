@@ -1,0 +1,193 @@
+"""One case of the benchmark `plan`: profiled in the caller's process, trained in one of its own.
+
+`python -m atomtrain.benchmarks.plan_case JSON` trains and prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import atomtrain
+from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.benchmarks.common import Result
+from atomtrain.errors import ConfigError
+from atomtrain.models import GPT, GPTConfig
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.profiling import take_profile
+
+MicroBatches = list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCase:
+    """A model, its steps, and the device that it is trained on."""
+
+    layers: int
+    """Blocks of the GPT."""
+    width: int
+    vocabulary: int = 2048
+    tied: bool = True
+    """Embedding and head share their weight."""
+    sequence_tokens: int = 128
+    sequences: int = 2
+    """Sequences in a micro-batch."""
+    micro_batches: int = 4
+    """Micro-batches in a step."""
+    state_per_budget: float = 5.0
+    """Parameters, gradients and moments in multiples of the device budget; above 0."""
+    link_bytes_per_s: float = 1024.0 * 2**20
+    """Emulated link, each direction."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name not in ("seed", "tied") and not value > 0:
+                raise ConfigError(f"{name} must be positive, not {value}")
+
+
+def prepare(case: PlanCase, folder: Path) -> None:
+    """Profile the case's machine and layers into the cache under `folder`."""
+    model = _model(case)
+    example = _step_data(case)[0]
+    traced = chain_of(model, example)
+    inputs = traced.bind(example)
+    costs = layer_costs(traced.chain, inputs)
+    with _opened(case, model) as device:
+        take_profile(device, traced.chain, costs, inputs, folder=folder / "atomtrain" / "profiles")
+
+
+def train(case: PlanCase, steps: int, warmup_steps: int) -> Result:
+    """Plan and train; return what was predicted and what was measured."""
+    _warm_up()
+    before_bytes = _memory_bytes("VmRSS")
+    model = _model(case)
+    data = [_step_data(case) for _ in range(3)]
+    seconds: list[float] = []
+    peak_bytes = 0
+    with _opened(case, model) as device:
+        engine = atomtrain.swap(
+            model,
+            data[0][0],
+            optimizer=_adamw,
+            device=device,
+            options=atomtrain.Options(micro_batches=case.micro_batches),
+        )
+        _forget_peak()
+        for step in range(warmup_steps + steps):
+            started_s = time.perf_counter()
+            engine.step(data[step % len(data)])
+            if step >= warmup_steps:
+                seconds.append(time.perf_counter() - started_s)
+            assert engine.last is not None
+            peak_bytes = max(peak_bytes, engine.last.device_peak_bytes)
+        engine.synchronize()
+        host_bytes = _memory_bytes("VmHWM") - before_bytes
+        plan = engine.plan
+        engine.close()
+    return {
+        "predicted_step_s": plan.step_s,
+        "measured_step_s": statistics.median(seconds),
+        "predicted_device_peak_bytes": plan.device_peak_bytes,
+        "measured_device_peak_bytes": peak_bytes,
+        "predicted_host_peak_bytes": plan.host_bytes + plan.device_peak_bytes,
+        "measured_host_peak_bytes": host_bytes,
+        "steps_s": seconds,
+        "device_budget_bytes": plan.device_memory_bytes,
+        "bound": plan.bound,
+        "forward_segments": len(plan.forward_bounds) - 1,
+        "backward_segments": plan.segments,
+        "resident_blocks": len(plan.resident_blocks),
+        "recomputed_layers": plan.recomputed_layers,
+        "boundary": plan.boundary,
+    }
+
+
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def _model(case: PlanCase) -> GPT:
+    torch.manual_seed(case.seed)
+    heads = max(1, case.width // 64)
+    model = GPT(
+        GPTConfig(
+            layers=case.layers,
+            width=case.width,
+            heads=heads,
+            head_width=case.width // heads,
+            vocabulary=case.vocabulary,
+            context=case.sequence_tokens,
+        )
+    )
+    if not case.tied:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
+def _step_data(case: PlanCase) -> MicroBatches:
+    shape = (case.sequences, case.sequence_tokens + 1)
+    batches = (torch.randint(case.vocabulary, shape) for _ in range(case.micro_batches))
+    return [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in batches]
+
+
+@contextmanager
+def _opened(case: PlanCase, model: GPT) -> Iterator[Device]:
+    state_bytes = 4 * sum(p.numel() * p.element_size() for p in model.parameters())
+    budget_bytes = int(state_bytes / case.state_per_budget)
+    device = open_device(f"emulated:{int(case.link_bytes_per_s)}B/s", budget_bytes)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def _warm_up() -> None:
+    """Train a tiny model, so that what libraries load and keep is there before the case begins."""
+    case = PlanCase(layers=2, width=64, vocabulary=64, sequence_tokens=16, micro_batches=2)
+    model = _model(case)
+    with atomtrain.swap(
+        model,
+        _step_data(case)[0],
+        optimizer=_adamw,
+        device="emulated",
+        options=atomtrain.Options(micro_batches=case.micro_batches, profile=False),
+    ) as engine:
+        for _ in range(3):
+            engine.step(_step_data(case))
+
+
+def _memory_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise ConfigError(f"/proc/self/status has no {field}; this benchmark needs Linux")
+
+
+def _forget_peak() -> None:
+    """Let the kernel start a new peak of the resident set."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def main() -> None:
+    """Run one case as the command line says."""
+    order: dict[str, Any] = json.loads(sys.argv[1])
+    torch.set_num_threads(order["threads"])
+    result = train(PlanCase(**order["case"]), order["steps"], order["warmup_steps"])
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

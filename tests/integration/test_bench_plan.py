@@ -1,0 +1,60 @@
+"""The benchmark `plan`: predictions beside measurements, case by case. No time is asserted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from atomtrain.benchmarks import plan
+from atomtrain.benchmarks.common import BenchmarkOptions
+from atomtrain.benchmarks.plan import BenchmarkError, PlanSetup
+from atomtrain.benchmarks.plan_case import PlanCase
+from atomtrain.errors import ConfigError
+
+TINY = PlanCase(
+    layers=3, width=32, vocabulary=64, sequence_tokens=8, micro_batches=2, state_per_budget=2,
+    link_bytes_per_s=1e9,
+)  # fmt: skip
+
+
+def test_a_case_is_predicted_and_measured() -> None:
+    setup = PlanSetup(cases=(TINY,), steps=2, warmup_steps=1, threads=1)
+    result = plan.run(BenchmarkOptions(), setup)
+    assert {"machine", "versions", "inputs", "cases"} <= set(result)
+    (case,) = result["cases"]
+    for name in ("step_s", "device_peak_bytes", "host_peak_bytes"):
+        assert case[f"predicted_{name}"] > 0
+        assert case[f"measured_{name}"] > 0
+    assert case["measured_device_peak_bytes"] <= case["predicted_device_peak_bytes"]
+    assert case["predicted_device_peak_bytes"] <= case["device_budget_bytes"]
+    share = case["predicted_step_s"] / case["measured_step_s"] - 1
+    assert case["step_error_share"] == pytest.approx(share)
+    assert result["largest_step_error_share"] == pytest.approx(abs(share))
+    assert len(case["steps_s"]) == 2
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_case_that_cannot_be_planned_says_so() -> None:
+    impossible = dataclasses.replace(TINY, state_per_budget=1000.0)
+    with pytest.raises(BenchmarkError, match="PlanError: no plan fits"):
+        plan.run(BenchmarkOptions(), PlanSetup(cases=(impossible,), steps=1, threads=1))
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no cases"):
+        PlanSetup(cases=())
+    with pytest.raises(ConfigError, match="steps must be at least 1"):
+        PlanSetup(cases=(TINY,), steps=0)
+    with pytest.raises(ConfigError, match="width must be positive"):
+        PlanCase(layers=1, width=0)
+
+
+def test_the_contract_has_its_dozen_cases() -> None:
+    cases = plan.FULL.cases
+    assert len(set(cases)) == len(cases) >= 12
+    assert {case.tied for case in cases} == {True, False}
+    assert len({case.link_bytes_per_s for case in cases}) >= 6
+    assert len({case.width for case in cases}) >= 6
+    assert len(plan.QUICK.cases) < len(cases)
