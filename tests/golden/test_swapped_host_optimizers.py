@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from reference import assert_equal_training, train, twin
 from torch import Tensor, nn
 
 import atomtrain
+from atomtrain.checkpoint import load_latest, save
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import AdamW, Muon, Schedule, decay_groups, muon_groups
 from atomtrain.optimizers import moments as moments_module
+from atomtrain.training.state import restore, shards_of
 
 STEPS = 4
 FACTORIES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -98,24 +101,16 @@ def test_a_shared_weight_and_a_schedule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_the_engines_state_can_be_saved_and_loaded(name: str) -> None:
-    """Parameters and optimizer state by name are all that a resumed run needs."""
+def test_a_checkpoint_brings_every_format_back(name: str, tmp_path: Path) -> None:
     factory, steps = FACTORIES[name], token_batches(1)
-    model = gpt(tied=True)
-    with swap(model, steps[0][0], factory) as engine:
+    with swap(gpt(tied=True), steps[0][0], factory) as engine:
         for step in steps[:2]:
             engine.step(step)
-        saved = {key: value.clone() for key, value in engine.state_dict().items()}
-        state = {
-            parameter: {key: value.clone() for key, value in values.items()}
-            for parameter, values in engine.optimizer_state().items()
-        }
+        save(tmp_path, 2, shards_of(engine), {})
         expected = [engine.step(step) for step in steps[2:]]
         end = {key: value.clone() for key, value in engine.state_dict().items()}
-    again = gpt(tied=True)
-    with swap(again, steps[0][0], factory) as engine:
-        engine.load_state_dict(saved)
-        engine.load_optimizer_state(state)
+    with swap(gpt(tied=True), steps[0][0], factory) as engine:
+        restore(engine, load_latest(tmp_path))
         assert [engine.step(step) for step in steps[2:]] == expected
         for key, value in engine.state_dict().items():
             assert torch.equal(value, end[key])
