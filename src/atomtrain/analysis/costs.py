@@ -6,6 +6,7 @@ device uses; only the data are missing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,13 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode
 
 from atomtrain.analysis.chain import Chain, Layer
+from atomtrain.analysis.flops import more_counters
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.errors import AnalysisError
 
@@ -35,6 +33,8 @@ class LayerCost:
     """Elements, shared weights counted at each user."""
     parameter_bytes: int
     buffer_bytes: int
+    """Of buffers that no layer before it has, so that the sum counts each once; of all its buffers
+    if it changes them."""
     forward_flops: int
     backward_flops: int
     """Of backward alone, without recomputing."""
@@ -120,6 +120,7 @@ def layer_costs(
     measured: dict[Any, tuple[LayerCost, tuple[ValueSpec, ...]]] = {}
     kinds: dict[Any, str] = {}
     costs = []
+    seen: set[int] = set()
     for layer in chain.layers:
         specs = [values[name] for name in layer.reads]
         key = _signature(layer, specs)
@@ -130,13 +131,21 @@ def layer_costs(
             except RuntimeError as error:
                 raise AnalysisError(_cannot_run(layer, specs, error)) from error
         cost, written = measured[key]
-        costs.append(LayerCost(**{**cost.__dict__, "name": layer.name}))
+        if not cost.changes_buffers:
+            cost = dataclasses.replace(cost, buffer_bytes=_fresh_bytes(layer, seen))
+        seen.update(id(buffer) for buffer in layer.buffers.values())
+        costs.append(dataclasses.replace(cost, name=layer.name))
         values.update(zip(layer.writes, written, strict=True))
     loss = values[chain.loss]
     if loss.dtype is None or torch.Size(loss.shape).numel() != 1:
         given = "no tensor" if loss.dtype is None else f"of shape {list(loss.shape)}"
         raise AnalysisError(f"the loss is {given}; it must be a scalar, such as a mean")
     return ChainCosts(tuple(costs), values)
+
+
+def _fresh_bytes(layer: Layer, seen: set[int]) -> int:
+    fresh = {id(b): b for b in layer.buffers.values() if id(b) not in seen}.values()
+    return sum(buffer.numel() * buffer.element_size() for buffer in fresh)
 
 
 def _cannot_run(layer: Layer, specs: Sequence[ValueSpec], error: RuntimeError) -> str:
@@ -202,7 +211,7 @@ def _measure(
             forward_bytes = tracker.peak_bytes
         changes = any(tensors[name]._version for name in layer.buffers)
         del written
-        with tracker, FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as flops:
+        with tracker, FlopCounterMode(display=False, custom_mapping=more_counters()) as flops:
             tracker.reset_peak()
             before_bytes = tracker.live_bytes
             written = layer.run(tensors, arguments)
@@ -240,21 +249,6 @@ def _measure(
         random=tracker.random,
     )
     return cost, out
-
-
-def _attention_flops(*shapes: Any, **_: Any) -> int:
-    return int(sdpa_flop_count(*shapes[:3]))
-
-
-def _attention_backward_flops(*shapes: Any, **_: Any) -> int:
-    return int(sdpa_backward_flop_count(*shapes[:4]))
-
-
-# torch counts the kernels of GPUs, but not the CPU's.
-_CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
 
 
 def _fake_tensors(layer: Layer, device: torch.device) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ operations as the model, backward included, bit for bit.
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -98,6 +99,18 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause the garbage collector: the many small objects of a graph cost a quarter more time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def loss_in(output: Any) -> Tensor:
     """Return the `.loss` (or the entry `loss`) of what a model returns.
 
@@ -153,7 +166,7 @@ def export(
     for as_eager in (True, False):
         recorded = _Recorded(model, call, own_loss, as_eager)
         try:
-            with torch.set_grad_enabled(grad), _quiet():
+            with torch.set_grad_enabled(grad), _quiet(), _without_collector():
                 program = torch.export.export(recorded, given, strict=False)
             break
         except AtomError:
