@@ -21,6 +21,7 @@ from atomtrain.planning.catalogue import (
     machine_for,
     pcie_bytes_per_s,
 )
+from atomtrain.reporting import hardware_page
 
 GIB = 1 << 30
 
@@ -159,3 +160,10 @@ def test_estimates_of_unknown_things_are_refused(costs) -> None:
         estimate_times(costs, "voodoo2")
     with pytest.raises(ConfigError, match="no units for 'fp12'"):
         estimate_times(costs, "h100", "fp12")
+
+
+def test_the_page_shows_the_catalogue_as_it_is() -> None:
+    page = hardware_page.PAGE.read_text(encoding="utf-8")
+    assert hardware_page.with_tables(page) == page
+    for name in (*GPUS, *HOSTS):
+        assert f"`{name}`" in page
