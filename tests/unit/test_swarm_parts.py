@@ -123,6 +123,34 @@ def test_agenda_accepts_one_round_at_a_time_and_never_an_old_one() -> None:
     assert agenda.fragment(5) == 2
 
 
+def test_measured_pace_is_the_fewest_steps_that_leave_a_fifth_of_the_time() -> None:
+    agenda = Agenda(fragments=3, local_steps_per_round=0)
+    assert agenda.steps_per_fragment == 10, "until something is measured"
+    agenda.pace(0.0, 0.5)
+    assert agenda.steps_per_fragment == 10
+    agenda.pace(4.0, 0.5)
+    assert agenda.steps_per_fragment == 10
+    agenda.pace(4.1, 0.5)
+    assert agenda.steps_per_fragment == 11
+    agenda.pace(0.001, 0.5)
+    assert agenda.steps_per_fragment == 1
+    agenda.pace(1e6, 0.5)
+    assert agenda.steps_per_fragment == 500 // 3
+    fixed = Agenda(fragments=3, local_steps_per_round=6)
+    fixed.pace(1e6, 0.5)
+    assert fixed.steps_per_fragment == 2
+
+
+def test_one_slow_round_does_not_change_the_pace() -> None:
+    timing = RoundTiming(floor_s=5.0, ceiling_s=100.0, slowest_bytes_per_s=1e6)
+    timing.observe_round(1.0)
+    assert timing.round_s == 0.0
+    timing.observe_round(60.0)
+    assert timing.round_s == 1.0
+    timing.observe_round(2.0)
+    assert timing.round_s == 2.0
+
+
 def test_deadlines_follow_measurements_between_floor_and_ceiling() -> None:
     timing = RoundTiming(floor_s=5.0, ceiling_s=100.0, slowest_bytes_per_s=1e6)
     assert timing.answer_s([]) == 5.0
@@ -229,7 +257,7 @@ def test_garbage_is_no_manifest(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("run", "a b"), ("run", ""), ("listen_port", 70000), ("outer_momentum", 1.0),
-     ("local_steps_per_round", 0), ("wire", "int5"), ("expiry_s", 0.1), ("stall_s", 0.0)],
+     ("local_steps_per_round", -1), ("wire", "int5"), ("expiry_s", 0.1), ("stall_s", 0.0)],
 )  # fmt: skip
 def test_config_says_which_field_is_wrong(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=repr(value).replace(".", r"\.")):

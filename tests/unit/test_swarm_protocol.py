@@ -99,7 +99,8 @@ def test_garbage_is_no_record(data: bytes) -> None:
 def test_record_round_trip_and_impostor() -> None:
     record = PeerRecord(
         peer_id="p", name="n", state="training", sequence=1.5, addresses=("a",), next_round=3,
-        steps=4, tokens=5, tokens_per_s=6.0, step_s=0.1, stamps=(Stamp(1, 2, "d"), None),
+        steps=4, tokens=5, tokens_per_s=6.0, step_s=0.1, round_s=0.2,
+        stamps=(Stamp(1, 2, "d"), None),
     )  # fmt: skip
     assert PeerRecord.decode("p", record.encode(), 2) == record
     for peer_id, count in (("q", 2), ("p", 3)):

@@ -108,6 +108,31 @@ def test_momentum_reaches_newcomers() -> None:
     run_virtual(scenario)
 
 
+def test_pace_follows_the_link() -> None:
+    """With steps per round left to measurement, rounds fill most of the time, and not all."""
+
+    async def scenario() -> None:
+        paces = []
+        for delay_s in (0.02, 2.0):
+            simulation = Simulation((40, 40), 8, delay_s, local_steps_per_round=0)
+            for name in ("a", "b", "c"):
+                await simulation.add(name, step_s=0.25)
+            await asyncio.sleep(150)
+            reports = simulation.peers["a"].reports[-6:]
+            assert {report.outcome for report in reports} == {"averaged"}
+            steps = [peer.service.context.agenda.steps_per_fragment for peer in
+                     simulation.peers.values()]  # fmt: skip
+            assert len(set(steps)) == 1, "the same records, the same pace"
+            longest_s = simulation.peers["a"].service.context.timing.round_s
+            assert longest_s <= 0.8 * 0.25 * steps[0] * 1.5
+            paces.append(steps[0])
+            assert await _settle(simulation, 60)
+            simulation.check_means()
+        assert paces[0] < paces[1]
+
+    run_virtual(scenario)
+
+
 def test_leader_dies_while_it_tells_its_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who did not hear it finds the new anchor, and knows that its contribution is in it."""
     told: list[str] = []

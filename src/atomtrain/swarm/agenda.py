@@ -6,7 +6,14 @@ Plain bookkeeping: no clock of its own, no streams.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
+
+MEASURED = 0
+"""Local steps per round that stand for: as measurements say."""
+_BUSY_SHARE = 0.8
+_STEPS_MAX = 500
+_STEPS_UNMEASURED = 30
 
 
 def lead_order(run: str, round_index: int, peers: Iterable[str]) -> list[str]:
@@ -29,11 +36,13 @@ class Agenda:
     """
 
     def __init__(self, *, fragments: int, local_steps_per_round: int) -> None:
-        """Start at round 0."""
+        """Start at round 0; `local_steps_per_round` may be `MEASURED`, see `pace`."""
         self.next_round = 0
         self.running_round = -1
         self._fragments = fragments
-        self._steps_per_fragment = max(1, local_steps_per_round // fragments)
+        self._measured = local_steps_per_round == MEASURED
+        steps = _STEPS_UNMEASURED if self._measured else local_steps_per_round
+        self._steps_per_fragment = max(1, steps // fragments)
         self._steps = 0
         self._running: str | None = None
         self._attempts = 0
@@ -42,6 +51,23 @@ class Agenda:
     def fragment(self, round_index: int) -> int:
         """Return the fragment that a round averages."""
         return round_index % self._fragments
+
+    @property
+    def steps_per_fragment(self) -> int:
+        """Local steps from one round to the next."""
+        return self._steps_per_fragment
+
+    def pace(self, round_s: float, step_s: float) -> None:
+        """Take the time of a round, and of the fastest member's steps; 0 is not measured yet.
+
+        Where steps per round are to be measured, they become the fewest with which a round fills at
+        most 0.8 of the time until the next one. That decides only when this peer proposes a round,
+        so peers whose measurements differ for a while do no harm; the fastest sets the pace.
+        """
+        if not self._measured or round_s <= 0 or step_s <= 0:
+            return
+        most = max(1, _STEPS_MAX // self._fragments)
+        self._steps_per_fragment = min(max(1, math.ceil(round_s / (_BUSY_SHARE * step_s))), most)
 
     def add_steps(self, steps: int) -> None:
         """Count local steps."""

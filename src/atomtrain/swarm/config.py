@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.errors import ConfigError, SwarmError, nearest
+from atomtrain.swarm.agenda import MEASURED
 from atomtrain.swarm.codec import codec_named
 from atomtrain.swarm.guards import MEANS, Guard
 from atomtrain.swarm.outer import OuterUpdate
@@ -40,7 +41,8 @@ class SwarmConfig:
     identity_path: Path | None = None
     """File with this peer's key, made if absent; None: a new identity at each start."""
     local_steps_per_round: int = 30
-    """Local steps (H) in which every fragment is averaged once; at least 1."""
+    """Local steps (H) in which every fragment is averaged once; 0: as few as the measured times of
+    rounds and steps allow, see `Agenda.pace`."""
     outer_learning_rate: float = 1.0
     """Factor on a round's mean change; above 0, at most 2."""
     outer_momentum: float = 0.0
@@ -83,10 +85,10 @@ class SwarmConfig:
         _check(len(self.name) <= 64, "name", self.name, "at most 64 characters")
         _check(0 <= self.listen_port < 65536, "listen_port", self.listen_port, "0 to 65535")
         _check(
-            self.local_steps_per_round >= 1,
+            self.local_steps_per_round >= MEASURED,
             "local_steps_per_round",
             self.local_steps_per_round,
-            "at least 1",
+            "at least 1, or 0 for as measured",
         )
         lr, momentum = self.outer_learning_rate, self.outer_momentum
         _check(0 < lr <= 2, "outer_learning_rate", lr, "above 0, at most 2")
@@ -119,7 +121,7 @@ class Rules:
     """What all peers of a run must do alike for their anchors to stay equal bit for bit."""
 
     local_steps_per_round: int = 30
-    """Local steps in which every fragment is averaged once."""
+    """Local steps in which every fragment is averaged once; 0: as measured."""
     outer_learning_rate: float = 1.0
     """See `OuterUpdate`."""
     outer_momentum: float = 0.0

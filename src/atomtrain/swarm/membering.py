@@ -82,6 +82,7 @@ class Membering:
             return
         finally:
             self._inbox.close()
+        self._context.timing.observe_round(self._loop.time() - self._started_s)
         merge, report = await self._context.offload(self._conclude, decided)
         self._context.desk.leave_merge(merge, report)
 

@@ -32,6 +32,8 @@ class PeerRecord:
     tokens: int
     tokens_per_s: float
     step_s: float
+    round_s: float
+    """Time of this peer's recent rounds; 0: not measured yet."""
     stamps: tuple[Stamp | None, ...]
 
     def encode(self) -> bytes:
@@ -64,6 +66,7 @@ class PeerRecord:
                 tokens=int(_number(body["tokens"])),
                 tokens_per_s=_number(body["tokens_per_s"]),
                 step_s=_number(body["step_s"]),
+                round_s=_number(body["round_s"]),
                 stamps=tuple(_stamp(item) for item in body["stamps"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

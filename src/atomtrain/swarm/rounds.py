@@ -61,6 +61,9 @@ class Rounds:
     def on_boundary(self, steps: int) -> None:
         """Count steps; propose the next round if it is due."""
         agenda = self._context.agenda
+        members = self._context.roster.training()
+        step_s = min((record.step_s for record in members if record.step_s > 0), default=0.0)
+        agenda.pace(max((record.round_s for record in members), default=0.0), step_s)
         agenda.add_steps(steps)
         now_s = asyncio.get_running_loop().time()
         free = self._leading is None and not self._proposing

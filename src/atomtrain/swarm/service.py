@@ -132,6 +132,7 @@ class Service:
             tokens=progress.tokens,
             tokens_per_s=progress.tokens_per_s,
             step_s=progress.step_s,
+            round_s=context.timing.round_s,
             stamps=context.desk.store.stamps(),
         )
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 _STEPS = 2.0
 _EXCHANGES = 4.0
 _REMEMBERED = 8
+_OUTLIERS = 1
 
 
 class RoundTiming:
@@ -30,6 +31,7 @@ class RoundTiming:
         self._ceiling_s = ceiling_s
         self._assumed_s_per_byte = 1 / slowest_bytes_per_s
         self._s_per_byte: deque[float] = deque(maxlen=_REMEMBERED)
+        self._rounds_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def answer_s(self, step_s: Iterable[float]) -> float:
         """Return how long members with these step times may take to hand over a snapshot."""
@@ -48,6 +50,16 @@ class RoundTiming:
     def failed(self) -> None:
         """Learn that an exchange ran into its deadline: be more patient next time."""
         self._s_per_byte.append(2 * max(self._s_per_byte, default=self._assumed_s_per_byte))
+
+    def observe_round(self, seconds: float) -> None:
+        """Learn how long a round took from invitation to decision."""
+        self._rounds_s.append(seconds)
+
+    @property
+    def round_s(self) -> float:
+        """Return the second longest of the last eight rounds; 0 before two were measured."""
+        longest = sorted(self._rounds_s, reverse=True)
+        return longest[_OUTLIERS] if len(longest) > _OUTLIERS else 0.0
 
     def _bounded(self, value_s: float) -> float:
         return min(max(value_s, self.floor_s), self._ceiling_s)
