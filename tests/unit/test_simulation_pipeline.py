@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
-from atomtrain.simulation.pipeline import Op, PipelineLink, PipelineWork, simulate_step
+from atomtrain.simulation.pipeline import Op, PipelineLink, PipelineWork, partition, simulate_step
 
 FAST = PipelineLink(bits_per_s=math.inf)
 
@@ -116,3 +117,26 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         work(2, forward_s=[1.0] * 3)
     with pytest.raises(ConfigError, match="at least 1"):
         work(2, in_flight=0)
+
+
+@given(costs=st.lists(st.floats(0.01, 10), min_size=1, max_size=7), parts=st.integers(1, 4))
+def test_parts_are_as_even_as_can_be(costs: list[float], parts: int) -> None:
+    parts = min(parts, len(costs))
+    bounds = partition(costs, parts)
+    assert bounds[0] == 0
+    assert bounds[-1] == len(costs)
+    assert all(a < b for a, b in pairwise(bounds))
+    assert worst(costs, bounds) == pytest.approx(least_worst(costs, parts))
+
+
+def worst(costs: list[float], bounds: list[int]) -> float:
+    return max(sum(costs[a:b]) for a, b in pairwise(bounds))
+
+
+def least_worst(costs: list[float], parts: int) -> float:
+    if parts == 1:
+        return sum(costs)
+    return min(
+        max(sum(costs[:cut]), least_worst(costs[cut:], parts - 1))
+        for cut in range(1, len(costs) - parts + 2)
+    )

@@ -89,6 +89,7 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
         "peer_flops_per_s": flops_per_s,
         "compute_bound_tokens_per_s": setup.peers * speeds.tokens_per_s(setup.model),
         "boundary_bits_per_flop": setup.model.boundary_bits_per_flop,
+        "simulation": _simulation(rows),
         "plan": plan,
         "inputs": setup.to_json(),
         **description(),
@@ -151,7 +152,7 @@ def _pipeline_result(found: dict[str, Any], after: Measured | None, bound: float
         "tokens_per_s_of_both": [measured.tokens_per_s for measured in both],
         "pipeline": search.best.name(),
         "step_sequences": search.sequences,
-        "predicted_step_s": search.best.predicted_s,
+        "predicted_tokens_per_s": search.predicted_tokens_per_s,
         "considered": search.considered,
         "trials": search.trials,
         "device_peak_bytes": found["device_peak_bytes"],
@@ -160,6 +161,24 @@ def _pipeline_result(found: dict[str, Any], after: Measured | None, bound: float
 
 def _plain(measured: Measured, bound: float) -> Result:
     return {**measured._asdict(), "utilisation": measured.tokens_per_s / bound}
+
+
+def _simulation(rows: list[Result]) -> Result:
+    """Return by how much the simulation was off in each measured case, as shares."""
+    errors: dict[str, list[float | None]] = {"pipeline": [], "atom": [], "round": []}
+    for row in rows:
+        for method in ("pipeline", "atom"):
+            found = row.get(method)
+            share = found["predicted_tokens_per_s"] / found["tokens_per_s"] - 1 if found else None
+            errors[method].append(share)
+        lasted = row["atom"]["round_s"] if "atom" in row else []
+        mean_s = sum(lasted) / len(lasted) if lasted else None
+        share = row["atom"]["predicted_round_s"] / mean_s - 1 if mean_s else None
+        errors["round"].append(share)
+    return {f"{name}_error_share": values for name, values in errors.items()} | {
+        f"{name}_worst_error_share": max((abs(v) for v in values if v is not None), default=None)
+        for name, values in errors.items()
+    }
 
 
 def _try(errors: list[str], measure: Any) -> Any:

@@ -12,6 +12,7 @@ from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
 from atomtrain.benchmarks.network_worker import Reply, sent_bytes
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
 from atomtrain.swarm.desk import RoundReport
+from atomtrain.swarm.leading import exchange_bytes
 from atomtrain.training.peering import EngineFragments
 
 _LEAVE_S = 3.0
@@ -66,27 +67,28 @@ class AtomPeer:
             self.engine.synchronize()
         return {
             "step_s": time.monotonic() - started_s,
-            "fragment_elements": list(self.fragments.elements),
             "plan": self.engine.plan.describe(),
         }
 
     def enter(
         self,
         run: str,
+        peers: int,
         address: str,
         join: str | None,
         local_steps: int,
         link_bytes_per_s: float,
-        longest_s: float,
     ) -> Reply:
-        """Found a run on this host's address, or join one; returns the address for others."""
+        """Found a run of `peers` on this host's address, or join one.
+
+        Returns the address for others, and what an exchange of each fragment takes.
+        """
         config = SwarmConfig(
             run=run,
             listen_host=address,
             join=() if join is None else (join,),
             local_steps_per_round=local_steps,
             slowest_link_bytes_per_s=link_bytes_per_s,
-            round_ceiling_s=longest_s,
         )
         if join is None:
             manifest = Manifest(run, self.fragments.elements)
@@ -94,7 +96,12 @@ class AtomPeer:
         else:
             self._swarm = Swarm.join(config)
             self._swarm.download(self.fragments)
-        return {"address": self._swarm.address}
+        context = self._swarm._service.context
+        count = len(self.fragments.elements)
+        return {
+            "address": self._swarm.address,
+            "exchange_bytes": [exchange_bytes(context, index, peers) for index in range(count)],
+        }
 
     def train(self, begin_s: float, start_s: float, until_s: float, least_steps: int) -> Reply:
         """Train from `begin_s` until `until_s` (this machine's monotonic clock).

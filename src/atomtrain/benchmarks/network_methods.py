@@ -24,7 +24,9 @@ from atomtrain.benchmarks.pipeline_search import (
     candidates,
     to_measure,
 )
-from atomtrain.benchmarks.shaping import INTERFACE, Link, Network
+from atomtrain.benchmarks.shaping import INTERFACE, PAYLOAD_SHARE, Link, Network
+from atomtrain.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
+from atomtrain.swarm.config import SwarmConfig
 
 _START_S = 120.0
 _GROUP_PORT = 29_500
@@ -51,6 +53,7 @@ class Search(NamedTuple):
     best: Candidate
     sequences: int
     """Sequences in a step: fewer than asked for where a step would take too long."""
+    predicted_tokens_per_s: float
     considered: int
     trials: list[dict[str, Any]]
     """`pipeline`, `predicted_tokens_per_s` and `tokens_per_s` (`None`: it failed) of each."""
@@ -67,7 +70,7 @@ class Methods:
         self._groups = 0
         self.plan = ""
         """ATOM's plan, for people."""
-        self._fragments: list[int] = []
+        self._exchange_bytes: list[int] = []
         self._atom_step_s = 0.0
 
     def __enter__(self) -> Methods:
@@ -131,7 +134,8 @@ class Methods:
             rate = self._trial(candidate, sequences)
             if rate is not None:
                 measured.append((rate, candidate))
-            predicted = sequences * setup.model.sequence_tokens / candidate.predicted_s
+            tokens = sequences * setup.model.sequence_tokens
+            predicted = tokens / candidate.predicted_s
             trials.append(
                 {
                     "pipeline": candidate.name(),
@@ -142,7 +146,7 @@ class Methods:
         if not measured:
             raise PeerError("no pipeline ran on this link; see standard error for the reasons")
         best = max(measured, key=lambda pair: pair[0])[1]
-        return Search(best, sequences, len(ranked), trials)
+        return Search(best, sequences, tokens / best.predicted_s, len(ranked), trials)
 
     def pipeline(self, search: Search, seconds: float) -> Measured:
         """Measure the pipeline that was found for about `seconds`."""
@@ -170,7 +174,7 @@ class Methods:
         setup, model = self.setup, self.setup.model
         rate = link.bits_per_s or UNSHAPED_BITS_PER_S
         wire_bits = 32 * model.parameters * 2 * (setup.peers - 1) / setup.peers
-        tokens = model.sequences_per_peer * model.sequence_tokens
+        tokens = model.tokens_per_step
         step_s = tokens / speeds.tokens_per_s(model) + wire_bits / rate
         if step_s > setup.longest_step_s:
             return f"a step would take at least {step_s:.0f} s"
@@ -194,99 +198,96 @@ class Methods:
         self.network.shape(Link(bits_per_s=None))
         shared = {
             "run": run,
+            "peers": setup.peers,
             "local_steps": setup.local_steps,
-            "link_bytes_per_s": rate / 8,
-            "longest_s": setup.longest_window_s * _LATE_FACTOR,
+            "link_bytes_per_s": min(SwarmConfig.slowest_link_bytes_per_s, rate / 8),
         }
-        try:
-            address = self._enter(peers, 0, None, shared)
-            for index in range(1, setup.peers):
-                self._enter(peers, index, address, shared)
-            self.network.shape(link)
-            window_s = self._window_s(rate)
-            begin_s = time.monotonic() + _AHEAD_S
-            start_s = begin_s + setup.settle_s
-            replies = peers.tell_all(
-                "train",
-                self._patience_s(setup.settle_s + window_s + 3 * self._atom_step_s),
-                begin_s=begin_s,
-                start_s=start_s,
-                until_s=start_s + window_s,
-                least_steps=2,
-            )
-            self.network.shape(Link(bits_per_s=None))
-            peers.tell_all("leave", _START_S)
-        except PeerError:
-            # What they were doing is not known; the next link gets new ones.
-            peers.close()
-            self._atom, self._opened = None, False
-            raise
-        return self._atom_result(replies, rate)
+        address = self._enter(peers, 0, None, shared)
+        for index in range(1, setup.peers):
+            self._enter(peers, index, address, shared)
+        self.network.shape(link)
+        predicted = self._predicted(link)
+        window_s = self._window_s(predicted)
+        begin_s = time.monotonic() + _AHEAD_S
+        start_s = begin_s + setup.settle_s
+        replies = peers.tell_all(
+            "train",
+            self._patience_s(setup.settle_s + window_s + 3 * self._atom_step_s),
+            begin_s=begin_s,
+            start_s=start_s,
+            until_s=start_s + window_s,
+            least_steps=2,
+        )
+        self.network.shape(Link(bits_per_s=None))
+        peers.tell_all("leave", _START_S)
+        return self._atom_result(replies, predicted)
 
     def _enter(self, peers: Peers, index: int, join: str | None, shared: dict[str, Any]) -> str:
         address = self.network.address(index)
         reply = peers.tell(index, "enter", _START_S, join=join, address=address, **shared)
+        self._exchange_bytes = reply["exchange_bytes"]
         return str(reply["address"])
 
-    def _window_s(self, rate_bits_per_s: float) -> float:
+    def _predicted(self, link: Link) -> SwarmRun:
+        """Simulate the swarm, with the step time that the engine had without one."""
+        work = SwarmWork(
+            step_s=[self._atom_step_s] * self.setup.peers,
+            tokens_per_step=self.setup.model.tokens_per_step,
+            exchange_bytes=self._exchange_bytes,
+            local_steps=self.setup.local_steps,
+        )
+        rate = link.bits_per_s or UNSHAPED_BITS_PER_S
+        way_s = link.round_trip_s / 2
+        return simulate_swarm(work, SwarmLink(bits_per_s=PAYLOAD_SHARE * rate, one_way_s=way_s))
+
+    def _window_s(self, predicted: SwarmRun) -> float:
         """Return how long to train: until a round is over, within bounds."""
         setup = self.setup
-        fragment_s = 16 * max(self._fragments) / rate_bits_per_s
-        due = max(1, setup.local_steps // len(self._fragments))
-        round_s = due * self._atom_step_s + 2 * fragment_s
+        round_s = predicted.averaged_every_s / len(self._exchange_bytes)
         wanted_s = max(setup.window_s, 1.5 * round_s + 2 * self._atom_step_s)
         return wanted_s if wanted_s <= setup.longest_window_s else setup.window_s
 
-    def _atom_result(self, replies: list[Reply], rate_bits_per_s: float) -> Reply:
-        setup = self.setup
+    def _atom_result(self, replies: list[Reply], predicted: SwarmRun) -> Reply:
         tokens = sum(reply["tokens"] for reply in replies)
-        # Peers end at their own step's end: each one's rate is its own, and they add up.
-        rates = [r["tokens"] / (r["ended_s"] - r["started_s"]) for r in replies]
-        elapsed_s = max(reply["ended_s"] - reply["started_s"] for reply in replies)
-        whole_bits = 16 * sum(self._fragments) * 2 * (setup.peers - 1) / setup.peers
-        due_s = setup.local_steps * max(r["step_s"] for r in replies)
-        whole_s = max(whole_bits / rate_bits_per_s, due_s)
+        trained_s = [reply["ended_s"] - reply["started_s"] for reply in replies]
+        # Peers end with a step of their own: each one's rate is its own, and they add up.
+        rate = sum(r["tokens"] / t for r, t in zip(replies, trained_s, strict=True))
         return {
-            "tokens_per_s": sum(rates),
+            "tokens_per_s": rate,
             "sent_bytes_per_token": sum(reply["sent_bytes"] for reply in replies) / tokens,
-            "window_s": elapsed_s,
+            "window_s": max(trained_s),
+            "steps": sum(reply["steps"] for reply in replies),
             "rounds_averaged": max(reply["averaged"] for reply in replies),
             "rounds": dict(sum((Counter(r["rounds"]) for r in replies), Counter())),
             "round_s": [s for reply in replies for s in reply["round_s"]],
-            "model_averaged_every_s": whole_s,
-            "model_averaged_every_tokens": whole_s * sum(rates),
-            "link_wait_share": sum(r["link_wait_s"] for r in replies)
-            / sum(r["ended_s"] - r["started_s"] for r in replies),
+            "predicted_tokens_per_s": predicted.tokens_per_s,
+            "predicted_round_s": predicted.round_s,
+            "predicted_averaged_every_s": predicted.averaged_every_s,
+            "predicted_averaged_every_tokens": predicted.averaged_every_s * rate,
+            "link_wait_share": sum(reply["link_wait_s"] for reply in replies) / sum(trained_s),
             "device_peak_bytes": max(reply["device_peak_bytes"] for reply in replies),
             "loss": statistics.fmean(loss for reply in replies for loss in reply["losses"]),
         }
 
     def _baselines(self) -> Peers:
         """Return the baselines' peers in one group, started on unshaped links if need be."""
-        if self._gloo is None:
-            peers = Peers("gloo", self.network, self.setup.peers, self.folder)
-            self._gloo = peers
-            self._groups += 1
-            try:
-                peers.tell_all(
-                    "enter",
-                    _START_S,
-                    lambda rank: {"rank": rank},
-                    address=self.network.address(0),
-                    port=_GROUP_PORT + self._groups,
-                    ranks=self.setup.peers,
-                    interface=INTERFACE,
-                    timeout_s=self.setup.case_s * _LATE_FACTOR,
-                )
-            except PeerError:
-                self._drop_baselines()
-                raise
-        return self._gloo
-
-    def _drop_baselines(self) -> None:
-        if self._gloo is not None:
+        if self._gloo is not None and self._gloo.failed:
             self._gloo.close()
-        self._gloo = None
+            self._gloo = None
+        if self._gloo is None:
+            self._gloo = Peers("gloo", self.network, self.setup.peers, self.folder)
+            self._groups += 1
+            self._gloo.tell_all(
+                "enter",
+                _START_S,
+                lambda rank: {"rank": rank},
+                address=self.network.address(0),
+                port=_GROUP_PORT + self._groups,
+                ranks=self.setup.peers,
+                interface=INTERFACE,
+                timeout_s=self.setup.case_s * _LATE_FACTOR,
+            )
+        return self._gloo
 
     def _atoms(self, speeds: Speeds) -> Peers:
         peers = self._start_atom()
@@ -303,12 +304,14 @@ class Methods:
                 device_memory_bytes=setup.budget_bytes,
             )
             self.plan = str(replies[0]["plan"])
-            self._fragments = replies[0]["fragment_elements"]
             self._atom_step_s = max(reply["step_s"] for reply in replies)
             self._opened = True
         return peers
 
     def _start_atom(self) -> Peers:
+        if self._atom is not None and self._atom.failed:
+            self._atom.close()
+            self._atom, self._opened = None, False
         if self._atom is None:
             self._atom = Peers("atom", self.network, self.setup.peers, self.folder)
         return self._atom
@@ -329,19 +332,15 @@ class Methods:
 
     def _pipeline(self, candidate: Candidate, sequences: int, steps: int) -> Measured:
         warm_up = int(candidate.predicted_s < _WARM_UP_BELOW_S)
-        try:
-            replies = self._baselines().tell_all(
-                "pipeline",
-                self._patience_s((steps + warm_up) * candidate.predicted_s),
-                model=self.setup.model.to_json(),
-                plan=candidate.plan(),
-                sequences=sequences,
-                steps=steps,
-                warm_up=warm_up,
-            )
-        except PeerError:
-            self._drop_baselines()
-            raise
+        replies = self._baselines().tell_all(
+            "pipeline",
+            self._patience_s((steps + warm_up) * candidate.predicted_s),
+            model=self.setup.model.to_json(),
+            plan=candidate.plan(),
+            sequences=sequences,
+            steps=steps,
+            warm_up=warm_up,
+        )
         return _measured(replies, sequences * self.setup.model.sequence_tokens, steps)
 
     def _patience_s(self, expected_s: float) -> float:

@@ -45,6 +45,11 @@ class ModelSetup:
             return sum(p.numel() for p in self.model().parameters())
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one peer's share of a step."""
+        return self.sequences_per_peer * self.sequence_tokens
+
+    @property
     def micro_batches_tried(self) -> tuple[int, ...]:
         """Sequences in a micro-batch of the pipeline: about 64 to 512 tokens."""
         return tuple(max(1, tokens // self.sequence_tokens) for tokens in (64, 128, 256, 512))
@@ -104,24 +109,6 @@ class ModelSetup:
 def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the optimizer of all methods."""
     return torch.optim.AdamW(list(parameters), lr=1e-4, weight_decay=0.1, fused=True)
-
-
-def partition(costs: list[float], parts: int) -> list[int]:
-    """Return `parts + 1` bounds of contiguous, non-empty parts whose largest cost is least."""
-    count = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [0])}]
-    for part in range(parts):
-        after: dict[int, tuple[float, list[int]]] = {}
-        for start, (worst, bounds) in best[-1].items():
-            for stop in range(start + 1, count - (parts - part - 1) + 1):
-                value = max(worst, sums[stop] - sums[start])
-                if stop not in after or value < after[stop][0]:
-                    after[stop] = value, [*bounds, stop]
-        best.append(after)
-    return best[-1][count][1]
 
 
 def run_layers(layers: Iterable[Layer], values: dict[str, Any]) -> Any:

@@ -39,6 +39,8 @@ class Peers:
         Their standard error goes to files in `folder`.
         """
         self.method = method
+        self.failed = False
+        """Whether a request failed: answers may be under way then, so no other can be made."""
         self._logs = [folder / f"{method}-{index}.log" for index in range(count)]
         self._processes: list[subprocess.Popen[str]] = []
         cores = sorted(os.sched_getaffinity(0))
@@ -141,6 +143,7 @@ class Peers:
         return ok
 
     def _failure(self, index: int, do: str, what: str) -> PeerError:
+        self.failed = True
         log = self._logs[index].read_bytes()[-_LOG_BYTES:].decode(errors="replace").strip()
         last = log.splitlines()[-1] if log else "nothing in its log"
         return PeerError(f"{self.method} peer {index} at {do!r}: {what} ({last})")

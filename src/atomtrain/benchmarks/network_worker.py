@@ -51,16 +51,20 @@ def serve(method: Method, commands: TextIO, replies: TextIO) -> None:
         os._exit(0)
 
     threading.Thread(target=read, name="commands", daemon=True).start()
-    known = method.commands()
     while True:
-        request = json.loads(told.get())
-        name = request.pop("do")
-        try:
-            reply: Reply = {"ok": known[name](**request)}
-        except Exception as error:  # noqa: BLE001 - told to the benchmark, which names the peer
-            reply = {"error": f"{name}: {type(error).__name__}: {error}".replace("\n", " ")[:2000]}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+        answer(method, told.get(), replies)
+
+
+def answer(method: Method, line: str, replies: TextIO) -> None:
+    """Do what one line tells, and say what came of it."""
+    request = json.loads(line)
+    name = request.pop("do")
+    try:
+        reply: Reply = {"ok": method.commands()[name](**request)}
+    except Exception as error:  # noqa: BLE001 - told to the benchmark, which names the peer
+        reply = {"error": f"{name}: {type(error).__name__}: {error}".replace("\n", " ")[:2000]}
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()
 
 
 def main() -> None:

@@ -11,22 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from atomtrain.benchmarks.network_model import ModelSetup, partition
+from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.pipeline import LIBRARY, encoded_bytes
-from atomtrain.benchmarks.shaping import Link
+from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link
 from atomtrain.errors import PlanError
 from atomtrain.simulation.pipeline import (
     Op,
     PipelineLink,
     PipelineStep,
     PipelineWork,
+    partition,
     simulate_step,
 )
 
 _CHUNKS = (1, 2)
 _WIRES = ("bfloat16", "int8")
-_HEADERS_SHARE = 0.955
-"""What Ethernet, IP and TCP headers leave of a link's rate."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def candidates(
             f"no pipeline of {peers} peers fits the device budget of {budget_bytes} bytes; the "
             f"smallest needs {least} bytes on one of them"
         )
-    return sorted(fitting, key=lambda candidate: candidate.predicted_s)
+    return sorted(fitting, key=lambda candidate: (candidate.predicted_s, candidate.in_flight))
 
 
 def to_measure(ranked: Sequence[Candidate], setup: ModelSetup, peers: int) -> list[Candidate]:
@@ -164,7 +163,7 @@ def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
     rows = shape.micro_batch * setup.sequence_tokens
     boundary_bytes = encoded_bytes(shape.wire, rows, setup.width)
     way = PipelineLink(
-        bits_per_s=_HEADERS_SHARE * (link.bits_per_s or 1e10), one_way_s=link.round_trip_s / 2
+        bits_per_s=PAYLOAD_SHARE * (link.bits_per_s or 1e10), one_way_s=link.round_trip_s / 2
     )
     numbers = {shape.peers * shape.chunks * times for times in (1, 2, 4, 8)}
     wanted = sorted({min(n, shape.micro_batches) for n in numbers} | {shape.micro_batches})

@@ -23,6 +23,8 @@ from atomtrain.errors import ConfigError
 
 INTERFACE = "eth0"
 """Every host's interface to the others."""
+PAYLOAD_SHARE = 0.955
+"""What Ethernet, IP and TCP headers leave of a link's rate."""
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _HOLD = ("sh", "-c", "echo ready; exec cat")
 _BURST_S = 0.004

@@ -15,6 +15,7 @@ from atomtrain.errors import AtomError, ConfigError, nearest
 COMMANDS = {
     "train": "train a model, alone or with other peers",
     "plan": "say how a model would train on a machine, how fast, and what would be faster",
+    "simulate": "say what many peers would reach on given links, with ATOM and as a pipeline",
     "generate": "continue a text with a trained model",
     "bench": "measure; prints one JSON object with --json",
 }

@@ -87,6 +87,24 @@ def simulate_step(work: PipelineWork, link: PipelineLink) -> PipelineStep:
     return _Run(work, link).run()
 
 
+def partition(costs: Sequence[float], parts: int) -> list[int]:
+    """Return `parts + 1` bounds of contiguous, non-empty parts whose largest cost is least."""
+    count = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [0])}]
+    for part in range(parts):
+        after: dict[int, tuple[float, list[int]]] = {}
+        for start, (worst, bounds) in best[-1].items():
+            for stop in range(start + 1, count - (parts - part - 1) + 1):
+                value = max(worst, sums[stop] - sums[start])
+                if stop not in after or value < after[stop][0]:
+                    after[stop] = value, [*bounds, stop]
+        best.append(after)
+    return best[-1][count][1]
+
+
 class _Transfer(NamedTuple):
     ready_s: float
     source: int

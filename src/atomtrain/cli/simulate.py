@@ -1,0 +1,235 @@
+"""`atom simulate`: what many peers would reach on links that are not there, and what a pipeline."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from atomtrain.cli.interrupts import leaving_at_once
+from atomtrain.cli.parsing import parse
+from atomtrain.errors import ConfigError
+from atomtrain.training.options import option
+from atomtrain.units import format_bytes, format_count, format_seconds, parse_bytes, parse_rate
+
+if TYPE_CHECKING:
+    from atomtrain.planning.prospect import Prospect
+    from atomtrain.simulation.compare import Comparison, LayerWork, Site
+
+_LINKS = ("10Gbit/s", "1Gbit/s", "300Mbit/s", "100Mbit/s", "30Mbit/s", "10Mbit/s")
+_LARGEST_FRAGMENT_BYTES = 64 << 20
+_LEAST_FRAGMENTS = 4
+_EXAMPLES = """\
+  atom simulate gpt3-xl --gpu rtx-3090 --peers 8
+  atom simulate gpt3-13b --gpu rtx-4090 --peers 64 --link 100Mbit/s --round-trip 0.05
+  atom simulate gpt3-6.7b --gpu a100-40gb --peers 1000 --json"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """What a user can say to `atom simulate`."""
+
+    model: str = option(
+        None, "Model by name, or the path of a Hugging Face config.json or its folder.", "MODEL"
+    )
+    gpu: str = option("rtx-3090", "GPU of every peer, by its name in the catalogue.", "NAME")
+    peers: int = option(8, "Number of peers.", "N")
+    link: tuple[str, ...] = option(
+        (), f"Rate of each peer's link, each way; may be repeated. Default: {', '.join(_LINKS)}."
+        , "RATE"
+    )  # fmt: skip
+    round_trip: float = option(0.02, "Round trip between any two peers, in seconds.", "SECONDS")
+    host_memory: str | None = option(
+        None, "Host memory, such as 128GiB. Default: what a usual host of the GPU holds.", "SIZE"
+    )
+    device_memory: str | None = option(
+        None, "Device budget, such as 8GiB. Default: 90% of the GPU's memory.", "SIZE"
+    )
+    context: int | None = option(None, "Tokens of a sequence. Default: the model's.", "N")
+    tokens_per_step: int | None = option(
+        None, "Tokens of a peer's step. Default: what lets compute cover the link.", "N"
+    )
+    local_steps: int = option(30, "Local steps in which the whole model is averaged once.", "N")
+    wire: str = option("float16", "How the swarm's averages travel.", "NAME")
+    json: bool = option(False, "Print exactly one JSON object instead of a table.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.round_trip <= 10:
+            raise ConfigError(f"--round-trip takes 0 to 10 seconds, not {self.round_trip:g}")
+        for name in ("peers", "local_steps"):
+            if getattr(self, name) < (2 if name == "peers" else 1):
+                least = 2 if name == "peers" else 1
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be at least {least}, not {getattr(self, name)}")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    options = parse(
+        SimulateOptions,
+        arguments,
+        prog="atom simulate",
+        about="Say what peers on given links would reach, with ATOM and as a pipeline.",
+        examples=_EXAMPLES,
+        positional=("model",),
+    )
+    rates = [parse_rate(text, "--link") * 8 for text in options.link or _LINKS]
+    with leaving_at_once():
+        from atomtrain.simulation.compare import compare
+
+    found = _prospect(options)
+    site = _site(options, found)
+    results = [compare(site, rate, options.round_trip) for rate in rates]
+    if options.json:
+        sys.stdout.write(json.dumps(_to_json(options, found, site, results), allow_nan=False))
+    else:
+        sys.stdout.write(_text(options, found, site, results))
+    sys.stdout.write("\n")
+    return 0
+
+
+def _prospect(options: SimulateOptions) -> Prospect:
+    """Return the plan of one peer, as `atom plan` makes it."""
+    from atomtrain.planning.catalogue import gpu, host, machine_for
+    from atomtrain.planning.prospect import Workload, prospect
+    from atomtrain.reporting.place import compute_of
+    from atomtrain.reporting.subject import subject
+
+    card = gpu(options.gpu)
+    host_bytes = (
+        parse_bytes(options.host_memory, "--host-memory")
+        if options.host_memory
+        else host(card.host).most_memory_bytes
+    )
+    device = options.device_memory
+    device_bytes = parse_bytes(device, "--device-memory") if device else None
+    machine = machine_for(card, host_bytes, device_memory_bytes=device_bytes)
+    model = subject(options.model, options.context)
+    workload = Workload(
+        context_tokens=model.context_tokens, tokens_per_step=options.tokens_per_step
+    )
+    return prospect(model.analyse, compute_of(card, "fp32"), machine, workload)
+
+
+def _site(options: SimulateOptions, found: Prospect) -> Site:
+    from atomtrain.simulation.compare import Site
+
+    return Site(
+        peers=options.peers,
+        step_s=found.plan.step_s,
+        micro_batches=found.plan.micro_batches,
+        micro_batch_tokens=found.micro_batch * found.context_tokens,
+        layers=_layers(found),
+        device_memory_bytes=found.machine.device_memory_bytes,
+        exchange_bytes=_exchange_bytes(options, found.analysis.parameters),
+        local_steps=options.local_steps,
+    )
+
+
+def _layers(found: Prospect) -> list[LayerWork]:
+    from atomtrain.simulation.compare import LayerWork
+
+    chain, costs = found.analysis.chain, found.analysis.costs
+    layers = []
+    for index, cost in enumerate(costs.layers):
+        time = found.times[cost.kind]
+        crossing = [costs.values[name] for name in chain.crossing(index + 1)]
+        shapes = [value.shape for value in crossing if value.requires_grad and value.shape]
+        layers.append(
+            LayerWork(
+                forward_s=time.forward_s,
+                # The measure of backward includes recomputing, which a stage need not do.
+                backward_s=time.backward_s - time.forward_s,
+                parameters=cost.parameters,
+                kept_bytes=cost.kept_bytes,
+                boundary_values=sum(math.prod(shape) for shape in shapes),
+                boundary_rows=sum(math.prod(shape[:-1]) for shape in shapes),
+            )
+        )
+    return layers
+
+
+def _exchange_bytes(options: SimulateOptions, parameters: int) -> list[int]:
+    """Return what an exchange of each fragment takes (`Engine.fragment_ranges` makes them)."""
+    from atomtrain.swarm.codec import codec_named, encoded_bytes
+    from atomtrain.swarm.slices import Span
+
+    count = max(_LEAST_FRAGMENTS, -(-4 * parameters // _LARGEST_FRAGMENT_BYTES))
+    whole = Span(0, -(-parameters // count))
+    codec = codec_named(options.wire)
+    both = (codec, codec.for_mean(options.peers, 0))
+    share = (options.peers - 1) / options.peers
+    return [int(share * sum(encoded_bytes(each, whole) for each in both))] * count
+
+
+def _to_json(
+    options: SimulateOptions, found: Prospect, site: Site, results: Sequence[Comparison]
+) -> dict[str, Any]:
+    return {
+        "model": options.model,
+        "gpu": options.gpu,
+        "peers": site.peers,
+        "round_trip_s": options.round_trip,
+        "parameters": found.analysis.parameters,
+        "tokens_per_step": site.tokens_per_step,
+        "step_s": site.step_s,
+        "local_steps": site.local_steps,
+        "wire": options.wire,
+        "rows": [
+            {
+                "link_bits_per_s": result.bits_per_s,
+                "round_trip_s": result.round_trip_s,
+                "atom_tokens_per_s": result.atom.tokens_per_s,
+                "pipeline_tokens_per_s": result.pipeline and result.pipeline.tokens_per_s,
+                "ratio": result.ratio,
+                "atom": result.atom._asdict(),
+                "pipeline": result.pipeline and result.pipeline._asdict(),
+            }
+            for result in results
+        ],
+    }
+
+
+def _text(
+    options: SimulateOptions, found: Prospect, site: Site, results: Sequence[Comparison]
+) -> str:
+    lines = [
+        f"{options.model} ({format_count(found.analysis.parameters)} parameters) on {site.peers} "
+        f"peers with {found.machine.name}, round trip {format_seconds(options.round_trip)}",
+        f"ATOM: {format_count(site.tokens_per_step)} tokens a peer and step, "
+        f"{format_seconds(site.step_s)}; the model averaged once in {site.local_steps} steps",
+        "",
+        f"{'link':>11}  {'ATOM':>10}  {'model averaged every':>26}  {'pipeline':>10}  {'ratio':>6}"
+        "  best pipeline",
+    ]
+    for result in results:
+        every = (
+            f"{format_seconds(result.atom.averaged_every_s)}, "
+            f"{format_count(result.atom.averaged_every_tokens)} tok"
+        )
+        pipeline = result.pipeline
+        rate = "-" if pipeline is None else f"{format_count(pipeline.tokens_per_s)}/s"
+        ratio = "-" if result.ratio is None else f"{result.ratio:.2f}"
+        how = (
+            "does not fit the devices"
+            if pipeline is None
+            else f"{pipeline.pipelines} x {pipeline.stages} stages, {pipeline.in_flight} in "
+            f"flight, {pipeline.wire}{', recomputing' if pipeline.recompute else ''}, "
+            f"{format_bytes(pipeline.device_bytes)}"
+        )
+        lines.append(
+            f"{result.bits_per_s / 1e6:>5g} Mbit/s  {format_count(result.atom.tokens_per_s):>8}/s"
+            f"  {every:>26}  {rate:>10}  {ratio:>6}  {how}"
+        )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Simulated, not measured: figures of data sheets, and no allowance for what peers "
+            "compute for the network. Tokens per second say nothing of how well peers learn that "
+            "average less often.",
+        ]
+    )

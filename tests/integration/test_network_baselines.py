@@ -1,0 +1,114 @@
+"""The baselines' own processes, on this host's loopback: they train what they should."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
+from atomtrain.benchmarks.network_peers import PeerError, Peers
+from atomtrain.benchmarks.pipeline_search import Speeds, candidates, to_measure
+from atomtrain.benchmarks.shaping import Link
+
+MODEL = ModelSetup(layers=4, width=64, vocabulary=64, sequence_tokens=16, sequences_per_peer=4)
+SEQUENCES = 8
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with Peers("gloo", None, 2, tmp_path_factory.mktemp("peers")) as group:
+        group.tell_all(
+            "enter", 120, lambda rank: {"rank": rank},
+            address="127.0.0.1", port=port, ranks=2, interface="lo", timeout_s=60,
+        )  # fmt: skip
+        yield group
+
+
+@pytest.fixture(scope="module")
+def speeds(peers: Peers) -> Speeds:
+    return Speeds.of(peers.tell_all("speeds", 60, model=MODEL.to_json(), micro_batches=[2, 4]))
+
+
+def resident_losses() -> list[float]:
+    model = MODEL.model()
+    optimizer = fused_adamw(model.parameters())
+    losses = []
+    for step in range(STEPS):
+        batches = MODEL.micro_batches(step, SEQUENCES, 2)
+        total = 0.0
+        for batch in batches:
+            loss = model(**batch).loss
+            (loss / len(batches)).backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / len(batches))
+    return losses
+
+
+def test_every_pipeline_learns_what_one_process_learns(peers: Peers, speeds: Speeds) -> None:
+    found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
+    alike = [candidate for candidate in found if candidate.micro_batch == 2]
+    expected = resident_losses()
+    chosen = to_measure(alike, MODEL, 2)
+    assert len(chosen) == 6
+    for candidate in chosen:
+        replies = peers.tell_all(
+            "pipeline", 60,
+            model=MODEL.to_json(), plan=candidate.plan(), sequences=SEQUENCES, steps=STEPS,
+            warm_up=0,
+        )  # fmt: skip
+        losses = [loss for reply in replies for loss in reply["losses"]]
+        assert losses == pytest.approx(expected, abs=2e-3), candidate.name()
+
+
+def test_float32_on_the_wire_changes_no_bit(peers: Peers, speeds: Speeds) -> None:
+    found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
+    best = next(candidate for candidate in found if candidate.micro_batch == 2)
+    plan = {**best.plan(), "wire": "float32"}
+    replies = peers.tell_all(
+        "pipeline", 60,
+        model=MODEL.to_json(), plan=plan, sequences=SEQUENCES, steps=STEPS, warm_up=0,
+    )  # fmt: skip
+    assert [loss for reply in replies for loss in reply["losses"]] == resident_losses()
+
+
+def test_data_parallel_peers_learn_together(peers: Peers) -> None:
+    replies = peers.tell_all(
+        "data_parallel", 60, model=MODEL.to_json(), micro_batch=2, steps=STEPS, warm_up=0
+    )
+    assert all(len(reply["losses"]) == STEPS for reply in replies)
+    # Each peer has samples of its own.
+    assert replies[0]["losses"] != replies[1]["losses"]
+
+
+def test_counted_memory_is_near_the_prediction(peers: Peers, speeds: Speeds) -> None:
+    found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
+    replies = peers.tell_all(
+        "pipeline_memory", 60, lambda rank: {"rank": rank},
+        model=MODEL.to_json(), plan=found[0].plan(), sequences=SEQUENCES, ranks=2,
+    )  # fmt: skip
+    counted = max(reply["device_peak_bytes"] for reply in replies)
+    assert 0.5 * found[0].predicted_bytes < counted < 2 * found[0].predicted_bytes
+
+
+def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
+    with Peers("gloo", None, 1, tmp_path) as alone:
+        with pytest.raises(PeerError, match=r"gloo peer 0 at 'speeds': speeds: .*unexpected"):
+            alone.tell(0, "speeds", 60, model={"unexpected": 1}, micro_batches=[1])
+        assert alone.failed
+
+
+def test_a_peer_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with (
+        Peers("gloo", None, 1, tmp_path) as alone,
+        pytest.raises(PeerError, match="did not answer within 0 s"),
+    ):
+        alone.tell(0, "speeds", 0.0, model=MODEL.to_json(), micro_batches=[1])

@@ -1,0 +1,151 @@
+"""Namespaces and shaped links, for real: needs root."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atomtrain.benchmarks import network
+from atomtrain.benchmarks.common import BenchmarkOptions
+from atomtrain.benchmarks.network_model import ModelSetup
+from atomtrain.benchmarks.network_setup import NetworkSetup
+from atomtrain.benchmarks.shaping import Link, Network
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root (network namespaces)"),
+]
+SERVER = """
+import socket, time
+listener = socket.create_server(("0.0.0.0", 5000))
+print("ready", flush=True)
+peer, _ = listener.accept()
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+peer.sendall(peer.recv(1))
+count, first_s = 0, None
+while data := peer.recv(1 << 20):
+    first_s = first_s or time.monotonic()
+    count += len(data)
+print(8 * count / (time.monotonic() - first_s), flush=True)
+"""
+CLIENT = """
+import socket, sys, time
+peer = socket.create_connection((sys.argv[1], 5000))
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+begun_s = time.monotonic()
+peer.sendall(b"x")
+peer.recv(1)
+print(time.monotonic() - begun_s, flush=True)
+peer.sendall(bytes(int(sys.argv[2])))
+peer.shutdown(socket.SHUT_WR)
+"""
+HOLD = """
+import sys, time
+from pathlib import Path
+from atomtrain.benchmarks.network_peers import Peers
+from atomtrain.benchmarks.shaping import Link, Network
+network = Network(2)
+network.shape(Link(bits_per_s=1e6, round_trip_s=0.01))
+peers = Peers("gloo", network, 2, Path(sys.argv[1]))
+pids = [p.pid for p in [*network._holders, network._relay, *peers._processes]]
+print(*pids, flush=True)
+time.sleep(60)
+"""
+
+
+def measure(net: Network, transfer_bytes: int) -> tuple[float, float]:
+    """Return round trip and bits per second between two hosts."""
+    server = subprocess.Popen(
+        [*net.entering(0), sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True
+    )
+    with server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        client = subprocess.run(
+            [*net.entering(1), sys.executable, "-c", CLIENT, net.address(0), str(transfer_bytes)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        return float(client.stdout), float(server.stdout.readline())
+
+
+def test_links_have_the_rate_and_the_way_that_was_asked_for() -> None:
+    with Network(2) as net:
+        net.shape(Link(bits_per_s=2e7))
+        trip_s, rate = measure(net, 4_000_000)
+        assert rate < 2.1e7
+        net.shape(Link(bits_per_s=2e7, round_trip_s=0.1))
+        far_s, _ = measure(net, 100_000)
+        assert far_s >= 0.1 > trip_s
+        net.shape(Link(bits_per_s=None))
+        near_s, free = measure(net, 40_000_000)
+        assert near_s < 0.1
+        assert free > 2.5e7
+
+
+def test_nothing_is_left_when_the_benchmark_is_killed(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        pids = [int(pid) for pid in holder.stdout.readline().split()]
+        assert len(pids) == 6
+        holder.send_signal(signal.SIGKILL)
+    until_s = time.monotonic() + 30
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < until_s, [pid for pid in pids if running(pid)]
+        time.sleep(0.1)
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_the_benchmark_measures_every_method() -> None:
+    setup = NetworkSetup(
+        model=ModelSetup(
+            layers=4, width=64, vocabulary=64, sequence_tokens=16, sequences_per_peer=32
+        ),
+        pipeline_budget_share=4.0,
+        budget_share=1.0,
+        micro_batch=8,
+        links=((1e8, 0.01),),
+        stand_ins=(),
+        local_steps=4,
+        trials=6,
+        trial_s=0.1,
+        window_s=0.5,
+        settle_s=1.0,
+        longest_window_s=3.0,
+    )
+    result = network.run(BenchmarkOptions(), setup)
+    (row,) = result["rows"]
+    assert row["errors"] == []
+    assert row["link_bits_per_s"] == 1e8
+    assert row["probe"]["round_trip_s"] >= 0.01
+    assert row["probe"]["bits_per_s"] < 1.1e8
+    assert row["ratio"] == row["atom_tokens_per_s"] / row["pipeline_tokens_per_s"]
+    assert row["data_parallel_tokens_per_s"] > 0
+    assert all(trial["tokens_per_s"] for trial in row["pipeline"]["trials"])
+    assert row["bits_per_flop"] == 1e8 / result["peer_flops_per_s"]
+    assert row["atom"]["device_peak_bytes"] <= result["device_budget_bytes"]
+    assert row["pipeline"]["device_peak_bytes"] <= result["pipeline_device_budget_bytes"]
+    # A pipeline sends activations: far more for a token than averaging now and then.
+    assert row["pipeline"]["sent_bytes_per_token"] > 2 * MODEL_BYTES_PER_TOKEN
+
+
+MODEL_BYTES_PER_TOKEN = 64
+"""One byte for each value of the hidden state."""

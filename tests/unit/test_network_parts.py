@@ -1,0 +1,202 @@
+"""The parts of the network benchmark that need no processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+import torch
+
+from atomtrain.benchmarks.network_model import ModelSetup
+from atomtrain.benchmarks.network_setup import (
+    NetworkSetup,
+    StandsFor,
+    cases,
+    device_link_bytes_per_s,
+    gpu_flops_per_s,
+    stand_in,
+)
+from atomtrain.benchmarks.pipeline import decode, encode, encoded_bytes
+from atomtrain.benchmarks.pipeline_search import Speeds, candidates, to_measure
+from atomtrain.benchmarks.shaping import Link
+from atomtrain.errors import ConfigError, PlanError
+
+SMALL = ModelSetup(layers=4, width=64, vocabulary=128, sequence_tokens=16, sequences_per_peer=8)
+
+
+def speeds(setup: ModelSetup = SMALL) -> Speeds:
+    """A peer that computes a sequence's layer in a millisecond, whatever the micro-batch."""
+    sizes = {}
+    for size in (1, 2, 4):
+        layer = {"forward_s": 1e-3 * size, "backward_s": 2e-3 * size, "kept_bytes": 1e4 * size}
+        sizes[size] = {
+            **dict.fromkeys(("embedding", "block", "head"), layer),
+            "wire_s": {"bfloat16": 1e-5, "int8": 2e-5},
+        }
+    return Speeds(sizes, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("wire", "error"), [("float32", 0.0), ("bfloat16", 2**-8), ("int8", 1 / 127)]
+)
+def test_what_travels_comes_back(wire: str, error: float) -> None:
+    values = torch.randn(3, 5, 64)
+    data = encode(values, wire)
+    assert data.dtype == torch.uint8
+    assert data.numel() == encoded_bytes(wire, 15, 64)
+    back = decode(data, wire, values.shape)
+    largest = values.abs().amax(dim=-1, keepdim=True)
+    assert ((back - values).abs() <= error * largest).all()
+
+
+def test_zeros_travel_in_eight_bits() -> None:
+    zeros = torch.zeros(2, 64)
+    assert torch.equal(decode(encode(zeros, "int8"), "int8", zeros.shape), zeros)
+
+
+def test_an_unknown_wire_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no wire format"):
+        encode(torch.zeros(2, 64), "int2")
+
+
+def test_all_peers_see_the_same_tokens() -> None:
+    ours, theirs = (
+        torch.cat([batch["input_ids"] for batch in SMALL.micro_batches(3, 8, size)])
+        for size in (2, 4)
+    )
+    assert torch.equal(ours, theirs)
+    other = SMALL.micro_batches(4, 8, 8)[0]["input_ids"]
+    assert not torch.equal(ours, other)
+
+
+def test_the_flops_are_those_of_a_hand_count() -> None:
+    # A block of width D: 4 D*D for attention, 8 D*D for the MLP; scores and mixing 2 T*D each.
+    block = 2 * 3 * (12 * 64 * 64) + 2 * 3 * (2 * 16 * 64)
+    assert SMALL.flops_per_token == 4 * block + 2 * 3 * 128 * 64
+
+
+def test_a_stand_in_has_the_bits_per_flop_of_the_gpu() -> None:
+    wanted = StandsFor("rtx-3090", 1e8)
+    link = stand_in(SMALL, wanted, peer_flops_per_s=1e10)
+    assert link.bits_per_s is not None
+    assert link.bits_per_s / 1e10 == pytest.approx(1e8 / gpu_flops_per_s("rtx-3090"))
+
+
+def test_a_stand_in_for_a_model_has_its_time_for_activations() -> None:
+    wanted = StandsFor("rtx-3090", 1e8, "gpt3-xl")
+    link = stand_in(SMALL, wanted, peer_flops_per_s=1e10)
+    assert link.bits_per_s is not None
+    here = 16 * SMALL.width / link.bits_per_s / (SMALL.flops_per_token / 1e10)
+    large = ModelSetup(layers=24, width=2048, vocabulary=50257, sequence_tokens=2048)
+    there = 16 * 2048 / 1e8 / (large.flops_per_token / gpu_flops_per_s("rtx-3090"))
+    assert here == pytest.approx(there)
+
+
+def test_the_device_link_has_the_bytes_per_flop_of_the_gpu() -> None:
+    setup = NetworkSetup()
+    slow, fast = (device_link_bytes_per_s(setup, rate) for rate in (1e10, 1e11))
+    assert fast == pytest.approx(10 * slow)
+    assert 1e6 < slow < 1e8
+
+
+def test_every_link_is_a_case() -> None:
+    setup = NetworkSetup()
+    found = cases(setup, 3e10)
+    assert len(found) == len(setup.links) + len(setup.stand_ins)
+    assert found[0].link.bits_per_s is None
+
+
+@pytest.mark.parametrize("fields", [{"peers": 1}, {"budget_share": 2.0}, {"micro_batch": 7}])
+def test_inputs_that_cannot_be_are_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        NetworkSetup(**fields)  # type: ignore[arg-type]
+
+
+def test_the_best_prediction_comes_first_and_fits() -> None:
+    found = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), 10_000_000)
+    times_s = [candidate.predicted_s for candidate in found]
+    assert times_s == sorted(times_s)
+    assert all(candidate.predicted_bytes <= 10_000_000 for candidate in found)
+    for candidate in found:
+        assert candidate.micro_batch * candidate.micro_batches == 16
+        assert sum(len(order) for order in candidate.orders) == (
+            2 * candidate.micro_batches * 2 * candidate.chunks
+        )
+
+
+def test_a_slow_link_calls_for_eight_bits() -> None:
+    slow = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e5), 10_000_000)
+    assert slow[0].wire == "int8"
+    # 16 sequences of 16 tokens of 64 values and a scale cross once each way.
+    least_s = 16 * 16 * (64 + 4) * 8 / 1e5
+    assert least_s < slow[0].predicted_s < 2 * least_s
+
+
+def test_a_long_way_calls_for_more_in_flight() -> None:
+    far = Link(bits_per_s=1e9, round_trip_s=0.05)
+    found = candidates(SMALL, 2, 16, speeds(), far, 10_000_000)
+    alike = {
+        candidate.in_flight: candidate.predicted_s
+        for candidate in found
+        if (candidate.chunks, candidate.micro_batch, candidate.wire) == (1, 1, "bfloat16")
+    }
+    assert alike[8] < alike[2]
+    assert found[0].in_flight > 2
+
+
+def test_memory_keeps_out_what_does_not_fit() -> None:
+    everything = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), 10_000_000)
+    least = min(candidate.predicted_bytes for candidate in everything)
+    some = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), least)
+    assert 0 < len(some) < len(everything)
+    with pytest.raises(PlanError, match="no pipeline of 2 peers fits"):
+        candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), least - 1)
+
+
+def test_what_is_measured_has_both_wires_and_the_library() -> None:
+    found = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), 10_000_000)
+    chosen = to_measure(found, SMALL, 2)
+    assert {candidate.wire for candidate in chosen} == {"bfloat16", "int8"}
+    assert [candidate.schedule for candidate in chosen][-2:] == ["1F1B", "Interleaved1F1B"]
+    json.dumps([candidate.plan() for candidate in chosen])
+
+
+def test_the_slowest_peer_counts() -> None:
+    one, other = (
+        {
+            "sizes": {"1": {"block": {"forward_s": a}, "wire_s": {"int8": b}}},
+            "update_parameters_per_s": rate,
+        }
+        for a, b, rate in ((1.0, 4.0, 10.0), (2.0, 3.0, 5.0))
+    )
+    both = Speeds.of([one, other])
+    assert both.sizes[1] == {"block": {"forward_s": 2.0}, "wire_s": {"int8": 4.0}}
+    assert both.update_parameters_per_s == 5.0
+
+
+def test_speed_is_that_of_the_best_micro_batch() -> None:
+    # Six layers of 3 ms a sequence of 16 tokens.
+    assert speeds().tokens_per_s(SMALL) == pytest.approx(16 / (6 * 3e-3))
+    assert math.isfinite(SMALL.boundary_bits_per_flop)
+
+
+def test_a_peer_answers_what_it_is_told_and_names_what_fails() -> None:
+    from atomtrain.benchmarks.network_worker import Reply, answer
+
+    class Echo:
+        def commands(self) -> dict[str, object]:
+            return {"echo": self.echo}
+
+        def echo(self, value: int) -> Reply:
+            if value < 0:
+                raise ValueError("negative\nvalue")
+            return {"value": value}
+
+    replies = io.StringIO()
+    for value in (1, -1):
+        answer(Echo(), json.dumps({"do": "echo", "value": value}), replies)  # type: ignore[arg-type]
+    first, second = [json.loads(line) for line in replies.getvalue().splitlines()]
+    assert first == {"ok": {"value": 1}}
+    assert second == {"error": "echo: ValueError: negative value"}

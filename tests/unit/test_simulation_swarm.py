@@ -1,0 +1,73 @@
+"""A swarm's rounds, one after the other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atomtrain.errors import ConfigError
+from atomtrain.simulation.swarm import SwarmLink, SwarmWork, simulate_swarm
+
+
+def work(**changes: object) -> SwarmWork:
+    fields: dict[str, object] = {
+        "step_s": [1.0, 1.0],
+        "tokens_per_step": 100,
+        "exchange_bytes": [1000, 1000],
+        "local_steps": 8,
+    }
+    return SwarmWork(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_a_fast_link_averages_every_fragment_once_in_its_steps() -> None:
+    run = simulate_swarm(work(), SwarmLink(bits_per_s=math.inf), rounds=1000)
+    assert run.averaged_every_s == pytest.approx(8.0, rel=0.01)
+    assert run.averaged_every_tokens == pytest.approx(1600.0, rel=0.01)
+
+
+def test_a_slow_link_averages_less_often_and_costs_no_tokens() -> None:
+    fast = simulate_swarm(work(), SwarmLink(bits_per_s=math.inf))
+    # A fragment's 8000 bits take 80 s.
+    slow = simulate_swarm(work(), SwarmLink(bits_per_s=100))
+    assert slow.tokens_per_s == fast.tokens_per_s == 200.0
+    assert slow.averaged_every_s == pytest.approx(2 * 80, rel=0.1)
+
+
+def test_what_is_sent_is_what_both_peers_exchange() -> None:
+    run = simulate_swarm(work(), SwarmLink(bits_per_s=math.inf), rounds=1000)
+    assert run.sent_bytes_per_token == pytest.approx(2 * 2000 / 1600, rel=0.01)
+
+
+def test_a_slow_peer_makes_fewer_tokens_and_no_other_wait() -> None:
+    run = simulate_swarm(work(step_s=[1.0, 3.0]), SwarmLink(bits_per_s=math.inf))
+    assert run.tokens_per_s == pytest.approx(100 + 100 / 3)
+    # A round waits for its snapshot, which the fast peer does not notice.
+    assert run.round_s <= 3.0
+
+
+@given(
+    step_s=st.lists(st.floats(0.01, 10), min_size=2, max_size=6),
+    fragments=st.lists(st.integers(1, 10**6), min_size=1, max_size=5),
+    local_steps=st.integers(1, 50),
+    bits_per_s=st.floats(1e2, 1e9),
+    one_way_s=st.floats(0, 1),
+)
+def test_no_link_beats_its_rate(
+    step_s: list[float], fragments: list[int], local_steps: int, bits_per_s: float, one_way_s: float
+) -> None:
+    given_work = work(step_s=step_s, exchange_bytes=fragments, local_steps=local_steps)
+    run = simulate_swarm(given_work, SwarmLink(bits_per_s=bits_per_s, one_way_s=one_way_s))
+    each_s = [8 * n / bits_per_s for n in fragments]
+    assert run.averaged_every_s >= sum(each_s) * (1 - 1e-9)
+    assert run.round_s >= 8 * one_way_s
+    least_steps = len(fragments) * max(1, local_steps // len(fragments))
+    assert run.averaged_every_s >= (least_steps - 1) * min(step_s) * (1 - 1e-6)
+
+
+def test_what_is_no_swarm_is_refused() -> None:
+    for changes in ({"step_s": [1.0]}, {"exchange_bytes": []}, {"local_steps": 0}):
+        with pytest.raises(ConfigError):
+            work(**changes)
