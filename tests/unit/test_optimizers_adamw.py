@@ -371,3 +371,18 @@ def test_a_closure_is_called_with_gradients_enabled() -> None:
         return float(loss.detach())
 
     assert optimizer.step(closure) == pytest.approx(float(optimizer.step(closure) or 0), rel=0.1)
+
+
+@pytest.mark.parametrize("state", NARROW)
+def test_scratch_grows_with_what_it_is_used_for(state: str) -> None:
+    """Small parameters first, then larger ones, under a default type of the caller's own."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        for size in (5, 3000, 700):
+            value = [nn.Parameter(torch.randn(size, dtype=torch.float32))]
+            value[0].grad = torch.ones(size, dtype=torch.float32)
+            before = value[0].detach().clone()
+            AdamW(value, state=state, lr=0.5, weight_decay=0.0).step()
+            torch.testing.assert_close(value[0].detach(), before - 0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)

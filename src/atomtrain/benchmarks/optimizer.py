@@ -17,6 +17,7 @@ What counts as fair here:
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -99,6 +100,7 @@ def run(options: BenchmarkOptions, setup: OptimizerSetup | None = None) -> Resul
     """
     setup = setup or (QUICK if options.quick else OptimizerSetup())
     torch.manual_seed(setup.seed)
+    load_average = os.getloadavg()[0]
     times_s = _measure(setup)
     copies_s = times_s.pop("copy")
     rows = {name: _row(name, setup, times_s[name], copies_s) for name in times_s}
@@ -108,6 +110,8 @@ def run(options: BenchmarkOptions, setup: OptimizerSetup | None = None) -> Resul
         "share_of_copy_bound": rows[_MEASURED]["share_of_copy_bound"],
         "optimizers": rows,
         "parameters": setup.parameters,
+        # Processes that wanted to run in the minute before: 0 on a quiet machine.
+        "load_average": load_average,
         "threads": torch.get_num_threads(),
         "inputs": asdict(setup),
         **description(),

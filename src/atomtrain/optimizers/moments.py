@@ -139,7 +139,7 @@ def _bfloat16_slice(
 ) -> None:
     count = parameter.numel()
     stored = [state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq")]
-    wide = [_scratch(index)[:count] for index in range(2)]
+    wide = _scratch(2, count)
     for narrow, scratch in zip(stored, wide, strict=True):
         scratch.copy_(narrow)
     kernel(parameter, gradient, *wide)
@@ -161,7 +161,7 @@ def _int8_slice(
     count = parameter.numel()
     blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
     padded = (blocks.stop - blocks.start) * BLOCK
-    first, second, spare = (_scratch(index)[:padded] for index in range(3))
+    first, second, spare = _scratch(3, padded)
     codes1, codes2 = (state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq"))
     scales1, scales2 = state["exp_avg_scale"][blocks], state["exp_avg_sq_scale"][blocks]
     companding.decode_first(codes1, scales1, first, spare)
@@ -173,9 +173,12 @@ def _int8_slice(
     companding.encode_second(second, codes2, scales2, random2)
 
 
-def _scratch(index: int) -> Tensor:
-    """Return a float32 buffer of `SLICE` elements that is this thread's own."""
-    buffers: list[Tensor] = _local.__dict__.setdefault("buffers", [])
-    while len(buffers) <= index:
-        buffers.append(torch.empty(SLICE, dtype=torch.float32))
-    return buffers[index]
+def _scratch(buffers: int, count: int) -> list[Tensor]:
+    """Return float32 buffers of `count` elements that are this thread's own; contents are old."""
+    kept: list[Tensor] = _local.__dict__.setdefault("buffers", [])
+    while len(kept) < buffers:
+        kept.append(torch.empty(0, dtype=torch.float32))
+    for index in range(buffers):
+        if kept[index].numel() < count:
+            kept[index] = torch.empty(count, dtype=torch.float32)
+    return [buffer[:count] for buffer in kept[:buffers]]
