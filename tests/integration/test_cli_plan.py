@@ -140,6 +140,7 @@ def test_unknown_names_are_answered_with_the_nearest(complaint: Output) -> None:
         (("--tokens-per-step", "0"), "--tokens-per-step"),
         (("--tokens-per-step", "100"), "give 64 or 128"),
         (("--micro-batch", "0"), "--micro-batch"),
+        (("--head-pieces", "0"), "--head-pieces"),
         (("--tokens-per-step", "128", "--micro-batch", "3"), "do not divide"),
         (("--machine", "missing.json"), "missing.json"),
         (("--picture", "."), "--picture"),

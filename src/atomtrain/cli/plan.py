@@ -54,6 +54,9 @@ class PlanOptions:
         None, "Tokens of a step. Default: what lets compute cover the link.", "N"
     )
     micro_batch: int | None = option(None, "Sequences of a micro-batch. Default: the fastest.", "N")
+    head_pieces: int | None = option(
+        None, "Pieces of the vocabulary in which the head computes its loss. Default: whole.", "N"
+    )
     tf32: bool = option(
         False, "Matrix products in TF32, as torch.set_float32_matmul_precision('high') gives."
     )
@@ -68,7 +71,7 @@ class PlanOptions:
     json: bool = option(False, "Print exactly one JSON object instead of a table.")
 
     def __post_init__(self) -> None:
-        for name in ("context", "tokens_per_step", "micro_batch"):
+        for name in ("context", "tokens_per_step", "micro_batch", "head_pieces"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 flag = "--" + name.replace("_", "-")
@@ -103,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
     for name in ("save", "picture", "trace"):
         require_writable(getattr(options, name), f"--{name}")
     place = _place(options)
-    model = subject(options.model, options.context)
+    model = subject(options.model, options.context, options.head_pieces)
     workload = Workload(
         context_tokens=model.context_tokens,
         tokens_per_step=options.tokens_per_step,

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.analysis.head import split_head
 from atomtrain.errors import AnalysisError, ConfigError, nearest
 from atomtrain.models.gpt import GPT
 from atomtrain.models.presets import PRESETS, preset
@@ -36,6 +37,8 @@ class Subject:
     """Tokens of a sequence."""
     model: nn.Module
     """On the meta device."""
+    head_pieces: int | None = None
+    """In how many pieces of the vocabulary the head computes its loss; `None` is as it is."""
     _analyses: dict[int, Analysis] = field(default_factory=dict, repr=False, compare=False)
 
     @functools.cached_property
@@ -44,38 +47,49 @@ class Subject:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def analyse(self, sequences: int) -> Analysis:
-        """Return chain and costs of a micro-batch of so many sequences; each is analysed once."""
+        """Return chain and costs of a micro-batch of so many sequences; each is analysed once.
+
+        Raises:
+            AnalysisError: the model is no chain of layers, or its head cannot be split.
+        """
         if sequences not in self._analyses:
             shape = (sequences, self.context_tokens)
             ids = torch.zeros(shape, dtype=torch.int64, device="meta")
             example = {"input_ids": ids, "labels": ids}
             traced = chain_of(self.model, example)
-            costs = layer_costs(traced.chain, traced.bind(example))
-            self._analyses[sequences] = Analysis(traced.chain, costs)
+            chain = traced.chain
+            if self.head_pieces is not None:
+                chain = split_head(chain, self.head_pieces)
+            self._analyses[sequences] = Analysis(chain, layer_costs(chain, traced.bind(example)))
         return self._analyses[sequences]
 
 
-def subject(name: str, context_tokens: int | None = None) -> Subject:
+def subject(
+    name: str, context_tokens: int | None = None, head_pieces: int | None = None
+) -> Subject:
     """Return the model that a user named.
 
     Args:
         name: A preset, or the path of a Hugging Face `config.json` or of a folder with one.
         context_tokens: Tokens of a sequence; `None` is the model's own length, at most 4096 for a
             Hugging Face model.
+        head_pieces: See `Subject.head_pieces`.
 
     Raises:
         ConfigError: no such model, or its sequences are shorter; a package that reads it lacks.
     """
     if context_tokens is not None and context_tokens < 1:
         raise ConfigError(f"--context must be at least 1 token, not {context_tokens}")
+    if head_pieces is not None and head_pieces < 1:
+        raise ConfigError(f"--head-pieces must be at least 1, not {head_pieces}")
     path = Path(name)
     if name not in PRESETS and (path.exists() or path.suffix == ".json" or "/" in name):
-        return _from_hugging_face(path, context_tokens)
+        return _from_hugging_face(path, context_tokens, head_pieces)
     config = preset(name)
     context = context_tokens or config.context
     _check_context(name, context, config.context)
     with torch.device("meta"):
-        return Subject(name, context, GPT(config))
+        return Subject(name, context, GPT(config), head_pieces)
 
 
 def _check_context(name: str, context: int, longest: int) -> None:
@@ -86,7 +100,7 @@ def _check_context(name: str, context: int, longest: int) -> None:
         )
 
 
-def _from_hugging_face(path: Path, context_tokens: int | None) -> Subject:
+def _from_hugging_face(path: Path, context_tokens: int | None, head_pieces: int | None) -> Subject:
     file = path / CONFIG_FILE if path.is_dir() else path
     stored = _read(file)
     try:
@@ -123,7 +137,7 @@ def _from_hugging_face(path: Path, context_tokens: int | None) -> Subject:
         ) from error
     if longest is not None:
         _check_context(str(path), context, longest)
-    return Subject(_name_of(file), context, model)
+    return Subject(_name_of(file), context, model, head_pieces)
 
 
 def _read(file: Path) -> dict[str, Any]:

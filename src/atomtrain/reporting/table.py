@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from atomtrain.planning.plan import Plan
+from atomtrain.planning.prospect import Prospect
 from atomtrain.reporting.picture import Caption
 from atomtrain.reporting.report import Report
 from atomtrain.units import format_bytes, format_count, format_seconds
@@ -58,6 +59,14 @@ def bounds_text(bounds: Sequence[int]) -> str:
     return f"{len(sizes)} of {layers} {'layer' if most == 1 else 'layers'}"
 
 
+def resident_names(found: Prospect) -> list[str]:
+    """Return the names of the resident blocks: layers, or weights that several layers share."""
+    chain = found.analysis.chain
+    names = [layer.name for layer in chain.layers]
+    names += [chain.names.get(key, "?") for key, users in chain.users.items() if len(users) > 1]
+    return [names[block] for block in found.plan.resident_blocks]
+
+
 def _title(report: Report) -> str:
     here = " (this machine)"
     how = here if report.setting.card is None else f" ({report.setting.dtype} products)"
@@ -105,7 +114,7 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
         ("slots", _slots(plan)),
     ]
     if plan.resident_blocks:
-        rows.append(("resident", f"{', '.join(_blocks(report))}: loaded once a step"))
+        rows.append(("resident", f"{', '.join(resident_names(found))}: loaded once a step"))
     if kept > 0:
         rows.append(("kept", f"graphs of {kept} segments: not recomputed in backward"))
     rows.append(
@@ -125,15 +134,6 @@ def _slots(plan: Plan) -> str:
         f"{plan.slots} of {format_bytes(plan.slot_bytes)}, {plan.gradient_buffers} gradient "
         f"{buffers} of {format_bytes(plan.gradient_bytes)}; values between segments wait {where}"
     )
-
-
-def _blocks(report: Report) -> list[str]:
-    """Return the names of the resident blocks: layers, or weights that several layers share."""
-    chain = report.prospect.analysis.chain
-    shared = [key for key, users in chain.users.items() if len(users) > 1]
-    names = [layer.name for layer in chain.layers]
-    names += [chain.names.get(key, "shared weight") for key in shared]
-    return [names[block] for block in report.prospect.plan.resident_blocks]
 
 
 def _speed(report: Report) -> list[tuple[str, str]]:

@@ -1,0 +1,199 @@
+"""Writes docs/plans.md: `python -m atomtrain.reporting.plans_page > docs/plans.md`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from atomtrain.errors import PlanError
+from atomtrain.planning.advice import Setting
+from atomtrain.planning.catalogue import HOSTS, Gpu, gpu, machine_for
+from atomtrain.planning.prospect import Workload
+from atomtrain.reporting.report import Report, make_report
+from atomtrain.reporting.subject import Subject, subject
+from atomtrain.reporting.table import format_duration, format_tokens_per_s, resident_names
+from atomtrain.reporting.treatments import treatments
+from atomtrain.units import format_bytes, format_count
+
+MODELS = (
+    "gpt3-small",
+    "gpt3-medium",
+    "gpt3-large",
+    "gpt3-xl",
+    "gpt3-2.7b",
+    "gpt3-6.7b",
+    "gpt3-13b",
+    "gpt3-175b",
+)
+CARDS = ("gtx-1080-ti", "rtx-3090", "rtx-4090", "h100")
+_STATE_BYTES = 16
+_SPARE_HOST = 1.1
+"""Host memory beyond the state: for the system and the values kept for backward."""
+
+_INTRODUCTION = """\
+# Plans for the GPT-3 family
+
+What `atom plan` predicts for the eight sizes of GPT-3 (Brown et al. 2020, table 2.1) on four GPUs,
+in sequences of 2048 tokens. **Nothing here is measured**: rates are data-sheet figures times the
+shares in [hardware.md](hardware.md), the partition and schedule are those of
+[planning.md](planning.md). Written by `python -m atomtrain.reporting.plans_page`.
+
+Parameters, gradients and AdamW's two moments are float32: 16 bytes a parameter on the host, which
+is what 2.8 TB for 175 billion parameters comes from. Matrix products are float32 too, without
+TF32, as PyTorch does by default. The budget is 90% of the GPU's memory. Each host has the memory
+that the model needs, rounded up to a power of two, and the memory channels of a usual host that
+holds so much. Tokens a step are what lets compute cover the link.
+"""
+
+
+_TREATMENTS = """\
+## Embedding and head
+
+Much to load and little to compute, and the logits are often the largest workspace of all. A
+*resident* weight has a place of its own on the device, is loaded once a step, and its gradient
+leaves once; a head *in pieces* of the vocabulary never holds all logits (its loss differs in the
+last bits, so it is a choice: `--head-pieces 8`). One sequence a micro-batch, eight a step.
+"""
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+"""The published sizes of Llama 3 8B (Grattafiori et al. 2024, table 3): 128k vocabulary, not
+tied."""
+
+
+def page() -> Iterator[str]:
+    """Yield the page, line by line."""
+    yield from _INTRODUCTION.splitlines()
+    yield ""
+    yield from host_table()
+    for card in CARDS:
+        yield ""
+        yield from card_table(gpu(card))
+    yield ""
+    yield from _TREATMENTS.splitlines()
+    yield ""
+    yield from treatment_table("gpt3-175b", subject("gpt3-175b"), gpu("h100"))
+    yield ""
+    yield from treatment_table("Llama, 8 billion", _llama(), gpu("rtx-4090"))
+
+
+def host_table() -> Iterator[str]:
+    """Yield host bytes of each model: the state, and the whole of a plan."""
+    yield "## Host memory"
+    yield ""
+    yield "The plan also holds the values at the cuts between segments, for all micro-batches."
+    yield ""
+    yield from _header("model", "parameters", "16 bytes a parameter", "plan on the H100")
+    for name in MODELS:
+        model = subject(name)
+        report = _report(model, gpu("h100"))
+        plan_bytes = "-" if isinstance(report, PlanError) else report.prospect.plan.host_bytes
+        yield _row(
+            name,
+            format_count(model.parameters),
+            _decimal(_STATE_BYTES * model.parameters),
+            plan_bytes if isinstance(plan_bytes, str) else _decimal(plan_bytes),
+        )
+
+
+def card_table(card: Gpu) -> Iterator[str]:
+    """Yield the plans of all models on one GPU."""
+    yield f"## {card.title}"
+    yield ""
+    yield from _header(
+        "model", "host", "device peak", "segments", "tokens a step", "step", "tokens/s", "of peak",
+        "bound by",
+    )  # fmt: skip
+    for name in MODELS:
+        yield _plan_row(name, _report(subject(name), card))
+
+
+def treatment_table(name: str, model: Subject, card: Gpu) -> Iterator[str]:
+    """Yield what each treatment of embedding and head gives for one model on one GPU."""
+    yield f"### {name} on {card.title}, sequences of {model.context_tokens} tokens"
+    yield ""
+    yield from _header(
+        "treatment", "device peak", "slots", "resident", "to device a step", "step", "tokens/s"
+    )
+    for text, found in treatments(model, card, _host_bytes(model, card), 8):
+        if isinstance(found, PlanError):
+            yield _row(text, f"does not fit: {found}", *[""] * 5)
+            continue
+        plan = found.plan
+        loaded = plan.load_s * found.machine.load_bytes_per_s
+        yield _row(
+            text,
+            format_bytes(plan.device_peak_bytes),
+            f"{plan.slots} x {format_bytes(plan.slot_bytes)}",
+            ", ".join(resident_names(found)) or "-",
+            format_bytes(loaded),
+            format_duration(plan.step_s),
+            format_tokens_per_s(found.tokens_per_s),
+        )
+
+
+def _llama() -> Subject:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "llama-8b.json")
+        file.write_text(json.dumps(_LLAMA))
+        return subject(str(file), 4096)
+
+
+def _host_bytes(model: Subject, card: Gpu) -> int:
+    """Return a power of two that holds the model, and at least what a usual host holds."""
+    needed = int(_SPARE_HOST * _STATE_BYTES * model.parameters)
+    return max(HOSTS[card.host].most_memory_bytes, 1 << (needed - 1).bit_length())
+
+
+def _report(model: Subject, card: Gpu) -> Report | PlanError:
+    setting = Setting(
+        machine=machine_for(card, _host_bytes(model, card)),
+        workload=Workload(context_tokens=model.context_tokens),
+        card=card,
+    )
+    try:
+        return make_report(model, setting, advise=False)
+    except PlanError as error:
+        return error
+
+
+def _plan_row(name: str, report: Report | PlanError) -> str:
+    if isinstance(report, PlanError):
+        return _row(name, *["-"] * 7, f"does not fit: {report}")
+    found, plan = report.prospect, report.prospect.plan
+    return _row(
+        name,
+        format_bytes(found.machine.host_memory_bytes),
+        format_bytes(plan.device_peak_bytes),
+        f"{plan.segments}",
+        f"{found.tokens_per_step} ({plan.micro_batches} x {found.micro_batch} sequences)",
+        format_duration(plan.step_s),
+        format_tokens_per_s(found.tokens_per_s),
+        f"{100 * (report.peak_share or 0):.0f}%",
+        plan.bound,
+    )
+
+
+def _decimal(n_bytes: float) -> str:
+    """Return decimal bytes, as papers print them, such as `"2.80 TB"`."""
+    unit, name = (1e12, "TB") if n_bytes >= 1e12 else (1e9, "GB")
+    return f"{n_bytes / unit:.3g} {name}"
+
+
+def _header(*names: str) -> Iterator[str]:
+    yield _row(*names)
+    yield _row(*["---"] * len(names))
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    for line in page():
+        sys.stdout.write(f"{line}\n")
