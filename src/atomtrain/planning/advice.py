@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from atomtrain.errors import PlanError
 from atomtrain.planning.catalogue import GPUS, Gpu, machine_for
@@ -86,60 +85,71 @@ def possible_changes(now: Prospect, setting: Setting) -> tuple[Change, ...]:
     """Return what could be changed about a setting whose plan is `now`, one thing each.
 
     The tokens of a step stay as they were chosen, unless they are the change; so does the size of
-    the micro-batch if the setting fixes it.
+    the micro-batch if the setting fixes it. Where compute waits for less than 2% of the step,
+    nothing is said about what it waits for: a faster link or host, more tokens a step.
     """
     fixed = dataclasses.replace(setting.workload, tokens_per_step=now.tokens_per_step)
     setting = dataclasses.replace(setting, workload=fixed)
-    return (*_machines(setting), *_workloads(now, setting), *_devices(setting))
+    waits = now.plan.step_s > WORTH_SAYING * now.plan.compute_s
+    return (
+        _more_memory(setting),
+        *(_less_waiting(now, setting) if waits else ()),
+        *_micro_batches(now, setting),
+        *_devices(setting),
+    )
 
 
-def _machines(setting: Setting) -> list[Change]:
+def _more_memory(setting: Setting) -> Change:
+    n_bytes = _DOUBLE * setting.machine.device_memory_bytes
+    machine = dataclasses.replace(setting.machine, device_memory_bytes=n_bytes)
+    text = f"twice the device memory: {format_bytes(n_bytes)}"
+    return Change(text=text, setting=dataclasses.replace(setting, machine=machine))
+
+
+def _less_waiting(now: Prospect, setting: Setting) -> list[Change]:
     machine, card = setting.machine, setting.card
-    device_bytes = _DOUBLE * machine.device_memory_bytes
     link = "a link twice as fast"
     if card is not None and card.pcie_generation < _NEWEST_PCIE:
         link = f"PCIe {card.pcie_generation + 1} instead of {card.pcie_generation}"
-    changed: dict[str, dict[str, Any]] = {
-        f"twice the device memory: {format_bytes(device_bytes)}": {
-            "device_memory_bytes": device_bytes
-        },
-        link: {
-            "load_bytes_per_s": _DOUBLE * machine.load_bytes_per_s,
-            "unload_bytes_per_s": _DOUBLE * machine.unload_bytes_per_s,
-        },
-        "host memory twice as fast (the optimizer's rate)": {
-            "update_parameters_per_s": _DOUBLE * machine.update_parameters_per_s
-        },
-    }
-    return [
-        Change(
-            text=text,
-            setting=dataclasses.replace(setting, machine=dataclasses.replace(machine, **fields)),
-        )
-        for text, fields in changed.items()
-    ]
-
-
-def _workloads(now: Prospect, setting: Setting) -> list[Change]:
+    faster_link = dataclasses.replace(
+        machine,
+        load_bytes_per_s=_DOUBLE * machine.load_bytes_per_s,
+        unload_bytes_per_s=_DOUBLE * machine.unload_bytes_per_s,
+    )
+    faster_host = dataclasses.replace(
+        machine, update_parameters_per_s=_DOUBLE * machine.update_parameters_per_s
+    )
     tokens = _DOUBLE * now.tokens_per_step
-    changed: dict[str, dict[str, int]] = {
-        f"twice the tokens a step: {format_count(tokens)}": {"tokens_per_step": tokens}
-    }
-    per_step = now.tokens_per_step // now.context_tokens
-    sizes = [n for n in (now.micro_batch // _DOUBLE, _DOUBLE * now.micro_batch) if n > 0]
-    for size in sizes:
-        if per_step % size == 0 and setting.workload.micro_batch is not None:
-            plural = "sequence" if size == 1 else "sequences"
-            changed[f"micro-batches of {size} {plural}"] = {"micro_batch": size}
+    more_tokens = dataclasses.replace(setting.workload, tokens_per_step=tokens)
     return [
+        Change(text=link, setting=dataclasses.replace(setting, machine=faster_link)),
         Change(
-            text=text,
-            setting=dataclasses.replace(
-                setting, workload=dataclasses.replace(setting.workload, **fields)
-            ),
-        )
-        for text, fields in changed.items()
+            text="host memory twice as fast (the optimizer's rate)",
+            setting=dataclasses.replace(setting, machine=faster_host),
+        ),
+        Change(
+            text=f"twice the tokens a step: {format_count(tokens)}",
+            setting=dataclasses.replace(setting, workload=more_tokens),
+        ),
     ]
+
+
+def _micro_batches(now: Prospect, setting: Setting) -> list[Change]:
+    """Return other sizes of a micro-batch that the setting fixes; else it is the best already."""
+    if setting.workload.micro_batch is None:
+        return []
+    per_step = now.tokens_per_step // now.context_tokens
+    changes = []
+    for size in (now.micro_batch // _DOUBLE, _DOUBLE * now.micro_batch):
+        if size > 0 and per_step % size == 0:
+            workload = dataclasses.replace(setting.workload, micro_batch=size)
+            changes.append(
+                Change(
+                    text=f"micro-batches of {size} {'sequence' if size == 1 else 'sequences'}",
+                    setting=dataclasses.replace(setting, workload=workload),
+                )
+            )
+    return changes
 
 
 def _devices(setting: Setting) -> list[Change]:
