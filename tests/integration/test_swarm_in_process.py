@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,6 +154,41 @@ def test_one_good_address_among_bad_ones_is_enough(founder: tuple[Swarm, Model])
     dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJkgyoePXTxr3gVF6FGYx8WZHwXwfMFuBc78jdBJHSeKX"
     swarm = Swarm.join(config(join=(dead, founder[0].address)))
     swarm.leave(1.0)
+
+
+def test_key_and_list_of_peers_keep_strangers_out(tmp_path: Path) -> None:
+    key, wrong, ids = tmp_path / "key", tmp_path / "wrong", tmp_path / "ids"
+    key.write_text("the secret of this run")
+    wrong.write_text("a guess at the secret")
+    ids.write_text("12D3KooWJkgyoePXTxr3gVF6FGYx8WZHwXwfMFuBc78jdBJHSeKX  # somebody else")
+    model = Model(1.0)
+    swarm = Swarm.found(config(key_path=key), Manifest("inproc", ELEMENTS), model)
+    try:
+        join = {"join": (swarm.address,)}
+        for stranger in (config(**join), config(**join, key_path=wrong)):
+            assert "turns this one away: it admits only peers that know" in _error_of(stranger)
+        listed = config(**join, key_path=key, allow_path=ids)
+        assert "not on its list of allowed peers" in _error_of(listed)
+        ids.write_text(f"{swarm.address}\n")
+        other = Swarm.join(listed)
+        try:
+            copy = Model()
+            other.download(copy)
+            together = lambda reports: any(len(r.contributors) == 2 for r in reports)  # noqa: E731
+            cross_until(together, (swarm, model), (other, copy))
+        finally:
+            other.leave(2.0)
+    finally:
+        swarm.leave(2.0)
+
+
+def test_newcomer_with_a_key_does_not_join_an_open_run(
+    founder: tuple[Swarm, Model], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("the secret of this run")
+    error = _error_of(config(join=(founder[0].address,), key_path=key))
+    assert "is none that this one admits" in error
 
 
 def test_port_in_use() -> None:

@@ -91,10 +91,14 @@ class Simulation:
         self.merges: list[tuple[str, torch.Tensor, Merge]] = []  # peer, old anchor, merge
 
     async def add(
-        self, name: str, step_s: float, step: Callable[[SimulatedPeer], None] | None = None
+        self,
+        name: str,
+        step_s: float,
+        step: Callable[[SimulatedPeer], None] | None = None,
+        **config: Any,
     ) -> SimulatedPeer:
         """Start a peer; without `step` it adds a random vector per step."""
-        peer = self.peers[name] = SimulatedPeer(self, name, step_s, step)
+        peer = self.peers[name] = SimulatedPeer(self, name, step_s, step, **config)
         await peer.start()
         return peer
 
@@ -154,6 +158,7 @@ class SimulatedPeer:
         name: str,
         step_s: float,
         step: Callable[[SimulatedPeer], None] | None = None,
+        **settings: Any,
     ) -> None:
         self._step = step
         self.simulation = simulation
@@ -164,7 +169,7 @@ class SimulatedPeer:
         self.training = True
         config = SwarmConfig(
             run="sim", expiry_s=6.0, connect_s=2.0, stall_s=3.0, round_floor_s=2.0,
-            slowest_link_bytes_per_s=1e4,
+            slowest_link_bytes_per_s=1e4, **settings,
         )  # fmt: skip
         network = simulation.network
         self.service = build_service(

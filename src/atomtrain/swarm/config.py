@@ -40,6 +40,10 @@ class SwarmConfig:
     """Addresses of peers in the run, as `Swarm.address` gives them; one that answers is enough."""
     identity_path: Path | None = None
     """File with this peer's key, made if absent; None: a new identity at each start."""
+    key_path: Path | None = None
+    """File with a secret that all peers of the run share; None: whoever knows an address joins."""
+    allow_path: Path | None = None
+    """File with the ids of the peers that this one talks to, one a line; None: all."""
     local_steps_per_round: int = 30
     """Local steps (H) in which every fragment is averaged once; 0: as few as the measured times of
     rounds and steps allow, see `Agenda.pace`."""

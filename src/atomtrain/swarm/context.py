@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.agenda import Agenda
 from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.codec import Codec
@@ -29,6 +30,7 @@ class Context:
     manifest: Manifest
     transport: Transport
     directory: Directory
+    admission: Admission
     desk: Desk
     roster: Roster
     agenda: Agenda
@@ -56,8 +58,13 @@ class Context:
                 channel = await self.transport.open(peer_id)
         except TimeoutError as error:
             raise LinkLost(f"peer {peer_id[-8:]} cannot be reached in time") from error
-        await channel.send(Open(protocol=PROTOCOL, run=self.config.run))
+        await channel.send(self.opening(peer_id))
         return channel
+
+    def opening(self, peer_id: str) -> Open:
+        """Return what comes first on a stream to a peer."""
+        proof = self.admission.proof(peer_id)
+        return Open(protocol=PROTOCOL, run=self.config.run, proof=proof)
 
     async def snapshot(self, fragment: int) -> Snapshot:
         """Return a snapshot taken at the trainer's next boundary; cancel to withdraw the wish."""

@@ -37,10 +37,11 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Open(Message):
-    """First on every stream: who may go on is decided by protocol and run."""
+    """First on every stream: who may go on is decided by protocol, run and proof of the key."""
 
     protocol: int
     run: str
+    proof: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,11 @@ class AskManifest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestHeader(Message):
-    """The manifest follows in `bytes_count` bytes."""
+    """The manifest follows in `bytes_count` bytes; the proof is that of the peer that gives it."""
 
     bytes_count: int
     digest: str
+    proof: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.anchors import Stamp
 from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord, PeerStatus, best_stamps
@@ -14,9 +15,10 @@ _log = logging.getLogger("atomtrain.swarm")
 class Roster:
     """Records by peer; plain bookkeeping, fed from the directory."""
 
-    def __init__(self, peer_id: str, fragments: int) -> None:
-        """Start with nobody but this peer."""
-        self._peer_id = peer_id
+    def __init__(self, admission: Admission, fragments: int) -> None:
+        """Start with nobody but the peer whose rule of admission this is."""
+        self._peer_id = admission.peer_id
+        self._admission = admission
         self._fragments = fragments
         self._records: dict[str, PeerRecord] = {}
         self._own: PeerRecord | None = None
@@ -28,13 +30,17 @@ class Roster:
         self._own = record
 
     def update(self, found: dict[str, bytes]) -> None:
-        """Replace the others' records by those in the directory; malformed ones do not count."""
+        """Replace the others' records by those in the directory.
+
+        Malformed ones, and those of peers that are not admitted, do not count.
+        """
         records = {}
         for peer_id, data in found.items():
             if peer_id == self._peer_id:
                 continue
             try:
-                record = PeerRecord.decode(peer_id, data, self._fragments)
+                own = self._admission.unseal(peer_id, data)
+                record = PeerRecord.decode(peer_id, own, self._fragments)
             except BadMessage as error:
                 _log.debug("record of %s ignored: %s", peer_id[-8:], error)
                 continue

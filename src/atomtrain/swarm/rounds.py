@@ -9,7 +9,6 @@ from typing import Any
 
 from atomtrain.swarm.agenda import lead_order
 from atomtrain.swarm.anchors import Merge, Snapshot, whole
-from atomtrain.swarm.config import PROTOCOL
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.leading import Leading
@@ -20,7 +19,6 @@ from atomtrain.swarm.messages import (
     Contribution,
     Decline,
     Invite,
-    Open,
     Propose,
     Proposed,
 )
@@ -126,7 +124,7 @@ class Rounds:
             return await context.open(peer_id)
         mine, theirs = channel_pair(peer_id, peer_id, context.config.stall_s)
         self._tasks.spawn(self._serve(theirs), "own stream")
-        await mine.send(Open(protocol=PROTOCOL, run=context.config.run))
+        await mine.send(context.opening(context.peer_id))
         return mine
 
     async def _alone(self, round_index: int) -> None:

@@ -115,7 +115,8 @@ class Service:
         context = self.context
         record = self.own_record()
         context.roster.set_own(record)
-        await context.directory.publish(record.encode(), context.config.expiry_s)
+        sealed = context.admission.seal(record.encode())
+        await context.directory.publish(sealed, context.config.expiry_s)
 
     def own_record(self) -> PeerRecord:
         """Return what this peer tells all others."""
@@ -160,11 +161,11 @@ class Service:
         config = self.context.config
         opening = await channel.receive(Open, config.stall_s)
         message = await channel.receive_any(config.stall_s)
-        refusal = self._refusal(opening, message)
+        refusal = self._refusal(channel.remote, opening, message)
         if refusal:
             await channel.send(Refused(reason=refusal, run=config.run, protocol=PROTOCOL))
         elif isinstance(message, AskManifest):
-            await send_manifest(channel, self.context.manifest)
+            await send_manifest(channel, self.context.manifest, self.context.admission)
         elif isinstance(message, AskAnchor):
             anchor = self.context.desk.store.anchor(message.fragment)
             await send_anchor(channel, message.fragment, anchor)
@@ -176,12 +177,14 @@ class Service:
             await self._rounds.take(channel, message)
         return True
 
-    def _refusal(self, opening: Open, message: Message) -> str:
+    def _refusal(self, remote: str, opening: Open, message: Message) -> str:
         run = self.context.config.run
         if opening.protocol != PROTOCOL:
             return f"it speaks protocol {PROTOCOL}, not {opening.protocol}"
         if opening.run != run:
             return f"it trains run {run!r}, not {opening.run!r}"
+        if refusal := self.context.admission.refusal(remote, opening.proof):
+            return refusal
         if isinstance(message, AskAnchor):
             stamps = self.context.desk.store.stamps()
             if message.fragment >= len(stamps) or stamps[message.fragment] is None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm.admission import Admission, read_allowed, read_key
 from atomtrain.swarm.agenda import Agenda
 from atomtrain.swarm.anchors import AnchorStore, FragmentAccess, Merge, whole
 from atomtrain.swarm.codec import codec_named
@@ -54,6 +55,20 @@ class SwarmState(NamedTuple):
     """Versions, token counts and round, JSON-able."""
 
 
+def admission_of(config: SwarmConfig, peer_id: str) -> Admission:
+    """Return a peer's rule of admission; reads the files that the configuration names.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    return Admission(
+        run=config.run,
+        peer_id=peer_id,
+        key=None if config.key_path is None else read_key(config.key_path),
+        allowed=None if config.allow_path is None else read_allowed(config.allow_path),
+    )
+
+
 def build_service(
     config: SwarmConfig,
     manifest: Manifest,
@@ -61,7 +76,12 @@ def build_service(
     directory: Directory,
     thread: LoopThread,
 ) -> Service:
-    """Put a peer's network side together; it does nothing yet."""
+    """Put a peer's network side together; it does nothing yet.
+
+    Raises:
+        ConfigError: the files with key or allowed peers cannot be used.
+    """
+    admission = admission_of(config, transport.peer_id)
     store = AnchorStore(manifest.fragment_elements, manifest.rules.outer_momentum > 0)
     services: list[Service] = []
 
@@ -74,7 +94,8 @@ def build_service(
         transport=transport,
         directory=directory,
         desk=Desk(store, on_boundary),
-        roster=Roster(transport.peer_id, len(manifest.fragment_elements)),
+        admission=admission,
+        roster=Roster(admission, len(manifest.fragment_elements)),
         agenda=Agenda(
             fragments=len(manifest.fragment_elements),
             local_steps_per_round=manifest.rules.local_steps_per_round,
@@ -153,7 +174,8 @@ class Swarm:
         async def enter(thread: LoopThread) -> Service:
             transport = await Libp2pTransport.create(config)
             try:
-                manifest, through = await connect_any(transport, config)
+                admission = admission_of(config, transport.peer_id)
+                manifest, through = await connect_any(transport, config, admission)
                 directory = await DhtDirectory.create(transport, config.run, through)
                 service = build_service(config, manifest, transport, directory, thread)
                 await service.start()
@@ -166,6 +188,7 @@ class Swarm:
 
     @classmethod
     def _enter(cls, config: SwarmConfig, enter: Any) -> Swarm:
+        admission_of(config, "")  # mistakes in its files are told before anything starts
         import hivemind  # noqa: F401 - 3.5 s, on this thread, before any deadline runs
 
         thread = LoopThread()

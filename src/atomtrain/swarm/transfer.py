@@ -9,6 +9,7 @@ import logging
 import torch
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.anchors import (
     Anchor,
     Merge,
@@ -38,24 +39,33 @@ _log = logging.getLogger("atomtrain.swarm")
 _RETRY_S = 0.5
 
 
-async def send_manifest(channel: Channel, manifest: Manifest) -> None:
+class NotAdmitted(SwarmError):  # noqa: N818 - what it is reads better than what it raises
+    """The peer that was asked for its manifest is not one that this peer admits."""
+
+
+async def send_manifest(channel: Channel, manifest: Manifest, admission: Admission) -> None:
     """Answer `AskManifest`."""
     data = manifest.encode()
     digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-    await channel.send(ManifestHeader(bytes_count=len(data), digest=digest))
+    proof = admission.proof(channel.remote)
+    await channel.send(ManifestHeader(bytes_count=len(data), digest=digest, proof=proof))
     await channel.send_bytes(data)
 
 
-async def ask_manifest(channel: Channel, run: str, within_s: float) -> Manifest:
-    """Return the run's manifest, asked for on a fresh stream.
+async def ask_manifest(channel: Channel, admission: Admission, within_s: float) -> Manifest:
+    """Return the run's manifest, asked for on a fresh stream from a peer that is admitted.
 
     Raises:
         LinkLost: the peer is gone, or refused.
+        SwarmError: it is not admitted here.
         BadMessage: what came is not what was announced.
     """
-    await channel.send(Open(protocol=PROTOCOL, run=run))
+    proof = admission.proof(channel.remote)
+    await channel.send(Open(protocol=PROTOCOL, run=admission.run, proof=proof))
     await channel.send(AskManifest())
     header = await channel.receive(ManifestHeader, within_s)
+    if refusal := admission.refusal(channel.remote, header.proof):
+        raise NotAdmitted(refusal)
     if header.bytes_count > MANIFEST_BYTES_MAX:
         raise BadMessage(f"a manifest of {header.bytes_count} bytes")
     data = bytearray(header.bytes_count)
