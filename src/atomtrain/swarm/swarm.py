@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -292,6 +292,7 @@ class Swarm:
         meta = self._desk.store.meta()
         meta["protocol"] = PROTOCOL
         meta["run"] = self.config.run
+        meta["rules"] = asdict(self.manifest.rules)
         meta["next_round"] = self._service.context.agenda.next_round
         meta["known_addresses"] = list(self.known_addresses())
         return SwarmState(self._desk.store.tensors(), meta)
@@ -307,6 +308,16 @@ class Swarm:
                 f"the checkpoint's swarm state is of run {state.meta.get('run')!r}, not "
                 f"{self.config.run!r}; resume with that run's name"
             )
+        present = asdict(self.manifest.rules)
+        before = {
+            key: state.meta.get("rules", {}).get(key, value) for key, value in present.items()
+        }
+        if before != present:
+            _log.warning(
+                "the run's rules have changed since the checkpoint: %s",
+                ", ".join(f"{k} {before[k]} to {present[k]}" for k in before
+                          if before[k] != present[k]),
+            )  # fmt: skip
         self._desk.store.load(state.tensors, state.meta)
         self._thread.post(self._service.context.agenda.observe, int(state.meta["next_round"]))
 

@@ -85,6 +85,31 @@ class TrainOptions:
     local_steps: int | None = option(
         None, "Steps in which every part of the model is averaged with the other peers once.", "N"
     )
+    measured_rounds: bool = option(
+        False,
+        "Average as often as the link allows, instead of --local-steps; set by who starts the run.",
+        "",
+    )
+    wire: str | None = option(
+        None,
+        "How changes travel between peers: float32, float16, int8, int4 or topk; set by who starts "
+        "the run. Default: float16.",
+        "FORMAT",
+    )
+    clipped_mean: bool = option(
+        False,
+        "Limit what a single peer can do to the average, for runs in which not everybody is "
+        "trusted; set by who starts the run.",
+        "",
+    )
+    run_key: Path | None = option(
+        None,
+        "File with a secret; only peers that have the same one take part in the run.",
+        "FILE",
+    )
+    allow: Path | None = option(
+        None, "File with the ids of the peers to talk to, one a line. Default: all.", "FILE"
+    )
     evaluate_every: int | None = option(None, "Steps between evaluations on held-out text.", "N")
     checkpoint_every: int | None = option(None, "Steps between checkpoints.", "N")
     directory: Path = option(
@@ -142,8 +167,27 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None:
                 _check_name(_flag(name), value)
+        if self.measured_rounds and self.local_steps is not None:
+            raise ConfigError(
+                "--measured-rounds and --local-steps contradict each other; give one of them"
+            )
+        self._check_swarm()
         if self.resume and self.run is None:
             raise ConfigError("--resume needs the name of the run: --run NAME --resume")
+
+    def _check_swarm(self) -> None:
+        """Refuse mistakes about the swarm before anything is prepared."""
+        if self.wire is not None:
+            from atomtrain.swarm.codec import codec_named
+
+            codec_named(self.wire)
+        if self.run_key is not None or self.allow is not None:
+            from atomtrain.swarm.admission import read_allowed, read_key
+
+            if self.run_key is not None:
+                read_key(self.run_key)
+            if self.allow is not None:
+                read_allowed(self.allow)
 
     @property
     def is_demo(self) -> bool:

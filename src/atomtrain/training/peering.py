@@ -75,7 +75,11 @@ def swarm_config(
         announce_host=options.announce,
         join=tuple(addresses),
         identity_path=None if directory is None else directory / "identity.key",
-        local_steps_per_round=local_steps,
+        local_steps_per_round=0 if options.measured_rounds else local_steps,
+        wire=options.wire or "float16",
+        mean="clipped" if options.clipped_mean else "plain",
+        key_path=options.run_key,
+        allow_path=options.allow,
     )
 
 
