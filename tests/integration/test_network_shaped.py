@@ -91,6 +91,23 @@ def test_links_have_the_rate_and_the_way_that_was_asked_for() -> None:
         assert free > 2.5e7
 
 
+def test_a_user_who_is_not_root_has_a_network_in_a_namespace_of_his_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allowed = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "true"], check=False, capture_output=True
+    )
+    if allowed.returncode != 0:
+        pytest.skip("user namespaces are not allowed here")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with Network(2) as net:
+        assert "--user" in net.entering(0)
+        net.shape(Link(bits_per_s=2e7, round_trip_s=0.05))
+        trip_s, rate = measure(net, 200_000)
+        assert trip_s >= 0.05
+        assert rate < 2.1e7
+
+
 def test_nothing_is_left_when_the_benchmark_is_killed(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True

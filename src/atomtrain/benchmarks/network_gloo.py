@@ -20,7 +20,7 @@ from atomtrain.benchmarks.pipeline_library import LibraryStage
 from atomtrain.simulation.pipeline import Op
 
 _PROBES = 3
-_REPEATS = 2
+_REPEATS = 3
 _BUCKET_MIB = 4
 
 

@@ -1,0 +1,49 @@
+"""`atom simulate` as its users see it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from atomtrain.cli.main import main
+
+SMALL = ("simulate", "tiny", "--peers", "4", "--tokens-per-step", "256")
+
+
+def test_it_prints_one_object_with_a_row_for_each_link(capsys: pytest.CaptureFixture[str]) -> None:
+    links = ("--link", "1Gbit/s", "--link", "1Mbit/s")
+    assert main([*SMALL, *links, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    fast, slow = result["rows"]
+    assert (fast["link_bits_per_s"], slow["link_bits_per_s"]) == (1e9, 1e6)
+    assert fast["atom_tokens_per_s"] == slow["atom_tokens_per_s"] > 0
+    assert fast["pipeline_tokens_per_s"] > slow["pipeline_tokens_per_s"]
+    assert slow["ratio"] > fast["ratio"]
+    assert result["tokens_per_step"] == 256
+
+
+def test_the_table_says_that_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--link", "100Mbit/s"]) == 0
+    text = capsys.readouterr().out
+    assert "100 Mbit/s" in text
+    assert "Simulated, not measured" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--peers", "1"), "--peers must be at least 2"),
+        (("--round-trip", "-1"), "0 to 10 seconds"),
+        (("--link", "fast"), "is not a rate"),
+        (("--gpu", "rtx-3091"), "Did you mean 'rtx-3090'"),
+        (("--wire", "float15"), "wire format"),
+    ],
+)
+def test_mistakes_take_one_line(
+    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
