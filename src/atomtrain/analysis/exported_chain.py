@@ -54,6 +54,7 @@ def exported_layers(
     _carry_unused(model, layers)
     first = remember(graph, recipes)
     shapes = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
+    own = tuple(layers)  # the caller may put another layer in the list
     attached = False
 
     def ready(training: bool) -> None:
@@ -69,7 +70,7 @@ def exported_layers(
         if not attached:
             given = [torch.zeros_like(shape, device="cpu") for shape in shapes]
             other = read_graph(model, given, inputs, own_loss=own_loss, grad=False)
-            attach(other, first, layers, inputs.tensor_names)
+            attach(other, first, own, inputs.tensor_names)
             attached = True
 
     return ExportedLayers(layers, graph.exported.rebuild, ready)
