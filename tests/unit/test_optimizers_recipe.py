@@ -8,8 +8,9 @@ import pytest
 import torch
 from engine_models import gpt, tokens
 
-from atomtrain.errors import CheckpointError, ConfigError
+from atomtrain.errors import CheckpointError, ConfigError, PlanError
 from atomtrain.optimizers import AdamW, Muon
+from atomtrain.training import setup
 from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import Recipe, amended, new_recipe
@@ -96,3 +97,17 @@ def test_default_training_is_what_torchs_fused_adamw_does() -> None:
     make_optimizer(model, made).step()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize(("bytes_each", "advised"), [(11, True), (9, False)])
+def test_a_smaller_state_is_advised_if_it_would_fit(
+    bytes_each: int, advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outline = gpt()
+    parameters = sum(p.numel() for p in outline.parameters())
+    monkeypatch.setattr(setup, "host_memory_bytes", lambda: bytes_each * parameters)
+    with pytest.raises(PlanError, match="choose a model of at most") as caught:
+        setup._check_host_memory(outline, recipe())
+    assert str(caught.value).endswith("or --optimizer adamw-int8") == advised
+    if advised:
+        setup._check_host_memory(outline, recipe(optimizer="adamw-int8"))

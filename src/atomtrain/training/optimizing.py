@@ -22,6 +22,8 @@ _FORMATS = {
     "muon": "float32",
 }
 """Format of AdamW's moments by the optimizer's name."""
+SMALLEST_STATE = "adamw-int8"
+"""The optimizer that takes the least memory."""
 _PARAMETER_AND_GRADIENT_BYTES = 8
 
 

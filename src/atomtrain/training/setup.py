@@ -35,7 +35,11 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.engine import Engine, Options, swap
 from atomtrain.swapping.machines import host_memory_bytes
-from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
+from atomtrain.training.optimizing import (
+    SMALLEST_STATE,
+    host_bytes_per_parameter,
+    make_optimizer,
+)
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config
 from atomtrain.training.recipe import Recipe, amended, new_recipe
@@ -268,11 +272,12 @@ def _check_host_memory(outline: GPT, recipe: Recipe) -> None:
     each_bytes = host_bytes_per_parameter(recipe.optimizer)
     needed_bytes, there_bytes = each_bytes * parameters, host_memory_bytes()
     if needed_bytes > there_bytes:
+        would_fit = host_bytes_per_parameter(SMALLEST_STATE) * parameters <= there_bytes
         raise PlanError(
             f"training {recipe.model} ({format_count(parameters)} parameters) takes "
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
-            f"choose a model of at most {format_count(there_bytes // each_bytes)} "
-            "parameters, or an --optimizer with a smaller state"
+            f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters"
+            f"{f', or --optimizer {SMALLEST_STATE}' if would_fit else ''}"
         )
 
 
