@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import atomtrain
 from atomtrain.checkpoint import load_latest, save
+from atomtrain.errors import StreamError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import AdamW, Muon, Schedule, decay_groups, muon_groups
 from atomtrain.optimizers import moments as moments_module
@@ -114,3 +115,15 @@ def test_a_checkpoint_brings_every_format_back(name: str, tmp_path: Path) -> Non
         assert [engine.step(step) for step in steps[2:]] == expected
         for key, value in engine.state_dict().items():
             assert torch.equal(value, end[key])
+
+
+def test_the_engine_refuses_a_state_of_another_format() -> None:
+    step = token_batches(1)[0]
+    with swap(gpt(tied=True), step[0], FACTORIES["int8"]) as engine:
+        engine.step(step)
+        saved = engine.optimizer_state()
+    with swap(gpt(tied=True), step[0], FACTORIES["bfloat16"]) as engine:
+        engine.load_optimizer_state(saved)
+        engine.step(step)
+        with pytest.raises(StreamError, match="continue with the state= that it was saved with"):
+            engine.synchronize()

@@ -344,6 +344,15 @@ def test_parameters_that_cannot_be_updated_are_refused(tensor: Tensor, words: st
         AdamW([nn.Parameter(tensor)])
 
 
+def test_a_refused_group_is_not_added() -> None:
+    optimizer = AdamW(parameters([(2,)]))
+    with pytest.raises(ConfigError, match="float32 only"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.zeros(2).half())})
+    with pytest.raises(ConfigError, match="eps must be"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.zeros(2)), "eps": -1})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_state_of_another_format_is_refused() -> None:
     value = parameters([(300,)])
     narrow = AdamW(value, state="int8")

@@ -138,6 +138,10 @@ def test_parameters_without_groups_are_refused() -> None:
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"shape \[3\] belongs in a group with 'algorithm'"):
         Muon([{"params": [nn.Parameter(torch.zeros(3))], "algorithm": "muon"}])
+    optimizer = Muon(muon_groups(gpt()))
+    with pytest.raises(ConfigError, match="Muon updates matrices"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.zeros(3)), "algorithm": "muon"})
+    assert len(optimizer.param_groups) == 3
 
 
 @pytest.mark.parametrize("change", [{"momentum": 1.0}, {"lr": -1.0}, {"state": "int4"}])

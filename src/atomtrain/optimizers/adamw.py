@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atomtrain.errors import ConfigError
 from atomtrain.optimizers.checks import check_adamw_group, check_gradient, check_parameters
 from atomtrain.optimizers.moments import adamw_update, cast_state, check_state, new_state
 
@@ -64,8 +65,13 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; it may have its own value of every argument of the constructor."""
         super().add_param_group(param_group)
-        check_adamw_group(self.param_groups[-1])
-        check_parameters(self.param_groups[-1]["params"])
+        group = self.param_groups[-1]
+        try:
+            check_adamw_group(group)
+            check_parameters(group["params"])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -79,8 +79,6 @@ class Muon(torch.optim.Optimizer):
             "seed": seed,
         }
         check_adamw_group(defaults)
-        if not 0 <= momentum < 1:
-            raise ConfigError(f"momentum must be at least 0 and below 1, not {momentum}")
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -92,18 +90,11 @@ class Muon(torch.optim.Optimizer):
                 f"{nearest(str(algorithm), _ALGORITHMS)} Make the groups with muon_groups(model)"
             )
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        check_parameters(group["params"])
-        if algorithm == "adamw":
-            check_adamw_group(group)
-            return
-        check_rates(group)
-        for parameter in group["params"]:
-            if parameter.ndim != 2:
-                raise ConfigError(
-                    f"Muon updates matrices; a parameter of shape {list(parameter.shape)} belongs "
-                    "in a group with 'algorithm': 'adamw', as muon_groups(model) makes it"
-                )
+        try:
+            _check_group(self.param_groups[-1])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -148,6 +139,22 @@ def orthogonal(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    check_parameters(group["params"])
+    if group["algorithm"] == "adamw":
+        check_adamw_group(group)
+        return
+    check_rates(group)
+    if not 0 <= group["momentum"] < 1:
+        raise ConfigError(f"momentum must be at least 0 and below 1, not {group['momentum']}")
+    for parameter in group["params"]:
+        if parameter.ndim != 2:
+            raise ConfigError(
+                f"Muon updates matrices; a parameter of shape {list(parameter.shape)} belongs "
+                "in a group with 'algorithm': 'adamw', as muon_groups(model) makes it"
+            )
 
 
 def _update(
