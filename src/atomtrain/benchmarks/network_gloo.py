@@ -213,7 +213,7 @@ class _Done:
 
 def _rank_plan(plan: dict[str, Any], rank: int) -> RankPlan:
     order = [Op(bool(backward), chunk, index) for backward, chunk, index in plan["orders"][rank]]
-    return RankPlan(plan["bounds"], order, plan["micro_batch"], plan["wire"])
+    return RankPlan(plan["bounds"], order, plan["micro_batch"], plan["wire"], plan["recompute"])
 
 
 def _there_and_back(token: torch.Tensor, other: int, first: bool) -> float:

@@ -69,6 +69,9 @@ class RankPlan(NamedTuple):
     micro_batch: int
     """Sequences in a micro-batch."""
     wire: str
+    recompute: bool
+    """Keep only each chunk's input from forward to backward, and run forward again; the last chunk,
+    whose backward follows at once, keeps everything."""
 
 
 class Stage:
@@ -152,24 +155,29 @@ class _StepRun:
         self.losses: list[float] = []
         self._sends: list[tuple[Any, Tensor]] = []
         self._local: dict[Op, Tensor] = {}
-        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}
         self._coming = {op: stage.receive(op) for op in stage.plan.order}
 
     def forward(self, op: Op) -> None:
         hidden = None
         if op.chunk > 0:
             hidden = self._input(op).requires_grad_()
-        out = self.stage.run_chunk(op.chunk, hidden, self.batches[op.micro_batch])
-        if op.chunk == self.stage.chunks - 1:
+        last = op.chunk == self.stage.chunks - 1
+        forget = self.stage.plan.recompute and not last
+        with torch.set_grad_enabled(not forget):
+            out = self.stage.run_chunk(op.chunk, hidden, self.batches[op.micro_batch])
+        if last:
             self.losses.append(float(out.detach()))
             out = out / len(self.batches)
         else:
             self._pass(Op(False, op.chunk + 1, op.micro_batch), out)
-        self._kept[op.chunk, op.micro_batch] = hidden, out
+        self._kept[op.chunk, op.micro_batch] = hidden, None if forget else out
 
     def backward(self, op: Op) -> None:
         hidden, out = self._kept.pop((op.chunk, op.micro_batch))
         last = op.chunk == self.stage.chunks - 1
+        if out is None:
+            out = self.stage.run_chunk(op.chunk, hidden, self.batches[op.micro_batch])
         torch.autograd.backward(out, None if last else self._input(op))
         if hidden is not None:
             assert hidden.grad is not None

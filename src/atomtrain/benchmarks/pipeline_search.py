@@ -1,14 +1,15 @@
 """Which pipeline is best on a given link: every combination predicted, the best ones measured.
 
 Searched: sequences in a micro-batch, micro-batches in flight (from 1F1B's number to GPipe's), one
-or two chunks a rank, 16 or 8 bits a value on the wire. What does not fit the device budget is out.
+or two chunks a rank, 16 or 8 bits a value on the wire, keeping activations or recomputing. What
+does not fit the device budget is out.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.network_model import ModelSetup
@@ -26,6 +27,7 @@ from atomtrain.simulation.pipeline import (
 
 _CHUNKS = (1, 2)
 _WIRES = ("bfloat16", "int8")
+_WORTH = 2.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Candidate:
     micro_batches: int
     in_flight: int
     wire: str
+    recompute: bool
     bounds: tuple[int, ...]
     orders: tuple[tuple[Op, ...], ...]
     predicted_s: float
@@ -57,6 +60,7 @@ class Candidate:
             "micro_batch": self.micro_batch,
             "micro_batches": self.micro_batches,
             "wire": self.wire,
+            "recompute": self.recompute,
         }
 
     def name(self) -> str:
@@ -65,6 +69,7 @@ class Candidate:
         return (
             f"{self.schedule}, {self.micro_batches} micro-batches of {self.micro_batch}, "
             f"{self.in_flight} in flight, {self.wire}{chunks}"
+            f"{', recomputing' if self.recompute else ''}"
         )
 
 
@@ -109,8 +114,11 @@ def candidates(
         for chunks in _CHUNKS
         if peers * chunks <= setup.layers + 2
         for wire in _WIRES
+        for recompute in (False, True)
         for candidate in _in_flights(
-            _Shape(setup, peers, chunks, micro_batch, sequences // micro_batch, wire), speeds, link
+            _Shape(setup, peers, chunks, micro_batch, sequences // micro_batch, wire, recompute),
+            speeds,
+            link,
         )
     ]
     fitting = [candidate for candidate in found if candidate.predicted_bytes <= budget_bytes]
@@ -124,24 +132,32 @@ def candidates(
 
 
 def to_measure(ranked: Sequence[Candidate], setup: ModelSetup, peers: int) -> list[Candidate]:
-    """Return what is worth measuring: the two best of each wire, then the library's schedules."""
+    """Return what is worth measuring, best prediction first, the library's schedules last.
+
+    Of each wire the best and the best that is cut differently; nothing that is predicted to take
+    twice as long as the best.
+    """
     chosen: list[Candidate] = []
-    for rank in range(2):
-        for wire in _WIRES:
-            chosen += [c for c in ranked if c.wire == wire][rank : rank + 1]
-    chosen.sort(key=lambda candidate: candidate.predicted_s)
+    for wire in _WIRES:
+        alike = [candidate for candidate in ranked if candidate.wire == wire]
+        chosen += alike[:1]
+        chosen += [c for c in alike if _cut(c) != _cut(alike[0])][:1]
     for chunks, schedule in zip(_CHUNKS, LIBRARY, strict=True):
         # PyTorch's interleaved schedule wants micro-batches in whole turns of all ranks.
         alike = [
             c
             for c in ranked
-            if (c.chunks, c.wire) == (chunks, "bfloat16") and c.micro_batches % peers == 0
+            if (c.chunks, c.wire, c.recompute) == (chunks, "bfloat16", False)
+            and c.micro_batches % peers == 0
         ]
-        if alike:
-            best = alike[0]
-            fields = {**best.__dict__, "schedule": schedule, "in_flight": peers * chunks}
-            chosen.append(Candidate(**fields))
-    return chosen
+        for best in alike[:1]:
+            chosen.append(replace(best, schedule=schedule, in_flight=peers * chunks))
+    worth = [c for c in chosen if c.predicted_s <= _WORTH * ranked[0].predicted_s]
+    return sorted(worth, key=lambda c: (c.schedule != "own", c.predicted_s))
+
+
+def _cut(candidate: Candidate) -> tuple[int, int]:
+    return candidate.chunks, candidate.micro_batch
 
 
 class _Shape(NamedTuple):
@@ -151,6 +167,7 @@ class _Shape(NamedTuple):
     micro_batch: int
     micro_batches: int
     wire: str
+    recompute: bool
 
 
 def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
@@ -167,19 +184,25 @@ def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
     )
     numbers = {shape.peers * shape.chunks * times for times in (1, 2, 4, 8)}
     wanted = sorted({min(n, shape.micro_batches) for n in numbers} | {shape.micro_batches})
+    forward_s = [sum(kinds[k]["forward_s"] for k in part) + wire_s for part in parts]
+    backward_s = [sum(kinds[k]["backward_s"] for k in part) + wire_s for part in parts]
+    whole = [sum(kinds[k]["kept_bytes"] for k in part) for part in parts]
+    kept = list(whole)
+    if shape.recompute:
+        backward_s[:-1] = [b + f for f, b in zip(forward_s[:-1], backward_s[:-1], strict=True)]
+        kept[:-1] = [4.0 * rows * setup.width] * (len(parts) - 1)
+    parameters = [sum(_parameters(setup, k) for k in part) for part in parts]
     found = []
     for in_flight in wanted:
         work = PipelineWork(
             ranks=shape.peers,
-            forward_s=[sum(kinds[k]["forward_s"] for k in part) + wire_s for part in parts],
-            backward_s=[sum(kinds[k]["backward_s"] for k in part) + wire_s for part in parts],
+            forward_s=forward_s,
+            backward_s=backward_s,
             micro_batches=shape.micro_batches,
             in_flight=in_flight,
             boundary_bytes=boundary_bytes,
         )
         step = simulate_step(work, way)
-        parameters = [sum(_parameters(setup, k) for k in part) for part in parts]
-        kept = [sum(kinds[k]["kept_bytes"] for k in part) for part in parts]
         update_s = max(parameters) * shape.chunks / speeds.update_parameters_per_s
         found.append(
             Candidate(
@@ -189,17 +212,25 @@ def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
                 micro_batches=shape.micro_batches,
                 in_flight=in_flight,
                 wire=shape.wire,
+                recompute=shape.recompute,
                 bounds=tuple(bounds),
                 orders=tuple(tuple(order) for order in step.orders),
                 predicted_s=step.step_s + update_s,
-                predicted_bytes=_most_bytes(step, parameters, kept, boundary_bytes, shape.peers),
+                predicted_bytes=_most_bytes(
+                    step, parameters, kept, whole, boundary_bytes, shape.peers
+                ),
             )
         )
     return found
 
 
 def _most_bytes(
-    step: PipelineStep, parameters: list[int], kept: list[float], boundary_bytes: int, peers: int
+    step: PipelineStep,
+    parameters: list[int],
+    kept: list[float],
+    whole: list[float],
+    boundary_bytes: int,
+    peers: int,
 ) -> int:
     """Return the memory of the rank that needs most: state, kept activations, receive buffers."""
     most = 0.0
@@ -210,7 +241,7 @@ def _most_bytes(
             live += -kept[op.chunk] if op.backward else kept[op.chunk]
             # A backward has about as much in gradients as one layer keeps.
             peak = max(peak, live)
-        workspace = max(kept[rank::peers])
+        workspace = max(whole[rank::peers])
         # Receives are posted when the step begins: one buffer for each input from another rank.
         ends = (0, len(kept) - 1)
         received = sum(op.chunk != ends[op.backward] and peers > 1 for op in order)
