@@ -1,4 +1,4 @@
-"""Whole swarms in which one of eight peers is poisoned, on a small problem with a known answer."""
+"""Whole swarms on a small problem: low-bit wires, and one of eight peers poisoned."""
 
 from __future__ import annotations
 
@@ -79,6 +79,12 @@ def _poison(peer: SimulatedPeer, poison: Poison) -> None:
 def clean() -> float:
     """Return the loss of the seven honest peers by themselves."""
     return _trained(None)[0]
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_low_bits_reach_the_same_loss(wire: str, clean: float) -> None:
+    loss, _ = _trained(None, wire=wire)
+    assert loss < 1.005 * clean
 
 
 @pytest.mark.parametrize(
