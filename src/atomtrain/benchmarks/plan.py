@@ -71,10 +71,15 @@ FULL = PlanSetup(
     cases=(
         # Compute-bound: a fast link, or much to compute for each byte.
         PlanCase(layers=8, width=384, micro_batches=4, link_bytes_per_s=4096 * _MIB),
-        PlanCase(layers=4, width=768, sequence_tokens=128, sequences=2, micro_batches=4),
+        PlanCase(layers=4, width=768, state_per_budget=4),
         PlanCase(layers=16, width=256, micro_batches=4, link_bytes_per_s=2048 * _MIB),
-        PlanCase(layers=6, width=512, sequence_tokens=512, sequences=1, micro_batches=3),
-        PlanCase(layers=12, width=320, sequences=4, tied=False, state_per_budget=8),
+        PlanCase(
+            layers=6, width=512, sequence_tokens=512, sequences=1, micro_batches=3,
+            state_per_budget=4,
+        ),
+        PlanCase(layers=12, width=320, sequences=4, tied=False, state_per_budget=6),
+        # Nearly enough memory for everything.
+        PlanCase(layers=6, width=256, vocabulary=1024, micro_batches=2, state_per_budget=0.8),
         # Large vocabularies: one weight is a third of the model.
         PlanCase(
             layers=6, width=256, vocabulary=16384, sequences=1, micro_batches=6,

@@ -124,16 +124,22 @@ def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
     here, there = (torch.zeros(copy_bytes, dtype=torch.uint8) for _ in range(2))
     parameters = _PARAMETERS // 4
     step = _optimizer_step(parameters)
+
+    def copy() -> None:
+        device.copy_in(there, here)
+
     work()
-    step()
     copying, updating = [], []
+    # It cannot cost more than the processor's time that it takes; a busy machine makes it seem so.
+    most_copying, most_updating = _processor_s(copy), _processor_s(step)
     for _ in range(_ROUNDS):  # in turns, so that a busy moment does not count for one of them
         alone = _pace(work, None)
-        copies = _pace(work, lambda: device.copy_in(there, here))
-        updates = _pace(work, step)
-        copying.append(copies.stolen_s(alone) / (max(1, copies.others) * copy_bytes))
-        updating.append(updates.stolen_s(alone) / (max(1, updates.others) * parameters))
-    return Stolen(_median(copying), _median(updating))
+        copying.append(_pace(work, copy).stolen_s(alone))
+        updating.append(_pace(work, step).stolen_s(alone))
+    return Stolen(
+        min(_median(copying), most_copying) / copy_bytes,
+        min(_median(updating), most_updating) / parameters,
+    )
 
 
 def storage_rates(folder: Path) -> StorageRates | None:
@@ -165,8 +171,9 @@ class _Pace(NamedTuple):
     others: int
 
     def stolen_s(self, alone: _Pace) -> float:
-        """Return the seconds of compute that the other work cost."""
-        return max(0.0, self.seconds - self.pieces * alone.seconds / alone.pieces)
+        """Return the seconds of compute that one piece of the other work cost."""
+        lost_s = self.seconds - self.pieces * alone.seconds / alone.pieces
+        return max(0.0, lost_s) / max(1, self.others)
 
 
 def _pace(work: Callable[[], None], other: Callable[[], None] | None) -> _Pace:
@@ -217,7 +224,8 @@ def _host_memory(device: Device, n_bytes: int, pinned: bool) -> Tensor:
 def _worthwhile(copy_s: Callable[[int], float], most_bytes: int) -> int:
     """Return a size whose copy takes long enough to be measured, and not much longer."""
     n_bytes = _SMALLEST_BYTES
-    while n_bytes < most_bytes and copy_s(n_bytes) < _COPY_S / 4:
+    # The best of three: one hiccup must not make a fast link look slow.
+    while n_bytes < most_bytes and min(copy_s(n_bytes) for _ in range(3)) < _COPY_S / 4:
         n_bytes = min(4 * n_bytes, most_bytes)
     return n_bytes
 
@@ -258,6 +266,15 @@ def _read_file(path: Path, page: mmap.mmap) -> float:
         return time.perf_counter() - started_s
     finally:
         os.close(descriptor)
+
+
+def _processor_s(work: Callable[[], None]) -> float:
+    """Return the processor's time that a piece of work takes, on all its threads."""
+    work()
+    started_s = time.process_time()
+    for _ in range(_REPEATS):
+        work()
+    return (time.process_time() - started_s) / _REPEATS
 
 
 def _timed(work: Callable[[], object]) -> float:
