@@ -44,6 +44,12 @@ class Exported:
     """Makes what the model returns from the graph's output."""
 
 
+class _Output:
+    """Outlives the export, which takes back what forward assigns to attributes of modules."""
+
+    rebuild: Callable[[Sequence[Any]], Any] = tuple
+
+
 class _Recorded(nn.Module):
     """Calls the model with its tensors in place and returns the tensors that are wanted."""
 
@@ -54,7 +60,7 @@ class _Recorded(nn.Module):
         self.model = model
         self.call, self.own_loss, self.as_eager = call, own_loss, as_eager
         self.training = model.training
-        self.rebuild: Callable[[Sequence[Any]], Any] = tuple
+        self.output = _Output()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         with _hidden() if self.as_eager else nullcontext():
@@ -62,7 +68,7 @@ class _Recorded(nn.Module):
         if self.own_loss:
             return (loss_in(output),)
         structure = take_apart(output)
-        self.rebuild = structure.rebuild
+        self.output.rebuild = structure.rebuild
         return tuple(structure.tensors)
 
 
@@ -100,6 +106,24 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
+def _no_functions() -> Iterator[None]:
+    """Refuse operations with a backward of their own: a graph would keep their forward only."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(function: type, *_: Any, **__: Any) -> None:
+        raise AnalysisError(
+            f"forward uses {function.__name__}, a torch.autograd.Function, whose backward would "
+            f"be lost; register it as an operation (torch.library.custom_op), {MANUAL}"
+        )
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
 def _without_collector() -> Iterator[None]:
     """Pause the garbage collector: the many small objects of a graph cost a quarter more time."""
     was = gc.isenabled()
@@ -119,8 +143,9 @@ def loss_in(output: Any) -> Tensor:
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
+        kind = "Tensor" if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(
-            f"the model's output ({type(output).__name__}) has no loss of its own; pass "
+            f"the model's output ({kind}) has no loss of its own; pass "
             "loss=callable, such as loss=lambda output, batch: cross_entropy(output, batch[1]), "
             "or an example with labels if the model then computes its loss"
         )
@@ -166,7 +191,7 @@ def export(
     for as_eager in (True, False):
         recorded = _Recorded(model, call, own_loss, as_eager)
         try:
-            with torch.set_grad_enabled(grad), _quiet(), _without_collector():
+            with torch.set_grad_enabled(grad), _quiet(), _without_collector(), _no_functions():
                 program = torch.export.export(recorded, given, strict=False)
             break
         except AtomError:
@@ -204,7 +229,7 @@ def _flatten(recorded: _Recorded, program: torch.export.ExportedProgram) -> Expo
         },
         literals,
         {moved[names[name]]: index for index, name in enumerate(signature.user_inputs)},
-        recorded.rebuild,
+        recorded.output.rebuild,
     )
 
 
@@ -238,7 +263,7 @@ class Flattener:
                 _, _, enabled, _, body, *rest = _resolved(node.args, moved)
                 if enabled:
                     raise AnalysisError(
-                        f"forward uses autocast at {place_of(node)}, which cannot be trained "
+                        f"forward uses autocast at {_place_in(body)}, which cannot be trained "
                         f"swapped; give the model the type itself (model.to(torch.bfloat16)), "
                         f"{MANUAL}"
                     )
@@ -308,9 +333,16 @@ def place_of(node: fx.Node) -> str:
     for index in reversed(range(len(lines))):
         if lines[index].startswith('File "'):
             file, line = lines[index].split('"')[1], lines[index].split("line ")[1].split(",")[0]
+            if file.startswith(_INNER):
+                continue
             code = lines[index + 1] if index + 1 < len(lines) else ""
             return f"{file}:{line} ({code})"
     return str(node.target)
+
+
+def _place_in(body: fx.GraphModule) -> str:
+    inside = [node for node in body.graph.nodes if node.meta.get("stack_trace")]
+    return place_of(inside[0]) if inside else "some place"
 
 
 def _cannot_export(model: nn.Module, error: BaseException) -> str:
