@@ -185,6 +185,40 @@ def test_nested_inputs_and_outputs() -> None:
             engine.step([{**batch, "pair": [X]}])
 
 
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Bare(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Named(nn.Linear):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"twice": 2 * super().forward(x)}
+
+
+class Paired(nn.Linear):
+    def forward(self, x: Tensor) -> Pair:
+        return Pair(super().forward(x), x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        (Bare, lambda output: output.pow(2).mean()),
+        (Named, lambda output: output["twice"].pow(2).mean()),
+        (Paired, lambda output: output.first.pow(2).mean() + output.second.mean()),
+    ],
+)
+def test_the_callers_loss_gets_what_the_model_returns(kind: type[nn.Module], loss: Any) -> None:
+    with swap(kind(4, 4), X, loss=loss) as engine:
+        expected = float(loss(engine.model(X)).detach())
+        assert engine.step([X]) == expected
+
+
 def test_another_shape_is_refused_with_both() -> None:
     with swap(Stack(), X, loss=square) as engine:
         message = r"x is float32 \[1, 5, 4\], but .* with float32 \[2, 5, 4\]; pad it"
@@ -235,6 +269,21 @@ class Numbers(nn.Linear):
         return torch.from_numpy(x.numpy() * 2) + super().forward(x)  # this line
 
 
+class _Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class StraightThrough(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Straight.apply(super().forward(x))
+
+
 class Autocast(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -250,6 +299,7 @@ class Autocast(nn.Linear):
         (WritesInput, r"changes its input in place at .*test_export\.py:\d+"),
         (WritesWeight, r"changes a parameter in place at .*test_export\.py:\d+"),
         (Numbers, r"test_export\.py:\d+ \(return torch\.from_numpy"),
+        (StraightThrough, r"uses _Straight, a torch\.autograd\.Function"),
         (Autocast, r"uses autocast at .*test_export\.py:\d+"),
     ],
 )
