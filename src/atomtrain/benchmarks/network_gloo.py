@@ -140,10 +140,11 @@ class GlooPeer:
             stage = _Dry(setup, _rank_plan(plan, rank), rank, ranks)
             for parameter in stage.parameters:
                 tracker.adopt(parameter)
-            batches = setup.micro_batches(0, sequences, plan["micro_batch"])
-            for _ in range(2):  # moments exist from the second step on
-                tracker.reset_peak()
-                stage.step(batches)
+                parameter.grad = torch.zeros_like(parameter)
+            stage.optimizer.step()  # the moments exist from the first step on
+            stage.optimizer.zero_grad(set_to_none=True)
+            tracker.reset_peak()
+            stage.step(setup.micro_batches(0, sequences, plan["micro_batch"]))
         return {"device_peak_bytes": tracker.peak_bytes}
 
     def data_parallel(

@@ -71,7 +71,7 @@ class NetworkSetup:
     """Pipelines measured on each link before the best one is taken."""
     trial_s: float = 4.0
     """Aimed length of a trial."""
-    window_s: float = 15.0
+    window_s: float = 12.0
     """Least length of a measurement."""
     settle_s: float = 6.0
     """ATOM trains so long before it is measured: peers come to know of each other meanwhile."""

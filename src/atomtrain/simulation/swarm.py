@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmWork:
@@ -80,7 +82,7 @@ def simulate_swarm(work: SwarmWork, link: SwarmLink, rounds: int | None = None) 
     lasted_s, sent_bytes = 0.0, 0.0
     for index in range(rounds):
         # The fastest peer proposes at a boundary: when it has made its steps, and not in a round.
-        due_s = _next_boundary(max(now_s, begun_s + steps_between * fastest_s), fastest_s)
+        due_s = _boundary(max(now_s, begun_s + steps_between * fastest_s), fastest_s)
         exchange_bytes = work.exchange_bytes[index % fragments]
         begun_s, now_s = _round(work, link, due_s, exchange_bytes)
         lasted_s += now_s - due_s
@@ -99,15 +101,20 @@ def simulate_swarm(work: SwarmWork, link: SwarmLink, rounds: int | None = None) 
 def _round(
     work: SwarmWork, link: SwarmLink, proposed_s: float, exchange_bytes: int
 ) -> tuple[float, float]:
-    """Return when the last member took its snapshot, and when all know the decision."""
+    """Return when members were invited, and when all know the decision."""
     invited_s = proposed_s + 2 * link.one_way_s  # proposal, invitation
     snapshot_s = max(_next_boundary(invited_s, step_s) for step_s in work.step_s)
     exchange_from_s = snapshot_s + 2 * link.one_way_s  # ready, begin
     exchange_s = 8 * exchange_bytes / link.bits_per_s + 2 * link.one_way_s
-    return snapshot_s, exchange_from_s + exchange_s + 2 * link.one_way_s  # held, commit
+    return invited_s, exchange_from_s + exchange_s + 2 * link.one_way_s  # held, commit
+
+
+def _boundary(at_s: float, step_s: float) -> float:
+    """Return the end of the first step of a peer that ends at `at_s` or later."""
+    # A boundary that is missed by rounding alone is not missed.
+    return math.ceil(at_s / step_s - _ROUNDING) * step_s
 
 
 def _next_boundary(at_s: float, step_s: float) -> float:
-    """Return the end of the first step of a peer that ends at `at_s` or later."""
-    # A boundary that is missed by rounding alone is not missed.
-    return math.ceil(at_s / step_s - 1e-9) * step_s
+    """Return the end of the step that a peer is in at `at_s`: one that ends just then is over."""
+    return (math.floor(at_s / step_s + _ROUNDING) + 1) * step_s
