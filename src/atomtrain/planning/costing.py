@@ -124,15 +124,18 @@ class Costing:
             compute_s += self._seed_bytes(start, stop, place.resident) / machine.load_bytes_per_s
         fetched, saved = self._moved_bytes(phase, start, stop, place.boundary, keep)
         copied = load_bytes + unload_bytes + fetched + saved
+        compute_s += self.micro_batches * machine.visit_s
         compute_s += machine.compute_s_per_copied_byte * copied
         compute_s += machine.compute_s_per_update * updated
+        each_s = self.micro_batches * machine.copy_s
         return VisitTime(
             compute_s=compute_s,
-            load_s=load_bytes / (share * machine.load_bytes_per_s),
-            unload_s=unload_bytes / (share * machine.unload_bytes_per_s),
+            load_s=_copied_s(load_bytes, share * machine.load_bytes_per_s, machine.copy_s),
+            unload_s=_copied_s(unload_bytes, share * machine.unload_bytes_per_s, machine.copy_s),
             update_s=updated / machine.update_parameters_per_s,
-            fetch_s=fetched / machine.load_bytes_per_s,
-            save_s=saved / machine.unload_bytes_per_s,
+            # At least one copy for each micro-batch.
+            fetch_s=_copied_s(fetched, machine.load_bytes_per_s, each_s),
+            save_s=_copied_s(saved, machine.unload_bytes_per_s, each_s),
         )
 
     def _compute_s(self, phase: Phase, start: int, stop: int, keep: bool) -> float:
@@ -177,6 +180,11 @@ class Costing:
         if phase is Phase.TURN:
             return below * on_host, below * on_host
         return below * (not keep) + above * on_host, below * on_host
+
+
+def _copied_s(n_bytes: int, bytes_per_s: float, start_s: float) -> float:
+    """Return the seconds of copies, with what they take beside their bytes."""
+    return n_bytes / bytes_per_s + start_s * (n_bytes > 0)
 
 
 def spans_of(

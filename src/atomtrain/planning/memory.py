@@ -21,6 +21,10 @@ from atomtrain.planning.schedule import Phase, training_visits
 from atomtrain.planning.shape import Boundary, Shape
 from atomtrain.planning.workspace import Workspaces
 
+PROCESS_BYTES = 8 << 20
+"""What a process takes on the host beside tensors: stacks and heaps of its threads, Python's
+objects, the caller's micro-batches. Measured 2 to 6 MiB (benchmark `plan`)."""
+
 
 class Sizes(NamedTuple):
     """The device buffers of a shape."""
@@ -85,13 +89,13 @@ class MemoryModel:
         return Sizes(max(forward, backward), backward)
 
     def host_bytes(self, shape: Shape) -> int:
-        """Return parameters, gradients, two moments and the values that wait on the host."""
+        """Return parameters, gradients, two moments, values that wait on the host, and the rest."""
         moments = sum(
             2 * parameter.numel() * parameter.element_size()
             for parameter in self._chain.parameters
             if parameter.requires_grad
         )
-        return 2 * self._layout.total_bytes + moments + self._waiting_bytes(shape)
+        return 2 * self._layout.total_bytes + moments + self._waiting_bytes(shape) + PROCESS_BYTES
 
     def least_layer_bytes(self, index: int) -> int:
         """Return the least device bytes with which the layer alone could be a segment."""
