@@ -21,8 +21,8 @@ ELEMENTS = (3000, 500)
 class Model:
     """Fragments that tests change at will."""
 
-    def __init__(self, value: float = 0.0) -> None:
-        self.fragments = [torch.full((n,), value) for n in ELEMENTS]
+    def __init__(self, value: float = 0.0, elements: tuple[int, ...] = ELEMENTS) -> None:
+        self.fragments = [torch.full((n,), value) for n in elements]
 
     @contextlib.contextmanager
     def view(self, index: int) -> Iterator[torch.Tensor]:
@@ -189,6 +189,32 @@ def test_newcomer_with_a_key_does_not_join_an_open_run(
     key.write_text("the secret of this run")
     error = _error_of(config(join=(founder[0].address,), key_path=key))
     assert "is none that this one admits" in error
+
+
+def test_large_fragment_goes_over_several_streams() -> None:
+    model, copy = Model(1.0, (1 << 21,)), Model(0.0, (1 << 21,))
+    swarm = Swarm.found(config(wire="int4"), Manifest("inproc", (1 << 21,)), model)
+    try:
+        other = Swarm.join(config(join=(swarm.address,)))
+        try:
+            other.download(copy)
+            model.add(1.0)
+            digests = lambda peer: peer.state_dict().meta["digests"]  # noqa: E731
+            reports = cross_until(
+                lambda reports: (
+                    any(len(r.contributors) == 2 for r in reports)
+                    and digests(swarm) == digests(other)
+                ),
+                (swarm, model),
+                (other, copy),
+            )
+            both = next(r for r in reports if len(r.contributors) == 2)
+            assert both.outcome == "averaged"
+            assert both.bytes_sent > (1 << 20) * (4.125 + 8.125) / 8
+        finally:
+            other.leave(2.0)
+    finally:
+        swarm.leave(2.0)
 
 
 def test_port_in_use() -> None:

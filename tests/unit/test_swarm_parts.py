@@ -25,7 +25,7 @@ from atomtrain.swarm.anchors import (
 from atomtrain.swarm.config import Manifest, SwarmConfig
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.reduction import SliceReduction
-from atomtrain.swarm.slices import Span, piece_spans, slice_spans
+from atomtrain.swarm.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.timing import RoundTiming
 from atomtrain.swarm.transfer import merge_of_fetched
 
@@ -36,6 +36,13 @@ def test_slices_cover_the_fragment_once(elements: int, members: int) -> None:
     assert len(spans) == members
     assert [i for span in spans for i in range(*span)] == list(range(elements))
     assert max(s.elements for s in spans) - min(s.elements for s in spans) <= 1
+
+
+def test_small_groups_use_several_streams_for_large_fragments() -> None:
+    large = 100 << 20
+    assert [slices_per_member(large, members) for members in (2, 3, 4, 5, 9)] == [4, 2, 2, 1, 1]
+    assert slices_per_member(1000, 2) == 1
+    assert slices_per_member(4 << 18, 2) == 2
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 64))

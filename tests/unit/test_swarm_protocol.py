@@ -170,7 +170,8 @@ def test_donor_that_breaks_off_is_replaced() -> None:
 def _call() -> RoundCall:
     return RoundCall(
         round_id="3-x", round_index=3, fragment=1, version=0, answer_s=10.0,
-        exchange_s=lambda group: 5.0 * group, decision_s=5.0,
+        exchange_s=lambda group: 5.0 * group, slices_each=lambda group: 2 // (group - 1) or 1,
+        decision_s=5.0,
     )  # fmt: skip
 
 
@@ -209,7 +210,10 @@ def _message(rng: random.Random, act: str, leader: LeaderRound) -> Message:
     if leader.phase is Phase.FORMING:
         digest = rng.choices("xy", [5, 1])[0]
         return Ready(version=1, tokens=7, digest=digest, weight=rng.randint(0, 2))
-    digests = (rng.choices(["h", "k", ""], [8, 1, 1])[0] for _ in leader.group)
+    digests = (
+        rng.choices(["h", "k", ""], [8, 1, 1])[0]
+        for _ in leader.group * leader.call.slices_each(len(leader.group))
+    )
     return Held(digests=tuple(digests))
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from swarm_virtual import Simulation, run_virtual
 
+from atomtrain.swarm import slices
 from atomtrain.swarm.leader import Outgoing
 from atomtrain.swarm.leading import Leading
 from atomtrain.swarm.messages import Commit
@@ -178,6 +179,7 @@ def test_leader_dies_while_it_tells_its_decision(monkeypatch: pytest.MonkeyPatch
     delay_s=st.floats(0.0, 0.4),
     deaths=st.lists(st.tuples(st.integers(0, 4), st.floats(0.1, 25.0)), max_size=3),
     wire=st.sampled_from(["float32", "int8", "int4", "topk"]),
+    several=st.booleans(),
 )
 def test_deaths_at_any_moment(
     seed: int,
@@ -186,6 +188,7 @@ def test_deaths_at_any_moment(
     delay_s: float,
     deaths: list[tuple[int, float]],
     wire: str,
+    several: bool,
 ) -> None:
     """Means stay right, anchors never go back, nothing is lost; survivors go on and agree."""
 
@@ -205,4 +208,7 @@ def test_deaths_at_any_moment(
         assert await _settle(simulation, 60), "survivors must agree"
         simulation.check_means()
 
-    run_virtual(scenario)
+    with pytest.MonkeyPatch.context() as patch:
+        if several:  # slices for each member, also of so small fragments
+            patch.setattr(slices, "SLICE_ELEMENTS_MIN", 1)
+        run_virtual(scenario)

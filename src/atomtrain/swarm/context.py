@@ -14,9 +14,9 @@ from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.codec import Codec
 from atomtrain.swarm.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.desk import Desk
-from atomtrain.swarm.exchange import Offload
 from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.messages import Open
+from atomtrain.swarm.owning import Offload
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.timing import RoundTiming
 from atomtrain.swarm.transport import Channel, Directory, LinkLost, Transport

@@ -39,6 +39,8 @@ class RoundCall:
     """How long members may take until they are ready."""
     exchange_s: Callable[[int], float]
     """How long the exchange may take in a group of so many members."""
+    slices_each: Callable[[int], int]
+    """How many slices each member of a group of so many owns."""
     decision_s: float
     """How much longer than the exchange the leader waits for what members hold."""
 
@@ -90,7 +92,8 @@ class LeaderRound:
                 return self.on_lost(member, now_s)
             self._waiting.discard(member)
         elif self.phase is Phase.EXCHANGING and member in self._waiting:
-            if not isinstance(message, Held) or len(message.digests) != len(self.group):
+            slices = len(self.group) * self.call.slices_each(len(self.group))
+            if not isinstance(message, Held) or len(message.digests) != slices:
                 return self.on_lost(member, now_s)
             self._held[member] = message
             self._waiting.discard(member)

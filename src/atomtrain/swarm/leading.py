@@ -10,7 +10,7 @@ from atomtrain.swarm.codec import encoded_bytes
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.leader import LeaderRound, Outgoing, Phase, RoundCall
 from atomtrain.swarm.messages import BadMessage, Decline, Invite, Message
-from atomtrain.swarm.slices import Span
+from atomtrain.swarm.slices import Span, slices_per_member
 from atomtrain.swarm.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -42,6 +42,9 @@ class Leading:
             answer_s=fetch_s + context.timing.answer_s(record.step_s for record in members),
             exchange_s=lambda group: context.timing.exchange_s(
                 exchange_bytes(context, fragment, group)
+            ),
+            slices_each=lambda group: slices_per_member(
+                context.manifest.fragment_elements[fragment], group
             ),
             decision_s=context.timing.floor_s,
         )

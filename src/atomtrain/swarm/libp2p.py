@@ -41,6 +41,7 @@ class Libp2pTransport:
         self._config = config
         self._known: dict[str, tuple[str, ...]] = {}
         self._dialled: set[str] = set()
+        self._dialling: dict[str, asyncio.Lock] = {}
 
     @classmethod
     async def create(cls, config: SwarmConfig) -> Libp2pTransport:
@@ -106,9 +107,10 @@ class Libp2pTransport:
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
         try:
-            if peer_id not in self._dialled:
-                # Several streams opened at once to a peer never dialled can hang: dial alone first.
-                await self.dial(peer_id, self._known.get(peer_id, ()))
+            # Several streams opened at once to a peer never dialled can hang: dial alone first.
+            async with self._dialling.setdefault(peer_id, asyncio.Lock()):
+                if peer_id not in self._dialled:
+                    await self.dial(peer_id, self._known.get(peer_id, ()))
             _, reader, writer = await self._p2p.call_binary_stream_handler(
                 PeerID.from_base58(peer_id), _PROTOCOL_NAME
             )

@@ -198,7 +198,7 @@ class Membering:
         contributors = tuple(member for member in begin.members if member in used)
         weights = dict(zip(begin.members, begin.weights, strict=True))
         awaited = frozenset(m for m in everybody if weights[m] > 0)
-        missing = len(begin.members) - len(parts)
+        missing = len(decided.result.means) - len(parts)
         lost = sorted(m[-8:] for m in awaited if any(m not in p.contributors for p in parts))
         channels = [self._channel, *decided.result.channels]
         reasons = [f"{missing} slices missing"] if missing else []
@@ -230,7 +230,7 @@ def merge_of(decided: Decided, outer: OuterUpdate, peer_id: str) -> Merge:
     old = snapshot.anchor
     values = old.values.clone()
     velocity = None if old.velocity is None else old.velocity.clone()
-    spans = slice_spans(values.numel(), len(begin.members))
+    spans = slice_spans(values.numel(), len(decided.result.means))
     parts = []
     for j in sorted(set(decided.commit.slices)):
         mean = decided.result.means[j]

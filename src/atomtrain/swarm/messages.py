@@ -143,7 +143,10 @@ class Decline(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Begin(Message):
-    """The group is fixed; member j owns slice j. Everything must be held within `exchange_s`."""
+    """The group is fixed; member j owns the j-th run of slices.
+
+    Everything must be held within `exchange_s`.
+    """
 
     round_id: str
     members: tuple[str, ...]
@@ -156,6 +159,7 @@ class Contribution(Message):
     """On a slice stream: the sender's part of the receiver's slice follows, if it `has_values`."""
 
     round_id: str
+    slice_index: int
     has_values: bool
 
 

@@ -1,4 +1,4 @@
-"""How a fragment is cut: one slice per member of a round, each slice in pieces for the wire.
+"""How a fragment is cut: slices for the members of a round, each slice in pieces for the wire.
 
 This is the one table of offsets; whoever sends, receives, reduces or commits asks here.
 """
@@ -10,6 +10,9 @@ from typing import NamedTuple
 PIECE_ELEMENTS = 1 << 20
 """Elements that are encoded and sent in one go: large enough for fast arithmetic, small enough
 that several neighbours' pieces fit in memory beside the model."""
+SLICE_ELEMENTS_MIN = 1 << 18
+"""Elements of a slice below which another stream costs more than it brings."""
+_STREAMS = 4
 
 
 class Span(NamedTuple):
@@ -32,6 +35,16 @@ def slice_spans(elements: int, members: int) -> tuple[Span, ...]:
     small, larger = divmod(elements, members)
     stops = [small * (i + 1) + min(i + 1, larger) for i in range(members)]
     return tuple(Span(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
+
+
+def slices_per_member(elements: int, members: int) -> int:
+    """Return how many slices each member of a round owns: several in groups of two to four.
+
+    One stream does not fill a link with a long round trip; four in each direction do. Slices are
+    not cut smaller than `SLICE_ELEMENTS_MIN` for that.
+    """
+    wanted = -(-_STREAMS // max(1, members - 1))
+    return max(1, min(wanted, elements // (members * SLICE_ELEMENTS_MIN)))
 
 
 def piece_spans(span: Span, piece_elements: int = PIECE_ELEMENTS) -> tuple[Span, ...]:
