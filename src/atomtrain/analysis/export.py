@@ -24,6 +24,8 @@ from atomtrain.errors import AnalysisError, AtomError, ConfigError
 
 MANUAL = "or give the layers by hand: layers=['path.of.module', ...]"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_REGISTERED = "GeneratedBackwardFor"
+"""Functions of this name belong to operations that graphs keep, with their backward."""
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 
 
@@ -110,7 +112,9 @@ def _no_functions() -> Iterator[None]:
     """Refuse operations with a backward of their own: a graph would keep their forward only."""
     original = torch.autograd.Function.__dict__["apply"]
 
-    def refuse(function: type, *_: Any, **__: Any) -> None:
+    def refuse(function: type, *args: Any, **kwargs: Any) -> Any:
+        if function.__name__.startswith(_REGISTERED):
+            return original.__get__(None, function)(*args, **kwargs)
         raise AnalysisError(
             f"forward uses {function.__name__}, a torch.autograd.Function, whose backward would "
             f"be lost; register it as an operation (torch.library.custom_op), {MANUAL}"
