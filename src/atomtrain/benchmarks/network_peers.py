@@ -36,7 +36,7 @@ class Peers:
     def __init__(self, method: str, network: Network | None, count: int, folder: Path) -> None:
         """Start the processes; without a network they run on this host.
 
-        Their standard error goes to files in `folder`.
+        Their standard error and temporary files go to `folder`.
         """
         self.method = method
         self.failed = False
@@ -57,7 +57,8 @@ class Peers:
                             stdout=subprocess.PIPE,
                             stderr=log,
                             text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"},
+                            # Killed daemons leave their sockets; they go with the folder.
+                            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
                         )
                     )
         except BaseException:
