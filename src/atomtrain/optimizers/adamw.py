@@ -1,7 +1,8 @@
-"""AdamW for the host, with moments in float32, bfloat16 or 8 bits."""
+"""AdamW for the host: moments in float32, bfloat16 or 8 bits; exact masters of bfloat16."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,10 +10,17 @@ import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError
+from atomtrain.optimizers import masters
 from atomtrain.optimizers.checks import check_adamw_group, check_gradient, check_parameters
-from atomtrain.optimizers.moments import adamw_update, cast_state, check_state, new_state
+from atomtrain.optimizers.moments import (
+    BYTES_PER_PARAMETER,
+    adamw_update,
+    check_state,
+    new_state,
+)
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -22,6 +30,9 @@ class AdamW(torch.optim.Optimizer):
     state. The narrower formats (`atomtrain.optimizers.moments`) save 4 or 6 bytes a parameter; they
     are rounded at random by a pure function of seed, step and position, so a run gives the same
     bits whatever the number of threads, and goes on with the same bits when it is resumed.
+
+    A bfloat16 parameter is the stream of an exact float32 master (`atomtrain.optimizers.masters`),
+    which lies in the state. At first it is the parameter's own value, or what `set_master` says.
 
     Each parameter is updated independently of all others, as the engine requires.
     """
@@ -35,17 +46,20 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         state: str = "float32",
         seed: int = 0,
+        master: str = "float32",
     ) -> None:
         """Make the optimizer; each argument but the first is the default of parameter groups.
 
         Args:
-            params: Contiguous float32 parameters on the CPU, or groups of them.
+            params: Contiguous float32 or bfloat16 parameters on the CPU, or groups of them.
             lr: Learning rate; at least 0.
             betas: Decay of the first and the second moment a step; at least 0, below 1.
             eps: Added to the denominator; above 0.
             weight_decay: Decoupled: `lr * weight_decay` of a parameter is taken off each step.
             state: Format of the moments: `float32`, `bfloat16` or `int8`.
             seed: Of the random rounding; 0 to 2^63 - 1. Unused with `float32`.
+            master: Format of the masters of bfloat16 parameters: `float32` or `split`, of 4 or 2
+                bytes; both give the same bits. Float32 parameters need none.
 
         Raises:
             ConfigError: a number out of range, an unknown format, or a parameter that cannot be
@@ -58,8 +72,9 @@ class AdamW(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "state": state,
             "seed": seed,
+            "master": master,
         }
-        check_adamw_group(defaults)
+        _check_group(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -67,8 +82,8 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_adamw_group(group)
-            check_parameters(group["params"])
+            _check_group(group)
+            check_parameters(group["params"], _DTYPES)
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -90,15 +105,71 @@ class AdamW(torch.optim.Optimizer):
                     update_one(self.state, parameter, group)
         return loss
 
+    @torch.no_grad()
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Return a bfloat16 parameter's master as float32.
+
+        It is the memory itself where the master is `float32` and has been set or updated, else a
+        copy: read only.
+        """
+        state = self.state.get(parameter, {})
+        key = masters.KEYS[self._group_of(parameter)["master"]]
+        return masters.read(parameter, state[key]) if key in state else parameter.float()
+
+    @torch.no_grad()
+    def set_master(self, parameter: Tensor, values: Tensor) -> None:
+        """Set a bfloat16 parameter's master, and the parameter to it, rounded.
+
+        Args:
+            parameter: Of this optimizer.
+            values: float32 of the parameter's shape, contiguous. A `float32` master that there was
+                not before takes over this very memory.
+        """
+        kind = self._group_of(parameter)["master"]
+        state, key = self.state[parameter], masters.KEYS[kind]
+        if key not in state and kind == "float32":
+            state[key] = values
+        elif key not in state:
+            state.update(masters.new_master(parameter, kind))
+        masters.write(parameter, state[key], values)
+
+    def master_keys(self) -> frozenset[str]:
+        """Return the keys of a parameter's state that are its master, not moments."""
+        return frozenset(masters.KEYS.values())
+
+    def state_bytes_of(self, parameter: Tensor) -> int:
+        """Return the bytes that the parameter's moments and master take, now or later."""
+        group = self._group_of(parameter)
+        each = BYTES_PER_PARAMETER[group["state"]]
+        if parameter.dtype is torch.bfloat16:
+            each += masters.MASTER_BYTES[group["master"]]
+        return round(each * parameter.numel())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, exactly; also that of torch's AdamW."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for key in ("state", "seed"):
+            for key in ("state", "seed", "master"):
                 group.setdefault(key, self.defaults[key])
-            for parameter in group["params"]:
-                if parameter in self.state:
-                    cast_state(self.state[parameter], group["state"])
+        # The base class casts to the type of the parameter, which is not exact.
+        saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        own = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
+        for number, parameter in zip(saved, own, strict=True):
+            if number in state_dict["state"]:
+                values = state_dict["state"][number]
+                self.state[parameter] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in values.items()
+                }
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(parameter is member for member in group["params"]):
+                return group
+        raise ConfigError(
+            f"a parameter of shape {list(parameter.shape)} is not in this optimizer; add a group "
+            "with it"
+        )
 
 
 def update_one(
@@ -108,7 +179,17 @@ def update_one(
     assert parameter.grad is not None
     gradient = check_gradient(parameter.grad)
     state = states[parameter]
-    if not state:
+    streamed = parameter.dtype is torch.bfloat16
+    if not state and streamed:
+        state.update(masters.new_master(parameter, group["master"]))
+    if "step" not in state:
         state.update(new_state(parameter, group["state"]))
     check_state(state, group["state"])
+    if streamed:
+        masters.check_stored(state, parameter, group["master"])
     adamw_update(parameter, gradient, state, group)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    check_adamw_group(group)
+    masters.check_master(group["master"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,14 +34,17 @@ def check_rates(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} must be at least 0 and finite, not {float(group[name])}")
 
 
-def check_parameters(parameters: Iterable[Tensor]) -> None:
+def check_parameters(
+    parameters: Iterable[Tensor], dtypes: Sequence[torch.dtype] = (torch.float32,)
+) -> None:
     """Raise a `ConfigError` if a parameter cannot be updated in place on the host."""
     for parameter in parameters:
         shape = list(parameter.shape)
-        if parameter.dtype is not torch.float32:
+        if parameter.dtype not in dtypes:
+            allowed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise ConfigError(
-                f"a parameter of shape {shape} is {parameter.dtype}; the host optimizers update "
-                "float32 only: convert the model with model.float()"
+                f"a parameter of shape {shape} is {parameter.dtype}; this host optimizer updates "
+                f"{allowed} only: convert the model with model.float()"
             )
         if parameter.device.type != "cpu":
             raise ConfigError(

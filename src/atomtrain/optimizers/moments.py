@@ -6,8 +6,8 @@
 | `bfloat16` | the same, in bfloat16, rounded at random                            | 4          |
 | `int8`     | the same as int8 codes; `exp_avg_scale`, `exp_avg_sq_scale` a block | 2.0625     |
 
-The arithmetic is float32 always, in torch's fused kernel. Narrow moments pass through float32
-scratch slice by slice, small enough to stay in the processor's cache.
+The arithmetic is float32 always, in torch's fused kernel. Narrow moments, gradients and split
+masters pass through float32 scratch slice by slice, small enough to stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.optimizers import companding, randomness
+from atomtrain.optimizers import companding, masters, randomness
 from atomtrain.optimizers.companding import BLOCK
 from atomtrain.optimizers.randomness import SLICE
 
@@ -53,7 +53,7 @@ def check_format(name: object) -> None:
 
 
 def new_state(parameter: Tensor, kind: str) -> dict[str, Tensor]:
-    """Return the state before the first update: all zero."""
+    """Return the moments before the first update: all zero."""
     blocks = -(-parameter.numel() // BLOCK)
     state = {"step": torch.zeros((), dtype=torch.float32)}
     for key, dtype in _DTYPES[kind].items():
@@ -88,26 +88,46 @@ def adamw_update(
     """Update a parameter and its state by one step of AdamW (Loshchilov and Hutter 2019).
 
     Args:
-        parameter: Contiguous float32 on the CPU; updated in place.
+        parameter: Contiguous, on the CPU, float32 or the bfloat16 stream of a master; updated in
+            place.
         gradient: Contiguous, of the same shape and type; read only.
-        state: As of `new_state`; updated in place.
-        group: With `lr`, `betas`, `eps`, `weight_decay`, `state` and `seed`.
+        state: As of `new_state`, with the master of a bfloat16 parameter; updated in place.
+        group: With `lr`, `betas`, `eps`, `weight_decay`, `state` and `seed`; with `master` for
+            bfloat16 parameters.
     """
     kind: str = group["state"]
     state["step"] += 1
     kernel = _kernel(group, state["step"])
-    if kind == "float32":
+    streamed = parameter.dtype is torch.bfloat16
+    if kind == "float32" and not streamed:
         kernel(parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
         return
-    narrow = _bfloat16_slice if kind == "bfloat16" else _int8_slice
+    update = _UPDATES[kind]
+    stored = state[masters.KEYS[group["master"]]].view(-1) if streamed else None
     flat, flat_gradient = parameter.view(-1), gradient.view(-1)
     words = (group["seed"], int(state["step"]))
     for start in range(0, flat.numel(), SLICE):
         part = slice(start, min(start + SLICE, flat.numel()))
+        values, wide = flat[part], flat_gradient[part]
+        if stored is not None:
+            values, wide = _widened(values, wide, stored[part])
         # The gradient's bits keep parameters of one size from sharing their random numbers,
         # without naming or numbering parameters.
-        salt = int(flat_gradient[start].view(torch.int32))
-        narrow(kernel, flat[part], flat_gradient[part], state, part, (*words, start, salt))
+        salt = int(wide[0].view(torch.int32))
+        update(kernel, values, wide, state, part, (*words, start, salt))
+        if stored is not None:
+            split = stored.dtype is torch.int16
+            masters.part(values, flat[part], stored[part] if split else None)
+
+
+def _widened(stream: Tensor, gradient: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a slice's master (the memory itself if it is float32) and its gradient, as float32."""
+    values, wide = _scratch(2, stream.numel(), "wide")
+    wide.copy_(gradient)
+    if stored.dtype is torch.float32:
+        return stored, wide
+    masters.join(stream, stored, values)
+    return values, wide
 
 
 def _kernel(group: dict[str, Any], step: Tensor) -> Kernel:
@@ -127,6 +147,18 @@ def _kernel(group: dict[str, Any], step: Tensor) -> Kernel:
         )  # fmt: skip
 
     return update
+
+
+def _float32_slice(
+    kernel: Kernel,
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+    part: slice,
+    words: tuple[int, ...],
+) -> None:
+    moments = (state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq"))
+    kernel(parameter, gradient, *moments)
 
 
 def _bfloat16_slice(
@@ -173,9 +205,12 @@ def _int8_slice(
     companding.encode_second(second, codes2, scales2, random2)
 
 
-def _scratch(buffers: int, count: int) -> list[Tensor]:
+_UPDATES = {"float32": _float32_slice, "bfloat16": _bfloat16_slice, "int8": _int8_slice}
+
+
+def _scratch(buffers: int, count: int, purpose: str = "moments") -> list[Tensor]:
     """Return float32 buffers of `count` elements that are this thread's own; contents are old."""
-    kept: list[Tensor] = _local.__dict__.setdefault("buffers", [])
+    kept: list[Tensor] = _local.__dict__.setdefault(purpose, [])
     while len(kept) < buffers:
         kept.append(torch.empty(0, dtype=torch.float32))
     for index in range(buffers):

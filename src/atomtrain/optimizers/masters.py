@@ -1,0 +1,132 @@
+"""Exact masters of bfloat16 parameters: float32, or the 16 bits that bfloat16 leaves out.
+
+A *stream* is what the device gets: the parameter, in bfloat16. Its *master* is the float32 value
+that updates add to; without it, updates smaller than half a unit in the last place of bfloat16
+would be lost. After each update the stream is the master rounded to nearest, ties away from zero.
+
+| master    | beside the stream                 | bytes each |
+|-----------|-----------------------------------|------------|
+| `float32` | `master`: the value               | 4          |
+| `split`   | `rest`: the value's lower 16 bits | 2          |
+
+**The split is exact.** With the bits of a float32 as an integer `m`, rounding is
+
+    stream = (m + 2^15) >> 16            rest = the lower 16 bits of m, read as int16
+
+and since `rest` is at least 2^15 as an unsigned number just when the addition carried,
+
+    m = (stream << 16) + rest            modulo 2^32, rest with its sign
+
+for each of the 2^32 patterns: a carry may run through the exponent (the largest finite values have
+an infinite stream, as nearest values do) and subnormals, infinities and zeros of either sign need
+no special case. Ties to even would not do: then an even stream would stand for 2^16 + 1 masters.
+NaN stays NaN where arithmetic made it; patterns of NaN that are made by hand come back exactly, but
+their stream need not be NaN.
+
+Both masters hold the same values, so training with either gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomtrain.errors import ConfigError, nearest
+
+MASTER_BYTES = {"float32": 4.0, "split": 2.0}
+"""Bytes that the master of one parameter takes beside its stream, by format."""
+KEYS = {"float32": "master", "split": "rest"}
+"""Where a parameter's state has its master, by format."""
+_DTYPES = {"float32": torch.float32, "split": torch.int16}
+_HALF = 1 << 15
+
+
+def check_master(name: object) -> None:
+    """Raise a `ConfigError` if there is no such format."""
+    if name not in KEYS:
+        raise ConfigError(
+            f"master {name!r} is no format of masters.{nearest(str(name), KEYS)} "
+            f"Formats: {', '.join(KEYS)}"
+        )
+
+
+def round_stream(values: Tensor) -> Tensor:
+    """Return float32 values in bfloat16: the nearest, ties away from zero."""
+    stream = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+    bits = values.detach().contiguous().view(torch.int32) + _HALF
+    stream.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+    return stream
+
+
+def new_master(stream: Tensor, kind: str) -> dict[str, Tensor]:
+    """Return the state of a master that is what its stream says."""
+    if kind == "split":
+        return {KEYS[kind]: torch.zeros(stream.shape, dtype=torch.int16)}
+    return {KEYS[kind]: stream.detach().float()}
+
+
+def check_stored(state: dict[str, Any], stream: Tensor, kind: str) -> None:
+    """Raise a `ConfigError` if a state has no master of this format and shape."""
+    found = state.get(KEYS[kind])
+    if not (
+        isinstance(found, Tensor)
+        and found.dtype is _DTYPES[kind]
+        and found.shape == stream.shape
+        and found.is_contiguous()
+    ):
+        raise ConfigError(
+            f"the optimizer state has no {KEYS[kind]} of a bfloat16 parameter of shape "
+            f"{list(stream.shape)}, which master={kind!r} needs; continue with the master= that "
+            "it was saved with"
+        )
+
+
+def read(stream: Tensor, stored: Tensor) -> Tensor:
+    """Return the master as float32; of a `float32` master it is the memory itself."""
+    if stored.dtype is torch.float32:
+        return stored
+    values = torch.empty(stream.shape, dtype=torch.float32)
+    join(stream.detach().view(-1), stored.view(-1), values.view(-1))
+    return values
+
+
+def write(stream: Tensor, stored: Tensor, values: Tensor) -> None:
+    """Set master and stream to float32 values."""
+    if stored.dtype is torch.float32:
+        if values.data_ptr() != stored.data_ptr():
+            stored.copy_(values)
+    else:
+        stored.copy_(values.contiguous().view(torch.int32))
+    stream.copy_(round_stream(values))
+
+
+def join(stream: Tensor, rest: Tensor, out: Tensor) -> None:
+    """Write the values of a split master.
+
+    Args:
+        stream: `[n]` bfloat16.
+        rest: `[n]` int16.
+        out: `[n]` float32.
+    """
+    bits = out.view(torch.int32)
+    bits.copy_(stream.view(torch.int16))
+    bits.bitwise_left_shift_(16).add_(rest)
+
+
+def part(values: Tensor, stream: Tensor, rest: Tensor | None) -> None:
+    """Write stream and, if there is one, rest of values; the values are lost unless `rest` is None.
+
+    Args:
+        values: `[n]` float32; overwritten if `rest` is given.
+        stream: `[n]` bfloat16.
+        rest: `[n]` int16, or `None` for a master that is `values` itself.
+    """
+    bits = values.view(torch.int32)
+    if rest is not None:
+        rest.copy_(bits)  # conversion cuts off the upper half
+        bits.add_(_HALF)
+    else:
+        bits = bits + _HALF
+    stream.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
