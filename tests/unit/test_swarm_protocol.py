@@ -16,8 +16,9 @@ from swarm_virtual import Simulation, run_virtual
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import messages
 from atomtrain.swarm.anchors import Stamp
+from atomtrain.swarm.config import PROTOCOL
 from atomtrain.swarm.leader import LeaderRound, Phase, RoundCall
-from atomtrain.swarm.memory import channel_pair
+from atomtrain.swarm.memory import MemoryTransport, channel_pair
 from atomtrain.swarm.messages import (
     Abandon,
     AskAnchor,
@@ -31,7 +32,7 @@ from atomtrain.swarm.messages import (
     Ready,
 )
 from atomtrain.swarm.records import PeerRecord
-from atomtrain.swarm.transport import Inbox, LinkLost
+from atomtrain.swarm.transport import Inbox, LinkLost, PeerRefused
 
 _VALUES = {
     "int": st.integers(0, 2**53),
@@ -141,6 +142,21 @@ def test_streams_have_deadlines_and_notice_the_end() -> None:
         for _ in range(2):
             with pytest.raises(LinkLost, match="closed"):
                 await inbox.get(1.0)
+
+    run_virtual(scenario)
+
+
+def test_another_version_is_told_so_whatever_it_begins_with() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((40,), seed=9)
+        await simulation.add("a", step_s=0.4)
+        stranger = MemoryTransport(simulation.network, "old")
+        for opening in (b'{"kind": "Open", "protocol": 1, "run": "sim"}', b"what?"):
+            channel = await stranger.open("a")
+            await channel.send_bytes(len(opening).to_bytes(4, "big") + opening)
+            with pytest.raises(PeerRefused) as caught:
+                await channel.receive(Open, 5.0)
+            assert caught.value.answer.protocol == PROTOCOL
 
     run_virtual(scenario)
 

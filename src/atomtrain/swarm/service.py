@@ -159,7 +159,12 @@ class Service:
     async def _answer(self, channel: Channel) -> bool:
         """Do what a stream asks for; say whether the last word on it was this peer's."""
         config = self.context.config
-        opening = await channel.receive(Open, config.stall_s)
+        try:
+            opening = await channel.receive(Open, config.stall_s)
+        except BadMessage as error:  # as peers of another version begin: they are told so
+            refusal = f"it speaks protocol {PROTOCOL} and does not understand this one: {error}"
+            await channel.send(Refused(reason=refusal, run=config.run, protocol=PROTOCOL))
+            return True
         message = await channel.receive_any(config.stall_s)
         refusal = self._refusal(channel.remote, opening, message)
         if refusal:
