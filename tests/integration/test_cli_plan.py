@@ -14,6 +14,7 @@ from atomtrain.cli.main import main
 from atomtrain.planning.catalogue import GPUS
 
 TINY = ("tiny", "--gpu", "rtx-3090")
+STEP = ("--tokens-per-step", "256")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 Output = Callable[..., str]
@@ -56,13 +57,13 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Output:
 
 
 def test_the_table_says_what_a_person_asks(output: Output) -> None:
-    text = output(*TINY)
+    text = output(*TINY, *STEP)
     for word in ("parameters", "host", "device", "segments", "tokens/s", "bound by", "busy"):
         assert word in text
 
 
 def test_json_is_one_object_with_plan_machine_analysis_and_advice(output: Output) -> None:
-    text = output(*TINY, "--json")
+    text = output(*TINY, *STEP, "--json")
     assert text.count("\n") == 1
     found = json.loads(text)
     assert found["model"] == "tiny"
@@ -88,10 +89,8 @@ def test_what_the_user_fixes_is_kept(output: Output) -> None:
 
 
 def test_tf32_is_faster_where_the_gpu_has_it(output: Output) -> None:
-    plain = json.loads(output("tiny", "--gpu", "h100", "--json", "--tokens-per-step", "65536"))
-    fast = json.loads(
-        output("tiny", "--gpu", "h100", "--json", "--tokens-per-step", "65536", "--tf32")
-    )
+    plain = json.loads(output("tiny", "--gpu", "h100", "--json", *STEP))
+    fast = json.loads(output("tiny", "--gpu", "h100", "--json", *STEP, "--tf32"))
     assert fast["peak_flops_per_s"] > plain["peak_flops_per_s"]
     assert fast["plan"]["compute_s"] <= plain["plan"]["compute_s"]
 
@@ -104,7 +103,7 @@ def test_this_machine_is_measured_where_no_gpu_is_named(output: Output) -> None:
 
 
 def test_picture_and_trace_are_written_whole(output: Output, tmp_path: Path) -> None:
-    output(*TINY, "--picture", "plan.png", "--trace", "plan.json")
+    output(*TINY, *STEP, "--picture", "plan.png", "--trace", "plan.json")
     assert (tmp_path / "plan.png").read_bytes().startswith(PNG)
     events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
     assert {"compute", "load", "unload", "update"} <= {event.get("cat") for event in events}
@@ -112,7 +111,7 @@ def test_picture_and_trace_are_written_whole(output: Output, tmp_path: Path) -> 
 
 
 def test_a_saved_machine_can_be_changed_and_planned_with(output: Output, tmp_path: Path) -> None:
-    before = json.loads(output(*TINY, "--save", "mine.json", "--json"))
+    before = json.loads(output(*TINY, *STEP, "--save", "mine.json", "--json"))
     file = tmp_path / "mine.json"
     machine: dict[str, Any] = json.loads(file.read_text())
     assert machine == before["machine"]

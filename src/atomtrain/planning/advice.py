@@ -10,7 +10,7 @@ from atomtrain.errors import PlanError
 from atomtrain.planning.catalogue import GPUS, Gpu, machine_for
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.prospect import Prospect, Workload
-from atomtrain.units import format_bytes, format_count
+from atomtrain.units import format_bytes
 
 WORTH_SAYING = 1.02
 """Changes that help less are not told: predictions are hardly better than that."""
@@ -84,18 +84,26 @@ def advice(now: Prospect, changes: Sequence[Change], replan: Replan) -> tuple[Ad
 def possible_changes(now: Prospect, setting: Setting) -> tuple[Change, ...]:
     """Return what could be changed about a setting whose plan is `now`, one thing each.
 
-    The tokens of a step stay as they were chosen, unless they are the change; so does the size of
-    the micro-batch if the setting fixes it. Where compute waits for less than 2% of the step,
-    nothing is said about what it waits for: a faster link or host, more tokens a step.
+    The tokens of a step stay as they were chosen, unless they are the change; the size of the
+    micro-batch may only grow, where memory or GPU change and it is not fixed. Where compute waits
+    for less than 2% of the step, nothing is said about what it waits for: a faster link or host,
+    more tokens a step.
     """
-    fixed = dataclasses.replace(setting.workload, tokens_per_step=now.tokens_per_step)
-    setting = dataclasses.replace(setting, workload=fixed)
+    workload = dataclasses.replace(
+        setting.workload,
+        tokens_per_step=now.tokens_per_step,
+        least_micro_batch=now.micro_batch,
+    )
+    growing = dataclasses.replace(setting, workload=workload)
+    fixed = dataclasses.replace(
+        setting, workload=dataclasses.replace(workload, micro_batch=now.micro_batch)
+    )
     waits = now.plan.step_s > WORTH_SAYING * now.plan.compute_s
     return (
-        _more_memory(setting),
-        *(_less_waiting(now, setting) if waits else ()),
-        *_micro_batches(now, setting),
-        *_devices(setting),
+        _more_memory(growing),
+        *(_less_waiting(now, fixed) if waits else ()),
+        *(_micro_batches(now, fixed) if setting.workload.micro_batch is not None else ()),
+        *_devices(growing),
     )
 
 
@@ -128,16 +136,14 @@ def _less_waiting(now: Prospect, setting: Setting) -> list[Change]:
             setting=dataclasses.replace(setting, machine=faster_host),
         ),
         Change(
-            text=f"twice the tokens a step: {format_count(tokens)}",
+            text=f"twice the tokens a step: {tokens:,}",
             setting=dataclasses.replace(setting, workload=more_tokens),
         ),
     ]
 
 
 def _micro_batches(now: Prospect, setting: Setting) -> list[Change]:
-    """Return other sizes of a micro-batch that the setting fixes; else it is the best already."""
-    if setting.workload.micro_batch is None:
-        return []
+    """Return other sizes of a micro-batch that the user fixed; else it is the best already."""
     per_step = now.tokens_per_step // now.context_tokens
     changes = []
     for size in (now.micro_batch // _DOUBLE, _DOUBLE * now.micro_batch):

@@ -76,9 +76,11 @@ class Workload:
     """A multiple of `context_tokens`; `None` is what lets compute cover the link."""
     micro_batch: int | None = None
     """Sequences of a micro-batch, or `None` for the fastest."""
+    least_micro_batch: int = 1
+    """Smaller ones are not tried."""
 
     def __post_init__(self) -> None:
-        for name in ("context_tokens", "tokens_per_step", "micro_batch"):
+        for name in ("context_tokens", "tokens_per_step", "micro_batch", "least_micro_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
@@ -148,7 +150,7 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
         ConfigError: a workload that cannot be.
     """
     best: Prospect | None = None
-    first = analyse(workload.micro_batch or 1)
+    first = analyse(workload.micro_batch or workload.least_micro_batch)
     sequences = _sequences(first, compute.estimate(first), machine, workload)
     for size in _sizes(workload, sequences):
         analysis = analyse(size)
@@ -222,20 +224,27 @@ def _sequences(
     context = workload.context_tokens
     if workload.tokens_per_step is not None:
         return workload.tokens_per_step // context
-    micro_batch = workload.micro_batch or 1
+    micro_batch = workload.micro_batch or workload.least_micro_batch
     tokens = covering_tokens(analysis, times, machine, micro_batch * context)
     sequences = -(-tokens // context)
     return -(-sequences // micro_batch) * micro_batch
 
 
 def _sizes(workload: Workload, sequences: int) -> Iterator[int]:
-    """Yield sizes of micro-batches: divisors of the step, or powers of two if that is free."""
+    """Yield sizes of micro-batches, each at least twice the one before.
+
+    They divide the step if its tokens are given; else the step is rounded up to a multiple.
+    """
     if workload.micro_batch is not None:
         yield workload.micro_batch
         return
-    for size in range(1, sequences + 1):
-        if size > 1 and size * workload.context_tokens > LARGEST_MICRO_BATCH_TOKENS:
+    next_size = workload.least_micro_batch
+    for size in range(next_size, max(sequences, next_size) + 1):
+        if size > workload.least_micro_batch and (
+            size * workload.context_tokens > LARGEST_MICRO_BATCH_TOKENS
+        ):
             return
-        divides = sequences % size == 0
-        if divides if workload.tokens_per_step is not None else size & (size - 1) == 0:
+        fits = workload.tokens_per_step is None or sequences % size == 0
+        if size >= next_size and fits:
             yield size
+            next_size = 2 * size

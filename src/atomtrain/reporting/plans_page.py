@@ -15,7 +15,7 @@ from atomtrain.planning.prospect import Workload
 from atomtrain.reporting.report import Report, make_report
 from atomtrain.reporting.subject import Subject, subject
 from atomtrain.reporting.table import format_duration, format_tokens_per_s, resident_names
-from atomtrain.reporting.treatments import treatments
+from atomtrain.reporting.treatments import loaded_bytes, treatments
 from atomtrain.units import format_bytes, format_count
 
 MODELS = (
@@ -125,13 +125,12 @@ def treatment_table(name: str, model: Subject, card: Gpu) -> Iterator[str]:
             yield _row(text, f"does not fit: {found}", *[""] * 5)
             continue
         plan = found.plan
-        loaded = plan.load_s * found.machine.load_bytes_per_s
         yield _row(
             text,
             format_bytes(plan.device_peak_bytes),
             f"{plan.slots} x {format_bytes(plan.slot_bytes)}",
             ", ".join(resident_names(found)) or "-",
-            format_bytes(loaded),
+            format_bytes(loaded_bytes(found)),
             format_duration(plan.step_s),
             format_tokens_per_s(found.tokens_per_s),
         )
@@ -168,10 +167,10 @@ def _plan_row(name: str, report: Report | PlanError) -> str:
     found, plan = report.prospect, report.prospect.plan
     return _row(
         name,
-        format_bytes(found.machine.host_memory_bytes),
+        _decimal(plan.host_bytes),
         format_bytes(plan.device_peak_bytes),
         f"{plan.segments}",
-        f"{found.tokens_per_step} ({plan.micro_batches} x {found.micro_batch} sequences)",
+        f"{found.tokens_per_step:,} ({plan.micro_batches} x {found.micro_batch})",
         format_duration(plan.step_s),
         format_tokens_per_s(found.tokens_per_s),
         f"{100 * (report.peak_share or 0):.0f}%",

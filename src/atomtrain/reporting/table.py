@@ -30,7 +30,7 @@ def caption(report: Report) -> Caption:
     """Return what the picture of the step says above its bars."""
     found = report.prospect
     facts = (
-        f"{format_duration(found.plan.step_s)} for {format_count(found.tokens_per_step)} tokens "
+        f"{format_duration(found.plan.step_s)} for {found.tokens_per_step:,} tokens "
         f"predicted: {format_tokens_per_s(found.tokens_per_s)} tokens/s, bound by "
         f"{found.plan.bound}"
     )
@@ -120,7 +120,7 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
     rows.append(
         (
             "step",
-            f"{format_count(found.tokens_per_step)} tokens: {plan.micro_batches} {batches} of "
+            f"{found.tokens_per_step:,} tokens: {plan.micro_batches} {batches} of "
             f"{found.micro_batch} {sequences}",
         )
     )

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from atomtrain.errors import PlanError
 from atomtrain.planning.catalogue import Gpu, machine_for
+from atomtrain.planning.layout import Layout
 from atomtrain.planning.plan import Request
 from atomtrain.planning.prospect import Prospect
+from atomtrain.planning.schedule import training_visits
 from atomtrain.planning.search import make_plan
 from atomtrain.reporting.place import compute_of
 from atomtrain.reporting.subject import Subject
@@ -45,6 +47,16 @@ def treatments(
     ):
         request = Request(micro_batches=micro_batches, resident=resident)
         yield Treatment(text, _planned(subject, card, host_memory_bytes, request))
+
+
+def loaded_bytes(found: Prospect) -> int:
+    """Return the parameters that cross the link to the device in a step, in bytes."""
+    layout, shape = Layout(found.analysis.chain), found.plan.shape
+    resident = shape.resident_blocks
+    loads = [visit.layers for visit in training_visits(shape) if visit.load]
+    return sum(layout.segment_bytes(*layers, resident) for layers in loads) + sum(
+        layout.block_bytes(block) for block in resident
+    )
 
 
 def _planned(
