@@ -25,6 +25,7 @@ large model; the second makes the pipeline as hard as it is there, but averaging
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -45,6 +46,9 @@ from atomtrain.benchmarks.pipeline_search import Speeds
 from atomtrain.benchmarks.shaping import Network
 from atomtrain.units import format_count, format_seconds
 
+_QUIET_LOAD = 0.5
+"""Processes that want a core, on average over a minute, beside which measurements still hold."""
+
 
 def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
     """Measure, and return the keys of the benchmarks' contract and the inputs.
@@ -60,6 +64,12 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
     """
     setup = setup or (QUICK if options.quick else NetworkSetup())
     started_s = time.monotonic()
+    load = os.getloadavg()[0]
+    if load > _QUIET_LOAD:
+        progress(
+            f"this machine is busy (load {load:.1f}): a pipeline suffers more from that than ATOM "
+            "does, so the ratios will be too good; run again when it is quiet"
+        )
     rows: list[Result] = []
     with (
         _terminable(),
@@ -79,6 +89,7 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
         plan = methods.plan
     return {
         "rows": rows,
+        "load_average_before": load,
         "links_left_out": len(wanted) - len(rows),
         "peers": setup.peers,
         "parameters": setup.model.parameters,

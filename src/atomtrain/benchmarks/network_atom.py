@@ -134,6 +134,7 @@ class AtomPeer:
             "tokens": len(losses) * self._tokens,
             "sent_bytes": sent_bytes() - before_bytes,
             "rounds": dict(Counter(report.outcome for report in reports)),
+            "reasons": sorted({report.reason for report in reports if report.reason}),
             "averaged": len(averaged),
             "round_s": [report.duration_s for report in averaged],
             "link_wait_s": wait_s,

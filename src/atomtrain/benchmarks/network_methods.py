@@ -259,6 +259,7 @@ class Methods:
             "steps": sum(reply["steps"] for reply in replies),
             "rounds_averaged": max(reply["averaged"] for reply in replies),
             "rounds": dict(sum((Counter(r["rounds"]) for r in replies), Counter())),
+            "reasons": sorted({reason for reply in replies for reason in reply["reasons"]}),
             "round_s": [s for reply in replies for s in reply["round_s"]],
             "predicted_tokens_per_s": predicted.tokens_per_s,
             "predicted_round_s": predicted.round_s,

@@ -123,8 +123,9 @@ class NetworkSetup:
 
 QUICK = NetworkSetup(
     model=ModelSetup(
-        layers=4, width=192, vocabulary=256, sequence_tokens=16, sequences_per_peer=128
+        layers=4, width=128, vocabulary=256, sequence_tokens=16, sequences_per_peer=128
     ),
+    budget_share=0.6,
     micro_batch=8,
     local_steps=8,
     links=((None, 0.0), (1e6, 0.0)),
@@ -136,7 +137,7 @@ QUICK = NetworkSetup(
     longest_window_s=5.0,
     longest_step_s=4.0,
     case_s=15.0,
-    total_s=40.0,
+    total_s=50.0,
 )
 
 
