@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.flops import more_counters
-from atomtrain.analysis.storages import StorageTracker
+from atomtrain.analysis.storages import StorageTracker, is_dense
 from atomtrain.errors import AnalysisError
 
 
@@ -59,6 +59,16 @@ class ValueSpec(NamedTuple):
     dtype: torch.dtype | None
     requires_grad: bool
     constant: Any = None
+    strides: tuple[int, ...] | None = None
+    """Of a tensor that is dense but not contiguous."""
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Return a tensor like the value, without its data."""
+        assert self.dtype is not None
+        empty = torch.empty(self.shape, dtype=self.dtype, device=device)
+        if self.strides is not None:
+            empty = empty.view(-1).as_strided(self.shape, self.strides)
+        return empty.requires_grad_(self.requires_grad)
 
     @property
     def n_bytes(self) -> int:
@@ -161,7 +171,9 @@ def _cannot_run(layer: Layer, specs: Sequence[ValueSpec], error: RuntimeError) -
 
 def _spec_of(value: Any) -> ValueSpec:
     if isinstance(value, Tensor):
-        return ValueSpec(tuple(value.shape), value.dtype, value.requires_grad)
+        strided = is_dense(value) and not value.is_contiguous()
+        strides = tuple(value.stride()) if strided else None
+        return ValueSpec(tuple(value.shape), value.dtype, value.requires_grad, strides=strides)
     return ValueSpec((), None, False, value)
 
 
@@ -173,7 +185,7 @@ def _signature(layer: Layer, specs: Sequence[ValueSpec]) -> Any:
     # Tied weights inside the layer are one storage, so which names share one matters.
     sharing = tuple(_first_positions([id(tensor) for tensor in layer.parameters.values()]))
     constants = tuple(repr(spec.constant) for spec in specs)
-    shapes = tuple((spec.shape, spec.dtype, spec.requires_grad) for spec in specs)
+    shapes = tuple((s.shape, s.strides, s.dtype, s.requires_grad) for s in specs)
     return (
         type(layer.module), repr(layer.module), _attributes(layer),
         tensors, sharing, shapes, constants,
@@ -265,5 +277,4 @@ def _fake_tensors(layer: Layer, device: torch.device) -> dict[str, Tensor]:
 def _fake_value(spec: ValueSpec, device: torch.device) -> Any:
     if spec.dtype is None:
         return spec.constant
-    fake = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-    return fake.requires_grad_(spec.requires_grad)
+    return spec.empty(device)

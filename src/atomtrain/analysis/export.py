@@ -182,13 +182,9 @@ def export(
     """
     _check_dtypes(model)
     meta = any(parameter.is_meta for parameter in model.parameters())
-    # Fresh contiguous tensors: one tensor given twice would become one input.
-    given = tuple(
-        torch.empty(t.shape, dtype=t.dtype, device="meta") if meta else t.detach().clone(
-            memory_format=torch.contiguous_format
-        )
-        for t in tensors
-    )  # fmt: skip
+    # Fresh tensors in the layout that they have on the device: one tensor given twice would become
+    # one input.
+    given = tuple(torch.empty_like(t, device="meta") if meta else t.clone() for t in tensors)
     before = _attributes(model)
     state = torch.get_rng_state()
     # A model that cannot be traced unawares may know a way that can.

@@ -53,7 +53,7 @@ def exported_layers(
     layers = _layers(graph, recipes, mode)
     _carry_unused(model, layers)
     first = remember(graph, recipes)
-    shapes = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
+    shapes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
     own = tuple(layers)  # the caller may put another layer in the list
     attached = False
 

@@ -133,11 +133,8 @@ def _last_cost(chain: Chain, costs: ChainCosts, device: torch.device | str) -> L
     last = chain.layers[-1]
     given = {}
     for name in last.reads:
-        shape, dtype, requires_grad, constant = costs.values[name]
-        given[name] = constant
-        if dtype is not None:
-            value = torch.empty(shape, dtype=dtype, device="meta")
-            given[name] = value.requires_grad_(requires_grad)
+        spec = costs.values[name]
+        given[name] = spec.constant if spec.dtype is None else spec.empty("meta")
     alone = Chain((last,), tuple(given), chain.loss, chain.names)
     return layer_costs(alone, given, device).layers[0]
 

@@ -146,6 +146,8 @@ def _value(name: str, spec: ValueSpec, inputs: Mapping[str, Any], device: torch.
         return spec.constant
     if spec.dtype.is_floating_point:
         value = torch.randn(spec.shape, dtype=torch.float32, device=device).to(spec.dtype)
+        if spec.strides is not None:
+            value = value.view(-1).as_strided(spec.shape, spec.strides)
         return value.requires_grad_(spec.requires_grad)
     return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
 

@@ -16,6 +16,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill a range of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 OverBudget = Callable[[int, int, str], None]
 
 

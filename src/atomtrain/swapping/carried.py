@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atomtrain.analysis.storages import is_dense
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.store import view_of
+from atomtrain.swapping.store import in_layout_of, view_of
 from atomtrain.swapping.streams import Event
 
 
@@ -98,7 +99,7 @@ class Carried:
         value = value.detach()
         held = _Held()
         if save:
-            source = value.contiguous()
+            source = value if is_dense(value) else value.contiguous()
             held.pooled = self._pool.take(source.nbytes)
             held.host = host = view_of(held.pooled, 0, source)
             # The job lets go of the device tensor before its event says that it is done: whoever
@@ -119,7 +120,8 @@ class Carried:
             held = self._held.get((micro_batch, name))
             if held is None or held.device is not None or not isinstance(held.host, Tensor):
                 continue
-            target = self._device.empty(tuple(held.host.shape), held.host.dtype)
+            flat = self._device.empty((held.host.numel(),), held.host.dtype)
+            target = in_layout_of(flat, held.host)
             # The memory may have served compute a moment ago, so the copy waits for compute too.
             after = [self._device.mark()]
             if held.saved is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.storages import is_dense
 from atomtrain.errors import AnalysisError, ConfigError
 from atomtrain.planning.layout import Layout
 from atomtrain.swapping.device import Device
@@ -50,10 +51,21 @@ def require_data(chain: Chain) -> None:
 
 
 def view_of(buffer: Tensor, offset_bytes: int, like: Tensor) -> Tensor:
-    """Return a view of a uint8 buffer with the shape and dtype of `like`."""
+    """Return a view of a uint8 buffer with the shape and dtype of `like`.
+
+    If `like` is dense the view has its strides: kernels add in another order for another layout.
+    """
     if like.numel() == 0:
         return buffer[:0].view(like.dtype).view(like.shape)
     n_bytes = like.numel() * like.element_size()
     if offset_bytes % like.element_size():
         raise ConfigError(f"offset {offset_bytes} is not aligned for {like.dtype}")
-    return buffer[offset_bytes : offset_bytes + n_bytes].view(like.dtype).view(like.shape)
+    flat = buffer[offset_bytes : offset_bytes + n_bytes].view(like.dtype)
+    return in_layout_of(flat, like)
+
+
+def in_layout_of(flat: Tensor, like: Tensor) -> Tensor:
+    """Return as many elements, 1-D and contiguous, in the shape and layout of `like`."""
+    if like.is_contiguous() or not is_dense(like):
+        return flat.view(like.shape)
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
