@@ -52,13 +52,18 @@ def test_too_little_evidence_is_none() -> None:
     assert Guard().too_large({**_random(4, 4), 0: torch.full((100,), 1e20)}, [1] * 4) == {}
 
 
-def test_a_mean_far_above_what_a_member_gave_is_not_taken() -> None:
+def test_a_mean_far_above_what_is_usual_is_not_taken() -> None:
     guard, own = Guard(limit=10), torch.ones(100)
-    assert not guard.mean_too_large(own * 9, own, 5, [5, 5])
-    assert guard.mean_too_large(own * 11, own, 5, [5, 5])
-    assert not guard.mean_too_large(own * 11, own, 5, [5, 10])
-    assert not guard.mean_too_large(own * 11, own, 0, [5, 5]), "no part, no judgement"
-    assert not guard.mean_too_large(own * 11, own * 0, 5, [5, 5])
+    assert not guard.mean_too_large(own * 9, own, 1.0, 5, [5, 5])
+    assert guard.mean_too_large(own * 11, own, 1.0, 5, [5, 5])
+    assert not guard.mean_too_large(own * 11, own, 1.0, 5, [5, 10])
+    assert not guard.mean_too_large(own * 11, own * 0, 2.0, 5, [5, 5]), "little learnt, no veto"
+    assert not guard.mean_too_large(own * 11, own, 0.0, 5, [5, 5]), "nothing to compare with"
+    assert guard.mean_too_large(own * 11, own, 1.0, 0, [0, 5])
+    standing = Standing()
+    assert standing.usual_rms(0) == 0.0
+    standing.observe_means(0, [torch.full((10,), 3.0), torch.full((30,), 3.0)])
+    assert standing.usual_rms(0) == 3.0
 
 
 @given(st.integers(0, 10**6), st.integers(3, 9))

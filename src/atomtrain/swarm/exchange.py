@@ -52,6 +52,8 @@ class ExchangeSetup:
     """Opens a stream on which this protocol has been agreed."""
     offload: Offload
     guard: Guard = field(default_factory=Guard)
+    usual_rms: float = 0.0
+    """Root mean square of the fragment's last mean; 0: there was none."""
     excluded: frozenset[str] = frozenset()
     """Peers whose contributions this member does not count."""
     on_unreachable: Callable[[str], None] = field(default=lambda _: None)
@@ -224,4 +226,5 @@ class Exchange:
 
     def _mean_too_large(self, mean: torch.Tensor, span: Span) -> bool:
         weights, own = self._begin.weights, self._setup.snapshot.contribution(span)
-        return self._setup.guard.mean_too_large(mean, own, weights[self._me], weights)
+        usual_rms = self._setup.usual_rms
+        return self._setup.guard.mean_too_large(mean, own, usual_rms, weights[self._me], weights)

@@ -16,6 +16,7 @@ Norms of fewer than three contributions, or of very few elements, prove nothing 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,18 +61,23 @@ class Guard:
         return found
 
     def mean_too_large(
-        self, mean: torch.Tensor, own: torch.Tensor, own_weight: int, weights: Sequence[int]
+        self,
+        mean: torch.Tensor,
+        own: torch.Tensor,
+        usual_rms: float,
+        own_weight: int,
+        weights: Sequence[int],
     ) -> bool:
-        """Say whether a mean cannot be right, judged by this peer's own contribution to it.
+        """Say whether a mean cannot be right, by what this peer knows itself.
 
-        For a contributor with a weight above zero: the others' contributions can be larger than its
-        own only as far as it would count them itself.
+        The measure is `usual_rms`, the root mean square of the fragment's last mean, or that of
+        this peer's own contribution if it is larger, in proportion to the tokens of the others.
+        Without a last mean nothing is judged: a peer that learns little must not veto the rest.
         """
-        if not self.limit or own_weight <= 0 or mean.numel() < _JUDGED_ELEMENTS:
+        if not self.limit or not usual_rms or mean.numel() < _JUDGED_ELEMENTS:
             return False
-        norm = _norm(own)
-        allowed = self.limit * max(1.0, max(weights) / own_weight)
-        return norm > 0 and _norm(mean) > allowed * norm
+        own_rms = _rms(own) * max(weights) / own_weight if own_weight else 0.0
+        return _rms(mean) > self.limit * max(usual_rms, own_rms)
 
     def mean_of(
         self, contributions: Mapping[int, torch.Tensor], weights: Sequence[int]
@@ -97,6 +103,10 @@ def _can_judge(contributions: Mapping[int, torch.Tensor]) -> bool:
 
 def _norm(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def _rms(values: torch.Tensor) -> float:
+    return float(_norm(values) / values.numel() ** 0.5) if values.numel() else 0.0
 
 
 def _centred_clipping(values: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
@@ -129,6 +139,18 @@ class Standing:
     def __init__(self) -> None:
         """Everybody is in good standing."""
         self._records: dict[str, _Record] = {}
+        self._usual_rms: dict[int, float] = {}
+
+    def usual_rms(self, fragment: int) -> float:
+        """Return the root mean square of the fragment's last mean; 0 before there was one."""
+        return self._usual_rms.get(fragment, 0.0)
+
+    def observe_means(self, fragment: int, means: Sequence[torch.Tensor]) -> None:
+        """Hear which means of a fragment's slices were committed."""
+        elements = sum(mean.numel() for mean in means)
+        if elements:
+            square = sum(_norm(mean) ** 2 for mean in means)
+            self._usual_rms[fragment] = math.sqrt(square / elements)
 
     def observe(self, peer_id: str, round_index: int, *, rejected: bool) -> None:
         """Hear how a peer's contribution to round `round_index` was judged."""

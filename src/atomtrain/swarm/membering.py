@@ -142,6 +142,7 @@ class Membering:
             open=context.open,
             offload=context.offload,
             guard=context.manifest.rules.guard,
+            usual_rms=context.standing.usual_rms(snapshot.fragment),
             excluded=context.standing.excluded(self._invite.round_index),
             on_unreachable=context.roster.suspect,
         )
@@ -186,6 +187,10 @@ class Membering:
     def _conclude(self, decided: Decided) -> tuple[Merge, RoundReport]:
         outer = self._context.manifest.rules.outer
         merge = merge_of(decided, outer, self._context.peer_id)
+        means = [decided.result.means[j] for j in set(decided.commit.slices)]
+        self._context.standing.observe_means(
+            merge.fragment, [mean.values for mean in means if mean is not None]
+        )
         me, after = self._context.peer_id, self._invite.round_index + 1
         if me in decided.result.rejected and me in self._context.standing.excluded(after):
             merge = replace(merge, restart=True)
