@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from atomtrain.swarm import slices
 from atomtrain.swarm.leader import Outgoing
 from atomtrain.swarm.leading import Leading
 from atomtrain.swarm.messages import Commit
+from atomtrain.swarm.owning import OwnedSlice
 
 
 async def _settle(simulation: Simulation, within_s: float) -> bool:
@@ -128,6 +130,35 @@ def test_pace_follows_the_link() -> None:
         assert near <= 2
         far, round_s = await pace(1.0, 200)
         assert 0.5 < round_s / (0.25 * far) < 0.95
+
+    run_virtual(scenario)
+
+
+def test_false_means_of_an_owner_are_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = OwnedSlice._encode
+
+    def lie(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        owner = self._begin.members[self._index]
+        return encode(self, contributors, mean * (1e6 if owner == "c" and lying else 1))
+
+    lying: list[bool] = []
+    monkeypatch.setattr(OwnedSlice, "_encode", lie)
+
+    async def scenario() -> None:
+        simulation = Simulation((300,), seed=12)
+        for name in ("a", "b", "c"):
+            await simulation.add(name, step_s=0.5)
+        await asyncio.sleep(20)
+        lying.append(True)
+        await asyncio.sleep(2)  # a round that began before
+        before = len(simulation.peers["a"].reports)
+        await asyncio.sleep(20)
+        reports = simulation.peers["a"].reports[before:]
+        assert len(reports) > 3
+        assert all("1 slices missing" in report.reason for report in reports)
+        assert any("mean is not" in text for report in reports for text in report.rejected)
+        assert float(simulation.peers["a"].fragments[0].abs().max()) < 1e4
+        simulation.check_means()
 
     run_virtual(scenario)
 
