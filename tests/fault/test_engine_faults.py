@@ -96,7 +96,7 @@ def test_a_failed_job_ends_in_a_typed_error_and_nothing_goes_on(
 
 @pytest.mark.parametrize("stream", ["load", "fetch", "save"])
 def test_a_failed_job_in_evaluation(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atomtrain.planning.search._BOUNDARIES", ("host",))
+    monkeypatch.setattr("atomtrain.planning.space._BOUNDARIES", ("host",))
     fault = FailAt(stream, 2)
     example = tokens()
     engine = swap(gpt(3), example, segments=5, micro_batches=2, inject=fault)

@@ -49,7 +49,7 @@ def test_the_prediction_is_never_below_the_measured_peak_and_close_to_it(
     dropout: float,
     boundary: str,
 ) -> None:
-    monkeypatch.setattr("atomtrain.planning.search._BOUNDARIES", (boundary,))
+    monkeypatch.setattr("atomtrain.planning.space._BOUNDARIES", (boundary,))
     model, example = gpt(layers, width, dropout), tokens(sequences, length)
     with swap(
         model, example, micro_batches=micro_batches, segments=segments, slots=slots
@@ -83,7 +83,7 @@ class Wide(nn.Module):
 def test_layers_of_other_kinds_stay_within_the_prediction(
     monkeypatch: pytest.MonkeyPatch, segments: int, boundary: str
 ) -> None:
-    monkeypatch.setattr("atomtrain.planning.search._BOUNDARIES", (boundary,))
+    monkeypatch.setattr("atomtrain.planning.space._BOUNDARIES", (boundary,))
     model = nn.Sequential(
         nn.Linear(20, 20), Turned(), nn.Linear(20, 20), Wide(2), nn.BatchNorm1d(20), Wide(9),
         nn.Linear(20, 20),

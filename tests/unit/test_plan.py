@@ -64,9 +64,10 @@ def test_a_damaged_plan_is_refused(chain_and_costs) -> None:
         Plan.from_json({**data, "backward_bounds": [0, 3, 2, 6]})
 
 
-def test_plenty_of_memory_needs_no_second_load(chain_and_costs) -> None:
-    made = plan(chain_and_costs, machine("1GiB", link=1e6))
-    assert made.segments == 1
+def test_plenty_of_memory_needs_no_second_load_and_no_recomputing(chain_and_costs) -> None:
+    made = plan(chain_and_costs, machine("1GiB", link=1e9))
+    assert made.recomputed_layers == 0
+    assert made.load_s * 1e9 == pytest.approx(Layout(chain_and_costs[0]).total_bytes, rel=1e-3)
 
 
 def test_a_slower_link_never_makes_a_faster_plan(chain_and_costs) -> None:

@@ -106,7 +106,7 @@ def test_a_load_waits_for_the_last_use_of_its_slot(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_fetch_waits_for_the_save_of_what_it_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atomtrain.planning.search._BOUNDARIES", ("host",))
+    monkeypatch.setattr("atomtrain.planning.space._BOUNDARIES", ("host",))
 
     def slow_save(stream: str) -> None:
         if stream == "save":

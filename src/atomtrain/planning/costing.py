@@ -6,11 +6,14 @@ the plan: that is what lets the search build plans from their ends.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
@@ -22,12 +25,37 @@ from atomtrain.planning.schedule import Phase, Visit, training_visits
 from atomtrain.planning.shape import Boundary, Shape
 from atomtrain.planning.timeline import Span, StepTime, VisitTime, predict, step_spans
 
+Array = NDArray[np.float64]
+
 
 class Place(NamedTuple):
     """What of a shape the seconds of its visits depend on."""
 
     resident: frozenset[int]
     boundary: Boundary
+
+
+@dataclass(frozen=True)
+class VisitTable:
+    """The fields of `VisitTime` for all segments at once: `[start, stop]`, float64."""
+
+    compute_s: Array
+    load_s: Array
+    unload_s: Array
+    update_s: Array
+    fetch_s: Array
+    save_s: Array
+
+    @cached_property
+    def visit_s(self) -> Array:
+        """How long the visits last."""
+        lasting: Array = np.maximum(self.compute_s, np.maximum(self.fetch_s, self.save_s))
+        return lasting
+
+    def at(self, start: int, stop: int) -> VisitTime:
+        """Return the seconds of the visit to one segment."""
+        fields = (getattr(self, name) for name in VisitTime._fields)
+        return VisitTime(*(float(column[start, stop]) for column in fields))
 
 
 class Costing:
@@ -48,30 +76,16 @@ class Costing:
             PlanError: a time is missing, negative or no number.
         """
         per_layer = [_checked(times, cost.kind, cost.name) for cost in costs.layers]
-        self._chain, self._costs = chain, costs
         self._machine, self._layout = machine, layout
         self.micro_batches = micro_batches
-        self._forward_s = _prefixes([micro_batches * time.forward_s for time in per_layer])
-        self._backward_s = _prefixes([micro_batches * time.backward_s for time in per_layer])
-        self._crossing = [
-            sum(costs.values[name].n_bytes for name in chain.crossing(cut))
-            for cut in range(len(chain.layers) + 1)
-        ]
-
-    @cached_property
-    def _updated(self) -> list[int]:
-        """Trainable parameters of each block."""
-        counts = [0] * self._layout.blocks
-        shared = {
-            weight.start_bytes: len(self._layout.layers) + index
-            for index, weight in enumerate(self._layout.shared)
-        }
-        for parameter in self._chain.parameters:
-            users = self._chain.users[id(parameter)]
-            at = self._layout.offsets[id(parameter)]
-            block = users[0] if len(users) == 1 else shared[at]
-            counts[block] += parameter.numel() if parameter.requires_grad else 0
-        return counts
+        self.layer_forward_s = [micro_batches * time.forward_s for time in per_layer]
+        self.layer_backward_s = [micro_batches * time.backward_s for time in per_layer]
+        cuts = range(len(chain.layers) + 1)
+        crossing = [sum(costs.values[n].n_bytes for n in chain.crossing(cut)) for cut in cuts]
+        self._crossing = micro_batches * np.array(crossing, float)
+        self._updated = _updated(chain, layout)
+        self._bytes: dict[frozenset[int], tuple[Array, ...]] = {}
+        self._tables: dict[tuple[Phase, Place, bool, bool], VisitTable] = {}
 
     def step(self, shape: Shape) -> StepTime:
         """Return the predicted step of a shape."""
@@ -86,94 +100,96 @@ class Costing:
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
         place = Place(frozenset(shape.resident_blocks), shape.boundary)
-        return [
-            self.visit_time(v.phase, *v.layers, place, load=v.load, keep=v.keep) for v in visits
-        ]
+        times = []
+        for visit in visits:
+            table = self.table(visit.phase, place, load=visit.load, keep=visit.keep)
+            times.append(table.at(*visit.layers))
+        return times
 
-    def visit_time(
-        self, phase: Phase, start: int, stop: int, place: Place, *, load: bool, keep: bool = False
-    ) -> VisitTime:
-        """Return the seconds of one visit.
+    def segment_bytes(self, resident: frozenset[int]) -> Array:
+        """Return the slot bytes of all segments, `[start, stop]`."""
+        return self._byte_tables(resident)[0]
+
+    def table(self, phase: Phase, place: Place, *, load: bool, keep: bool = False) -> VisitTable:
+        """Return the seconds of a visit to each segment.
 
         Args:
             phase: Forward, turn or backward.
-            start: The segment's first layer.
-            stop: The layer after its last one.
             place: What is resident, and where values wait.
             load: Whether the segment is loaded.
             keep: Whether its graphs wait for backward.
         """
+        key = (phase, place, load, keep)
+        if key not in self._tables:
+            self._tables[key] = self._table(*key)
+        return self._tables[key]
+
+    def _table(self, phase: Phase, place: Place, load: bool, keep: bool) -> VisitTable:
         machine = self._machine
         backward = phase in (Phase.TURN, Phase.BACKWARD)
-        segment = self._layout.segment_bytes(start, stop, place.resident)
+        segment, coming, updated, seeds = self._byte_tables(place.resident)
+        nothing = np.zeros_like(segment)
+        compute_s = _between(self.layer_backward_s if backward else self.layer_forward_s)
+        if keep and backward:
+            compute_s = np.maximum(compute_s - _between(self.layer_forward_s), 0.0)
+        # Resident blocks come with the first of their users, and their gradients leave with it.
+        loaded = segment + (coming if phase is not Phase.BACKWARD else 0) if load else nothing
+        unloaded = segment + coming if backward else nothing
+        updated = updated if backward else nothing
+        if backward:
+            compute_s = compute_s + seeds / machine.load_bytes_per_s
+        compute_s = compute_s + self.micro_batches * machine.visit_s
+        fetched, saved = self._moved_bytes(phase, place.boundary, keep)
+        copied = loaded + unloaded + fetched + saved
         # In backward both directions of the link are busy.
         share = machine.both_ways_share if backward else 1.0
-        compute_s = self._compute_s(phase, start, stop, keep)
-        load_bytes = unload_bytes = updated = 0
-        if load:
-            load_bytes = segment
-            if phase is not Phase.BACKWARD:
-                load_bytes += self._resident_bytes(start, stop, place.resident)
-        if backward:
-            unload_bytes = segment + self._resident_bytes(start, stop, place.resident)
-            updated = sum(
-                self._updated[block]
-                for block in self._layout.blocks_of(start, stop)
-                if start <= self._layout.users(block)[0]
-            )
-            compute_s += self._seed_bytes(start, stop, place.resident) / machine.load_bytes_per_s
-        fetched, saved = self._moved_bytes(phase, start, stop, place.boundary, keep)
-        copied = load_bytes + unload_bytes + fetched + saved
-        compute_s += self.micro_batches * machine.visit_s
-        compute_s += machine.compute_s_per_copied_byte * copied
-        compute_s += machine.compute_s_per_update * updated
         each_s = self.micro_batches * machine.copy_s
-        return VisitTime(
-            compute_s=compute_s,
-            load_s=_copied_s(load_bytes, share * machine.load_bytes_per_s, machine.copy_s),
-            unload_s=_copied_s(unload_bytes, share * machine.unload_bytes_per_s, machine.copy_s),
+        return VisitTable(
+            compute_s=compute_s
+            + self.micro_batches * machine.visit_s
+            + machine.compute_s_per_copied_byte * copied
+            + machine.compute_s_per_update * updated,
+            load_s=_copied_s(loaded, share * machine.load_bytes_per_s, machine.copy_s),
+            unload_s=_copied_s(unloaded, share * machine.unload_bytes_per_s, machine.copy_s),
             update_s=updated / machine.update_parameters_per_s,
             # At least one copy for each micro-batch.
             fetch_s=_copied_s(fetched, machine.load_bytes_per_s, each_s),
             save_s=_copied_s(saved, machine.unload_bytes_per_s, each_s),
         )
 
-    def _compute_s(self, phase: Phase, start: int, stop: int, keep: bool) -> float:
-        forward_s = self._forward_s[stop] - self._forward_s[start]
-        if phase in (Phase.FORWARD, Phase.EVALUATE):
-            return forward_s
-        backward_s = self._backward_s[stop] - self._backward_s[start]
-        return max(0.0, backward_s - forward_s) if keep else backward_s
+    def _byte_tables(self, resident: frozenset[int]) -> tuple[Array, ...]:
+        """Return bytes in a slot, bytes of residents that come, parameters that are updated, and
+        bytes of gradients that come back to be added to; for all segments."""
+        if resident not in self._bytes:
+            layout, count = self._layout, len(self._layout.layers)
+            own = [layout.block_bytes(block) for block in range(count)]
+            segment = _between([n * (block not in resident) for block, n in enumerate(own)])
+            coming = _between([n * (block in resident) for block, n in enumerate(own)])
+            updated = _between(self._updated[:count])
+            seeds = np.zeros_like(segment)
+            start, stop = np.indices(segment.shape)
+            for block in range(count, layout.blocks):
+                users, n_bytes = layout.users(block), layout.block_bytes(block)
+                used = np.zeros(segment.shape, bool)
+                for user in users:
+                    used |= (start <= user) & (user < stop)
+                first = (start <= users[0]) & (users[0] < stop)
+                updated = updated + self._updated[block] * first
+                if block in resident:
+                    coming = coming + n_bytes * first
+                else:
+                    segment = segment + n_bytes * used
+                    seeds = seeds + n_bytes * (used & (users[-1] >= stop))
+            self._bytes[resident] = segment, coming, updated, seeds
+        return self._bytes[resident]
 
-    def _resident_bytes(self, start: int, stop: int, resident: Collection[int]) -> int:
-        """Return the resident blocks that come with the segment: its layers are the first users.
-
-        In backward they are the last users, so their gradients leave with the segment.
-        """
-        return sum(
-            self._layout.block_bytes(block)
-            for block in resident
-            if start <= self._layout.users(block)[0] < stop
-        )
-
-    def _seed_bytes(self, start: int, stop: int, resident: Collection[int]) -> int:
-        """Return the gradients of shared weights that come back for the segment to add to."""
-        n_bytes = 0
-        for block in self._layout.blocks_of(start, stop)[stop - start :]:
-            if block not in resident and self._layout.users(block)[-1] >= stop:
-                n_bytes += self._layout.block_bytes(block)
-        return n_bytes
-
-    def _moved_bytes(
-        self, phase: Phase, start: int, stop: int, boundary: Boundary, keep: bool
-    ) -> tuple[int, int]:
-        """Return what a visit fetches and saves of values and their gradients.
+    def _moved_bytes(self, phase: Phase, boundary: Boundary, keep: bool) -> tuple[Array, Array]:
+        """Return what visits fetch and save of values and their gradients.
 
         In forward the cut above counts as if backward had a cut there too, which a finer forward
         partition only has at some of them.
         """
-        below = self.micro_batches * self._crossing[start]
-        above = self.micro_batches * self._crossing[stop]
+        below, above = np.meshgrid(self._crossing, self._crossing, indexing="ij")
         on_host = boundary == "host"
         if phase in (Phase.FORWARD, Phase.EVALUATE):
             return below * on_host, above
@@ -182,7 +198,18 @@ class Costing:
         return below * (not keep) + above * on_host, below * on_host
 
 
-def _copied_s(n_bytes: int, bytes_per_s: float, start_s: float) -> float:
+def _updated(chain: Chain, layout: Layout) -> list[int]:
+    """Return the trainable parameters of each block."""
+    counts = [0] * layout.blocks
+    places = {weight.start_bytes: i for i, weight in enumerate(layout.shared, len(layout.layers))}
+    for parameter in chain.parameters:
+        users = chain.users[id(parameter)]
+        block = users[0] if len(users) == 1 else places[layout.offsets[id(parameter)]]
+        counts[block] += parameter.numel() if parameter.requires_grad else 0
+    return counts
+
+
+def _copied_s(n_bytes: Array, bytes_per_s: float, start_s: float) -> Array:
     """Return the seconds of copies, with what they take beside their bytes."""
     return n_bytes / bytes_per_s + start_s * (n_bytes > 0)
 
@@ -212,6 +239,8 @@ def _checked(times: Mapping[str, LayerTime], kind: str, name: str) -> LayerTime:
     return time
 
 
-def _prefixes(values: Sequence[float]) -> list[float]:
-    """Return the sums of the first 0, 1, 2, ... values."""
-    return list(itertools.accumulate(values, initial=0.0))
+def _between(values: Sequence[float]) -> Array:
+    """Return the sums of `values[start:stop]`, 0 where `stop` is not above `start`."""
+    sums = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
+    between: Array = np.triu(sums[None, :] - sums[:, None])
+    return between

@@ -46,6 +46,9 @@ class MemoryModel:
             max((costs.values[name].n_bytes for name in chain.crossing(cut)), default=0)
             for cut in range(count + 1)
         ]
+        kept = (cost.kept_bytes for cost in costs.layers)
+        self._kept = list(itertools.accumulate(kept, initial=0))
+        self._inputs: dict[int, list[int]] = {}
         self.buffers_bytes = self._buffers_bytes()
         """Buffers on the device, each storage once; those that forward changes also as they were
         for each micro-batch."""
@@ -74,19 +77,18 @@ class MemoryModel:
         return places + self.buffers_bytes + 8 * self.micro_batches
 
     def sizes(self, shape: Shape) -> Sizes:
-        """Return the bytes of a slot and of a gradient buffer."""
+        """Return the bytes of a slot and of a gradient buffer.
+
+        They are equal: each takes the largest segment of both partitions. So any two partitions go
+        together, which keeps the search for the best pair of them exact.
+        """
         resident = frozenset(shape.resident_blocks)
-        forward, backward = [
-            max(
-                (
-                    self._layout.segment_bytes(start, stop, resident)
-                    for start, stop in itertools.pairwise(bounds)
-                ),
-                default=0,
-            )
-            for bounds in (shape.forward_bounds, shape.backward_bounds)
-        ]
-        return Sizes(max(forward, backward), backward)
+        pairs = (
+            *itertools.pairwise(shape.forward_bounds),
+            *itertools.pairwise(shape.backward_bounds),
+        )
+        largest = max(self._layout.segment_bytes(*pair, resident) for pair in pairs)
+        return Sizes(largest, largest)
 
     def host_bytes(self, shape: Shape) -> int:
         """Return parameters, gradients, two moments, values that wait on the host, and the rest."""
@@ -116,22 +118,23 @@ class MemoryModel:
             boundary: Where values wait.
             kept: The segment whose graphs are kept, if any; it counts from its forward visit on.
         """
+        if kept == (start, stop):
+            return self._kept_work_bytes(phase, start, stop, boundary)
         waiting = 0
-        if kept is not None and (phase is Phase.TURN or (start, stop) == kept):
-            waiting = self._kept_bytes(*kept)
+        if kept is not None and phase is Phase.TURN:
+            waiting = self.kept_bytes(*kept)
         count = self.micro_batches
         space = self._workspaces.of(start, stop)
         below, above = self._crossing[start], self._crossing[stop]
         # This and the next micro-batch's inputs.
         ahead = min(2, count)
-        inputs = ahead * self._bytes(self._chain.reads(start, stop), only_inputs=True)
+        inputs = ahead * self._input_bytes(start, stop)
         if phase is Phase.FORWARD:
-            inner = max(space.forward, space.graph) if waiting else space.forward
             standing = max(count * below, below + (count - 1) * above)
             if boundary == "host":
                 standing = ahead * below
             # One value at a time is still being saved when the next micro-batch runs.
-            return waiting + inputs + standing + self._largest[stop] + inner
+            return inputs + standing + self._largest[stop] + space.forward
         inner = max(space.graph, space.backward)
         if phase is Phase.TURN:
             standing = count * below if boundary == "device" else ahead * below
@@ -139,14 +142,43 @@ class MemoryModel:
             return waiting + inputs + standing + leaving + inner
         if boundary == "device":
             standing = max(count * above, above + (count - 1) * below) + ahead * below
-            return waiting + inputs + standing + inner
+            return inputs + standing + inner
         leaving = max(self._largest[start], self._largest[stop])
-        return waiting + inputs + ahead * (below + above) + leaving + inner
+        return inputs + ahead * (below + above) + leaving + inner
 
-    def _kept_bytes(self, start: int, stop: int) -> int:
+    def _kept_work_bytes(self, phase: Phase, start: int, stop: int, boundary: Boundary) -> int:
+        """Return the peak of a visit to a segment whose graphs are kept."""
+        one = self._kept[stop] - self._kept[start]
+        graphs = self.kept_bytes(start, stop)
+        space = self._workspaces.of(start, stop)
+        if phase is Phase.FORWARD:
+            # The last micro-batch's graph is what is growing.
+            return graphs - one + max(space.graph, one)
+        above = self._crossing[stop]
+        inner = max(0, space.backward - one)
+        if boundary == "device":
+            return graphs + self.micro_batches * above + inner
+        leaving = max(self._largest[start], self._largest[stop])
+        return graphs + min(2, self.micro_batches) * above + leaving + inner
+
+    def kept_bytes(self, start: int, stop: int) -> int:
         """Return the graphs of all micro-batches with their inputs."""
-        kept = sum(cost.kept_bytes for cost in self._costs.layers[start:stop])
-        return self.micro_batches * (kept + self._bytes(self._chain.reads(start, stop)))
+        kept = self._kept[stop] - self._kept[start]
+        inputs = self._crossing[start] + self._input_bytes(start, stop)
+        return self.micro_batches * (kept + inputs)
+
+    def _input_bytes(self, start: int, stop: int) -> int:
+        """Return one micro-batch's own entries that the segment reads."""
+        if start not in self._inputs:
+            row, seen, total = [0], set[str](), 0
+            for layer in self._chain.layers[start:]:
+                for name in layer.reads:
+                    if name in self._chain.inputs and name not in seen:
+                        seen.add(name)
+                        total += self._costs.values[name].n_bytes
+                row.append(total)
+            self._inputs[start] = row
+        return self._inputs[start][stop - start]
 
     def _waiting_bytes(self, shape: Shape) -> int:
         """Return the host's copies of values: for recomputing, and on their way from visit to
@@ -172,7 +204,5 @@ class MemoryModel:
             before += cost.buffer_bytes * cost.changes_buffers
         return sum(unique.values()) + self.micro_batches * before
 
-    def _bytes(self, names: Iterable[str], only_inputs: bool = False) -> int:
-        if only_inputs:
-            names = [name for name in names if name in self._chain.inputs]
+    def _bytes(self, names: Iterable[str]) -> int:
         return sum(self._costs.values[name].n_bytes for name in names)

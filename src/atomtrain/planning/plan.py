@@ -57,10 +57,10 @@ class Plan:
     """One for each backward segment; the turn's is `recompute`, though it has nothing to."""
     slots: int
     slot_bytes: int
-    """The largest segment without its resident blocks."""
+    """The largest segment of both partitions without its resident blocks."""
     gradient_buffers: int
     gradient_bytes: int
-    """The largest backward segment without its resident blocks."""
+    """Of a gradient buffer: as large as a slot."""
     boundary: Boundary
     """Where values at a cut wait for the next segment."""
     micro_batches: int

@@ -1,15 +1,18 @@
-"""Searches for the plan with the least predicted step time among those that fit.
+"""Searches the space of plans for the one to train with; `docs/planning.md` has the argument.
 
-Objective and constraints are in `docs/architecture.md`. The candidates are all partitions that
-fill segments up to some cap (a cap for each size that a run of layers can have), times slots,
-gradient buffers and where the values at the cuts wait.
+1. The least predicted step time among all plans that fit the device.
+2. Of the plans that are at most 1% slower, those whose values wait on the device if there are any,
+   and of these the one with the least device memory.
+
+Both are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
@@ -17,16 +20,25 @@ from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.costing import Costing
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.memory import MemoryModel
+from atomtrain.planning.optimum import Optimum
 from atomtrain.planning.plan import Plan, Request
-from atomtrain.planning.shape import Activation, Boundary, Shape
-from atomtrain.planning.timeline import StepTime
+from atomtrain.planning.shape import Shape
+from atomtrain.planning.space import Allowed, Family, Space
 from atomtrain.units import format_bytes
 
 _EQUAL = 0.01
 """Predicted times that differ by less are equal: profiles are no better than that."""
-_BOUNDARIES: tuple[Boundary, ...] = ("device", "host")
+
+
+class Choice(NamedTuple):
+    """A plan of the space."""
+
+    shape: Shape
+    step_s: float
+    device_bytes: int
 
 
 def make_plan(
@@ -36,7 +48,7 @@ def make_plan(
     machine: Machine,
     request: Request,
 ) -> Plan:
-    """Return the fastest plan that fits the machine.
+    """Return the fastest plan that fits the machine, with the least memory among equals.
 
     Args:
         chain: The model.
@@ -46,21 +58,20 @@ def make_plan(
         request: What is fixed beforehand.
 
     Raises:
-        PlanError: nothing fits; names the layer and the least budget that would do.
+        PlanError: nothing fits (names the layer and the least budget that would do), or a time is
+            missing, negative or no number.
     """
     layout = Layout(chain)
     memory = MemoryModel(chain, costs, layout, request.micro_batches)
     costing = Costing(chain, costs, times, machine, layout, request.micro_batches)
-    candidates: list[_Candidate] = []
-    least_bytes: int | None = None
-    for shape in _shapes(chain, layout, request):
-        device_bytes = memory.device_bytes(shape)
-        least_bytes = min(device_bytes, least_bytes or device_bytes)
-        if device_bytes <= machine.device_memory_bytes:
-            candidates.append(_Candidate(shape, device_bytes, costing.step(shape)))
-    if not candidates:
-        raise _does_not_fit(chain, memory, machine, least_bytes or 0, request)
-    plan = plan_of(_best(candidates).shape, memory, costing, machine)
+    space = Space(chain, costs, layout, memory, costing, request)
+    _check_request(space, layout)
+    fastest = fastest_of(space, machine.device_memory_bytes)
+    if fastest is None:
+        raise _does_not_fit(space, chain, machine)
+    limit_s = (1 + _EQUAL) * fastest.step_s
+    chosen = leanest_of(space, fastest, limit_s, machine.device_memory_bytes)
+    plan = plan_of(chosen.shape, memory, costing, machine)
     if plan.host_bytes > machine.host_memory_bytes:
         raise PlanError(
             f"training this model takes {format_bytes(plan.host_bytes)} of host memory, "
@@ -84,107 +95,106 @@ def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machin
     )
 
 
-class _Candidate(NamedTuple):
-    """A choice that fits, and what it costs."""
-
-    shape: Shape
-    device_bytes: int
-    time: StepTime
-
-
-def _best(candidates: Sequence[_Candidate]) -> _Candidate:
-    """Return the fastest; among equally fast ones that with the least traffic, then memory.
-
-    Traffic that is hidden still takes memory bandwidth from the host.
-    """
-    least_s = min(candidate.time.step_s for candidate in candidates)
-    equal = [c for c in candidates if c.time.step_s <= (1 + _EQUAL) * least_s]
-    return min(equal, key=lambda c: (c.time.load_s + c.time.unload_s, c.device_bytes))
-
-
 def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batches: int) -> bool:
     """Return whether some plan fits the device that keeps values between segments there."""
     layout = Layout(chain)
     memory = MemoryModel(chain, costs, layout, micro_batches)
-    return any(
-        memory.device_bytes(shape) <= device_memory_bytes
-        for shape in _shapes(chain, layout, Request(micro_batches=micro_batches))
-        if shape.boundary == "device"
-    )
+    request = Request(micro_batches=micro_batches, boundary="device")
+    # Times do not matter here.
+    times = {cost.kind: LayerTime(0.0, 0.0) for cost in costs.layers}
+    costing = Costing(chain, costs, times, _NO_MACHINE, layout, micro_batches)
+    space = Space(chain, costs, layout, memory, costing, request)
+    return least_device_bytes(space) <= device_memory_bytes
 
 
-def _shapes(chain: Chain, layout: Layout, request: Request) -> Iterator[Shape]:
-    for bounds in _partitions(chain, layout):
-        segments = len(bounds) - 1
-        if request.segments is not None and segments != request.segments:
-            continue
-        most = min(segments, 3)
-        slots = {min(request.slots, segments)} if request.slots else {min(2, most), most}
-        wanted = request.gradient_buffers
-        buffers = {min(wanted, segments)} if wanted else {1, min(2, segments)}
-        for n_slots, n_buffers, boundary in itertools.product(slots, buffers, _BOUNDARIES):
-            recompute: Activation = "recompute"
-            yield Shape(
-                bounds[:-1],
-                bounds,
-                n_slots,
-                n_buffers,
-                boundary,
-                activations=(recompute,) * segments,
-            )
+def fastest_of(space: Space, device_bytes: int) -> Choice | None:
+    """Return a plan with the least predicted step time under a limit of device memory."""
+    tasks: list[tuple[float, int, Optimum, Allowed]] = []
+    for family in space.families:
+        optimum = Optimum(space.costing, family, space.request.segments)
+        for _, allowed in space.different(family, device_bytes):
+            tasks.append((optimum.bound_s(allowed), len(tasks), optimum, allowed))
+    best: Choice | None = None
+    # Those that promise most first: the others then end early.
+    for bound_s, _, optimum, allowed in sorted(tasks, key=lambda task: task[:2]):
+        if best is not None and bound_s >= best.step_s:
+            break
+        found = optimum.best(allowed, np.inf if best is None else best.step_s)
+        if found is not None:
+            best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+    return best
 
 
-def _partitions(chain: Chain, layout: Layout) -> list[tuple[int, ...]]:
-    """Return the candidate partitions, finest first."""
-    sizes = [stop - start for start, stop in layout.layers]
-    for shared in layout.shared:
-        for user in shared.users:
-            sizes[user] += shared.stop_bytes - shared.start_bytes
-    count = len(chain.layers)
-    caps = {0}
-    for start in range(count):
-        caps.update(itertools.accumulate(sizes[start:]))
-    partitions = {greedy_bounds(sizes, cap) for cap in caps}
-    partitions.update(_even_bounds(count, segments) for segments in range(1, count + 1))
-    return sorted(partitions, key=lambda bounds: (-len(bounds), bounds))
+def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int) -> Choice:
+    """Return the plan with the least device memory among those that take at most `limit_s`.
 
+    Plans whose values wait on the device come first: what goes through the host takes its memory
+    bandwidth even where the prediction hides it.
 
-def _even_bounds(layers: int, segments: int) -> tuple[int, ...]:
-    """Return a partition into `segments` of nearly equal numbers of layers."""
-    return tuple(index * layers // segments for index in range(segments + 1))
-
-
-def greedy_bounds(sizes: Sequence[int], cap: int) -> tuple[int, ...]:
-    """Return the partition that fills each segment, from the last layer down, up to `cap`.
-
-    The first segment gets what is left over: its load and update are the ones that no compute can
-    hide, so it should be the small one.
+    Args:
+        space: The plans.
+        fastest: The fastest one under the limit of memory.
+        limit_s: The longest step.
+        device_bytes: The limit of memory.
     """
-    bounds = [len(sizes)]
-    filled = 0
-    for index in reversed(range(len(sizes))):
-        if filled and filled + sizes[index] > cap:
-            bounds.append(index + 1)
-            filled = 0
-        filled += sizes[index]
-    return (0, *reversed(bounds))
+    best: Choice | None = None
+    for boundary in ("device", "host"):
+        if fastest.shape.boundary == boundary:
+            best = fastest
+        for family in space.families:
+            if family.boundary == boundary:
+                most = device_bytes if best is None else best.device_bytes - 1
+                best = _leanest(space, family, most, limit_s) or best
+        if best is not None:
+            return best
+    return fastest
 
 
-def _does_not_fit(
-    chain: Chain, memory: MemoryModel, machine: Machine, least_bytes: int, request: Request
-) -> PlanError:
-    if least_bytes == 0:
-        return PlanError(
-            f"no partition has {request.segments} segments; this model's {len(chain.layers)} "
-            f"layers allow 1 to {len(chain.layers)}"
+def _leanest(space: Space, family: Family, device_bytes: int, limit_s: float) -> Choice | None:
+    """Return the leanest plan of a family that takes at most `limit_s`, by bisection of memory."""
+    optimum = Optimum(space.costing, family, space.request.segments)
+    below_s = float(np.nextafter(limit_s, np.inf))
+    best: Choice | None = None
+    low, high = 0, device_bytes
+    limit = device_bytes
+    while low <= high:
+        found = None
+        for _, allowed in space.different(family, limit):
+            if optimum.bound_s(allowed) < below_s:
+                found = found or optimum.best(allowed, below_s)
+        if found is None:
+            if best is None:
+                return None
+            low = limit + 1
+        else:
+            best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+            high = best.device_bytes - 1
+        limit = (low + high) // 2
+    return best
+
+
+def _check_request(space: Space, layout: Layout) -> None:
+    segments, layers = space.request.segments, space.layers
+    if segments is not None and segments > layers:
+        raise PlanError(
+            f"no partition has {segments} segments; this model's {layers} layers allow 1 to "
+            f"{layers}"
         )
-    needs = [memory.least_layer_bytes(index) for index in range(len(chain.layers))]
+    wrong = [b for b in space.request.resident or () if not 0 <= b < layout.blocks]
+    if wrong:
+        raise PlanError(
+            f"there is no block {wrong[0]} to be resident; this model has 0 to {layout.blocks - 1}"
+        )
+
+
+def _does_not_fit(space: Space, chain: Chain, machine: Machine) -> PlanError:
+    needs = [space.memory.least_layer_bytes(index) for index in range(len(chain.layers))]
     worst = max(range(len(needs)), key=lambda index: needs[index])
     return PlanError(
         f"no plan fits the device budget of {format_bytes(machine.device_memory_bytes)}: layer "
         f"{chain.layers[worst].name!r} alone needs {format_bytes(needs[worst])} with this "
-        f"micro-batch; raise --device-memory to at least {_rounded_up(least_bytes)}, or use "
-        "smaller micro-batches"
+        f"micro-batch; raise --device-memory to at least {_rounded_up(least_device_bytes(space))}, "
+        "or use smaller micro-batches"
     )
 
 
@@ -192,3 +202,13 @@ def _rounded_up(n_bytes: int) -> str:
     """Return a size in whole MiB (or KiB when small) that is not below `n_bytes`."""
     unit, name = (2**20, "MiB") if n_bytes >= 8 * 2**20 else (2**10, "KiB")
     return f"{-(-n_bytes // unit)}{name}"
+
+
+_NO_MACHINE = Machine(
+    name="none",
+    load_bytes_per_s=1.0,
+    unload_bytes_per_s=1.0,
+    update_parameters_per_s=1.0,
+    device_memory_bytes=1,
+    host_memory_bytes=1,
+)

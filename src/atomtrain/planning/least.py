@@ -1,0 +1,54 @@
+"""The least device memory with which some plan of the space works, however slow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atomtrain.planning.space import Bytes, Family, Space
+
+
+def least_device_bytes(space: Space) -> int:
+    """Return the least device bytes of any plan of the space."""
+    best = np.inf
+    for family in space.families:
+        for slot_bytes in space.slot_sizes(family):
+            held = space.held_bytes(family, slot_bytes)
+            if held >= best:
+                break
+            best = min(best, held + _least_work(space, family, slot_bytes))
+    return int(best)
+
+
+def _least_work(space: Space, family: Family, slot_bytes: int) -> float:
+    """Return the least that the busiest visit needs beside slots of a given size."""
+    work = space.work(family.boundary)
+    sizes = space.costing.segment_bytes(frozenset(family.resident))
+    fitting = np.triu(sizes <= slot_bytes, 1)
+    turn = np.where(fitting[:, -1], work.turn, np.inf)
+    if family.whole:
+        return float(turn[0])
+    segments = space.request.segments
+    forward = _least_path(np.where(fitting, work.forward, np.inf), None)
+    below = None if segments is None else segments - 1
+    backward = _least_path(np.where(fitting, work.backward, np.inf), below)
+    busiest = np.maximum(turn, np.maximum(forward, backward))
+    return float(busiest[1:-1].min(initial=np.inf))
+
+
+def _least_path(work: Bytes, segments: int | None) -> Bytes:
+    """Return the least work of the busiest segment of a partition of layers 0 to each cut.
+
+    Args:
+        work: Of each segment, `[start, stop]`; infinite where it is not allowed.
+        segments: Their number, or `None` for any.
+    """
+    cuts = work.shape[0]
+    least = np.full(cuts, np.inf)
+    least[0] = 0
+    if segments is None:
+        for stop in range(1, cuts):
+            least[stop] = np.maximum(least[:stop], work[:stop, stop]).min()
+        return least
+    for _ in range(segments):
+        least = np.maximum(least[:, None], work).min(axis=0)
+    return least

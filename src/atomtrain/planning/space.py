@@ -1,0 +1,212 @@
+"""The space of plans that the search covers, cut into families that differ in one way only.
+
+A plan of the space has
+
+- any forward and any backward partition; slots and gradient buffers take the largest segment of
+  both;
+- one or two slots, one or two gradient buffers (or as many as were asked for), never more than
+  there are segments to fill them;
+- values at the cuts on the device or on the host;
+- as resident blocks any of the shared weights and of the layers that are the only ones of their
+  kind (embedding, head), among the three largest of these;
+- the graphs of the segment before the turn kept or not, if its weights still are in their slot
+  and its layers change no buffers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.costs import ChainCosts
+from atomtrain.planning.costing import Costing, Place
+from atomtrain.planning.layout import Layout
+from atomtrain.planning.memory import MemoryModel
+from atomtrain.planning.plan import Request
+from atomtrain.planning.schedule import Phase
+from atomtrain.planning.shape import Boundary
+
+Mask = NDArray[np.bool_]
+Bytes = NDArray[np.float64]
+
+_MOST_CANDIDATES = 3
+_COMPARED = 3
+"""With how many larger slot sizes one is compared; more would find few others to leave out."""
+_BOUNDARIES: tuple[Boundary, ...] = ("device", "host")
+
+
+class Family(NamedTuple):
+    """Plans that differ in their partitions and in what they keep."""
+
+    resident: tuple[int, ...]
+    slots: int
+    gradient_buffers: int
+    boundary: Boundary
+    whole: bool
+    """Only the plan of a single segment; it fills one slot and one gradient buffer."""
+
+    @property
+    def place(self) -> Place:
+        """What the seconds of visits depend on."""
+        return Place(frozenset(self.resident), self.boundary)
+
+
+class Work(NamedTuple):
+    """Bytes that visits need beside slots and buffers; `[start, stop]`."""
+
+    forward: Bytes
+    backward: Bytes
+    turn: Bytes
+    """`[start]`."""
+    kept: Bytes
+    """The most that the visits to a segment need if its graphs are kept; infinite where they must
+    not be."""
+    graphs: Bytes
+    """What keeping a segment's graphs adds to the turn."""
+
+
+class Allowed(NamedTuple):
+    """The segments that fit under a limit."""
+
+    forward: Mask
+    """`[start, stop]`."""
+    backward: Mask
+    turn: Mask
+    """`[start]`."""
+    keep: Mask
+    """`[start, stop]`: segments before a turn at `stop` whose graphs may be kept."""
+
+    def within(self, other: Allowed) -> bool:
+        """Return whether everything that is allowed here is allowed there too."""
+        return all(bool(np.all(there | ~here)) for here, there in zip(self, other, strict=True))
+
+
+class Space:
+    """The families of a request, and what fits in them."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        costs: ChainCosts,
+        layout: Layout,
+        memory: MemoryModel,
+        costing: Costing,
+        request: Request,
+    ) -> None:
+        self.layers = len(chain.layers)
+        self.memory, self.costing, self.request = memory, costing, request
+        self._costs, self._layout = costs, layout
+        self._work: dict[Boundary, Work] = {}
+
+    @cached_property
+    def families(self) -> list[Family]:
+        """All families, those with more of everything first."""
+        request = self.request
+        slots = (request.slots,) if request.slots else (2, 1)
+        buffers = (request.gradient_buffers,) if request.gradient_buffers else (2, 1)
+        boundaries = (request.boundary,) if request.boundary else _BOUNDARIES
+        several = self.layers > 1 and request.segments != 1
+        families = []
+        for boundary, resident in itertools.product(boundaries, self.residents):
+            if several:
+                families += [
+                    Family(resident, k, g, boundary, False)
+                    for k, g in itertools.product(slots, buffers)
+                ]
+            if request.segments in (None, 1):
+                families.append(Family(resident, 1, 1, boundary, True))
+        return families
+
+    @cached_property
+    def residents(self) -> list[tuple[int, ...]]:
+        """The sets of resident blocks."""
+        if self.request.resident is not None:
+            return [tuple(sorted(self.request.resident))]
+        kinds = Counter(cost.kind for cost in self._costs.layers)
+        single = [i for i, cost in enumerate(self._costs.layers) if kinds[cost.kind] == 1]
+        blocks = [*single, *range(self.layers, self._layout.blocks)]
+        blocks = [block for block in blocks if self._layout.block_bytes(block)]
+        blocks.sort(key=lambda block: (-self._layout.block_bytes(block), block))
+        candidates = sorted(blocks[:_MOST_CANDIDATES])
+        return [
+            chosen
+            for count in range(len(candidates) + 1)
+            for chosen in itertools.combinations(candidates, count)
+        ]
+
+    def slot_sizes(self, family: Family) -> list[int]:
+        """Return the slot sizes that plans of a family can have, in increasing order."""
+        sizes = self.costing.segment_bytes(frozenset(family.resident))
+        if family.whole:
+            return [int(sizes[0, -1])]
+        start, stop = np.triu_indices(self.layers + 1, 1)
+        single = max(int(sizes[i, i + 1]) for i in range(self.layers))
+        return [int(n) for n in np.unique(sizes[start, stop]) if n >= single]
+
+    def held_bytes(self, family: Family, slot_bytes: int) -> int:
+        """Return what is on the device whichever visit runs."""
+        buffers = (family.slots + family.gradient_buffers) * slot_bytes
+        return buffers + self.memory.fixed_bytes(family.resident)
+
+    def allowed(self, family: Family, slot_bytes: int, device_bytes: int) -> Allowed:
+        """Return the segments with which a plan stays within a limit of device memory."""
+        left = device_bytes - self.held_bytes(family, slot_bytes)
+        sizes = self.costing.segment_bytes(frozenset(family.resident))
+        fitting = np.triu(sizes <= slot_bytes, 1)
+        work = self.work(family.boundary)
+        forward = fitting & (work.forward <= left)
+        backward = fitting & (work.backward <= left)
+        turn = fitting[:, -1] & (work.turn <= left)
+        if family.whole:
+            turn[1:] = False
+        else:
+            turn[0] = False
+        keep = fitting & (np.maximum(work.kept, work.turn[None, :] + work.graphs) <= left)
+        if family.slots < 2:
+            keep[:] = False
+        return Allowed(forward, backward, turn, keep)
+
+    def different(self, family: Family, device_bytes: int) -> Iterator[tuple[int, Allowed]]:
+        """Yield slot sizes, largest first, but not those of which a larger one allows all too."""
+        seen: list[Allowed] = []
+        for slot_bytes in reversed(self.slot_sizes(family)):
+            if self.held_bytes(family, slot_bytes) >= device_bytes:
+                continue
+            allowed = self.allowed(family, slot_bytes, device_bytes)
+            if not allowed.turn.any() or any(allowed.within(other) for other in seen[-_COMPARED:]):
+                continue
+            seen.append(allowed)
+            yield slot_bytes, allowed
+
+    def work(self, boundary: Boundary) -> Work:
+        """Return what visits need with values waiting at `boundary`."""
+        if boundary not in self._work:
+            self._work[boundary] = self._work_tables(boundary)
+        return self._work[boundary]
+
+    def _work_tables(self, boundary: Boundary) -> Work:
+        count = self.layers
+        forward, backward, kept, graphs = np.full((4, count + 1, count + 1), np.inf)
+        turn = np.full(count + 1, np.inf)
+        keeps = self.request.activations != "recompute"
+        of = self.memory.work_bytes
+        for start in range(count):
+            turn[start] = of(Phase.TURN, start, count, boundary, None)
+            for stop in range(start + 1, count + 1):
+                forward[start, stop] = of(Phase.FORWARD, start, stop, boundary, None)
+                backward[start, stop] = of(Phase.BACKWARD, start, stop, boundary, None)
+                changes = any(c.changes_buffers for c in self._costs.layers[start:stop])
+                if keeps and stop < count and not changes:
+                    both = (Phase.FORWARD, Phase.BACKWARD)
+                    kept[start, stop] = max(
+                        of(phase, start, stop, boundary, (start, stop)) for phase in both
+                    )
+                    graphs[start, stop] = self.memory.kept_bytes(start, stop)
+        return Work(forward, backward, turn, kept, graphs)

@@ -1,0 +1,260 @@
+"""The search against brute force: every plan of the space, one by one, by the same predictor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from atomtrain.analysis import Chain, Layer, LayerCost, LayerTime
+from atomtrain.analysis.costs import ChainCosts, ValueSpec
+from atomtrain.errors import PlanError
+from atomtrain.planning import Layout, Machine, Request, Shape, make_plan
+from atomtrain.planning.costing import Costing
+from atomtrain.planning.least import least_device_bytes
+from atomtrain.planning.memory import MemoryModel
+from atomtrain.planning.search import Choice, fastest_of, leanest_of
+from atomtrain.planning.shape import Activation
+from atomtrain.planning.space import Space
+
+KINDS = 4
+
+
+class Kind(NamedTuple):
+    """Costs of one kind of layer."""
+
+    parameters: int
+    forward_s: float
+    backward_s: float
+    out_bytes: int
+    work_bytes: int
+    kept_bytes: int
+    changes_buffers: bool
+
+
+class Problem(NamedTuple):
+    """A small model on a machine."""
+
+    kinds: tuple[Kind, ...]
+    layers: tuple[int, ...]
+    """The kind of each layer."""
+    shared: tuple[tuple[int, int, int], ...]
+    """Elements and two users of each shared weight."""
+    micro_batches: int
+    load_bytes_per_s: float
+    unload_bytes_per_s: float
+    update_parameters_per_s: float
+    copy_cost: float
+    memory_share: float
+    """Between the least memory that works and plenty."""
+
+
+class Holder(nn.Module):
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(parameters)
+
+
+KIND = st.builds(
+    Kind,
+    parameters=st.integers(0, 40).map(lambda n: 64 * n),
+    forward_s=st.floats(0.01, 1.0),
+    backward_s=st.floats(0.01, 4.0),
+    out_bytes=st.integers(1, 30).map(lambda n: 64 * n),
+    work_bytes=st.integers(0, 20).map(lambda n: 64 * n),
+    kept_bytes=st.integers(0, 20).map(lambda n: 64 * n),
+    changes_buffers=st.sampled_from([False, False, False, True]),
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_layers: int = 5) -> Problem:
+    count = draw(st.integers(1, most_layers))
+    shared = draw(st.integers(0, 1)) if count > 1 else 0
+    pairs = [tuple(sorted(draw(st.permutations(range(count)))[:2])) for _ in range(shared)]
+    return Problem(
+        kinds=tuple(draw(KIND) for _ in range(KINDS)),
+        layers=tuple(draw(st.integers(0, KINDS - 1)) for _ in range(count)),
+        shared=tuple((64 * draw(st.integers(1, 30)), a, b) for a, b in pairs),
+        micro_batches=draw(st.integers(1, 3)),
+        load_bytes_per_s=draw(st.floats(1e3, 1e5)),
+        unload_bytes_per_s=draw(st.floats(1e3, 1e5)),
+        update_parameters_per_s=draw(st.floats(3e2, 1e5)),
+        copy_cost=draw(st.sampled_from([0.0, 1e-6])),
+        memory_share=draw(st.floats(0.0, 1.0)),
+    )
+
+
+class Built(NamedTuple):
+    """A problem as the planner takes it."""
+
+    chain: Chain
+    costs: ChainCosts
+    times: dict[str, LayerTime]
+    machine: Machine
+
+    def space(self, request: Request) -> Space:
+        layout = Layout(self.chain)
+        count = request.micro_batches
+        memory = MemoryModel(self.chain, self.costs, layout, count)
+        costing = Costing(self.chain, self.costs, self.times, self.machine, layout, count)
+        return Space(self.chain, self.costs, layout, memory, costing, request)
+
+
+def build(problem: Problem) -> Built:
+    held = [[nn.Parameter(torch.empty(problem.kinds[k].parameters))] for k in problem.layers]
+    for elements, a, b in problem.shared:
+        weight = nn.Parameter(torch.empty(elements))
+        held[a].append(weight)
+        held[b].append(weight)
+    count = len(held)
+    layers = tuple(
+        Layer(str(i), Holder(ps), (f"v{i}",), (f"v{i + 1}",)) for i, ps in enumerate(held)
+    )
+    chain = Chain(layers, ("v0",), f"v{count}", {})
+    costs = []
+    values = {"v0": ValueSpec((16,), torch.uint8, False)}
+    for index, number in enumerate(problem.layers):
+        kind = problem.kinds[number]
+        parameters = sum(p.numel() for p in held[index])
+        costs.append(
+            LayerCost(
+                name=str(index), kind=str(number), parameters=parameters,
+                parameter_bytes=4 * parameters, buffer_bytes=0, forward_flops=0, backward_flops=0,
+                forward_bytes=kind.out_bytes + kind.work_bytes,
+                kept_bytes=kind.out_bytes + kind.kept_bytes,
+                graph_bytes=kind.out_bytes + kind.kept_bytes + kind.work_bytes,
+                backward_bytes=2 * kind.work_bytes, changes_buffers=kind.changes_buffers,
+                random=False,
+            )
+        )  # fmt: skip
+        values[f"v{index + 1}"] = ValueSpec((kind.out_bytes,), torch.uint8, True)
+    times = {str(i): LayerTime(k.forward_s, k.backward_s) for i, k in enumerate(problem.kinds)}
+    machine = Machine(
+        name="test",
+        load_bytes_per_s=problem.load_bytes_per_s,
+        unload_bytes_per_s=problem.unload_bytes_per_s,
+        update_parameters_per_s=problem.update_parameters_per_s,
+        compute_s_per_copied_byte=problem.copy_cost,
+        device_memory_bytes=1 << 40,
+        host_memory_bytes=1 << 40,
+    )
+    return Built(chain, ChainCosts(tuple(costs), values), times, machine)
+
+
+def compositions(layers: int) -> Iterator[tuple[int, ...]]:
+    """Yield all bounds of a partition of so many layers."""
+    if layers == 0:
+        yield (0,)
+        return
+    for inner in itertools.product((False, True), repeat=layers - 1):
+        yield (0, *(cut for cut, there in enumerate(inner, 1) if there), layers)
+
+
+def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
+    """Yield every plan of the space, written down without the search's own helpers."""
+    count, layout = len(built.chain.layers), Layout(built.chain)
+    for backward in compositions(count):
+        if request.segments not in (None, len(backward) - 1):
+            continue
+        for forward in compositions(backward[-2]):
+            for resident in space.residents:
+                slots = {min(k, len(forward)) for k in (1, 2)}
+                if request.slots:
+                    slots = {min(request.slots, len(forward))}
+                buffers = {min(g, len(backward) - 1) for g in (1, 2)}
+                for k, g, boundary in itertools.product(slots, buffers, ("device", "host")):
+                    choices: list[tuple[Activation, ...]] = [("recompute",) * (len(backward) - 1)]
+                    ends = backward[-3:-1]
+                    if k > 1 and len(backward) > 2 and forward[-2:] == ends:
+                        layers = built.costs.layers[slice(*ends)]
+                        if not any(cost.changes_buffers for cost in layers):
+                            keep: tuple[Activation, ...] = ("keep", "recompute")
+                            choices.append((*("recompute",) * (len(backward) - 3), *keep))
+                    for activations in choices:
+                        shape = Shape(forward, backward, k, g, boundary, resident, 0, activations)  # type: ignore[arg-type]
+                        shape.check(count, layout.blocks)
+                        yield shape
+
+
+def choices_of(space: Space, built: Built, request: Request) -> list[Choice]:
+    return [
+        Choice(shape, space.costing.step(shape).step_s, space.memory.device_bytes(shape))
+        for shape in all_shapes(space, built, request)
+    ]
+
+
+REQUESTS = [{}, {}, {}, {"segments": 1}, {"segments": 2}, {"segments": 3}, {"slots": 2}]
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(most_layers=4), st.sampled_from(REQUESTS))
+def test_the_search_equals_brute_force(problem: Problem, fixed: dict[str, int]) -> None:
+    built = build(problem)
+    request = Request(micro_batches=problem.micro_batches, **fixed)
+    if (request.segments or 1) > len(problem.layers):
+        return
+    space = built.space(request)
+    everything = choices_of(space, built, request)
+    least = min(choice.device_bytes for choice in everything)
+    assert least_device_bytes(space) == least
+    most = max(choice.device_bytes for choice in everything)
+    budget = int(least + problem.memory_share * (most - least))
+    fitting = [choice for choice in everything if choice.device_bytes <= budget]
+    best_s = min(choice.step_s for choice in fitting)
+
+    fastest = fastest_of(space, budget)
+    assert fastest is not None
+    assert fastest.step_s == pytest.approx(best_s, rel=1e-9)
+    assert space.costing.step(fastest.shape).step_s == pytest.approx(fastest.step_s, rel=1e-9)
+    assert fastest.device_bytes <= budget
+
+    limit_s = 1.01 * fastest.step_s
+    # A plan within rounding of the limit may fall on either side of it.
+    if any(math.isclose(choice.step_s, limit_s, rel_tol=1e-9) for choice in fitting):
+        return
+    equal = [choice for choice in fitting if choice.step_s <= limit_s]
+    waiting = {choice.shape.boundary for choice in equal}
+    boundary = "device" if "device" in waiting else "host"
+    leanest = leanest_of(space, fastest, limit_s, budget)
+    assert leanest.shape.boundary == boundary
+    expected = min(c.device_bytes for c in equal if c.shape.boundary == boundary)
+    assert leanest.device_bytes == expected
+    assert leanest.step_s <= limit_s
+    assert fastest_of(space, least - 1) is None
+
+
+@settings(deadline=None, max_examples=20)
+@given(problems(most_layers=4))
+def test_what_is_found_is_planned(problem: Problem) -> None:
+    built = build(problem)
+    request = Request(micro_batches=problem.micro_batches)
+    least = least_device_bytes(built.space(request))
+    machine = built.machine.__class__(
+        **{**built.machine.to_json(), "device_memory_bytes": max(1, least)}
+    )
+    made = make_plan(built.chain, built.costs, built.times, machine, request)
+    assert made.device_peak_bytes == least
+    assert made.step_s >= max(made.compute_s, made.load_s, made.unload_s, made.update_s) * 0.999
+
+
+BAD = [-1.0, math.nan, math.inf]
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_times_of_nonsense(value: float) -> None:
+    kind = Kind(64, 0.1, 0.3, 64, 64, 64, False)
+    built = build(Problem((kind,) * KINDS, (0, 1), (), 1, 1e4, 1e4, 1e4, 0.0, 1.0))
+    times = {**built.times, "1": LayerTime(0.1, value)}
+    with pytest.raises(PlanError, match="time of layer '1'"):
+        make_plan(built.chain, built.costs, times, built.machine, Request(micro_batches=1))
+    del times["1"]
+    with pytest.raises(PlanError, match="no time for layer '1'"):
+        make_plan(built.chain, built.costs, times, built.machine, Request(micro_batches=1))
