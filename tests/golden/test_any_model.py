@@ -98,7 +98,7 @@ def test_two_heads_and_a_loss_of_the_callers(micro_batches: int, segments: int) 
         any_models.policy_loss,
     )
     assert torch.equal(case.model.unused, unused)  # type: ignore[arg-type]
-    assert not engine.model.unused.requires_grad or not engine._updates.state_of(
+    assert not engine.model.unused.requires_grad or not engine.masters.moments(
         case.model.unused  # type: ignore[arg-type]
     )
 

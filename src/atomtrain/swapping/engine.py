@@ -32,6 +32,13 @@ from atomtrain.planning.timeline import Span
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.executor import Executor
+from atomtrain.swapping.precision import (
+    Masters,
+    Narrowed,
+    check_precision,
+    gathered,
+    scattered,
+)
 from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.streams import Inject
@@ -40,6 +47,7 @@ from atomtrain.swapping.updates import OptimizerFactory, Updates
 
 _LARGEST_FRAGMENT_BYTES = 64 << 20
 _LEAST_FRAGMENTS = 4
+_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +80,9 @@ class Options:
     less memory and a third more arithmetic there, and the result differs in its last bits. `None`
     leaves the head as the model has it, `"auto"` takes the fewest that make it need no more memory
     than other layers."""
+    precision: Literal["bf16"] | None = None
+    """`"bf16"`: stream and compute in bfloat16, with exact float32 masters in the optimizer's
+    state (`atomtrain.optimizers.AdamW` keeps them). `None`: as the model is."""
     profile: bool = True
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache). Else a GPU's rates come from the catalogue, and the emulated device's from the
@@ -82,6 +93,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
+        check_precision(self.precision)
         pieces = self.head_pieces
         counts = isinstance(pieces, int) and not isinstance(pieces, bool) and pieces >= 1
         if not counts and pieces not in (None, "auto"):
@@ -105,7 +117,8 @@ def swap(
     """Return an engine that trains `model` within a device budget.
 
     The model's parameters move into the host store; the model can still be read (for instance with
-    `state_dict`) after `Engine.synchronize`.
+    `state_dict`) after `Engine.synchronize`. With `precision="bf16"` it becomes bfloat16, and
+    `Engine.state_dict` has the float32 masters.
 
     Args:
         model: Any module, in the mode in which it is to be trained.
@@ -126,9 +139,38 @@ def swap(
     Raises:
         PlanError: no plan fits the budget; names the layer and the least budget that would do.
         AnalysisError: the model's layers cannot be found, or its head cannot be split.
-        ConfigError: a device, size or example that cannot be used.
+        ConfigError: a device, size or example that cannot be used, or `precision="bf16"` with an
+            optimizer that keeps no masters.
     """
     options = options or Options()
+    if options.precision is None:
+        return _open(model, example, optimizer, device_memory, device, loss, layers, options)
+    narrowed = Narrowed(model)
+    try:
+        engine = _open(model, example, optimizer, device_memory, device, loss, layers, options)
+    except BaseException:
+        narrowed.restore()
+        raise
+    try:
+        narrowed.give_masters(engine.masters)
+    except BaseException:
+        engine.close()
+        narrowed.restore()
+        raise
+    return engine
+
+
+def _open(
+    model: nn.Module,
+    example: MicroBatch,
+    optimizer: OptimizerFactory,
+    device_memory: str | int | None,
+    device: str | Device,
+    loss: Loss | None,
+    layers: Sequence[str] | None,
+    options: Options,
+) -> Engine:
+    """Return the engine of a model in the type that it is to be computed in."""
     traced = chain_of(model, example, loss, layers)
     inputs = traced.bind(example)
     chain = traced.chain
@@ -198,6 +240,8 @@ class Engine:
         """Whether steps note what each stream does, for `last_spans`."""
         self._record: Record | None = None
         self._traced, self._planner, self._store, self._updates = traced, planner, store, updates
+        self.masters = Masters(updates.worker_of)
+        """The parameters' values; call `synchronize` before."""
         self._broken: BaseException | None = None
         self._closed = False
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
@@ -304,21 +348,42 @@ class Engine:
             self._executor.buffers.to_host()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return parameters and buffers under the model's own names; shares the host's memory."""
+        """Return parameters and buffers under the model's own names.
+
+        They share the host's memory, but for bfloat16 parameters with masters: of those it has the
+        masters, as float32, which share memory or not as the optimizer keeps them. Read only.
+        """
         self.synchronize()
-        return self.model.state_dict()
+        state = self.model.state_dict()
+        read: dict[int, Tensor] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if name in state and self.masters.has(parameter):
+                if id(parameter) not in read:
+                    read[id(parameter)] = self.masters.read(parameter)
+                state[name] = read[id(parameter)]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace parameters and buffers; names and shapes must match the model's."""
+        """Replace parameters (masters included) and buffers; names and shapes must match."""
         self.synchronize()
         self.model.load_state_dict(state)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if self.masters.has(parameter):
+                self.masters.write(parameter, state.get(name, parameter.detach()))
+        self.refresh_buffers()
+
+    def refresh_buffers(self) -> None:
+        """Bring the model's buffers to the device again, after they were changed on the host."""
         self._executor.buffers.from_host()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state by parameter name, such as `exp_avg`; shares memory."""
+        """Return the optimizer state by parameter name, such as `exp_avg`; shares memory.
+
+        Masters are no part of it: `state_dict` has them.
+        """
         self.synchronize()
         return {
-            name: dict(self._updates.state_of(parameter))
+            name: self.masters.moments(parameter)
             for name, parameter in self.model.named_parameters()
         }
 
@@ -329,7 +394,7 @@ class Engine:
         for name, values in state.items():
             if name not in parameters:
                 raise ConfigError(f"optimizer state names {name!r}, which the model does not have")
-            self._updates.load_state(parameters[name], values)
+            self.masters.set_moments(parameters[name], values)
 
     @property
     def parameters(self) -> int:
@@ -377,12 +442,45 @@ class Engine:
         """Give exclusive access to a range of the host's parameters, between two steps.
 
         Yields:
-            1-D float32 view; what is written there is what the next step uses.
+            1-D float32; what is written there is what the next step uses. A view of the host store,
+            or, for a model of bfloat16, a copy of the masters that is written back at the end.
+
+        Raises:
+            ConfigError: the model's parameters are not all float32, nor all bfloat16.
         """
         self._check_whole()
         with self._guarded():
             self._updates.wait_for_range(start_bytes, stop_bytes)
-        yield self._store.parameters[start_bytes:stop_bytes].view(torch.float32)
+        each_bytes = self.element_bytes
+        if each_bytes == _FLOAT32_BYTES:
+            yield self._store.parameters[start_bytes:stop_bytes].view(torch.float32)
+            return
+        offsets = self._store.layout.offsets
+        places = [
+            (parameter, (offsets[id(parameter)] - start_bytes) // each_bytes)
+            for parameter in self._planner.chain.parameters
+            if start_bytes <= offsets[id(parameter)] < stop_bytes and parameter.numel()
+        ]
+        buffer = gathered(self.masters, places, (stop_bytes - start_bytes) // each_bytes)
+        yield buffer
+        scattered(self.masters, places, buffer)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a parameter in the host store: 4 of float32, 2 of bfloat16.
+
+        Raises:
+            ConfigError: the model's parameters are not all of one of the two.
+        """
+        types = {parameter.dtype for parameter in self._planner.chain.parameters}
+        if types == {torch.float32}:
+            return _FLOAT32_BYTES
+        if types == {torch.bfloat16}:
+            return _FLOAT32_BYTES // 2
+        raise ConfigError(
+            f"the model mixes {', '.join(sorted(map(str, types)))}; fragments are of models whose "
+            "parameters are all float32 or all bfloat16: convert it with model.float()"
+        )
 
     def close(self) -> None:
         """Finish pending updates and release device and threads; the model stays usable."""

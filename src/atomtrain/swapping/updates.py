@@ -8,7 +8,6 @@ into the next step, yet no gradient is ever stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +51,11 @@ class Updates:
         self._blocks = _blocks(chain, layout)
         self._offsets = layout.offsets
         self._workers = [self._restricted(block) for block in self._blocks]
+        self._owners = {
+            id(parameter): worker
+            for block, worker in zip(self._blocks, self._workers, strict=True)
+            for parameter in block
+        }
         self._model_order = [p for p in _in_model_order(chain) if p.requires_grad]
         self.stream = Stream("update", inject)
         # Schedulers warn unless `step` of this very object was called; its workers' is.
@@ -135,18 +139,9 @@ class Updates:
             if any(at < stop_bytes and at + size > start_bytes for at, size in ranges):
                 self.updated[block].wait()
 
-    def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Return the optimizer state of a parameter, empty before its first update."""
-        for block, worker in zip(self._blocks, self._workers, strict=True):
-            if any(parameter is member for member in block):
-                return worker.state.get(parameter, {}) if worker is not None else {}
-        return {}
-
-    def load_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Replace the optimizer state of a parameter."""
-        for block, worker in zip(self._blocks, self._workers, strict=True):
-            if worker is not None and any(parameter is member for member in block):
-                worker.state[parameter] = dict(state)
+    def worker_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer | None:
+        """Return the optimizer that updates a parameter and holds its state; `None` if frozen."""
+        return self._owners.get(id(parameter))
 
     def close(self) -> None:
         """Finish the queued updates and end the thread."""

@@ -31,8 +31,9 @@ class EngineFragments:
 
     @property
     def elements(self) -> tuple[int, ...]:
-        """Float32 elements of each fragment."""
-        return tuple((stop - start) // 4 for start, stop in self._ranges)
+        """Elements of each fragment."""
+        each_bytes = self._engine.element_bytes
+        return tuple((stop - start) // each_bytes for start, stop in self._ranges)
 
     def view(self, index: int) -> AbstractContextManager[Tensor]:
         """Return exclusive access to a fragment; between two steps only."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,20 +17,24 @@ from atomtrain.training.recipe import Recipe
 
 PARAMETER = "parameter"
 SWARM_SHARD = "swarm"
+Put = Callable[[str, Tensor, Tensor], None]
+"""Gets a name, the model's tensor, and what a checkpoint has for it."""
 
 
 def shards_of(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each layer's tensors, `NAME/parameter` and for instance `NAME/exp_avg`.
 
-    The tensors share the host store's memory: write them before the next step.
+    Parameters are those of `Engine.state_dict`: float32 masters, where there are some. The tensors
+    may share the engine's memory: write them before the next step.
     """
-    parameters = engine.state_dict()
+    engine.synchronize()
+    parameters = dict(engine.model.named_parameters())
     moments = engine.optimizer_state()
     covered: set[str] = set()
     for layer, names in engine.layers().items():
         shard: dict[str, Tensor] = {}
         for name in names:
-            shard[f"{name}/{PARAMETER}"] = parameters[name]
+            shard[f"{name}/{PARAMETER}"] = engine.masters.read(parameters[name])
             for key, value in moments.get(name, {}).items():
                 if isinstance(value, Tensor):
                     shard[f"{name}/{key}"] = value
@@ -48,15 +52,29 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         CheckpointError: the checkpoint is of another model.
     """
     engine.synchronize()
+    parameters = dict(engine.model.named_parameters(remove_duplicate=False))
+
+    def put(name: str, target: Tensor, tensor: Tensor) -> None:
+        if name in parameters:
+            engine.masters.write(parameters[name], tensor)
+        else:
+            target.copy_(tensor)
+
     moments: dict[str, dict[str, Any]] = {}
-    for name, kind, tensor in _fill(engine.model, checkpoint):
+    for name, kind, tensor in _fill(engine.model, checkpoint, put):
         moments.setdefault(name, {})[kind] = tensor.clone()
     engine.load_optimizer_state(moments)
-    engine.load_state_dict(engine.model.state_dict())
+    engine.refresh_buffers()
 
 
-def _fill(model: nn.Module, checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
-    """Copy parameters and buffers into the model; yield the rest: name, kind, tensor."""
+def _put(_: str, target: Tensor, tensor: Tensor) -> None:
+    target.copy_(tensor)
+
+
+def _fill(
+    model: nn.Module, checkpoint: Checkpoint, put: Put = _put
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Put parameters and buffers into the model; yield the rest: name, kind, tensor."""
     targets = model.state_dict()
     missing = {name for name, _ in model.named_parameters()}
     for shard, tensors in checkpoint.shards():
@@ -65,7 +83,9 @@ def _fill(model: nn.Module, checkpoint: Checkpoint) -> Iterator[tuple[str, str, 
         for key, tensor in tensors.items():
             name, _, kind = key.rpartition("/")
             if kind == PARAMETER:
-                _copy(targets, name, tensor, checkpoint)
+                _check(targets, name, tensor, checkpoint)
+                with torch.no_grad():
+                    put(name, targets[name], tensor)
                 missing.discard(name)
             else:
                 yield name, kind, tensor
@@ -73,8 +93,10 @@ def _fill(model: nn.Module, checkpoint: Checkpoint) -> Iterator[tuple[str, str, 
         raise CheckpointError(f"{checkpoint.path} lacks the parameter {min(missing)!r}")
 
 
-def _copy(targets: Mapping[str, Tensor], name: str, tensor: Tensor, checkpoint: Checkpoint) -> None:
-    """Copy one tensor of a checkpoint into the model's tensor of the same name."""
+def _check(
+    targets: Mapping[str, Tensor], name: str, tensor: Tensor, checkpoint: Checkpoint
+) -> None:
+    """Check that the model has a tensor of this name and shape."""
     target = targets.get(name)
     if target is None or target.shape != tensor.shape:
         has = "no such parameter" if target is None else f"shape {list(target.shape)}"
@@ -82,8 +104,6 @@ def _copy(targets: Mapping[str, Tensor], name: str, tensor: Tensor, checkpoint: 
             f"{checkpoint.path} is of another model: its {name!r} has shape "
             f"{list(tensor.shape)}, the model has {has}"
         )
-    with torch.no_grad():
-        target.copy_(tensor)
 
 
 def swarm_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -1,0 +1,191 @@
+"""Computing in bfloat16 with exact float32 masters in the optimizer's state.
+
+With `precision="bf16"` the model's parameters become bfloat16: what the arena holds, the link
+carries and the device computes with. They are the *streams* of float32 masters, which the optimizer
+keeps and updates; after each update it writes the stream from the master. So everything between
+arena and device stays as it is for a model that is bfloat16 by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.errors import ConfigError
+
+PRECISIONS = ("bf16",)
+Workers = Callable[[nn.Parameter], torch.optim.Optimizer | None]
+"""Gives the optimizer that updates a parameter, `None` for a frozen one."""
+
+
+@runtime_checkable
+class KeepsMasters(Protocol):
+    """An optimizer that updates float32 masters of bfloat16 parameters."""
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Return the master as float32: the memory itself, or a copy."""
+        ...
+
+    def set_master(self, parameter: Tensor, values: Tensor) -> None:
+        """Set master and parameter; the optimizer may keep the memory of `values`."""
+        ...
+
+    def master_keys(self) -> frozenset[str]:
+        """Return the keys of a parameter's state that are its master."""
+        ...
+
+
+class Narrowed:
+    """A model whose parameters were made bfloat16, with what they were before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Make parameters and saved buffers of `model` bfloat16, in place.
+
+        Buffers that are not saved (tables that the model computes, such as rotary frequencies) stay
+        as they are, as in a model that is loaded with `dtype=bfloat16`.
+
+        Raises:
+            ConfigError: a parameter is neither float32 nor bfloat16; nothing is changed.
+        """
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype not in _TAKEN:
+                raise ConfigError(
+                    f"precision='bf16' takes models of float32 or bfloat16, {name!r} is "
+                    f"{parameter.dtype}; convert the model with model.float()"
+                )
+        self._parameters = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
+        self._buffers = [(buffer, buffer.data) for buffer in _saved_buffers(model)]
+        for tensor, data in (*self._parameters, *self._buffers):
+            tensor.grad = None
+            tensor.data = data.to(torch.bfloat16)
+
+    def give_masters(self, masters: Masters) -> None:
+        """Hand what trainable parameters were before to the optimizer; call once.
+
+        Raises:
+            ConfigError: the optimizer keeps no masters.
+        """
+        trainable = [(p, data) for p, data in self._parameters if p.requires_grad]
+        for parameter, _ in trainable:
+            masters.require(parameter)
+        self._parameters.clear()
+        self._buffers.clear()
+        while trainable:  # what is not kept goes one by one, so that memory falls steadily
+            parameter, data = trainable.pop()
+            masters.adopt(parameter, data.float().contiguous())
+
+    def restore(self) -> None:
+        """Give the model back what it had, unless that was handed over."""
+        for tensor, data in (*self._parameters, *self._buffers):
+            tensor.data = data
+
+
+class Masters:
+    """The values of parameters: their own, or those of their masters in the optimizer's state."""
+
+    def __init__(self, worker_of: Workers) -> None:
+        self._worker_of = worker_of
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Return whether the parameter is the stream of a master."""
+        return self._keeper(parameter) is not None
+
+    def require(self, parameter: nn.Parameter) -> None:
+        """Raise a `ConfigError` if the parameter's optimizer keeps no master of it."""
+        if not self.has(parameter):
+            name = type(self._worker_of(parameter)).__name__
+            raise ConfigError(
+                f"precision='bf16' needs an optimizer that keeps float32 masters, {name} does not; "
+                "use atomtrain.optimizers.AdamW for all trainable parameters"
+            )
+
+    def adopt(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set a master for the first time; `values` belong to the optimizer from then on."""
+        keeper = self._keeper(parameter)
+        assert keeper is not None
+        keeper.set_master(parameter, values)
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """Return the values; float32 of a master (shared memory, or a copy), else as they are."""
+        keeper = self._keeper(parameter)
+        return parameter.detach() if keeper is None else keeper.master_of(parameter)
+
+    def write(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set the values, exactly if there is a master; `values` stay the caller's."""
+        keeper = self._keeper(parameter)
+        if keeper is None:
+            parameter.data.copy_(values)
+        else:
+            keeper.set_master(parameter, values.to(torch.float32, copy=True).contiguous())
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the optimizer's state without the master; shares memory."""
+        keeper, worker = self._keeper(parameter), self._worker_of(parameter)
+        state = {} if worker is None else worker.state.get(parameter, {})
+        hidden = frozenset() if keeper is None else keeper.master_keys()
+        return {key: value for key, value in state.items() if key not in hidden}
+
+    def set_moments(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Replace the optimizer's state but for the master."""
+        keeper, worker = self._keeper(parameter), self._worker_of(parameter)
+        if worker is None:
+            return
+        hidden = frozenset() if keeper is None else keeper.master_keys()
+        before = worker.state.get(parameter, {})
+        kept = {key: value for key, value in before.items() if key in hidden}
+        worker.state[parameter] = {**kept, **state}
+
+    def _keeper(self, parameter: nn.Parameter) -> KeepsMasters | None:
+        if parameter.dtype is not torch.bfloat16:
+            return None
+        worker = self._worker_of(parameter)
+        return worker if isinstance(worker, KeepsMasters) else None
+
+
+def check_precision(precision: object) -> None:
+    """Raise a `ConfigError` if it is none that a model can be swapped with."""
+    if precision is not None and precision not in PRECISIONS:
+        raise ConfigError(
+            f"precision must be 'bf16', or None for the model's own type, not {precision!r}"
+        )
+
+
+def gathered(masters: Masters, places: Iterable[tuple[nn.Parameter, int]], length: int) -> Tensor:
+    """Return the values of parameters in one buffer, 0 between them.
+
+    Args:
+        masters: Where the values are.
+        places: Parameters with the index of their first element.
+        length: Elements of the buffer.
+
+    Returns:
+        `[length]` float32, a copy.
+    """
+    buffer = torch.zeros(length)
+    for parameter, index in places:
+        values = masters.read(parameter)
+        buffer[index : index + parameter.numel()].view(parameter.shape).copy_(values)
+    return buffer
+
+
+def scattered(masters: Masters, places: Iterable[tuple[nn.Parameter, int]], buffer: Tensor) -> None:
+    """Set the values of parameters to what `gathered` gave, with whatever was changed there."""
+    for parameter, index in places:
+        values = buffer[index : index + parameter.numel()].view(parameter.shape)
+        masters.write(parameter, values)
+
+
+_TAKEN = (torch.float32, torch.bfloat16)
+
+
+def _saved_buffers(model: nn.Module) -> list[Tensor]:
+    unique: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            saved = name not in module._non_persistent_buffers_set
+            if saved and buffer.dtype is torch.float32:
+                unique[id(buffer)] = buffer
+    return list(unique.values())
