@@ -104,7 +104,7 @@ FULL = PlanSetup(
 )  # fmt: skip
 QUICK = PlanSetup(
     cases=(
-        PlanCase(layers=6, width=256, micro_batches=2),
+        PlanCase(layers=8, width=256, micro_batches=2),
         PlanCase(
             layers=4, width=256, vocabulary=8192, sequences=1, micro_batches=4, state_per_budget=1.5
         ),

@@ -146,7 +146,6 @@ class Costing:
         each_s = self.micro_batches * machine.copy_s
         return VisitTable(
             compute_s=compute_s
-            + self.micro_batches * machine.visit_s
             + machine.compute_s_per_copied_byte * copied
             + machine.compute_s_per_update * updated,
             load_s=_copied_s(loaded, share * machine.load_bytes_per_s, machine.copy_s),
