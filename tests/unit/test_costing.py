@@ -1,0 +1,81 @@
+"""What the profile measures reaches the predicted step, and is counted once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from test_profile import parts, small_gpt
+
+from atomtrain.analysis import LayerTime
+from atomtrain.planning.costing import Costing
+from atomtrain.planning.layout import Layout
+from atomtrain.planning.machine import Machine
+from atomtrain.planning.schedule import training_visits
+from atomtrain.planning.shape import Shape
+from atomtrain.planning.timeline import StepTime
+
+MICRO_BATCHES = 3
+FAST = Machine(
+    name="fast",
+    load_bytes_per_s=1e15,
+    unload_bytes_per_s=1e15,
+    update_parameters_per_s=1e15,
+    device_memory_bytes=1 << 30,
+    host_memory_bytes=1 << 34,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.device("meta"):
+        chain, costs, _ = parts(small_gpt(4))
+    return chain, costs
+
+
+@pytest.fixture(scope="module")
+def shape(model) -> Shape:
+    layers = len(model[0].layers)
+    bounds = (0, 2, 4, layers)
+    return Shape(bounds[:-1], bounds, 2, 1)
+
+
+def step(model, shape: Shape, **rates: float) -> StepTime:
+    chain, costs = model
+    times = {cost.kind: LayerTime(1e-3, 3e-3) for cost in costs.layers}
+    machine = dataclasses.replace(FAST, **rates)
+    return Costing(chain, costs, times, machine, Layout(chain), MICRO_BATCHES).step(shape)
+
+
+def test_each_visit_costs_once_for_each_micro_batch(model, shape: Shape) -> None:
+    visits = len(training_visits(shape))
+    extra_s = step(model, shape, visit_s=0.5).compute_s - step(model, shape).compute_s
+    assert extra_s == pytest.approx(0.5 * visits * MICRO_BATCHES)
+
+
+def test_each_load_and_unload_starts_once(model, shape: Shape) -> None:
+    visits = training_visits(shape)
+    slow = step(model, shape, copy_s=1.0)
+    loads = sum(visit.load for visit in visits)
+    unloads = sum(visit.gradient is not None for visit in visits)
+    assert slow.load_s >= loads
+    assert slow.unload_s >= unloads
+
+
+def test_copies_and_updates_take_from_compute(model, shape: Shape) -> None:
+    chain, _ = model
+    parameters = sum(parameter.numel() for parameter in chain.parameters)
+    plain = step(model, shape)
+    updating = step(model, shape, compute_s_per_update=1e-3)
+    assert updating.compute_s - plain.compute_s == pytest.approx(1e-3 * parameters)
+    copying = step(model, shape, compute_s_per_copied_byte=1e-6)
+    # All parameters come at least once, all gradients leave once.
+    assert copying.compute_s - plain.compute_s >= 1e-6 * 2 * 4 * parameters
+
+
+def test_a_link_that_both_directions_share_is_slower(model, shape: Shape) -> None:
+    rates = {"load_bytes_per_s": 1e6, "unload_bytes_per_s": 1e6}
+    apart = step(model, shape, **rates)
+    shared = step(model, shape, **rates, both_ways_share=0.5)
+    assert apart.step_s < shared.step_s <= 2.1 * apart.step_s
