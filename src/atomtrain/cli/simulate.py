@@ -217,7 +217,7 @@ def _text(
             "does not fit the devices"
             if pipeline is None
             else f"{pipeline.pipelines} x {pipeline.stages} stages, {pipeline.in_flight} in "
-            f"flight, {pipeline.wire}{', recomputing' if pipeline.recompute else ''}, "
+            f"flight{', recomputing' if pipeline.recompute else ''}, "
             f"{format_bytes(pipeline.device_bytes)}"
         )
         lines.append(

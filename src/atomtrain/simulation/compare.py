@@ -1,10 +1,10 @@
 """ATOM and a pipeline of the same machines on the same links, both simulated.
 
 The pipeline gets the benefit of every doubt: stages as even as layers allow, the best number of
-stages and of micro-batches in flight, recomputing where that leaves memory for more of them,
-transfers that always overlap computation, 8-bit activations at no cost, and, where there are more
-peers than stages, several pipelines whose gradients are averaged in no time. A stage's parameters,
-gradients and moments must fit its device.
+stages and of micro-batches in flight, steps large enough for a small bubble, recomputing where that
+leaves memory for more micro-batches, transfers that always overlap computation, 8-bit activations
+at no cost, and, where there are more peers than stages, several pipelines whose gradients are
+averaged in no time. A stage's parameters, gradients and moments must fit its device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ PAYLOAD_SHARE = 0.955
 """What Ethernet, IP and TCP headers leave of a link's rate, with packets of 1500 bytes."""
 _STATE_BYTES_PER_PARAMETER = 16
 _RESIDENT_VALUE_BYTES = 4
-_MOST_STAGES = 16
-"""More are tried only where fewer do not fit: each makes the bubble longer."""
-_MOST_STAGES_AT_ALL = 128
-_WIRES = {"16-bit": (2.0, 0), "8-bit": (1.0, 4)}
-"""Bytes a value, and bytes a row for its scale."""
+_LEAST_MICRO_BATCHES = 8
+"""For each stage: with as many the bubble is at most a ninth of the step."""
+_STAGES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_SLOWER_IN_VAIN = 2
+"""After so many numbers of stages in a row that are no faster, more are not tried: each stage makes
+the bubble longer and adds a link."""
+_VALUE_BYTES, _SCALE_BYTES = 1, 4
+"""Of a value on the wire, and of the scale of each row."""
 
 
 class LayerWork(NamedTuple):
@@ -80,7 +83,6 @@ class PipelineChoice(NamedTuple):
     stages: int
     pipelines: int
     in_flight: int
-    wire: str
     recompute: bool
     """Stages keep their inputs only and run forward again in backward."""
     sent_bytes_per_token: float
@@ -114,21 +116,24 @@ def compare(site: Site, bits_per_s: float, round_trip_s: float) -> Comparison:
     )
     atom = simulate_swarm(swarm, SwarmLink(bits_per_s=rate, one_way_s=way_s))
     link = PipelineLink(bits_per_s=rate, one_way_s=way_s)
-    found = max(_pipelines(site, link), key=lambda choice: choice.tokens_per_s, default=None)
-    return Comparison(bits_per_s, round_trip_s, atom, found)
+    return Comparison(bits_per_s, round_trip_s, atom, _best_pipeline(site, link))
 
 
-def _pipelines(site: Site, link: PipelineLink) -> Iterator[PipelineChoice]:
-    most = min(site.peers, len(site.layers))
-    tried = False
-    for stages in range(2, most + 1):
-        if stages > (_MOST_STAGES_AT_ALL if not tried else _MOST_STAGES):
-            return
-        bounds = partition([layer.forward_s + layer.backward_s for layer in site.layers], stages)
-        for recompute in (False, True):
-            for choice in _of_stages(site, link, bounds, recompute):
-                tried = True
-                yield choice
+def _best_pipeline(site: Site, link: PipelineLink) -> PipelineChoice | None:
+    best: PipelineChoice | None = None
+    in_vain = 0
+    times_s = [layer.forward_s + layer.backward_s for layer in site.layers]
+    for stages in _STAGES:
+        if stages > min(site.peers, len(site.layers)) or in_vain == _SLOWER_IN_VAIN:
+            break
+        bounds = partition(times_s, stages)
+        found = [c for again in (False, True) for c in _of_stages(site, link, bounds, again)]
+        fastest = max(found, key=lambda choice: choice.tokens_per_s, default=None)
+        if fastest is not None and (best is None or fastest.tokens_per_s > best.tokens_per_s):
+            best, in_vain = fastest, 0
+        elif best is not None:
+            in_vain += 1
+    return best
 
 
 def _of_stages(
@@ -136,8 +141,8 @@ def _of_stages(
 ) -> Iterator[PipelineChoice]:
     stages = len(bounds) - 1
     parts = [site.layers[a:b] for a, b in pairwise(bounds)]
-    # As many tokens a step as the same peers have with ATOM.
-    micro_batches = stages * site.micro_batches
+    # As many tokens a step as the same peers have with ATOM, or more: against the bubble.
+    micro_batches = stages * max(site.micro_batches, _LEAST_MICRO_BATCHES)
     forward_s = [sum(layer.forward_s for layer in part) for part in parts]
     backward_s = [sum(layer.backward_s for layer in part) for part in parts]
     if recompute:
@@ -152,29 +157,27 @@ def _of_stages(
         )
         if device_bytes > site.device_memory_bytes:
             return
-        for wire in _WIRES:
-            boundary_bytes = max(_boundary_bytes(part[-1], wire) for part in parts[:-1])
-            work = PipelineWork(
-                ranks=stages,
-                forward_s=forward_s,
-                backward_s=backward_s,
-                micro_batches=micro_batches,
-                in_flight=in_flight,
-                boundary_bytes=boundary_bytes,
-            )
-            step = simulate_step(work, link)
-            tokens = micro_batches * site.micro_batch_tokens
-            pipelines = site.peers // stages
-            yield PipelineChoice(
-                pipelines * tokens / step.step_s,
-                stages,
-                pipelines,
-                in_flight,
-                wire,
-                recompute,
-                2 * (stages - 1) * boundary_bytes / site.micro_batch_tokens,
-                device_bytes,
-            )
+        boundary_bytes = max(_boundary_bytes(part[-1]) for part in parts[:-1])
+        work = PipelineWork(
+            ranks=stages,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            micro_batches=micro_batches,
+            in_flight=in_flight,
+            boundary_bytes=boundary_bytes,
+        )
+        step = simulate_step(work, link)
+        tokens = micro_batches * site.micro_batch_tokens
+        pipelines = site.peers // stages
+        yield PipelineChoice(
+            pipelines * tokens / step.step_s,
+            stages,
+            pipelines,
+            in_flight,
+            recompute,
+            2 * (stages - 1) * boundary_bytes / site.micro_batch_tokens,
+            device_bytes,
+        )
 
 
 def _kept_bytes(site: Site, bounds: Sequence[int], stage: int, live: int, recompute: bool) -> int:
@@ -187,6 +190,5 @@ def _kept_bytes(site: Site, bounds: Sequence[int], stage: int, live: int, recomp
     return live * _RESIDENT_VALUE_BYTES * before + whole
 
 
-def _boundary_bytes(layer: LayerWork, wire: str) -> int:
-    a_value, a_row = _WIRES[wire]
-    return int(a_value * layer.boundary_values + a_row * layer.boundary_rows)
+def _boundary_bytes(layer: LayerWork) -> int:
+    return _VALUE_BYTES * layer.boundary_values + _SCALE_BYTES * layer.boundary_rows
