@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atomtrain.analysis.storages import StorageTracker
+from atomtrain.analysis.storages import StorageTracker, is_dense
 
 KB = 1000  # bytes of 250 floats
 
@@ -177,3 +177,11 @@ def test_nothing_is_kept_alive() -> None:
         del value
     assert alive() is None
     assert tracker.live_bytes == 0
+
+
+def test_dense_tensors_fill_their_memory_in_any_order() -> None:
+    tensor = torch.empty(2, 3, 4)
+    for dense in (tensor, tensor.permute(2, 0, 1), tensor[:1], tensor[None], torch.empty(())):
+        assert is_dense(dense)
+    for other in (tensor[:, :2], tensor[..., ::2], tensor[:1].expand(2, 3, 4)):
+        assert not is_dense(other)
