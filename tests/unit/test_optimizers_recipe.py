@@ -111,3 +111,26 @@ def test_a_smaller_state_is_advised_if_it_would_fit(
     assert str(caught.value).endswith("or --optimizer adamw-int8") == advised
     if advised:
         setup._check_host_memory(outline, recipe(optimizer="adamw-int8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "each_bytes"), [("adamw", 16), ("adamw-bfloat16", 12), ("adamw-int8", 8.0625)]
+)
+def test_bfloat16_takes_the_bytes_that_are_told(name: str, each_bytes: float) -> None:
+    made = recipe(optimizer=name, precision="bf16")
+    assert host_bytes_per_parameter(name, made.precision) == each_bytes
+    optimizer = make_optimizer(gpt().to(torch.bfloat16), made)
+    assert isinstance(optimizer, AdamW)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            own = 4 * parameter.numel() + optimizer.state_bytes_of(parameter)
+            assert own == pytest.approx(each_bytes * parameter.numel(), abs=1)
+
+
+def test_a_precision_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no precision 'bf1'.*Did you mean 'bf16'"):
+        recipe(precision="bf1")
+    with pytest.raises(ConfigError, match="'muon' keeps no float32 masters"):
+        recipe(optimizer="muon", precision="bf16")
+    with pytest.raises(ConfigError, match="--precision fp32 contradicts the run, which has"):
+        amended(recipe(precision="bf16"), TrainOptions(precision="fp32"), "the run")

@@ -4,12 +4,14 @@ from torch.optim import SGD
 
 from atomtrain.optimizers.adamw import AdamW
 from atomtrain.optimizers.groups import decay_groups, muon_groups
+from atomtrain.optimizers.masters import MASTER_BYTES
 from atomtrain.optimizers.moments import BYTES_PER_PARAMETER
 from atomtrain.optimizers.muon import Muon
 from atomtrain.optimizers.schedules import Schedule
 
 __all__ = [
     "BYTES_PER_PARAMETER",
+    "MASTER_BYTES",
     "SGD",
     "AdamW",
     "Muon",

@@ -18,7 +18,7 @@ from atomtrain.errors import ConfigError
 
 PRECISIONS = ("bf16",)
 Workers = Callable[[nn.Parameter], torch.optim.Optimizer | None]
-"""Gives the optimizer that updates a parameter, `None` for a frozen one."""
+"""Gives the optimizer that updates a parameter, `None` for one that is never updated."""
 
 
 @runtime_checkable
@@ -63,18 +63,16 @@ class Narrowed:
             tensor.data = data.to(torch.bfloat16)
 
     def give_masters(self, masters: Masters) -> None:
-        """Hand what trainable parameters were before to the optimizer; call once.
+        """Hand what the parameters that are updated were before to the optimizer; call once.
 
         Raises:
             ConfigError: the optimizer keeps no masters.
         """
-        trainable = [(p, data) for p, data in self._parameters if p.requires_grad]
-        for parameter, _ in trainable:
-            masters.require(parameter)
+        updated = [(p, data) for p, data in self._parameters if masters.requires(p)]
         self._parameters.clear()
         self._buffers.clear()
-        while trainable:  # what is not kept goes one by one, so that memory falls steadily
-            parameter, data = trainable.pop()
+        while updated:  # what is not kept goes one by one, so that memory falls steadily
+            parameter, data = updated.pop()
             masters.adopt(parameter, data.float().contiguous())
 
     def restore(self) -> None:
@@ -93,14 +91,19 @@ class Masters:
         """Return whether the parameter is the stream of a master."""
         return self._keeper(parameter) is not None
 
-    def require(self, parameter: nn.Parameter) -> None:
-        """Raise a `ConfigError` if the parameter's optimizer keeps no master of it."""
-        if not self.has(parameter):
-            name = type(self._worker_of(parameter)).__name__
+    def requires(self, parameter: nn.Parameter) -> bool:
+        """Return whether a bfloat16 parameter needs a master: whether it is ever updated.
+
+        Raises:
+            ConfigError: it needs one, but its optimizer keeps none.
+        """
+        worker = self._worker_of(parameter)
+        if worker is not None and not self.has(parameter):
             raise ConfigError(
-                f"precision='bf16' needs an optimizer that keeps float32 masters, {name} does not; "
-                "use atomtrain.optimizers.AdamW for all trainable parameters"
+                "precision='bf16' needs an optimizer that keeps float32 masters, "
+                f"{type(worker).__name__} does not; use atomtrain.optimizers.AdamW"
             )
+        return worker is not None
 
     def adopt(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Set a master for the first time; `values` belong to the optimizer from then on."""

@@ -53,8 +53,10 @@ class Updates:
         self._workers = [self._restricted(block) for block in self._blocks]
         self._owners = {
             id(parameter): worker
-            for block, worker in zip(self._blocks, self._workers, strict=True)
-            for parameter in block
+            for worker in self._workers
+            if worker is not None
+            for group in worker.param_groups
+            for parameter in group["params"]
         }
         self._model_order = [p for p in _in_model_order(chain) if p.requires_grad]
         self.stream = Stream("update", inject)
@@ -140,7 +142,7 @@ class Updates:
                 self.updated[block].wait()
 
     def worker_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer | None:
-        """Return the optimizer that updates a parameter and holds its state; `None` if frozen."""
+        """Return the optimizer that updates a parameter and holds its state, if one does."""
         return self._owners.get(id(parameter))
 
     def close(self) -> None:

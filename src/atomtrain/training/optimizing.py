@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.optimizers import BYTES_PER_PARAMETER, AdamW, Muon, decay_groups, muon_groups
+from atomtrain.optimizers import (
+    BYTES_PER_PARAMETER,
+    MASTER_BYTES,
+    AdamW,
+    Muon,
+    decay_groups,
+    muon_groups,
+)
 
 if TYPE_CHECKING:
     from atomtrain.training.recipe import Recipe
@@ -24,7 +31,11 @@ _FORMATS = {
 """Format of AdamW's moments by the optimizer's name."""
 SMALLEST_STATE = "adamw-int8"
 """The optimizer that takes the least memory."""
-_PARAMETER_AND_GRADIENT_BYTES = 8
+_PARAMETER_AND_GRADIENT_BYTES = {"fp32": 8, "bf16": 4}
+"""By precision."""
+_MASTERS = {"adamw": "float32", "adamw-bfloat16": "float32", "adamw-int8": "split"}
+"""Format of the masters with precision bf16, by the optimizer's name: both give the same bits, and
+who wants the least state wants the split."""
 
 
 def check_optimizer(name: str) -> None:
@@ -36,12 +47,29 @@ def check_optimizer(name: str) -> None:
         )
 
 
-def host_bytes_per_parameter(name: str) -> float:
+def check_precision(precision: str, optimizer: str) -> None:
+    """Raise a `ConfigError` if there is no such precision, or not with this optimizer."""
+    if precision not in _PARAMETER_AND_GRADIENT_BYTES:
+        raise ConfigError(
+            f"there is no precision {precision!r}."
+            f"{nearest(precision, _PARAMETER_AND_GRADIENT_BYTES)} "
+            f"Precisions: {', '.join(_PARAMETER_AND_GRADIENT_BYTES)}"
+        )
+    if precision == "bf16" and optimizer not in _MASTERS:
+        raise ConfigError(
+            f"the optimizer {optimizer!r} keeps no float32 masters, which precision bf16 needs; "
+            f"choose one of {', '.join(_MASTERS)}, or precision fp32"
+        )
+
+
+def host_bytes_per_parameter(name: str, precision: str = "fp32") -> float:
     """Return the host bytes of a parameter, its gradient and its optimizer state.
 
     For `muon` it is the most: a matrix that Muon updates takes 4 bytes less.
     """
-    return _PARAMETER_AND_GRADIENT_BYTES + BYTES_PER_PARAMETER[_FORMATS[name]]
+    masters = MASTER_BYTES[_MASTERS[name]] if precision == "bf16" else 0.0
+    moments = BYTES_PER_PARAMETER[_FORMATS[name]]
+    return _PARAMETER_AND_GRADIENT_BYTES[precision] + masters + moments
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -54,4 +82,10 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "muon":
         return Muon(muon_groups(model, recipe.weight_decay), **options)
     groups = decay_groups(model, recipe.weight_decay)
-    return AdamW(groups, state=_FORMATS[recipe.optimizer], seed=recipe.seed, **options)
+    return AdamW(
+        groups,
+        state=_FORMATS[recipe.optimizer],
+        seed=recipe.seed,
+        master=_MASTERS[recipe.optimizer],
+        **options,
+    )

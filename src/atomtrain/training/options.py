@@ -69,6 +69,12 @@ class TrainOptions:
     optimizer: str | None = option(
         None, "adamw, adamw-bfloat16, adamw-int8 or muon. Default: adamw.", "NAME"
     )
+    precision: str | None = option(
+        None,
+        "fp32, or bf16: bfloat16 on the link and in compute, with exact float32 masters on the "
+        "host. Default: fp32.",
+        "NAME",
+    )
     schedule: str | None = option(
         None,
         "Learning rate after the warm-up: cosine, linear, constant or wsd (constant, then a "

@@ -13,7 +13,7 @@ from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.models.gpt import GPTConfig
 from atomtrain.models.presets import preset
 from atomtrain.optimizers import Schedule
-from atomtrain.training.optimizing import check_optimizer
+from atomtrain.training.optimizing import check_optimizer, check_precision
 from atomtrain.training.options import TrainOptions
 
 FORMAT = 1
@@ -51,9 +51,12 @@ class Recipe:
     """Name of one of `atomtrain.training.optimizing`."""
     schedule: str = "cosine"
     """Kind of `Schedule`; all but `constant` end at a tenth of the peak."""
+    precision: str = "fp32"
+    """`fp32`, or `bf16`: bfloat16 parameters with float32 masters."""
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
+        check_precision(self.precision, self.optimizer)
         self._schedule()
 
     @property
@@ -101,7 +104,8 @@ def new_recipe(options: TrainOptions) -> Recipe:
     """Return the recipe of a new run.
 
     Raises:
-        ConfigError: unknown model, optimizer or schedule, or options that contradict each other.
+        ConfigError: unknown model, optimizer, schedule or precision, or options that contradict
+            each other.
     """
     name = options.model or "demo"
     sizes = preset(name)
@@ -131,6 +135,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
         checkpoint_every=options.checkpoint_every or max(1, steps // 4),
         optimizer=options.optimizer or "adamw",
         schedule=options.schedule or "cosine",
+        precision=options.precision or "fp32",
     )
 
 
@@ -138,7 +143,8 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
     """Return a recipe that was read from `source`, with the options that may differ.
 
     Raises:
-        ConfigError: an option contradicts what is fixed: model, its sizes, optimizer, or the seed.
+        ConfigError: an option contradicts what is fixed: model, its sizes, optimizer, precision, or
+            the seed.
     """
     fixed = {
         "model": recipe.model,
@@ -147,6 +153,7 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         "seed": recipe.seed,
         "context": recipe.context,
         "optimizer": recipe.optimizer,
+        "precision": recipe.precision,
     }
     for field, value in fixed.items():
         given = getattr(options, field)

@@ -137,6 +137,8 @@ def _assemble(
     # Everything that can be refused is refused before the weights take memory.
     with torch.device("meta"):
         outline = GPT(recipe.sizes)
+    if recipe.precision == "bf16":
+        outline.to(torch.bfloat16)
     _check_host_memory(outline, recipe)
     device = open_device(options.device, memory)
     try:
@@ -269,10 +271,11 @@ def _device_memory(options: TrainOptions, recipe: Recipe) -> str | None:
 def _check_host_memory(outline: GPT, recipe: Recipe) -> None:
     """Refuse a model whose parameters, gradients and optimizer state the host cannot hold."""
     parameters = sum(parameter.numel() for parameter in outline.parameters())
-    each_bytes = host_bytes_per_parameter(recipe.optimizer)
+    each_bytes = host_bytes_per_parameter(recipe.optimizer, recipe.precision)
     needed_bytes, there_bytes = each_bytes * parameters, host_memory_bytes()
     if needed_bytes > there_bytes:
-        would_fit = host_bytes_per_parameter(SMALLEST_STATE) * parameters <= there_bytes
+        least_bytes = host_bytes_per_parameter(SMALLEST_STATE, recipe.precision)
+        would_fit = least_bytes * parameters <= there_bytes
         raise PlanError(
             f"training {recipe.model} ({format_count(parameters)} parameters) takes "
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
@@ -300,6 +303,7 @@ def _open_engine(
         options=Options(
             micro_batches=recipe.sequences // micro_batch,
             clip_norm=recipe.clip_norm,
+            precision="bf16" if recipe.precision == "bf16" else None,
             profile=profile,
         ),
     )
