@@ -193,7 +193,7 @@ def _legend(figure: Figure, spans: Sequence[Span]) -> None:
     names = {
         "forward": "forward",
         "turn": "turn: forward and backward of the last segment",
-        "backward": "backward, recomputing forward",
+        "backward": "backward",
     }
     patches = [
         Patch(facecolor=PHASES[phase][0], label=names[phase]) for phase in PHASES if phase in there

@@ -43,9 +43,11 @@ shares in [hardware.md](hardware.md), the partition and schedule are those of
 
 Parameters, gradients and AdamW's two moments are float32: 16 bytes a parameter on the host, which
 is what 2.8 TB for 175 billion parameters comes from. Matrix products are float32 too, without
-TF32, as PyTorch does by default. The budget is 90% of the GPU's memory. Each host has the memory
-that the model needs, rounded up to a power of two, and the memory channels of a usual host that
-holds so much. Tokens a step are what lets compute cover the link.
+TF32, as PyTorch does by default. The device budget is 90% of the GPU's memory; among plans that
+are equally fast (within 1%) the one that needs least of it is taken. Each host has memory for the
+model, and the memory channels of a usual host that holds so much. Tokens a step (micro-batches x
+sequences in each) are what lets compute cover the link. Smaller optimizer states and lower
+precision are not counted here.
 """
 
 
@@ -55,7 +57,10 @@ _TREATMENTS = """\
 Much to load and little to compute, and the logits are often the largest workspace of all. A
 *resident* weight has a place of its own on the device, is loaded once a step, and its gradient
 leaves once; a head *in pieces* of the vocabulary never holds all logits (its loss differs in the
-last bits, so it is a choice: `--head-pieces 8`). One sequence a micro-batch, eight a step.
+last bits, so it is a choice: `--head-pieces 8`). Both count where the vocabulary is large beside a
+block: in GPT-3 175B a block alone is three times as large as the vocabulary's weight, so nothing is
+saved. *Least device memory* is that of any plan, however slow. One sequence a micro-batch, eight a
+step; eight pieces.
 """
 _LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -118,15 +123,23 @@ def treatment_table(name: str, model: Subject, card: Gpu) -> Iterator[str]:
     yield f"### {name} on {card.title}, sequences of {model.context_tokens} tokens"
     yield ""
     yield from _header(
-        "treatment", "device peak", "slots", "resident", "to device a step", "step", "tokens/s"
+        "treatment",
+        "least device memory",
+        "device peak",
+        "slots",
+        "resident",
+        "to device a step",
+        "step",
+        "tokens/s",
     )
-    for text, found in treatments(model, card, _host_bytes(model, card), 8):
+    for text, least_bytes, found in treatments(model, card, _host_bytes(model, card), 8):
         if isinstance(found, PlanError):
-            yield _row(text, f"does not fit: {found}", *[""] * 5)
+            yield _row(text, format_bytes(least_bytes), _reason(found), *["-"] * 5)
             continue
         plan = found.plan
         yield _row(
             text,
+            format_bytes(least_bytes),
             format_bytes(plan.device_peak_bytes),
             f"{plan.slots} x {format_bytes(plan.slot_bytes)}",
             ", ".join(resident_names(found)) or "-",
@@ -163,7 +176,7 @@ def _report(model: Subject, card: Gpu) -> Report | PlanError:
 
 def _plan_row(name: str, report: Report | PlanError) -> str:
     if isinstance(report, PlanError):
-        return _row(name, *["-"] * 7, f"does not fit: {report}")
+        return _row(name, *["-"] * 7, _reason(report))
     found, plan = report.prospect, report.prospect.plan
     return _row(
         name,
@@ -176,6 +189,11 @@ def _plan_row(name: str, report: Report | PlanError) -> str:
         f"{100 * (report.peak_share or 0):.0f}%",
         plan.bound,
     )
+
+
+def _reason(error: PlanError) -> str:
+    """Return why nothing fits, without what to do about it."""
+    return f"does not fit: {str(error).partition(';')[0]}"
 
 
 def _decimal(n_bytes: float) -> str:

@@ -30,9 +30,9 @@ def caption(report: Report) -> Caption:
     """Return what the picture of the step says above its bars."""
     found = report.prospect
     facts = (
-        f"{format_duration(found.plan.step_s)} for {found.tokens_per_step:,} tokens "
-        f"predicted: {format_tokens_per_s(found.tokens_per_s)} tokens/s, bound by "
-        f"{found.plan.bound}"
+        f"predicted: {format_duration(found.plan.step_s)} for a step of "
+        f"{found.tokens_per_step:,} tokens, {format_tokens_per_s(found.tokens_per_s)} tokens/s, "
+        f"bound by {found.plan.bound}"
     )
     return Caption(f"{report.model} on {found.machine.name}", facts)
 

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.catalogue import Gpu, machine_for
+from atomtrain.planning.costing import Costing
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.least import least_device_bytes
+from atomtrain.planning.machine import Machine
+from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.plan import Request
-from atomtrain.planning.prospect import Prospect
+from atomtrain.planning.prospect import Analysis, Prospect
 from atomtrain.planning.schedule import training_visits
 from atomtrain.planning.search import make_plan
+from atomtrain.planning.space import Space
 from atomtrain.reporting.place import compute_of
 from atomtrain.reporting.subject import Subject
 
 HEAD_PIECES = 8
+Times = Mapping[str, LayerTime]
 
 
 class Treatment(NamedTuple):
     """One way to treat the weights of the vocabulary, and what it gives."""
 
     text: str
+    least_bytes: int
+    """Device memory with which some plan works, however slow."""
     found: Prospect | PlanError
-    """For one micro-batch of one sequence."""
+    """Micro-batches of one sequence."""
 
 
 def treatments(
@@ -46,7 +55,11 @@ def treatments(
         ("both", split, None),
     ):
         request = Request(micro_batches=micro_batches, resident=resident)
-        yield Treatment(text, _planned(subject, card, host_memory_bytes, request))
+        machine = machine_for(card, host_memory_bytes)
+        analysis = subject.analyse(1)
+        times = compute_of(card, "fp32").estimate(analysis)
+        found = _planned(subject, analysis, times, machine, request)
+        yield Treatment(text, _least_bytes(analysis, times, machine, request), found)
 
 
 def loaded_bytes(found: Prospect) -> int:
@@ -59,12 +72,17 @@ def loaded_bytes(found: Prospect) -> int:
     )
 
 
+def _least_bytes(analysis: Analysis, times: Times, machine: Machine, request: Request) -> int:
+    chain, costs = analysis
+    layout = Layout(chain)
+    memory = MemoryModel(chain, costs, layout, request.micro_batches)
+    costing = Costing(chain, costs, times, machine, layout, request.micro_batches)
+    return least_device_bytes(Space(chain, costs, layout, memory, costing, request))
+
+
 def _planned(
-    model: Subject, card: Gpu, host_memory_bytes: int, request: Request
+    model: Subject, analysis: Analysis, times: Times, machine: Machine, request: Request
 ) -> Prospect | PlanError:
-    analysis = model.analyse(1)
-    times = compute_of(card, "fp32").estimate(analysis)
-    machine = machine_for(card, host_memory_bytes)
     try:
         plan = make_plan(analysis.chain, analysis.costs, times, machine, request)
     except PlanError as error:
