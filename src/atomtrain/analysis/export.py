@@ -6,26 +6,27 @@ operations as the model, backward included, bit for bit.
 
 from __future__ import annotations
 
-import gc
-import io
-import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from atomtrain.analysis.export_conditions import (
+    MANUAL,
+    hidden,
+    no_functions,
+    quiet,
+    without_collector,
+)
 from atomtrain.analysis.structure import take_apart
 from atomtrain.errors import AnalysisError, AtomError, ConfigError
 
-MANUAL = "or give the layers by hand: layers=['path.of.module', ...]"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_REGISTERED = "GeneratedBackwardFor"
-"""Functions of this name belong to operations that graphs keep, with their backward."""
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 
 
@@ -65,78 +66,13 @@ class _Recorded(nn.Module):
         self.output = _Output()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with _hidden() if self.as_eager else nullcontext():
+        with hidden() if self.as_eager else nullcontext():
             output = self.call(self.model, tensors)
         if self.own_loss:
             return (loss_in(output),)
         structure = take_apart(output)
         self.output.rebuild = structure.rebuild
         return tuple(structure.tensors)
-
-
-@contextmanager
-def _hidden() -> Iterator[None]:
-    """Let models take the paths that they take when nobody traces them."""
-    flags = ("_is_compiling_flag", "_is_exporting_flag")
-    before = {
-        flag: getattr(torch.compiler, flag) for flag in flags if hasattr(torch.compiler, flag)
-    }
-    try:
-        for flag in before:
-            setattr(torch.compiler, flag, False)
-        yield
-    finally:
-        for flag, value in before.items():
-            setattr(torch.compiler, flag, value)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from printing graphs and stacks of what fails; our error says it in one line."""
-    loggers = [
-        logging.getLogger(name) for name in ("torch._subclasses", "torch.fx", "torch.export")
-    ]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
-def _no_functions() -> Iterator[None]:
-    """Refuse operations with a backward of their own: a graph would keep their forward only."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def refuse(function: type, *args: Any, **kwargs: Any) -> Any:
-        if function.__name__.startswith(_REGISTERED):
-            return original.__get__(None, function)(*args, **kwargs)
-        raise AnalysisError(
-            f"forward uses {function.__name__}, a torch.autograd.Function, whose backward would "
-            f"be lost; register it as an operation (torch.library.custom_op), {MANUAL}"
-        )
-
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pause the garbage collector: the many small objects of a graph cost a quarter more time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def loss_in(output: Any) -> Tensor:
@@ -191,7 +127,7 @@ def export(
     for as_eager in (True, False):
         recorded = _Recorded(model, call, own_loss, as_eager)
         try:
-            with torch.set_grad_enabled(grad), _quiet(), _without_collector(), _no_functions():
+            with torch.set_grad_enabled(grad), quiet(), without_collector(), no_functions():
                 program = torch.export.export(recorded, given, strict=False)
             break
         except AtomError:

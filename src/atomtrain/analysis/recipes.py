@@ -11,7 +11,8 @@ from atomtrain.analysis.attention import simplify_attention
 from atomtrain.analysis.constants import Constants
 from atomtrain.analysis.cuts import Piece
 from atomtrain.analysis.effects import live_nodes, written_by
-from atomtrain.analysis.export import MANUAL, Exported, export, place_of
+from atomtrain.analysis.export import Exported, export, place_of
+from atomtrain.analysis.export_conditions import MANUAL
 from atomtrain.analysis.graph_layer import Recipe
 from atomtrain.analysis.micro_batch import Inputs
 from atomtrain.errors import AnalysisError
