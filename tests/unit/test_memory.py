@@ -8,10 +8,12 @@ import re
 import pytest
 import torch
 from engine_models import gpt, square, swap, tokens
+from planning_models import random_shape, use_shape
 from torch import Tensor, nn
 
 import atomtrain
 from atomtrain.errors import PlanError
+from atomtrain.planning.memory import PROCESS_BYTES
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 CASES = [
@@ -58,6 +60,38 @@ def test_the_prediction_is_never_below_the_measured_peak_and_close_to_it(
         measured = peak_of_a_step(engine, micro_batches, example)
         assert measured <= engine.plan.device_peak_bytes
         assert measured >= 0.9 * engine.plan.device_peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shapes_of_plans_need_what_was_predicted(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    source = random.Random(seed)
+    layers, micro_batches = source.randint(1, 5), source.randint(1, 4)
+    shape = random_shape(source, layers + 2, layers + 3)
+    use_shape(monkeypatch, shape)
+    model = gpt(layers, 8 * source.randint(2, 6), source.choice([0.0, 0.1]))
+    example = tokens(source.randint(1, 6), source.randint(4, 32))
+    with swap(model, example, micro_batches=micro_batches) as engine:
+        assert engine.plan.shape == shape
+        engine.step([example] * micro_batches)
+        measured = peak_of_a_step(engine, micro_batches, example)
+        assert measured <= engine.plan.device_peak_bytes
+        assert measured >= 0.95 * engine.plan.device_peak_bytes
+        engine.synchronize()
+        host = host_bytes_of(engine)
+        predicted = engine.plan.host_bytes - PROCESS_BYTES
+        assert host <= predicted
+        assert host >= 0.95 * predicted
+
+
+def host_bytes_of(engine: atomtrain.Engine) -> int:
+    """Return what the engine really holds on the host."""
+    states = engine.optimizer_state().values()
+    moments = {id(t): t.nbytes for state in states for t in state.values() if t.dim()}
+    store = engine._store
+    arenas = store.parameters.nbytes + store.gradients.nbytes
+    return arenas + sum(moments.values()) + engine._executor.pool.total_bytes
 
 
 class Turned(nn.Module):

@@ -36,9 +36,19 @@ class Sizes(NamedTuple):
 class MemoryModel:
     """Answers what a shape needs on the device and on the host."""
 
-    def __init__(self, chain: Chain, costs: ChainCosts, layout: Layout, micro_batches: int) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        costs: ChainCosts,
+        layout: Layout,
+        micro_batches: int,
+        optimizer_state_bytes: int | None = None,
+    ) -> None:
         self._chain, self._costs, self._layout = chain, costs, layout
         self.micro_batches = micro_batches
+        self._optimizer_state_bytes = (
+            _two_moments_bytes(chain) if optimizer_state_bytes is None else optimizer_state_bytes
+        )
         self._workspaces = Workspaces(chain, costs, layout)
         count = len(chain.layers)
         self._crossing = [self._bytes(chain.crossing(cut)) for cut in range(count + 1)]
@@ -91,13 +101,9 @@ class MemoryModel:
         return Sizes(largest, largest)
 
     def host_bytes(self, shape: Shape) -> int:
-        """Return parameters, gradients, two moments, values that wait on the host, and the rest."""
-        moments = sum(
-            2 * parameter.numel() * parameter.element_size()
-            for parameter in self._chain.parameters
-            if parameter.requires_grad
-        )
-        return 2 * self._layout.total_bytes + moments + self._waiting_bytes(shape) + PROCESS_BYTES
+        """Return parameters, gradients, optimizer state, waiting values, and the rest."""
+        state = self._optimizer_state_bytes
+        return 2 * self._layout.total_bytes + state + self._waiting_bytes(shape) + PROCESS_BYTES
 
     def least_layer_bytes(self, index: int) -> int:
         """Return the least device bytes with which the layer alone could be a segment."""
@@ -193,7 +199,9 @@ class MemoryModel:
         if shape.boundary == "host":
             cuts = {*shape.forward_bounds, *bounds[:-1]}
             passing = max(self._crossing[cut] for cut in cuts)
-        return self.micro_batches * (self._bytes(needed) + 2 * passing)
+        # Values and gradients at a cut, and one gradient that comes before the one above it goes.
+        more = shape.segments > 2
+        return self.micro_batches * (self._bytes(needed) + 2 * passing) + passing * more
 
     def _buffers_bytes(self) -> int:
         unique: dict[int, int] = {}
@@ -206,3 +214,8 @@ class MemoryModel:
 
     def _bytes(self, names: Iterable[str]) -> int:
         return sum(self._costs.values[name].n_bytes for name in names)
+
+
+def _two_moments_bytes(chain: Chain) -> int:
+    trainable = (parameter for parameter in chain.parameters if parameter.requires_grad)
+    return sum(2 * parameter.numel() * parameter.element_size() for parameter in trainable)

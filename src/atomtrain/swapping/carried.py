@@ -42,11 +42,15 @@ class HostPool:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._free: dict[int, list[Tensor]] = {}
+        self.total_bytes = 0
+        """Bytes of all buffers that were ever needed at once; none is given back."""
 
     def take(self, n_bytes: int) -> Tensor:
         """Return a uint8 buffer of exactly this size."""
-        free = self._free.get(n_bytes)
-        return free.pop() if free else self._device.host_empty(n_bytes)
+        if free := self._free.get(n_bytes):
+            return free.pop()
+        self.total_bytes += n_bytes
+        return self._device.host_empty(n_bytes)
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back; nobody may use it any more."""

@@ -49,9 +49,9 @@ class Executor:
         self._device, self._updates = device, updates
         self.slots = Slots(chain, plan, store, device, updates)
         self.buffers = DeviceBuffers(chain, costs, device)
-        pool, self._outbox = HostPool(device), Outbox(device)
-        self._values = Carried(device, pool, self._outbox)
-        self._gradients = Carried(device, pool, self._outbox)
+        self.pool, self._outbox = HostPool(device), Outbox(device)
+        self._values = Carried(device, self.pool, self._outbox)
+        self._gradients = Carried(device, self.pool, self._outbox)
         starts = {low for low, _ in itertools.pairwise(plan.backward_bounds)}
         random = any(layer.random for layer in costs.layers)
         self._random = Randomness(device.generator, random, starts)
