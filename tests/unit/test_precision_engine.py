@@ -130,3 +130,17 @@ def test_a_model_of_mixed_types_has_no_fragments() -> None:
     model[0].register_parameter("codes", nn.Parameter(torch.zeros(3).int(), requires_grad=False))
     with swap(model) as engine, pytest.raises(ConfigError, match="the model mixes"):
         _ = engine.element_bytes
+
+
+@pytest.mark.parametrize(
+    ("master", "state", "each_bytes"),
+    [("float32", "float32", 12), ("float32", "bfloat16", 8), ("split", "bfloat16", 6)],
+)
+def test_the_plan_counts_masters_and_moments(master: str, state: str, each_bytes: int) -> None:
+    with swap(mlp(), optimizer=lambda given: AdamW(given, state=state, master=master)) as engine:
+        arena_bytes = 2 * engine._store.layout.total_bytes
+        assert engine.state_bytes == arena_bytes + each_bytes * engine.parameters
+        wide = swap(mlp(), optimizer=lambda given: AdamW(given, state="float32"))
+        difference = (12 - each_bytes) * engine.parameters
+        assert wide.plan.host_bytes - engine.plan.host_bytes == difference
+        wide.close()

@@ -62,7 +62,8 @@ def make_plan(
             missing, negative or no number.
     """
     layout = Layout(chain)
-    memory = MemoryModel(chain, costs, layout, request.micro_batches)
+    state_bytes = request.optimizer_state_bytes
+    memory = MemoryModel(chain, costs, layout, request.micro_batches, state_bytes)
     costing = Costing(chain, costs, times, machine, layout, request.micro_batches)
     space = Space(chain, costs, layout, memory, costing, request)
     _check_request(space, layout)

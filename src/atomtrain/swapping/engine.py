@@ -43,7 +43,12 @@ from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.streams import Inject
 from atomtrain.swapping.tracing import Record
-from atomtrain.swapping.updates import OptimizerFactory, Updates
+from atomtrain.swapping.updates import (
+    OptimizerFactory,
+    Updates,
+    optimizer_of,
+    state_bytes_of,
+)
 
 _LARGEST_FRAGMENT_BYTES = 64 << 20
 _LEAST_FRAGMENTS = 4
@@ -186,10 +191,13 @@ def _open(
             chain = split_head_as_needed(chain, costs, opened.torch_device)
             costs = layer_costs(chain, inputs, opened.torch_device)
         profile = take_profile(opened, chain, costs, inputs, measure=options.profile)
-        planner = Planner(chain, costs, profile.times, profile.machine, options)
+        made = optimizer_of(chain, optimizer)
+        planner = Planner(
+            chain, costs, profile.times, profile.machine, options, state_bytes_of(made)
+        )
         plan = planner.plan(options.micro_batches)
         store = HostStore(chain, Layout(chain), opened)
-        updates = Updates(chain, store.layout, store, optimizer, options.clip_norm, options.inject)
+        updates = Updates(chain, store.layout, store, made, options.clip_norm, options.inject)
     except BaseException:
         opened.close()
         raise
@@ -205,6 +213,8 @@ class Planner:
     times: Mapping[str, LayerTime]
     machine: Machine
     options: Options
+    optimizer_state_bytes: int | None = None
+    """Of all parameters; `None` if the optimizer does not tell."""
 
     def plan(self, micro_batches: int) -> Plan:
         """Return the best plan for steps of so many micro-batches."""
@@ -213,6 +223,7 @@ class Planner:
             segments=self.options.segments,
             slots=self.options.slots,
             gradient_buffers=self.options.gradient_buffers,
+            optimizer_state_bytes=self.optimizer_state_bytes,
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
@@ -403,8 +414,14 @@ class Engine:
 
     @property
     def state_bytes(self) -> int:
-        """Host bytes of parameters, gradients and AdamW's two moments in float32."""
-        return 4 * self._store.layout.total_bytes
+        """Host bytes of parameters, gradients and optimizer state.
+
+        The state of an optimizer that does not tell is taken for two moments of the parameters'
+        type.
+        """
+        streamed_bytes = 2 * self._store.layout.total_bytes
+        state_bytes = self._planner.optimizer_state_bytes
+        return streamed_bytes + (streamed_bytes if state_bytes is None else state_bytes)
 
     def layers(self) -> dict[str, list[str]]:
         """Return the names of the parameters by layer; a shared weight is with its first layer."""

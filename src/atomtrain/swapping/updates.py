@@ -8,6 +8,7 @@ into the next step, yet no gradient is ever stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +31,12 @@ class Updates:
         chain: Chain,
         layout: Layout,
         store: HostStore,
-        factory: OptimizerFactory,
+        optimizer: torch.optim.Optimizer,
         clip_norm: float | None,
         inject: Inject | None = None,
     ) -> None:
-        """`factory` gets all trainable parameters (host tensors) and returns one optimizer.
-
-        Raises:
-            ConfigError: nothing is trainable, or the factory returned no optimizer.
-        """
-        trainable = [p for p in chain.parameters if p.requires_grad]
-        if not trainable:
-            raise ConfigError("no parameter has requires_grad=True; nothing can be trained")
-        self.optimizer = factory(trainable)
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer=... must return a torch.optim.Optimizer, not {self.optimizer!r}"
-            )
+        """`optimizer` is that of all parameters; its state stays empty."""
+        self.optimizer = optimizer
         self._store, self._clip_norm = store, clip_norm
         self._blocks = _blocks(chain, layout)
         self._offsets = layout.offsets
@@ -207,6 +197,40 @@ class Updates:
             scale.append(torch.clamp((self._clip_norm or 0.0) / (total + 1e-6), max=1.0))
 
         return clip
+
+
+@runtime_checkable
+class KnowsItsState(Protocol):
+    """An optimizer that knows how much memory it takes."""
+
+    def state_bytes_of(self, parameter: Tensor) -> int:
+        """Return the bytes of a parameter's state, now or later."""
+        ...
+
+
+def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimizer:
+    """Return what the factory makes of all trainable parameters (host tensors).
+
+    Raises:
+        ConfigError: nothing is trainable, or the factory returned no optimizer.
+    """
+    trainable = [p for p in chain.parameters if p.requires_grad]
+    if not trainable:
+        raise ConfigError("no parameter has requires_grad=True; nothing can be trained")
+    for parameter in trainable:
+        parameter.data = parameter.data.contiguous()  # as it will lie in the host store
+    optimizer = factory(trainable)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer=... must return a torch.optim.Optimizer, not {optimizer!r}")
+    return optimizer
+
+
+def state_bytes_of(optimizer: torch.optim.Optimizer) -> int | None:
+    """Return the bytes of the optimizer's state of all parameters, `None` if it does not know."""
+    if not isinstance(optimizer, KnowsItsState):
+        return None
+    groups = optimizer.param_groups
+    return sum(optimizer.state_bytes_of(p) for group in groups for p in group["params"])
 
 
 def _blocks(chain: Chain, layout: Layout) -> list[list[nn.Parameter]]:
