@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,12 @@ def test_the_report_of_what_does_not_fit_names_gpus_and_host_memory() -> None:
         make_report(model, setting_of("rtx-3090", device_memory_bytes=1 << 20))
     with pytest.raises(PlanError, match=r"raise --host-memory to at least 1GiB"):
         make_report(model, setting_of("rtx-3090", host_memory_bytes=1 << 20))
+
+
+def test_without_transformers_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'atomtrain\[hf\]'"):
+        subject(str(tmp_path))
