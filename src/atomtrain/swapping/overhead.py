@@ -16,6 +16,8 @@ from atomtrain.planning.schedule import training_visits
 from atomtrain.swapping.emulated import EmulatedDevice
 
 _LAYERS = 6
+_PRODUCTS = 6
+"""Twelve parameters a layer, as a block of a transformer has: each is prepared at each visit."""
 _WIDTH = 16
 _MICRO_BATCHES = 4
 _WARMUP_STEPS = 2
@@ -33,7 +35,7 @@ def emulated_visit_s() -> float:
     from atomtrain.swapping.engine import Options, swap  # it imports what imports this
 
     with torch.random.fork_rng([]):
-        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+        model = nn.Sequential(*(_layer() for _ in range(_LAYERS)))
         example = torch.ones(_WIDTH, _WIDTH)
         traced = chain_of(model, example, torch.sum)
         inputs = traced.bind(example)
@@ -63,3 +65,7 @@ def emulated_visit_s() -> float:
             backward = visit.gradient is not None
             layers_s += layer_time.backward_s if backward else layer_time.forward_s
     return max(0.0, step_s - layers_s) / len(visits)
+
+
+def _layer() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_PRODUCTS)))
