@@ -140,7 +140,8 @@ class MemoryModel:
             if boundary == "host":
                 standing = ahead * below
             # One value at a time is still being saved when the next micro-batch runs.
-            return inputs + standing + self._largest[stop] + space.forward
+            leaving = max(self._largest[start + 1 : stop + 1])
+            return inputs + standing + leaving + space.forward
         inner = max(space.graph, space.backward)
         if phase is Phase.TURN:
             standing = count * below if boundary == "device" else ahead * below

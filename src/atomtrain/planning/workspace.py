@@ -17,7 +17,8 @@ class Workspace(NamedTuple):
     """Peaks in bytes above what is there when the segment begins."""
 
     forward: int
-    """Forward without a graph, outputs included."""
+    """Forward without a graph, outputs included, as if backward had a cut at each layer: a value
+    that it starts from stays until the visit is over."""
     graph: int
     """Forward with a graph."""
     backward: int
@@ -50,11 +51,11 @@ class Workspaces:
     def _row(self, start: int) -> list[Workspace]:
         """Return the workspaces of all segments that begin at a layer, shared weights left out."""
         row = []
-        forward = graph = inner = kept = alive = 0
+        forward = graph = inner = kept = alive = saved = 0
         ends: dict[int, int] = {}  # bytes of values written so far, by their last reader
         for index in range(start, len(self._layers)):
             cost = self._layers[index]
-            forward = max(forward, alive + cost.forward_bytes)
+            forward = max(forward, saved + cost.forward_bytes)
             graph = max(graph, kept + cost.graph_bytes)
             kept += cost.kept_bytes
             row.append(Workspace(forward, graph, max(inner, kept + cost.backward_bytes)))
@@ -63,6 +64,7 @@ class Workspaces:
                 if last > index:
                     ends[last] = ends.get(last, 0) + n_bytes
                     alive += n_bytes
+                    saved += n_bytes
             # Below the segment's last layer the gradients of what it writes are alive too.
             inner = max(inner, kept + alive + cost.backward_bytes)
         return row
