@@ -66,7 +66,8 @@ def train(optimizer: torch.optim.Optimizer, owned: list[nn.Parameter], steps: in
 def same(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert set(left) == set(right)
     for key, value in left.items():
-        assert value.dtype is right[key].dtype and torch.equal(value, right[key]), key
+        assert value.dtype is right[key].dtype, key
+        assert torch.equal(value, right[key]), key
 
 
 @pytest.mark.parametrize(("master", "state"), FORMATS)

@@ -37,6 +37,9 @@ REGISTRY: dict[str, Benchmark] = {
     "optimizer": Benchmark(
         "atomtrain.benchmarks.optimizer", "host optimizers against plain copies of as many bytes"
     ),
+    "precision": Benchmark(
+        "atomtrain.benchmarks.precision", "host memory and loss of bfloat16 with exact masters"
+    ),
     "network": Benchmark(
         "atomtrain.benchmarks.network", "ATOM against a pipeline on links from fast to slow"
     ),

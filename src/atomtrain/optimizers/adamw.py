@@ -17,6 +17,7 @@ from atomtrain.optimizers.moments import (
     adamw_update,
     check_state,
     new_state,
+    scratch_bytes,
 )
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -144,6 +145,13 @@ class AdamW(torch.optim.Optimizer):
         if parameter.dtype is torch.bfloat16:
             each += masters.MASTER_BYTES[group["master"]]
         return round(each * parameter.numel())
+
+    def scratch_bytes(self) -> int:
+        """Return the bytes of scratch memory that updates need, beside the state."""
+        return max(
+            (scratch_bytes(p, group) for group in self.param_groups for p in group["params"]),
+            default=0,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, exactly; also that of torch's AdamW."""

@@ -122,12 +122,13 @@ def adamw_update(
 
 def _widened(stream: Tensor, gradient: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Return a slice's master (the memory itself if it is float32) and its gradient, as float32."""
-    values, wide = _scratch(2, stream.numel(), "wide")
-    wide.copy_(gradient)
     if stored.dtype is torch.float32:
-        return stored, wide
-    masters.join(stream, stored, values)
-    return values, wide
+        (wide,) = _scratch(1, stream.numel(), "wide")
+        values = stored
+    else:
+        wide, values = _scratch(2, stream.numel(), "wide")
+        masters.join(stream, stored, values)
+    return values, wide.copy_(gradient)
 
 
 def _kernel(group: dict[str, Any], step: Tensor) -> Kernel:
@@ -205,7 +206,16 @@ def _int8_slice(
     companding.encode_second(second, codes2, scales2, random2)
 
 
+_MOMENT_BUFFERS = {"float32": 0, "bfloat16": 2, "int8": 3}
 _UPDATES = {"float32": _float32_slice, "bfloat16": _bfloat16_slice, "int8": _int8_slice}
+
+
+def scratch_bytes(parameter: Tensor, group: dict[str, Any]) -> int:
+    """Return the scratch that updating a parameter needs, the same memory for all of them."""
+    buffers = _MOMENT_BUFFERS[group["state"]]
+    if parameter.dtype is torch.bfloat16:
+        buffers += 2 if group["master"] == "split" else 1
+    return 4 * buffers * min(SLICE, parameter.numel())
 
 
 def _scratch(buffers: int, count: int, purpose: str = "moments") -> list[Tensor]:

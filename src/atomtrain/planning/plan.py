@@ -31,7 +31,8 @@ class Request:
     activations: Activation | None = None
     """`"recompute"`: never keep graphs; `None` (or `"keep"`): where it pays."""
     optimizer_state_bytes: int | None = None
-    """Of all parameters, on the host; `None`: AdamW's two moments in the parameters' own type."""
+    """Of all parameters, on the host, with the optimizer's scratch; `None`: AdamW's two moments in
+    the parameters' own type."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "segments", "slots", "gradient_buffers"):

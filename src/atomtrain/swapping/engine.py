@@ -44,10 +44,11 @@ from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.streams import Inject
 from atomtrain.swapping.tracing import Record
 from atomtrain.swapping.updates import (
+    OptimizerBytes,
     OptimizerFactory,
     Updates,
+    optimizer_bytes,
     optimizer_of,
-    state_bytes_of,
 )
 
 _LARGEST_FRAGMENT_BYTES = 64 << 20
@@ -193,7 +194,7 @@ def _open(
         profile = take_profile(opened, chain, costs, inputs, measure=options.profile)
         made = optimizer_of(chain, optimizer)
         planner = Planner(
-            chain, costs, profile.times, profile.machine, options, state_bytes_of(made)
+            chain, costs, profile.times, profile.machine, options, optimizer_bytes(made)
         )
         plan = planner.plan(options.micro_batches)
         store = HostStore(chain, Layout(chain), opened)
@@ -213,17 +214,18 @@ class Planner:
     times: Mapping[str, LayerTime]
     machine: Machine
     options: Options
-    optimizer_state_bytes: int | None = None
+    optimizer_bytes: OptimizerBytes | None = None
     """Of all parameters; `None` if the optimizer does not tell."""
 
     def plan(self, micro_batches: int) -> Plan:
         """Return the best plan for steps of so many micro-batches."""
+        taken = self.optimizer_bytes
         request = Request(
             micro_batches=micro_batches,
             segments=self.options.segments,
             slots=self.options.slots,
             gradient_buffers=self.options.gradient_buffers,
-            optimizer_state_bytes=self.optimizer_state_bytes,
+            optimizer_state_bytes=None if taken is None else sum(taken),
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
@@ -420,8 +422,8 @@ class Engine:
         type.
         """
         streamed_bytes = 2 * self._store.layout.total_bytes
-        state_bytes = self._planner.optimizer_state_bytes
-        return streamed_bytes + (streamed_bytes if state_bytes is None else state_bytes)
+        taken = self._planner.optimizer_bytes
+        return streamed_bytes + (streamed_bytes if taken is None else taken.state_bytes)
 
     def layers(self) -> dict[str, list[str]]:
         """Return the names of the parameters by layer; a shared weight is with its first layer."""

@@ -8,7 +8,7 @@ into the next step, yet no gradient is ever stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -207,6 +207,10 @@ class KnowsItsState(Protocol):
         """Return the bytes of a parameter's state, now or later."""
         ...
 
+    def scratch_bytes(self) -> int:
+        """Return the bytes that updates need beside the state."""
+        ...
+
 
 def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimizer:
     """Return what the factory makes of all trainable parameters (host tensors).
@@ -225,12 +229,20 @@ def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimiz
     return optimizer
 
 
-def state_bytes_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of the optimizer's state of all parameters, `None` if it does not know."""
+class OptimizerBytes(NamedTuple):
+    """What an optimizer takes on the host."""
+
+    state_bytes: int
+    scratch_bytes: int
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes | None:
+    """Return what the optimizer takes for all parameters, `None` if it does not know."""
     if not isinstance(optimizer, KnowsItsState):
         return None
-    groups = optimizer.param_groups
-    return sum(optimizer.state_bytes_of(p) for group in groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state_bytes = sum(optimizer.state_bytes_of(parameter) for parameter in parameters)
+    return OptimizerBytes(state_bytes, optimizer.scratch_bytes())
 
 
 def _blocks(chain: Chain, layout: Layout) -> list[list[nn.Parameter]]:

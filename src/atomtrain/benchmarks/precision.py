@@ -1,0 +1,165 @@
+"""What bfloat16 with exact masters takes on the host, and how it learns, beside float32.
+
+Two questions, each answered for every *kind* of state:
+
+- *Memory*: a process of its own swaps a GPT, makes a few steps, and reads its resident set. What
+  the emulated device holds is taken off, and what was there before (a tiny model has been trained,
+  so that libraries are loaded); the rest, by the number of parameters, is what a parameter takes.
+  It is compared with what the plan says.
+- *Learning*: a small GPT is trained on the demonstration corpus as `atom train` does it, with the
+  same batches for every kind, and evaluated on held-out text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
+from atomtrain.benchmarks.plan import BenchmarkError
+from atomtrain.benchmarks.precision_memory import Kind, MemoryCase, precision_of
+from atomtrain.data import (
+    Prepared,
+    Sampler,
+    SamplerConfig,
+    default_cache,
+    held_out_batches,
+    prepare,
+    read_corpus,
+)
+from atomtrain.errors import ConfigError
+from atomtrain.models import GPT
+from atomtrain.swapping.engine import Options, swap
+from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
+from atomtrain.training.options import TrainOptions
+from atomtrain.training.recipe import new_recipe
+from atomtrain.units import format_bytes
+
+_DEADLINE_S = 600.0
+_EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""What is freed goes back to the system at once, so that the resident set is what is held."""
+_HELD_OUT_SEQUENCES = 64
+
+
+KINDS = {
+    "fp32-16": Kind("fp32", "adamw"),
+    "bf16-16": Kind("bf16", "adamw"),
+    "bf16-12": Kind("bf16", "adamw-bfloat16"),
+    "bf16-8": Kind("bf16", "adamw-int8"),
+}
+"""By precision and bytes of a parameter on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSetup:
+    """Inputs of the benchmark."""
+
+    memory: MemoryCase = field(default_factory=MemoryCase)
+    learning_steps: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.learning_steps < 1:
+            raise ConfigError(f"learning_steps must be at least 1, not {self.learning_steps}")
+
+
+QUICK = PrecisionSetup(memory=MemoryCase(layers=2), learning_steps=10)
+
+
+def run(options: BenchmarkOptions, setup: PrecisionSetup | None = None) -> Result:
+    """Measure, and return a row for each kind, and the inputs.
+
+    Raises:
+        DataError: the demonstration corpus is not installed.
+        BenchmarkError: a process that measures memory failed.
+    """
+    setup = setup or (QUICK if options.quick else PrecisionSetup())
+    recipe = new_recipe(TrainOptions(model="tiny", steps=setup.learning_steps, seed=setup.seed))
+    text = prepare(read_corpus(None), default_cache(), vocabulary=recipe.sizes.vocabulary)
+    rows: dict[str, Result] = {}
+    for name, kind in KINDS.items():
+        row = {"told_bytes_per_parameter": host_bytes_per_parameter(kind.optimizer, kind.precision)}
+        rows[name] = {**row, **_measured(kind, setup), **learn(kind, setup, text)}
+        progress(
+            f"{name}: {rows[name]['measured_bytes_per_parameter']:.2f} bytes a parameter, "
+            f"{format_bytes(rows[name]['measured_host_bytes'])} "
+            f"({rows[name]['host_error_share']:+.1%} predicted), held-out bits per byte "
+            f"{rows[name]['held_out_bits_per_byte']:.4f}"
+        )
+    return {
+        "kinds": rows,
+        "largest_host_error_share": max(abs(row["host_error_share"]) for row in rows.values()),
+        "threads": torch.get_num_threads(),
+        "inputs": asdict(setup),
+        **description(),
+    }
+
+
+def learn(kind: Kind, setup: PrecisionSetup, text: Prepared) -> Result:
+    """Train the small model; return the loss of each step and what held-out text gives at last."""
+    options = TrainOptions(
+        model="tiny", steps=setup.learning_steps, seed=setup.seed, **kind._asdict()
+    )
+    recipe = new_recipe(options)
+    config = SamplerConfig(
+        context_tokens=recipe.context, sequences=recipe.sequences, seed=recipe.seed
+    )
+    sampler = Sampler(text.tokens.train, config, "benchmark")
+    torch.manual_seed(recipe.seed)
+    model = GPT(recipe.sizes)
+    losses = []
+    with swap(
+        model,
+        _batch(sampler, 0),
+        optimizer=lambda _: make_optimizer(model, recipe),
+        device="emulated",
+        device_memory="8MiB",
+        options=Options(precision=precision_of(kind), clip_norm=recipe.clip_norm, profile=False),
+    ) as engine:
+        for step in range(recipe.steps):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = recipe.learning_rate_at(step)
+            losses.append(engine.step([_batch(sampler, step)]))
+        held_out = [
+            {"input_ids": batch.inputs, "labels": batch.labels}
+            for batch in held_out_batches(
+                text.tokens.held_out, recipe.context, recipe.sequences,
+                _HELD_OUT_SEQUENCES // recipe.sequences,
+            )
+        ]  # fmt: skip
+        loss = engine.evaluate(held_out)
+    return {
+        "losses": losses,
+        "held_out_loss": loss,
+        "held_out_bits_per_byte": text.tokens.held_out_bits_per_byte(loss),
+    }
+
+
+def _measured(kind: Kind, setup: PrecisionSetup) -> Result:
+    order = {"kind": kind, "case": asdict(setup.memory), "threads": torch.get_num_threads()}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "atomtrain.benchmarks.precision_memory", json.dumps(order)],
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            env={**os.environ, **_EXACT_MEMORY},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BenchmarkError(f"{kind} did not end within {_DEADLINE_S:g} s") from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["it left no message"]
+        raise BenchmarkError(f"the process of {kind} failed: {lines[-1]}")
+    row: Result = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def _batch(sampler: Sampler, step: int) -> dict[str, torch.Tensor]:
+    batch = sampler.batch(step)
+    return {"input_ids": batch.inputs, "labels": batch.labels}

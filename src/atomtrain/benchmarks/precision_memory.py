@@ -1,0 +1,135 @@
+"""What one kind of state takes on the host, measured in a process of its own.
+
+`python -m atomtrain.benchmarks.precision_memory JSON` trains a little and prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomtrain.benchmarks.common import Result
+from atomtrain.errors import ConfigError
+from atomtrain.models import GPT, GPTConfig
+from atomtrain.swapping.engine import Engine, Options, swap
+from atomtrain.training.optimizing import make_optimizer
+from atomtrain.training.options import TrainOptions
+from atomtrain.training.recipe import new_recipe
+
+_STEPS = 2
+_HEAD_WIDTH = 64
+
+
+class Kind(NamedTuple):
+    """How parameters, gradients and state are stored."""
+
+    precision: str
+    optimizer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase:
+    """The GPT whose memory is measured."""
+
+    layers: int = 9
+    width: int = 640
+    """A multiple of 64."""
+    vocabulary: int = 8192
+    context: int = 16
+    """Tokens of a sequence; few, since only memory is looked at."""
+    device_memory: str = "96MiB"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "vocabulary", "context"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+def measure(kind: Kind, case: MemoryCase) -> Result:
+    """Train in this process; return what the host holds afterwards, and what was predicted."""
+    # What libraries load and keep is there before the case begins.
+    _trained(kind, MemoryCase(layers=2, width=64, vocabulary=64)).close()
+    gc.collect()
+    before_bytes = _resident_bytes()
+    engine = _trained(kind, case)
+    engine.synchronize()
+    gc.collect()
+    resident_bytes = _resident_bytes() - before_bytes
+    # A new peak begins with what is there.
+    engine.device.reset_peak()
+    device_bytes = engine.device.peak_bytes()
+    host_bytes = resident_bytes - device_bytes
+    result = {
+        "parameters": engine.parameters,
+        "measured_host_bytes": host_bytes,
+        "predicted_host_bytes": engine.plan.host_bytes,
+        "host_error_share": engine.plan.host_bytes / host_bytes - 1,
+        "measured_bytes_per_parameter": host_bytes / engine.parameters,
+        "device_bytes": device_bytes,
+    }
+    engine.close()
+    return result
+
+
+def precision_of(kind: Kind) -> Literal["bf16"] | None:
+    """Return what the engine calls the precision."""
+    return "bf16" if kind.precision == "bf16" else None
+
+
+def _trained(kind: Kind, case: MemoryCase) -> Engine:
+    recipe = new_recipe(TrainOptions(model="tiny", **kind._asdict()))
+    torch.manual_seed(0)
+    model = GPT(
+        GPTConfig(
+            layers=case.layers,
+            width=case.width,
+            heads=max(1, case.width // _HEAD_WIDTH),
+            head_width=_HEAD_WIDTH,
+            vocabulary=case.vocabulary,
+            context=case.context,
+        )
+    )
+    engine = swap(
+        model,
+        _batch(case),
+        optimizer=lambda _: make_optimizer(model, recipe),
+        device="emulated",
+        device_memory=case.device_memory,
+        options=Options(precision=precision_of(kind), profile=False),
+    )
+    for _ in range(_STEPS):
+        engine.step([_batch(case)])
+    return engine
+
+
+def _batch(case: MemoryCase) -> dict[str, Tensor]:
+    tokens = torch.randint(case.vocabulary, (1, case.context + 1))
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def _resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmRSS":
+            return int(value.split()[0]) * 1024
+    raise ConfigError("/proc/self/status has no VmRSS; this benchmark needs Linux")
+
+
+def main() -> None:
+    """Measure one kind as the command line says."""
+    order: dict[str, Any] = json.loads(sys.argv[1])
+    torch.set_num_threads(order["threads"])
+    case = MemoryCase(**order["case"])
+    result = measure(Kind(*order["kind"]), case)
+    sys.stdout.write(json.dumps({**result, "case": asdict(case)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
