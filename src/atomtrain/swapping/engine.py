@@ -32,12 +32,11 @@ from atomtrain.planning.timeline import Span
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.executor import Executor
+from atomtrain.swapping.fragments import Fragment, element_bytes, fragment_ranges
 from atomtrain.swapping.precision import (
     Masters,
     Narrowed,
     check_precision,
-    gathered,
-    scattered,
 )
 from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
@@ -50,10 +49,6 @@ from atomtrain.swapping.updates import (
     optimizer_bytes,
     optimizer_of,
 )
-
-_LARGEST_FRAGMENT_BYTES = 64 << 20
-_LEAST_FRAGMENTS = 4
-_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,17 +439,7 @@ class Engine:
         Returns:
             Byte ranges of the host store, in order and without gaps.
         """
-        layout = self._store.layout
-        most_bytes = min(_LARGEST_FRAGMENT_BYTES, -(-layout.total_bytes // _LEAST_FRAGMENTS))
-        ends = [stop for _, stop in layout.layers] + [s.stop_bytes for s in layout.shared]
-        ranges: list[tuple[int, int]] = []
-        start = last = 0
-        for end in ends:
-            if end - start > most_bytes and last > start:
-                ranges.append((start, last))
-                start = last
-            last = end
-        return [*ranges, (start, last)] if last > start else ranges
+        return fragment_ranges(self._store.layout)
 
     @contextmanager
     def fragment(self, start_bytes: int, stop_bytes: int) -> Iterator[Tensor]:
@@ -470,19 +455,10 @@ class Engine:
         self._check_whole()
         with self._guarded():
             self._updates.wait_for_range(start_bytes, stop_bytes)
-        each_bytes = self.element_bytes
-        if each_bytes == _FLOAT32_BYTES:
-            yield self._store.parameters[start_bytes:stop_bytes].view(torch.float32)
-            return
-        offsets = self._store.layout.offsets
-        places = [
-            (parameter, (offsets[id(parameter)] - start_bytes) // each_bytes)
-            for parameter in self._planner.chain.parameters
-            if start_bytes <= offsets[id(parameter)] < stop_bytes and parameter.numel()
-        ]
-        buffer = gathered(self.masters, places, (stop_bytes - start_bytes) // each_bytes)
-        yield buffer
-        scattered(self.masters, places, buffer)
+        store, chain = self._store, self._planner.chain
+        fragment = Fragment(chain, store.layout, store.parameters, start_bytes, stop_bytes)
+        with fragment.view(self.masters) as values:
+            yield values
 
     @property
     def element_bytes(self) -> int:
@@ -491,15 +467,7 @@ class Engine:
         Raises:
             ConfigError: the model's parameters are not all of one of the two.
         """
-        types = {parameter.dtype for parameter in self._planner.chain.parameters}
-        if types == {torch.float32}:
-            return _FLOAT32_BYTES
-        if types == {torch.bfloat16}:
-            return _FLOAT32_BYTES // 2
-        raise ConfigError(
-            f"the model mixes {', '.join(sorted(map(str, types)))}; fragments are of models whose "
-            "parameters are all float32 or all bfloat16: convert it with model.float()"
-        )
+        return element_bytes(self._planner.chain)
 
     def close(self) -> None:
         """Finish pending updates and release device and threads; the model stays usable."""

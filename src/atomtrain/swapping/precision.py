@@ -8,7 +8,7 @@ arena and device stays as it is for a model that is bfloat16 by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -154,31 +154,6 @@ def check_precision(precision: object) -> None:
         raise ConfigError(
             f"precision must be 'bf16', or None for the model's own type, not {precision!r}"
         )
-
-
-def gathered(masters: Masters, places: Iterable[tuple[nn.Parameter, int]], length: int) -> Tensor:
-    """Return the values of parameters in one buffer, 0 between them.
-
-    Args:
-        masters: Where the values are.
-        places: Parameters with the index of their first element.
-        length: Elements of the buffer.
-
-    Returns:
-        `[length]` float32, a copy.
-    """
-    buffer = torch.zeros(length)
-    for parameter, index in places:
-        values = masters.read(parameter)
-        buffer[index : index + parameter.numel()].view(parameter.shape).copy_(values)
-    return buffer
-
-
-def scattered(masters: Masters, places: Iterable[tuple[nn.Parameter, int]], buffer: Tensor) -> None:
-    """Set the values of parameters to what `gathered` gave, with whatever was changed there."""
-    for parameter, index in places:
-        values = buffer[index : index + parameter.numel()].view(parameter.shape)
-        masters.write(parameter, values)
 
 
 _TAKEN = (torch.float32, torch.bfloat16)
