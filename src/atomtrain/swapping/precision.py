@@ -73,7 +73,7 @@ class Narrowed:
         self._buffers.clear()
         while updated:  # what is not kept goes one by one, so that memory falls steadily
             parameter, data = updated.pop()
-            masters.adopt(parameter, data.float().contiguous())
+            masters.adopt(parameter, _own(data))
 
     def restore(self) -> None:
         """Give the model back what it had, unless that was handed over."""
@@ -157,6 +157,12 @@ def check_precision(precision: object) -> None:
 
 
 _TAKEN = (torch.float32, torch.bfloat16)
+
+
+def _own(data: Tensor) -> Tensor:
+    """Return values as float32 in memory that holds nothing else: the same, if it is so."""
+    values = data.float().contiguous()
+    return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
 
 def _saved_buffers(model: nn.Module) -> list[Tensor]:
