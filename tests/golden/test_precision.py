@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,23 @@ def test_a_shared_weight_and_several_micro_batches(segments: int) -> None:
         masters = engine.state_dict()
         expected_weight = resident.master_of(head_first.weight)
         assert_same_bits(masters["head.weight"], expected_weight, "head.weight")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_delays_change_no_bit(seed: int) -> None:
+    """The update writes masters and streams while other segments are loaded."""
+    drawn = random.Random(seed)
+
+    def delay(_: str) -> None:
+        time.sleep(drawn.choice([0.0, 0.0, 0.003]))
+
+    factory, steps, model = factory_of("8"), token_batches(2), gpt(tied=False)
+    reference, resident = narrowed(model, factory)
+    expected = train(reference, steps, resident, clip_norm=0.5 if seed else None)
+    options = {"micro_batches": 2, "segments": 5, "clip_norm": 0.5 if seed else None}
+    with swap(model, steps[0][0], factory, inject=delay, **options) as engine:
+        assert [engine.step(batches) for batches in steps] == expected
+        assert_equal(engine, reference, resident)
 
 
 def test_whole_and_split_masters_train_alike() -> None:
