@@ -55,7 +55,7 @@ def test_a_plan_is_json_and_is_readable(chain_and_costs) -> None:
 
 
 def test_a_damaged_plan_is_refused(chain_and_costs) -> None:
-    data = plan(chain_and_costs, machine()).to_json()
+    data = plan(chain_and_costs, machine(), host_layers=0).to_json()
     with pytest.raises(PlanError, match=r"no 'slot'\. Did you mean 'slots'\?"):
         Plan.from_json({**data, "slot": 2})
     with pytest.raises(PlanError, match="lacks 'boundary'"):
@@ -65,7 +65,7 @@ def test_a_damaged_plan_is_refused(chain_and_costs) -> None:
 
 
 def test_plenty_of_memory_needs_no_second_load_and_no_recomputing(chain_and_costs) -> None:
-    made = plan(chain_and_costs, machine("1GiB", link=1e9))
+    made = plan(chain_and_costs, machine("1GiB", link=1e9), host_layers=0)
     assert made.recomputed_layers == 0
     assert made.load_s * 1e9 == pytest.approx(Layout(chain_and_costs[0]).total_bytes, rel=1e-3)
 
@@ -91,11 +91,27 @@ def test_the_chosen_plan_is_within_a_hundredth_of_all_that_fit(chain_and_costs) 
     for segments in range(1, len(chain.layers) + 1):
         for slots in (2, 3):
             try:
-                other = plan(chain_and_costs, on, segments=segments, slots=slots)
+                other = plan(chain_and_costs, on, segments=segments, slots=slots, host_layers=0)
             except PlanError:
                 continue
             assert memory.device_bytes(other.shape) == other.device_peak_bytes
             assert best.step_s <= other.step_s * 1.01
+
+
+def test_layers_run_on_the_host_where_that_is_better(chain_and_costs) -> None:
+    tight = machine("2MiB", 1e8)
+    there, here = (plan(chain_and_costs, tight, host_layers=n) for n in (1, 0))
+    assert there.device_peak_bytes < here.device_peak_bytes
+    assert there.load_s < here.load_s
+    for on in (tight, machine("1GiB", 1e9), machine("1GiB", 1e6)):
+        both = []
+        for host_layers in (0, 1):
+            both.append(plan(chain_and_costs, on, host_layers=host_layers))
+        best = plan(chain_and_costs, on)
+        least_s = min(made.step_s for made in both)
+        equal = [made for made in both if made.step_s <= 1.01 * least_s]
+        assert best in equal
+        assert best.device_peak_bytes == min(made.device_peak_bytes for made in equal)
 
 
 def test_too_little_memory_names_the_layer_and_the_least_budget(chain_and_costs) -> None:

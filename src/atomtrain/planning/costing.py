@@ -69,14 +69,15 @@ class Costing:
         machine: Machine,
         layout: Layout,
         micro_batches: int,
+        host_layers: int = 0,
     ) -> None:
-        """`times` are for one micro-batch, by kind of layer.
+        """`times` are for one micro-batch, by kind of layer; leading layers may be on the host.
 
         Raises:
             PlanError: a time is missing, negative or no number.
         """
         per_layer = [_checked(times, cost.kind, cost.name) for cost in costs.layers]
-        self._machine, self._layout = machine, layout
+        self._machine, self._layout, self._first = machine, layout, host_layers
         self.micro_batches = micro_batches
         self.layer_forward_s = [micro_batches * time.forward_s for time in per_layer]
         self.layer_backward_s = [micro_batches * time.backward_s for time in per_layer]
@@ -168,7 +169,9 @@ class Costing:
             seeds = np.zeros_like(segment)
             start, stop = np.indices(segment.shape)
             for block in range(count, layout.blocks):
-                users, n_bytes = layout.users(block), layout.block_bytes(block)
+                users, n_bytes = layout.users(block, self._first), layout.block_bytes(block)
+                if not users:
+                    continue
                 used = np.zeros(segment.shape, bool)
                 for user in users:
                     used |= (start <= user) & (user < stop)
@@ -222,7 +225,8 @@ def spans_of(
     micro_batches: int,
 ) -> list[Span]:
     """Return the predicted spans of one step of a plan's `shape`."""
-    costing = Costing(chain, costs, times, machine, Layout(chain), micro_batches)
+    layout = Layout(chain)
+    costing = Costing(chain, costs, times, machine, layout, micro_batches, shape.host_layers)
     return costing.spans(shape)
 
 

@@ -78,11 +78,11 @@ class Layout:
         start, stop = self.block_range(block)
         return stop - start
 
-    def users(self, block: int) -> tuple[int, ...]:
-        """Return the layers that use a block, in order."""
-        if block < len(self.layers):
-            return (block,)
-        return self.shared[block - len(self.layers)].users
+    def users(self, block: int, start: int = 0) -> tuple[int, ...]:
+        """Return the layers from `start` on that use a block, in order."""
+        shared = block - len(self.layers)
+        users = (block,) if shared < 0 else self.shared[shared].users
+        return tuple(user for user in users if user >= start)
 
     def blocks_of(self, start: int, stop: int) -> list[int]:
         """Return the blocks that layers `start` to `stop` need."""

@@ -56,6 +56,15 @@ class MemoryModel:
             max((costs.values[name].n_bytes for name in chain.crossing(cut)), default=0)
             for cut in range(count + 1)
         ]
+        # What layers on the host hand on is an input here: its bytes, and who reads it.
+        self._given = [
+            (
+                costs.values[name].n_bytes,
+                [i for i, at in enumerate(chain.layers) if name in at.reads],
+            )
+            for name in chain.inputs
+            if costs.values[name].requires_grad
+        ]
         kept = (cost.kept_bytes for cost in costs.layers)
         self._kept = list(itertools.accumulate(kept, initial=0))
         self._inputs: dict[int, list[int]] = {}
@@ -102,8 +111,11 @@ class MemoryModel:
 
     def host_bytes(self, shape: Shape) -> int:
         """Return parameters, gradients, optimizer state, waiting values, and the rest."""
-        state = self._optimizer_state_bytes
-        return 2 * self._layout.total_bytes + state + self._waiting_bytes(shape) + PROCESS_BYTES
+        state, first = self._optimizer_state_bytes, shape.host_layers
+        waiting = self._waiting_bytes(shape)
+        # Gradients on their way to layers on the host.
+        waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
+        return 2 * self._layout.total_bytes + state + waiting + PROCESS_BYTES
 
     def least_layer_bytes(self, index: int) -> int:
         """Return the least device bytes with which the layer alone could be a segment."""
@@ -143,14 +155,17 @@ class MemoryModel:
             leaving = max(self._largest[start + 1 : stop + 1])
             return inputs + standing + leaving + space.forward
         inner = max(space.graph, space.backward)
+        leaving, coming = self._given_gradients(start, stop)
+        inputs += ahead * coming
         if phase is Phase.TURN:
             standing = count * below if boundary == "device" else ahead * below
-            leaving = self._largest[start] if boundary == "host" else 0
+            if boundary == "host":
+                leaving = max(leaving, self._largest[start])
             return waiting + inputs + standing + leaving + inner
         if boundary == "device":
             standing = max(count * above, above + (count - 1) * below) + ahead * below
-            return inputs + standing + inner
-        leaving = max(self._largest[start], self._largest[stop])
+            return inputs + standing + leaving + inner
+        leaving = max(leaving, self._largest[start], self._largest[stop])
         return inputs + ahead * (below + above) + leaving + inner
 
     def _kept_work_bytes(self, phase: Phase, start: int, stop: int, boundary: Boundary) -> int:
@@ -162,11 +177,25 @@ class MemoryModel:
             # The last micro-batch's graph is what is growing.
             return graphs - one + max(space.graph, one)
         above = self._crossing[stop]
-        inner = max(0, space.backward - one)
+        leaving, coming = self._given_gradients(start, stop)
+        inner = max(0, space.backward - one) + min(2, self.micro_batches) * coming
         if boundary == "device":
-            return graphs + self.micro_batches * above + inner
-        leaving = max(self._largest[start], self._largest[stop])
+            return graphs + self.micro_batches * above + leaving + inner
+        leaving = max(leaving, self._largest[start], self._largest[stop])
         return graphs + min(2, self.micro_batches) * above + leaving + inner
+
+    def _given_gradients(self, start: int, stop: int) -> tuple[int, int]:
+        """Return what leaves to layers on the host at a time, and what comes back to be added to.
+
+        They are the gradients of values that those layers handed on. They wait on the host, also
+        between two segments that read the same value.
+        """
+        leaving = coming = 0
+        for n_bytes, readers in self._given:
+            if any(start <= reader < stop for reader in readers):
+                leaving = max(leaving, n_bytes)
+                coming += n_bytes * (readers[-1] >= stop)
+        return leaving, coming
 
     def kept_bytes(self, start: int, stop: int) -> int:
         """Return the graphs of all micro-batches with their inputs."""

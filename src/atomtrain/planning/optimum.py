@@ -183,7 +183,7 @@ class Optimum:
         load = starts_s if self._overlap else compute
         return np.stack([compute, load, unload, np.zeros_like(load), update], axis=1)
 
-    def _visit(self, clocks: Array, table: VisitTable, start: int | Array, stop: int) -> Array:
+    def _visit(self, clocks: Array, table: VisitTable, start: int | Starts, stop: int) -> Array:
         """Return the clocks after a backward visit.
 
         Args:

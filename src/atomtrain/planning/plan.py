@@ -30,6 +30,9 @@ class Request:
     """Resident blocks, or `None` for the planner's choice."""
     activations: Activation | None = None
     """`"recompute"`: never keep graphs; `None` (or `"keep"`): where it pays."""
+    host_layers: int | None = None
+    """How many leading layers run on the host (0, or as many as only look up), or `None` for the
+    planner's choice."""
     optimizer_state_bytes: int | None = None
     """Of all parameters, on the host, with the optimizer's scratch; `None`: AdamW's two moments in
     the parameters' own type."""
@@ -55,7 +58,7 @@ class Plan:
     """Blocks that stay on the device during a step: loaded once, their gradients leave once. A
     number below that of the layers is a layer's own parameters, others are shared weights."""
     host_layers: int
-    """How many leading layers run on the host; 0 today."""
+    """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]
     """One for each backward segment; the turn's is `recompute`, though it has nothing to."""
     slots: int

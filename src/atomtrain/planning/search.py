@@ -9,7 +9,9 @@ Both are exact for the space of `planning/space.py` and the predictor of `planni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.costing import Costing
+from atomtrain.planning.host import host_choices, host_s, whole_shape, without
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
@@ -61,24 +64,92 @@ def make_plan(
         PlanError: nothing fits (names the layer and the least budget that would do), or a time is
             missing, negative or no number.
     """
-    layout = Layout(chain)
-    state_bytes = request.optimizer_state_bytes
-    memory = MemoryModel(chain, costs, layout, request.micro_batches, state_bytes)
-    costing = Costing(chain, costs, times, machine, layout, request.micro_batches)
-    space = Space(chain, costs, layout, memory, costing, request)
-    _check_request(space, layout)
-    fastest = fastest_of(space, machine.device_memory_bytes)
-    if fastest is None:
-        raise _does_not_fit(space, chain, machine)
-    limit_s = (1 + _EQUAL) * fastest.step_s
-    chosen = leanest_of(space, fastest, limit_s, machine.device_memory_bytes)
-    plan = plan_of(chosen.shape, memory, costing, machine)
+    problems = _problems(chain, costs, times, machine, request)
+    times_s = [p.fastest.step_s + p.host_s for p in problems if p.fastest is not None]
+    if not times_s:
+        raise _does_not_fit(problems, machine)
+    limit_s = (1 + _EQUAL) * min(times_s)
+    found = [problem.leanest(limit_s) for problem in problems]
+    plans = [
+        problem.plan(choice) for problem, choice in zip(problems, found, strict=True) if choice
+    ]
+    plan = min(plans, key=lambda plan: (plan.boundary, plan.device_peak_bytes, plan.host_layers))
     if plan.host_bytes > machine.host_memory_bytes:
         raise PlanError(
             f"training this model takes {format_bytes(plan.host_bytes)} of host memory, "
             f"{format_bytes(machine.host_memory_bytes)} are there; choose a smaller model"
         )
     return plan
+
+
+class _Problem:
+    """The plans with a number of leading layers on the host."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        costs: ChainCosts,
+        times: Mapping[str, LayerTime],
+        machine: Machine,
+        request: Request,
+        host_layers: int,
+    ) -> None:
+        self.host_layers, self._whole, self._machine = host_layers, chain, machine
+        self.chain, rest_costs = without(chain, costs, host_layers)
+        count, state_bytes = request.micro_batches, request.optimizer_state_bytes
+        layout = Layout(self.chain)
+        self.memory = MemoryModel(self.chain, rest_costs, layout, count)
+        self.costing = Costing(self.chain, rest_costs, times, machine, layout, count)
+        self.space = Space(self.chain, rest_costs, layout, self.memory, self.costing, request)
+        self._all = MemoryModel(chain, costs, Layout(chain), count, state_bytes)
+        self.host_s = host_s(chain, costs, host_layers, machine, count) if host_layers else 0.0
+        _check_request(self.space, layout)
+
+    @cached_property
+    def fastest(self) -> Choice | None:
+        """A fastest plan of the rest; the host's part of the step is not in its time."""
+        return fastest_of(self.space, self._machine.device_memory_bytes)
+
+    def leanest(self, limit_s: float) -> Choice | None:
+        """Return the leanest plan of the rest with which a step takes at most `limit_s`."""
+        if self.fastest is None or self.fastest.step_s + self.host_s > limit_s:
+            return None
+        device_bytes = self._machine.device_memory_bytes
+        return leanest_of(self.space, self.fastest, limit_s - self.host_s, device_bytes)
+
+    def plan(self, choice: Choice) -> Plan:
+        """Return the plan of the whole chain."""
+        plan = plan_of(choice.shape, self.memory, self.costing, self._machine)
+        shape = whole_shape(choice.shape, self._whole, self.chain, self.host_layers)
+        return dataclasses.replace(
+            plan,
+            **shape._asdict(),
+            host_bytes=self._all.host_bytes(shape),
+            step_s=plan.step_s + self.host_s,
+        )
+
+
+def _problems(
+    chain: Chain,
+    costs: ChainCosts,
+    times: Mapping[str, LayerTime],
+    machine: Machine,
+    request: Request,
+) -> list[_Problem]:
+    choices = host_choices(chain, costs)
+    if request.host_layers is not None:
+        if request.host_layers not in choices:
+            allowed = " or ".join(map(str, choices))
+            raise PlanError(
+                f"host_layers is {request.host_layers}; with this model it can be {allowed}: only "
+                "leading layers that look up in large tables can run on the host"
+            )
+        choices = [request.host_layers]
+    elif request.resident is not None:  # its blocks are those of all layers
+        choices = [0]
+    fewest = request.segments or 1
+    choices = [n for n in choices if n == choices[0] or len(chain.layers) - n >= fewest]
+    return [_Problem(chain, costs, times, machine, request, n) for n in choices]
 
 
 def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machine) -> Plan:
@@ -98,14 +169,11 @@ def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machin
 
 def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batches: int) -> bool:
     """Return whether some plan fits the device that keeps values between segments there."""
-    layout = Layout(chain)
-    memory = MemoryModel(chain, costs, layout, micro_batches)
     request = Request(micro_batches=micro_batches, boundary="device")
     # Times do not matter here.
     times = {cost.kind: LayerTime(0.0, 0.0) for cost in costs.layers}
-    costing = Costing(chain, costs, times, _NO_MACHINE, layout, micro_batches)
-    space = Space(chain, costs, layout, memory, costing, request)
-    return least_device_bytes(space) <= device_memory_bytes
+    problems = _problems(chain, costs, times, _NO_MACHINE, request)
+    return any(least_device_bytes(p.space) <= device_memory_bytes for p in problems)
 
 
 def fastest_of(space: Space, device_bytes: int) -> Choice | None:
@@ -188,14 +256,16 @@ def _check_request(space: Space, layout: Layout) -> None:
         )
 
 
-def _does_not_fit(space: Space, chain: Chain, machine: Machine) -> PlanError:
-    needs = [space.memory.least_layer_bytes(index) for index in range(len(chain.layers))]
+def _does_not_fit(problems: Sequence[_Problem], machine: Machine) -> PlanError:
+    least = {least_device_bytes(problem.space): problem for problem in problems}
+    problem = least[min(least)]
+    needs = [problem.memory.least_layer_bytes(i) for i in range(len(problem.chain.layers))]
     worst = max(range(len(needs)), key=lambda index: needs[index])
     return PlanError(
         f"no plan fits the device budget of {format_bytes(machine.device_memory_bytes)}: layer "
-        f"{chain.layers[worst].name!r} alone needs {format_bytes(needs[worst])} with this "
-        f"micro-batch; raise --device-memory to at least {_rounded_up(least_device_bytes(space))}, "
-        "or use smaller micro-batches"
+        f"{problem.chain.layers[worst].name!r} alone needs {format_bytes(needs[worst])} with this "
+        f"micro-batch; raise --device-memory to at least {_rounded_up(min(least))}, or use "
+        "smaller micro-batches"
     )
 
 

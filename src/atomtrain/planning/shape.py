@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     """Blocks with places of their own on the device, in increasing order. A number below that of
     the layers is a layer's own parameters, the ones from there on are the shared weights."""
     host_layers: int = 0
-    """How many leading layers run on the host; 0 today."""
+    """How many leading layers run on the host; both partitions begin behind them."""
     activations: tuple[Activation, ...] = ()
     """One for each backward segment; empty means that all are recomputed."""
 
@@ -59,15 +59,21 @@ class Shape(NamedTuple):
         Raises:
             PlanError: it cannot; says why.
         """
+        if not 0 <= self.host_layers < layers:
+            raise PlanError(
+                f"host_layers is {self.host_layers}; it must be at least 0 and below the number "
+                f"of layers, {layers}"
+            )
         start = self.backward_bounds[-2] if len(self.backward_bounds) > 1 else -1
         for name, bounds, stop in (
             ("forward_bounds", self.forward_bounds, start),
             ("backward_bounds", self.backward_bounds, layers),
         ):
             rising = all(low < high for low, high in itertools.pairwise(bounds))
-            if not bounds or bounds[0] != 0 or bounds[-1] != stop or not rising:
+            if not bounds or bounds[0] != self.host_layers or bounds[-1] != stop or not rising:
                 raise PlanError(
-                    f"{name} are {list(bounds)}; they must rise from 0 to {max(stop, 0)}"
+                    f"{name} are {list(bounds)}; they must rise from {self.host_layers} to "
+                    f"{max(stop, 0)}"
                 )
         if self.slots < 1 or self.gradient_buffers < 1:
             raise PlanError("a plan has at least one slot and one gradient buffer")
@@ -76,8 +82,6 @@ class Shape(NamedTuple):
             raise PlanError(
                 f"resident_blocks are {list(resident)}; they must rise within 0 to {blocks - 1}"
             )
-        if self.host_layers != 0:
-            raise PlanError(f"host_layers is {self.host_layers}; only 0 is possible today")
         if self.activations and len(self.activations) != self.segments:
             raise PlanError(
                 f"there are {len(self.activations)} activations for {self.segments} segments; "

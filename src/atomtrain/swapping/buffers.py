@@ -21,16 +21,16 @@ from atomtrain.swapping.device import Device
 class DeviceBuffers:
     """The device copies of all buffers of a chain."""
 
-    def __init__(self, chain: Chain, costs: ChainCosts, device: Device) -> None:
-        """Copy all buffers to the device; call inside `Device.computing`."""
+    def __init__(self, chain: Chain, costs: ChainCosts, device: Device, first: int = 0) -> None:
+        """Copy the buffers of layers from `first` on to the device, inside `Device.computing`."""
         self._device = device
         self._chain = chain
         self._changing = [cost.changes_buffers for cost in costs.layers]
         copies: dict[int, Tensor] = {}
         self._buffers: list[dict[str, Tensor]] = []
-        for layer in chain.layers:
+        for index, layer in enumerate(chain.layers):
             here = {}
-            for name, buffer in layer.buffers.items():
+            for name, buffer in layer.buffers.items() if index >= first else ():
                 if id(buffer) not in copies:
                     copy = device.empty(tuple(buffer.shape), buffer.dtype)
                     copy.copy_(buffer)
@@ -56,12 +56,12 @@ class DeviceBuffers:
         """Copy the buffers back into the model; call when the device is synchronised."""
         with torch.no_grad():
             for layer, buffers in zip(self._chain.layers, self._buffers, strict=True):
-                for name, buffer in layer.buffers.items():
-                    buffer.copy_(buffers[name])
+                for name, buffer in buffers.items():
+                    layer.buffers[name].copy_(buffer)
 
     def from_host(self) -> None:
         """Copy the model's buffers to the device again, after they were loaded."""
         with torch.no_grad():
             for layer, buffers in zip(self._chain.layers, self._buffers, strict=True):
-                for name, buffer in layer.buffers.items():
-                    buffers[name].copy_(buffer)
+                for name, buffer in buffers.items():
+                    buffer.copy_(layer.buffers[name])

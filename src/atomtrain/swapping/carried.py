@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ class _Held:
     """The host buffer behind `host`, if it goes back to the pool."""
     saved: Event | None = None
     fetched: Event | None = None
+
+
+class Saved(NamedTuple):
+    """What came to the host."""
+
+    value: Tensor
+    buffer: Tensor
+    """Its memory, which goes back to the pool."""
+    event: Event
+    """Done when the value is there."""
 
 
 class HostPool:
@@ -89,6 +99,19 @@ class Carried:
     def put_input(self, micro_batch: int, name: str, value: Any) -> None:
         """Hold a micro-batch's input: a host tensor, or something that is no tensor."""
         self._held[micro_batch, name] = _Held(host=value)
+
+    def put_host(self, micro_batch: int, name: str, value: Tensor, pooled: Tensor) -> None:
+        """Hold what a layer on the host produced, in a buffer of the pool."""
+        self._held[micro_batch, name] = _Held(host=value, pooled=pooled)
+
+    def hand_over(self, micro_batch: int, name: str) -> Saved | None:
+        """Give away what was saved to the host, with its buffer; `None` if there is nothing."""
+        held = self._held.pop((micro_batch, name), None)
+        if held is None:
+            return None
+        assert held.pooled is not None
+        assert held.saved is not None
+        return Saved(held.host, held.pooled, held.saved)
 
     def put(self, micro_batch: int, name: str, value: Tensor, *, keep: bool, save: bool) -> None:
         """Hold what a segment produced.

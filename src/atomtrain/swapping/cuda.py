@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -151,6 +151,9 @@ class CudaDevice:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
+
+    def on_host(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def host_empty(self, n_bytes: int) -> Tensor:
         """Allocate ordinary memory and pin it in place.

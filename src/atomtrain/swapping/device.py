@@ -47,6 +47,10 @@ class Device(Protocol):
         """Allocate on the device; call inside `computing`."""
         ...
 
+    def on_host(self) -> AbstractContextManager[None]:
+        """What is allocated on the host inside this is no device memory."""
+        ...
+
     def host_empty(self, n_bytes: int) -> Tensor:
         """Allocate `n_bytes` of host memory (uint8) from which copies are fast."""
         ...

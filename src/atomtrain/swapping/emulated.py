@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -80,6 +80,9 @@ class EmulatedDevice:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def on_host(self) -> AbstractContextManager[None]:
+        return self._tracker.ignoring()
 
     def host_empty(self, n_bytes: int) -> Tensor:
         with self._tracker.ignoring():

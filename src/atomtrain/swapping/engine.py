@@ -74,6 +74,9 @@ class Options:
     """Number of device slots, or `None` for the planner's choice."""
     gradient_buffers: int | None = None
     """Number of gradient buffers, or `None` for the planner's choice."""
+    host_layers: int | None = None
+    """How many leading layers run on the host (an embedding: only the rows that tokens touch cross
+    the link), or `None` for the planner's choice."""
     clip_norm: float | None = None
     """Clip the global gradient norm, exactly, or `None`."""
     head_pieces: int | Literal["auto"] | None = None
@@ -220,6 +223,7 @@ class Planner:
             segments=self.options.segments,
             slots=self.options.slots,
             gradient_buffers=self.options.gradient_buffers,
+            host_layers=self.options.host_layers,
             optimizer_state_bytes=None if taken is None else sum(taken),
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)

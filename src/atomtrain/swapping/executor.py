@@ -17,10 +17,12 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
+from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
 from atomtrain.swapping.buffers import DeviceBuffers
-from atomtrain.swapping.carried import Carried, HostPool, Outbox, leaf_of
+from atomtrain.swapping.carried import Carried, HostPool, Outbox, Saved, leaf_of
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.host_layers import HostLayers
 from atomtrain.swapping.randomness import Randomness
 from atomtrain.swapping.routes import Route, forward_routes
 from atomtrain.swapping.slots import Slots, Tensors
@@ -48,8 +50,9 @@ class Executor:
         self._chain, self._costs, self._plan = chain, costs, plan
         self._device, self._updates = device, updates
         self.slots = Slots(chain, plan, store, device, updates)
-        self.buffers = DeviceBuffers(chain, costs, device)
+        self.buffers = DeviceBuffers(chain, costs, device, plan.host_layers)
         self.pool, self._outbox = HostPool(device), Outbox(device)
+        self._host = HostLayers(chain, plan.host_layers, store, updates, self.pool)
         self._values = Carried(device, self.pool, self._outbox)
         self._gradients = Carried(device, self.pool, self._outbox)
         starts = {low for low, _ in itertools.pairwise(plan.backward_bounds)}
@@ -67,7 +70,10 @@ class Executor:
         """Run forward and backward; gradients go to `Updates`. Return the losses (0-d)."""
         self._random.begin(len(micro_batches))
         backward = [v.layers for v in self._training.visits if v.gradient is not None]
-        self._updates.begin_step({layers: self.slots.delivered(layers) for layers in backward})
+        deliveries: dict[Layers, list[int]] = {v: self.slots.delivered(v) for v in backward}
+        if self._plan.host_layers:
+            deliveries[self._host.layers] = self._host.blocks
+        self._updates.begin_step(deliveries)
         losses = self._run(self._training, micro_batches)
         self._updates.finish_step()
         self._random.finish()
@@ -82,6 +88,9 @@ class Executor:
         for index, micro_batch in enumerate(micro_batches):
             for name in self._chain.inputs:
                 self._values.put_input(index, name, micro_batch[name])
+        training = a_pass is self._training
+        if self._plan.host_layers:
+            self._run_host_layers(micro_batches, training)
         self.slots.begin(a_pass.visits)
         for index, visit in enumerate(a_pass.visits):
             if visit.phase is Phase.TURN:
@@ -93,10 +102,23 @@ class Executor:
                 self._visit(visit, a_pass.routes.get(index), tensors)
             del tensors
             self.slots.leave(index)
+        if self._plan.host_layers and training:
+            self._host.backward([self._gradients_for_host(i) for i in range(self._count)])
         self._values.clear()
         self._gradients.clear()
         losses, self._losses = self._losses, []
         return losses
+
+    def _run_host_layers(self, micro_batches: Sequence[Values], training: bool) -> None:
+        with self._device.on_host():
+            results = self._host.forward(micro_batches, training)
+        for index, result in enumerate(results):
+            for name, (value, buffer) in result.items():
+                self._values.put_host(index, name, value, buffer)
+
+    def _gradients_for_host(self, micro_batch: int) -> dict[str, Saved]:
+        found = {n: self._gradients.hand_over(micro_batch, n) for n in self._host.writes}
+        return {name: saved for name, saved in found.items() if saved is not None}
 
     def _visit(self, visit: Visit, route: Route | None, tensors: Tensors) -> None:
         start, stop = visit.layers
@@ -215,7 +237,7 @@ class Executor:
         for name, leaf in graph.leaves.items():
             if isinstance(leaf, Tensor) and leaf.grad is not None:
                 self._gradients.forget(micro_batch, [name])
-                keep = self._plan.boundary == "device"
+                keep = self._plan.boundary == "device" and name not in self._host.writes
                 self._gradients.put(micro_batch, name, leaf.grad, keep=keep, save=not keep)
 
     def _run_layers(

@@ -46,6 +46,7 @@ class Residents:
         store: HostStore,
         device: Device,
         collector: Callable[[int], Hook],
+        first: int = 0,
     ) -> None:
         """Allocate; call inside `Device.computing`.
 
@@ -55,11 +56,12 @@ class Residents:
             store: The host's parameters and gradients.
             device: Where the places are.
             collector: Makes the hook that takes a parameter's first gradient, by its `id`.
+            first: The first layer that runs on the device.
         """
         self.blocks = frozenset(blocks)
         self.leaves: dict[int, Tensor] = {}
         """Every resident parameter on the device, by the parameter's `id`."""
-        self._store, self._layout = store, store.layout
+        self._store, self._layout, self._first = store, store.layout, first
         # A tensor each: autograd counts the changes of a tensor for all views of it, and one block
         # may come while a graph still holds another.
         self._places = {block: self._place(chain, block, device, collector) for block in blocks}
@@ -70,7 +72,8 @@ class Residents:
     def first_used_by(self, layers: Layers) -> list[int]:
         """Return the blocks that come with a segment in forward, and leave with it in backward."""
         start, stop = layers
-        return [b for b in sorted(self.blocks) if start <= self._layout.users(b)[0] < stop]
+        first = {block: self._layout.users(block, self._first)[0] for block in self.blocks}
+        return [block for block in sorted(self.blocks) if start <= first[block] < stop]
 
     def load_of(self, block: int) -> Copy:
         """Return the copy that brings a block to its place."""

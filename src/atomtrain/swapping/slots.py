@@ -46,7 +46,10 @@ class Slots:
         self._device, self._updates = device, updates
         self._touched: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
-        self._residents = Residents(chain, plan.resident_blocks, store, device, self._collector)
+        self._first = plan.host_layers
+        self._residents = Residents(
+            chain, plan.resident_blocks, store, device, self._collector, self._first
+        )
         slot, gradient = (plan.slot_bytes,), (plan.gradient_bytes,)
         self._slots = [device.empty(slot, torch.uint8) for _ in range(plan.slots)]
         self._gradients = [
@@ -65,7 +68,7 @@ class Slots:
         return [
             block
             for block in self._layout.blocks_of(*layers)
-            if block not in self._residents or self._layout.users(block)[0] >= start
+            if block not in self._residents or self._layout.users(block, self._first)[0] >= start
         ]
 
     def begin(self, visits: Sequence[Visit]) -> None:

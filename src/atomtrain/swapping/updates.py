@@ -78,6 +78,11 @@ class Updates:
             for group in self.optimizer.param_groups
         ]
 
+    @property
+    def touched(self) -> set[int]:
+        """The parameters that have gradients in this step, by `id`; its jobs may add to it."""
+        return self._touched
+
     def members(self, block: int) -> Sequence[nn.Parameter]:
         """Return the parameters of a block."""
         return self._blocks[block]

@@ -1,0 +1,94 @@
+"""Leading layers that may run on the host: who they are, and the chain that is left for the device.
+
+Without its leading layers a chain is a chain again: what they write has become an input, one that
+gets a gradient. So plans with layers on the host are searched for like all others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.costs import ChainCosts, LayerCost
+from atomtrain.planning.layout import Layout
+from atomtrain.planning.machine import Machine
+from atomtrain.planning.shape import Shape
+
+_DENSE_GRADIENT_PASSES = 3
+"""An embedding's backward writes a gradient of the whole matrix, which is then added: it is written
+once and read once, the sum is read and written, of which one overlaps."""
+_ROWS_PASSES = 6
+"""Rows are read and written, copied out, and so are their gradients."""
+_UPDATE_BYTES_PER_PARAMETER = 28
+"""What AdamW moves; it tells the host memory's rate where nothing else does."""
+
+
+class Rest(NamedTuple):
+    """What is left for the device."""
+
+    chain: Chain
+    costs: ChainCosts
+
+
+def host_choices(chain: Chain, costs: ChainCosts) -> list[int]:
+    """Return the numbers of leading layers that may run on the host, 0 among them.
+
+    They only look up: no products, no random numbers, no changes to buffers, and less to hand on
+    than to load.
+    """
+    count = 0
+    while count + 1 < len(chain.layers) and _may(costs.layers[count]):
+        count += 1
+    written = [costs.values[name] for name in chain.writes(0, count)]
+    loaded_bytes = sum(cost.parameter_bytes for cost in costs.layers[:count])
+    pays = sum(value.n_bytes for value in written) < loaded_bytes
+    return [0, count] if pays and all(value.dtype is not None for value in written) else [0]
+
+
+def _may(cost: LayerCost) -> bool:
+    return not (cost.forward_flops or cost.random or cost.changes_buffers or not cost.parameters)
+
+
+def without(chain: Chain, costs: ChainCosts, host_layers: int) -> Rest:
+    """Return the chain that is left without its leading layers."""
+    if not host_layers:
+        return Rest(chain, costs)
+    rest = chain.layers[host_layers:]
+    used = {name for layer in rest for name in layer.reads}
+    inputs = tuple(n for n in (*chain.inputs, *chain.writes(0, host_layers)) if n in used)
+    return Rest(
+        Chain(rest, inputs, chain.loss, chain.names),
+        ChainCosts(costs.layers[host_layers:], costs.values),
+    )
+
+
+def host_s(
+    chain: Chain, costs: ChainCosts, host_layers: int, machine: Machine, micro_batches: int
+) -> float:
+    """Return what a step takes longer: the host's forward, backward and, after them, the update."""
+    layers = costs.layers[:host_layers]
+    update_rate = machine.update_parameters_per_s
+    bytes_per_s = machine.host_copy_bytes_per_s or _UPDATE_BYTES_PER_PARAMETER * update_rate
+    dense = _DENSE_GRADIENT_PASSES * sum(cost.parameter_bytes for cost in layers)
+    written = sum(costs.values[name].n_bytes for name in chain.writes(0, host_layers))
+    moved_s = micro_batches * (dense + _ROWS_PASSES * written) / bytes_per_s
+    return moved_s + sum(cost.parameters for cost in layers) / update_rate
+
+
+def whole_shape(shape: Shape, chain: Chain, rest: Chain, host_layers: int) -> Shape:
+    """Return a shape of the rest as a shape of the chain."""
+    if not host_layers:
+        return shape
+    layout, of_rest = Layout(chain), Layout(rest)
+    users = {b: layout.users(b, host_layers) for b in range(layout.blocks)}
+    resident: set[int] = set()
+    for block in shape.resident_blocks:
+        there = tuple(user + host_layers for user in of_rest.users(block))
+        # A weight that only one layer on the device uses is that layer's own there.
+        resident.update(b for b in users if users[b] == there and layout.block_bytes(b))
+    return shape._replace(
+        forward_bounds=tuple(bound + host_layers for bound in shape.forward_bounds),
+        backward_bounds=tuple(bound + host_layers for bound in shape.backward_bounds),
+        resident_blocks=tuple(sorted(resident)),
+        host_layers=host_layers,
+    )
