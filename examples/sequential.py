@@ -43,7 +43,9 @@ def main() -> None:
                 print(f"step {step:3d}  loss {value:.4f}")
         print(f"held-out loss {engine.evaluate([batch()]):.4f}")
         assert engine.last is not None
-        print(f"model state {engine.state_bytes} bytes, device peak {engine.last.device_peak_bytes}")
+        print(
+            f"model state {engine.state_bytes} bytes, device peak {engine.last.device_peak_bytes}"
+        )
 
 
 if __name__ == "__main__":

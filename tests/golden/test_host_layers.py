@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -134,6 +135,29 @@ def test_evaluation_and_more_micro_batches_than_before() -> None:
         assert engine.evaluate(steps[0]) == sum(expected) / 2
         engine.step(steps[0])
         assert engine.plan.host_layers == 1
+
+
+def test_the_mode_may_change_while_the_host_is_still_at_work() -> None:
+    """An exported model, whose layers look at the model's mode."""
+    steps = [[torch.randint(301, (6,))] for _ in range(3)]
+    model = Skipping()
+    expected = twin(model)
+
+    def late(stream: str) -> None:
+        if stream == "update":
+            time.sleep(0.02)
+
+    weights = []
+    for candidate, inject in ((expected, None), (model, late)):
+        torch.manual_seed(5)
+        options = {"host_layers": 1, "inject": inject}
+        with swap(candidate, steps[0][0], loss=squares, **options) as engine:
+            for step in steps:
+                engine.step(step)
+                engine.evaluate(step)
+            weights.append({name: value.clone() for name, value in engine.state_dict().items()})
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

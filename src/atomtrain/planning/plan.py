@@ -153,6 +153,8 @@ class Plan:
                 f"forward    {len(self.forward_bounds)} segments (layers "
                 f"{_sizes((*self.forward_bounds, self.backward_bounds[-1]))})"
             )
+        if self.host_layers:
+            lines.append(f"on host    the first {self.host_layers} layers: only rows are loaded")
         if self.resident_blocks:
             lines.append(f"resident   blocks {', '.join(map(str, self.resident_blocks))}")
         if kept := self.shape.kept:

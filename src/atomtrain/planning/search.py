@@ -176,6 +176,18 @@ def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batche
     return any(least_device_bytes(p.space) <= device_memory_bytes for p in problems)
 
 
+def least_budget_bytes(
+    chain: Chain,
+    costs: ChainCosts,
+    times: Mapping[str, LayerTime],
+    machine: Machine,
+    request: Request,
+) -> int:
+    """Return the least device bytes of any plan, however slow; arguments as for `make_plan`."""
+    problems = _problems(chain, costs, times, machine, request)
+    return min(least_device_bytes(problem.space) for problem in problems)
+
+
 def fastest_of(space: Space, device_bytes: int) -> Choice | None:
     """Return a plan with the least predicted step time under a limit of device memory."""
     tasks: list[tuple[float, int, Optimum, Allowed]] = []

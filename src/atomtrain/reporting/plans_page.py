@@ -14,7 +14,12 @@ from atomtrain.planning.catalogue import HOSTS, Gpu, gpu, machine_for
 from atomtrain.planning.prospect import Workload
 from atomtrain.reporting.report import Report, make_report
 from atomtrain.reporting.subject import Subject, subject
-from atomtrain.reporting.table import format_duration, format_tokens_per_s, resident_names
+from atomtrain.reporting.table import (
+    format_duration,
+    format_tokens_per_s,
+    host_names,
+    resident_names,
+)
 from atomtrain.reporting.treatments import loaded_bytes, treatments
 from atomtrain.units import format_bytes, format_count
 
@@ -56,9 +61,11 @@ _TREATMENTS = """\
 
 Much to load and little to compute, and the logits are often the largest workspace of all. A
 *resident* weight has a place of its own on the device, is loaded once a step, and its gradient
-leaves once; a head *in pieces* of the vocabulary never holds all logits (its loss differs in the
-last bits, so it is a choice: `--head-pieces 8`). Both count where the vocabulary is large beside a
-block: in GPT-3 175B a block alone is three times as large as the vocabulary's weight, so nothing is
+leaves once; an embedding *on the host* gathers the rows that the step's tokens touch there, so that
+only they cross the link (its output) and their gradients come back; a head *in pieces* of the
+vocabulary never holds all logits (its loss differs in the last bits, so it is a choice:
+`--head-pieces 8`). They count where the vocabulary is large beside a
+block: in GPT-3 175B a block alone is three times as large as the vocabulary's weight, so little is
 saved. *Least device memory* is that of any plan, however slow. One sequence a micro-batch, eight a
 step; eight pieces.
 """
@@ -127,6 +134,7 @@ def treatment_table(name: str, model: Subject, card: Gpu) -> Iterator[str]:
         "least device memory",
         "device peak",
         "slots",
+        "on the host",
         "resident",
         "to device a step",
         "step",
@@ -134,7 +142,7 @@ def treatment_table(name: str, model: Subject, card: Gpu) -> Iterator[str]:
     )
     for text, least_bytes, found in treatments(model, card, _host_bytes(model, card), 8):
         if isinstance(found, PlanError):
-            yield _row(text, format_bytes(least_bytes), _reason(found), *["-"] * 5)
+            yield _row(text, format_bytes(least_bytes), _reason(found), *["-"] * 6)
             continue
         plan = found.plan
         yield _row(
@@ -142,6 +150,7 @@ def treatment_table(name: str, model: Subject, card: Gpu) -> Iterator[str]:
             format_bytes(least_bytes),
             format_bytes(plan.device_peak_bytes),
             f"{plan.slots} x {format_bytes(plan.slot_bytes)}",
+            ", ".join(host_names(found)) or "-",
             ", ".join(resident_names(found)) or "-",
             format_bytes(loaded_bytes(found)),
             format_duration(plan.step_s),

@@ -67,6 +67,11 @@ def resident_names(found: Prospect) -> list[str]:
     return [names[block] for block in found.plan.resident_blocks]
 
 
+def host_names(found: Prospect) -> list[str]:
+    """Return the names of the layers that run on the host."""
+    return [layer.name for layer in found.analysis.chain.layers[: found.plan.host_layers]]
+
+
 def _title(report: Report) -> str:
     here = " (this machine)"
     how = here if report.setting.card is None else f" ({report.setting.dtype} products)"
@@ -113,6 +118,8 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
         ("segments", f"backward {bounds_text(plan.backward_bounds)}{forward}"),
         ("slots", _slots(plan)),
     ]
+    if plan.host_layers:
+        rows.append(("on the host", f"{', '.join(host_names(found))}: only rows cross the link"))
     if plan.resident_blocks:
         rows.append(("resident", f"{', '.join(resident_names(found))}: loaded once a step"))
     if kept > 0:

@@ -9,16 +9,12 @@ from typing import NamedTuple
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.catalogue import Gpu, machine_for
-from atomtrain.planning.costing import Costing
 from atomtrain.planning.layout import Layout
-from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
-from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.plan import Request
 from atomtrain.planning.prospect import Analysis, Prospect
 from atomtrain.planning.schedule import training_visits
-from atomtrain.planning.search import make_plan
-from atomtrain.planning.space import Space
+from atomtrain.planning.search import least_budget_bytes, make_plan
 from atomtrain.reporting.place import compute_of
 from atomtrain.reporting.subject import Subject
 
@@ -48,18 +44,20 @@ def treatments(
         micro_batches: Of one sequence each, in a step.
     """
     split = dataclasses.replace(model, head_pieces=HEAD_PIECES, _analyses={})
-    for text, subject, resident in (
-        ("none", model, ()),
-        ("resident where it pays", model, None),
-        (f"head in {HEAD_PIECES} pieces", split, ()),
-        ("both", split, None),
+    for text, subject, resident, host_layers in (
+        ("none", model, (), 0),
+        ("embedding on the host", model, (), 1),
+        ("resident where it pays", model, None, 0),
+        (f"head in {HEAD_PIECES} pieces", split, (), 0),
+        ("all, where they pay", split, None, None),
     ):
-        request = Request(micro_batches=micro_batches, resident=resident)
+        request = Request(micro_batches=micro_batches, resident=resident, host_layers=host_layers)
         machine = machine_for(card, host_memory_bytes)
         analysis = subject.analyse(1)
         times = compute_of(card, "fp32").estimate(analysis)
         found = _planned(subject, analysis, times, machine, request)
-        yield Treatment(text, _least_bytes(analysis, times, machine, request), found)
+        least_bytes = least_budget_bytes(*analysis, times, machine, request)
+        yield Treatment(text, least_bytes, found)
 
 
 def loaded_bytes(found: Prospect) -> int:
@@ -70,14 +68,6 @@ def loaded_bytes(found: Prospect) -> int:
     return sum(layout.segment_bytes(*layers, resident) for layers in loads) + sum(
         layout.block_bytes(block) for block in resident
     )
-
-
-def _least_bytes(analysis: Analysis, times: Times, machine: Machine, request: Request) -> int:
-    chain, costs = analysis
-    layout = Layout(chain)
-    memory = MemoryModel(chain, costs, layout, request.micro_batches)
-    costing = Costing(chain, costs, times, machine, layout, request.micro_batches)
-    return least_device_bytes(Space(chain, costs, layout, memory, costing, request))
 
 
 def _planned(

@@ -329,6 +329,10 @@ class Engine:
             AnalysisError: what the model does in evaluation does not fit its layers in training.
         """
         batches = self._begin(micro_batches)
+        with self._guarded():
+            # Exporting what the model does in evaluation switches flags that all threads see, so
+            # no optimizer may run meanwhile.
+            self._updates.wait()
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.swapping.carried import HostPool, Saved
@@ -43,7 +44,8 @@ class HostLayers:
             for layer in chain.layers[:count]
             for parameter in layer.parameters.values()
         }
-        self._inputs: list[dict[str, Any]] = []
+        self._leaves: dict[int, Tensor] = {}
+        self._edges: list[dict[str, GradientEdge]] = []
         self._lent: list[Tensor] = []
 
     def forward(
@@ -55,29 +57,35 @@ class HostLayers:
         for buffer in self._lent:  # the last step's gradients have been read
             self._pool.give(buffer)
         self._lent.clear()
-        self._inputs = []
+        self._edges = []
+        self._leaves = {
+            key: parameter.detach().requires_grad_(training and parameter.requires_grad)
+            for key, parameter in self._unique.items()
+        }
         results = []
-        frozen = {key: parameter.detach() for key, parameter in self._unique.items()}
         for micro_batch in micro_batches:
-            inputs = {name: micro_batch[name] for name in self._chain.reads(*self.layers)}
-            with torch.no_grad():
-                written = self._run(inputs, frozen)
+            # Copies: backward runs when the caller may already fill his with the next batch.
+            inputs = {name: _copy(micro_batch[name]) for name in self._chain.reads(*self.layers)}
+            with torch.set_grad_enabled(training):
+                written = self._run(inputs)
+            # Only the graph waits for backward, which runs none of the model's own code: that
+            # could find the model in another mode by then.
+            self._edges.append(
+                {n: get_gradient_edge(written[n]) for n in self.writes if written[n].requires_grad}
+            )
             result = {}
             for name in self.writes:
-                buffer = self._pool.take(written[name].nbytes)
-                result[name] = view_of(buffer, 0, written[name]), buffer
-                result[name][0].copy_(written[name])
+                value = written[name].detach()
+                buffer = self._pool.take(value.nbytes)
+                result[name] = view_of(buffer, 0, value), buffer
+                result[name][0].copy_(value)
             results.append(result)
-            if training:
-                # Copies: backward runs when the caller may already fill them with the next batch.
-                self._inputs.append(
-                    {n: v.clone() if isinstance(v, Tensor) else v for n, v in inputs.items()}
-                )
         return results
 
     def backward(self, gradients: Sequence[Mapping[str, Saved]]) -> None:
         """Add to the host's gradients, in the background; then their blocks are updated."""
-        inputs, self._inputs = self._inputs, []
+        leaves, edges = self._leaves, self._edges
+        self._leaves, self._edges = {}, []
         saved = [item for of_one in gradients for item in of_one.values()]
         self._lent += [item.buffer for item in saved]
         after = [item.event for item in saved]
@@ -85,25 +93,18 @@ class HostLayers:
             after += self._updates.arrivals_of(block)
         # Of this step: the next one has a set of its own.
         touched = self._updates.touched
-        leaves = {
-            key: parameter.detach().requires_grad_(parameter.requires_grad)
-            for key, parameter in self._unique.items()
-        }
 
         def work() -> None:
             for key, parameter in self._unique.items():
                 if key in touched:
                     leaves[key].grad = self._store.gradient(parameter)
-            for given, seeds in zip(inputs, gradients, strict=True):
-                with torch.enable_grad():
-                    written = self._run(given, leaves)
-                names = [name for name in seeds if written[name].requires_grad]
-                if not names:
-                    continue
-                torch.autograd.backward(
-                    [written[name] for name in names], [seeds[name].value for name in names]
-                )
-                self._collect(leaves, touched)
+            for roots, seeds in zip(edges, gradients, strict=True):
+                if names := [name for name in seeds if name in roots]:
+                    torch.autograd.backward(
+                        [roots[name] for name in names], [seeds[name].value for name in names]
+                    )
+                    self._collect(leaves, touched)
+            edges.clear()
 
         event = self._updates.stream.submit(work, after)
         self._updates.arrived(self.layers, self.blocks, event, set())
@@ -118,10 +119,14 @@ class HostLayers:
                 place.copy_(gradient)
                 leaves[key].grad = place
 
-    def _run(self, inputs: Mapping[str, Any], tensors: Mapping[int, Tensor]) -> dict[str, Any]:
+    def _run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(inputs)
         for layer in self._chain.layers[slice(*self.layers)]:
-            own = {name: tensors[id(p)] for name, p in layer.parameters.items()}
+            own = {name: self._leaves[id(p)] for name, p in layer.parameters.items()}
             written = layer.run({**own, **layer.buffers}, [values[name] for name in layer.reads])
             values.update(zip(layer.writes, written, strict=True))
         return values
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
