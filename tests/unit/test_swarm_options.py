@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import Rules
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.peering import swarm_config
+from atomtrain.training.peering import swarm_config, with_rules
 
 
 def _config(**options: Any) -> Any:
@@ -27,6 +28,18 @@ def test_defaults_and_choices_become_rules(tmp_path: Path) -> None:
     assert (chosen.wire, chosen.mean, chosen.local_steps_per_round) == ("int4", "clipped", 0)
     assert chosen.guard.limit == 10.0
     assert config.key_path == key
+
+
+def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
+    chosen = Rules.of(_config(wire="int4", clipped_mean=True, measured_rounds=True))
+    again = swarm_config(with_rules(TrainOptions(), asdict(chosen)), "r", "me", None, 12)
+    assert Rules.of(again) == chosen
+    other = with_rules(TrainOptions(wire="float32", local_steps=9), asdict(chosen))
+    changed = Rules.of(swarm_config(other, "r", "me", None, 9))
+    assert (changed.wire, changed.mean, changed.local_steps_per_round) == ("float32", "clipped", 9)
+    assert Rules.of(swarm_config(with_rules(TrainOptions(), {}), "r", "me", None, 12)) == Rules.of(
+        _config()
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -81,6 +82,22 @@ def swarm_config(
         mean="clipped" if options.clipped_mean else "plain",
         key_path=options.run_key,
         allow_path=options.allow,
+    )
+
+
+def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
+    """Return the options of a founder who resumes: what he leaves out stays as it was.
+
+    Args:
+        options: As given now.
+        rules: Those of the run in its checkpoint; may be empty.
+    """
+    measured = rules.get("local_steps_per_round") == 0 and options.local_steps is None
+    return dataclasses.replace(
+        options,
+        wire=options.wire or rules.get("wire"),
+        clipped_mean=options.clipped_mean or rules.get("mean") == "clipped",
+        measured_rounds=options.measured_rounds or measured,
     )
 
 

@@ -41,7 +41,7 @@ from atomtrain.training.optimizing import (
     make_optimizer,
 )
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config
+from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config, with_rules
 from atomtrain.training.recipe import Recipe, amended, new_recipe
 from atomtrain.training.state import recipe_of, restore, swarm_tensors
 from atomtrain.units import format_bytes, format_count
@@ -362,6 +362,8 @@ def _enter_swarm(session: Session, source: _Source) -> None:
     if options.run is None and not saved:
         return
     make_directory(session.directory)
+    if checkpoint is not None:
+        options = with_rules(options, checkpoint.meta.get("swarm", {}).get("rules", {}))
     recipe, tokenizer = session.recipe, session.text.prepared.tokenizer
     config = swarm_config(options, session.run, session.name, session.directory, recipe.local_steps)
     manifest = manifest_of(
