@@ -34,7 +34,7 @@ class DepthSetup:
     """Steps of each model; the second overlaps the updates of the first."""
     device_memory_bytes: int = 16 << 20
     """The budget, the same for all."""
-    segment_layers: int = 2
+    segment_layers: int = 1
     """Layers of a segment (embedding and head count). The schedule is the same for all depths:
     left alone, the planner spends what a shallow model leaves of the budget on larger segments."""
     seed: int = 0
@@ -99,6 +99,7 @@ def _measure(setup: DepthSetup, depth: int) -> dict[str, int]:
             segments=-(-(depth + 2) // setup.segment_layers),
             slots=2,
             gradient_buffers=2,
+            activations="recompute",
         ),
     ) as engine:
         for _ in range(setup.steps):

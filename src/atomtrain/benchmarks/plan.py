@@ -55,8 +55,9 @@ class PlanSetup:
     """Timed steps of each case; at least 1."""
     warmup_steps: int = 2
     """Steps before them; at least 1, because the first one touches memory."""
-    threads: int | None = None
-    """CPU threads of compute; `None` is torch's default."""
+    threads: int | None = max(1, (os.cpu_count() or 1) // 2)
+    """CPU threads of compute; `None` is torch's default. Half of the cores: a GPU does not compute
+    on those that copy and update."""
 
     def __post_init__(self) -> None:
         if not self.cases:

@@ -113,8 +113,10 @@ class MemoryModel:
         """Return parameters, gradients, optimizer state, waiting values, and the rest."""
         state, first = self._optimizer_state_bytes, shape.host_layers
         waiting = self._waiting_bytes(shape)
-        # Gradients on their way to layers on the host.
+        # Gradients on their way to layers on the host, and what those make of one of them: as
+        # large as the weights.
         waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
+        waiting += sum(cost.parameter_bytes for cost in self._costs.layers[:first])
         return 2 * self._layout.total_bytes + state + waiting + PROCESS_BYTES
 
     def least_layer_bytes(self, index: int) -> int:

@@ -21,6 +21,10 @@ from atomtrain.swapping.streams import Event, Inject, Stream, finished
 from atomtrain.swapping.tracing import Record
 from atomtrain.units import format_bytes
 
+_PIECE_S = 1e-3
+"""How long a piece of a large copy keeps the link."""
+_LEAST_PIECE_BYTES = 64 << 10
+
 
 class _Link:
     """One direction of the link: a copy ends no sooner than the bandwidth allows."""
@@ -31,6 +35,16 @@ class _Link:
         self._lock = threading.Lock()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy a segment in pieces, so that a value that is wanted at once need not wait for it."""
+        most = max(_LEAST_PIECE_BYTES, int(_PIECE_S * self._bytes_per_s))
+        if source.dim() != 1 or source.nbytes <= most:
+            self._copy(target, source)
+            return
+        elements = most // source.element_size()
+        for to, of in zip(target.split(elements), source.split(elements), strict=True):
+            self._copy(to, of)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
         """Copy, then sleep for what remains of the time that the link would need."""
         with self._lock:
             self._free_s = max(time.perf_counter(), self._free_s)

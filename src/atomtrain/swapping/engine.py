@@ -77,6 +77,9 @@ class Options:
     host_layers: int | None = None
     """How many leading layers run on the host (an embedding: only the rows that tokens touch cross
     the link), or `None` for the planner's choice."""
+    activations: Literal["recompute"] | None = None
+    """`"recompute"`: keep no graphs from forward to backward, whatever memory there is; `None`: the
+    planner keeps those of one segment where that pays."""
     clip_norm: float | None = None
     """Clip the global gradient norm, exactly, or `None`."""
     head_pieces: int | Literal["auto"] | None = None
@@ -224,6 +227,7 @@ class Planner:
             slots=self.options.slots,
             gradient_buffers=self.options.gradient_buffers,
             host_layers=self.options.host_layers,
+            activations=self.options.activations,
             optimizer_state_bytes=None if taken is None else sum(taken),
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
