@@ -32,11 +32,11 @@ class DepthSetup:
     """Micro-batches in a step."""
     steps: int = 2
     """Steps of each model; the second overlaps the updates of the first."""
-    device_memory_bytes: int = 16 << 20
-    """The budget, the same for all."""
+    device_memory_bytes: int = 7 << 20
+    """The budget, the same for all: little more than the finest schedule needs. Of a larger one the
+    planner makes use, for each depth as it pays."""
     segment_layers: int = 1
-    """Layers of a segment (embedding and head count). The schedule is the same for all depths:
-    left alone, the planner spends what a shallow model leaves of the budget on larger segments."""
+    """Layers of a segment (embedding and head count)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
