@@ -137,6 +137,21 @@ def test_evaluation_and_more_micro_batches_than_before() -> None:
         assert engine.plan.host_layers == 1
 
 
+def test_the_host_waits_for_what_still_reads_its_outputs() -> None:
+    """Two passes of one evaluation, on a device whose compute runs behind the caller."""
+    batches = token_batches(5, steps=1)[0]
+    with swap(deep_gpt(0.0, tied=False), batches[0], host_layers=1, micro_batches=2) as engine:
+        order: list[str] = []
+        device, host = engine.device, engine._executor._host
+        synchronize, forward = device.synchronize, host.forward
+        device.synchronize = lambda: (order.append("synchronize"), synchronize())[1]
+        host.forward = lambda *given: (order.append("forward"), forward(*given))[1]
+        engine.evaluate(batches)
+    passes = [index for index, what in enumerate(order) if what == "forward"]
+    assert len(passes) == 3
+    assert all(index > 0 and order[index - 1] == "synchronize" for index in passes)
+
+
 def test_the_mode_may_change_while_the_host_is_still_at_work() -> None:
     """An exported model, whose layers look at the model's mode."""
     steps = [[torch.randint(301, (6,))] for _ in range(3)]

@@ -114,6 +114,11 @@ def test_layers_run_on_the_host_where_that_is_better(chain_and_costs) -> None:
         assert best.device_peak_bytes == min(made.device_peak_bytes for made in equal)
 
 
+def test_resident_blocks_are_not_fixed_with_layers_on_the_host(chain_and_costs) -> None:
+    with pytest.raises(PlanError, match="cannot be fixed together"):
+        plan(chain_and_costs, machine(), host_layers=1, resident=(2,))
+
+
 def test_too_little_memory_names_the_layer_and_the_least_budget(chain_and_costs) -> None:
     with pytest.raises(PlanError, match=r"layer 'blocks\.0' alone needs") as caught:
         plan(chain_and_costs, machine("100KiB"))

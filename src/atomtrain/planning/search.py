@@ -144,6 +144,11 @@ def _problems(
                 f"host_layers is {request.host_layers}; with this model it can be {allowed}: only "
                 "leading layers that look up in large tables can run on the host"
             )
+        if request.host_layers and request.resident:
+            raise PlanError(
+                "resident blocks cannot be fixed together with layers on the host; leave one of "
+                "them to the planner"
+            )
         choices = [request.host_layers]
     elif request.resident is not None:  # its blocks are those of all layers
         choices = [0]

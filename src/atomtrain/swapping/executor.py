@@ -110,6 +110,9 @@ class Executor:
         return losses
 
     def _run_host_layers(self, micro_batches: Sequence[Values], training: bool) -> None:
+        # The host writes into buffers of the pool at once, in no stream's order: whatever fetched
+        # from them in an evaluation just before must be through.
+        self._device.synchronize()
         with self._device.on_host():
             results = self._host.forward(micro_batches, training)
         for index, result in enumerate(results):

@@ -7,7 +7,7 @@ does. Backward adds the rows' gradients to the host's gradients, on the update t
 | buffer | producer | consumer | released by |
 |---|---|---|---|
 | host parameters | update stream | the caller's thread | the blocks' `updated` events |
-| output, on the host | the caller's thread | fetch stream | the end of the step |
+| output, on the host | the caller's thread | fetch stream | `Device.synchronize` before the next |
 | its gradient, on the host | save stream | update stream | the next step's wait for the update |
 """
 
