@@ -22,5 +22,5 @@ def assumed_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def assumed_profile(device: Any, chain: Any, costs: Any, *_: Any, **__: Any) -> Profile:
         return Profile(assumed_machine(device), assumed_times(chain, costs))
 
-    monkeypatch.setattr("atomtrain.swapping.engine.take_profile", assumed_profile)
+    monkeypatch.setattr("atomtrain.swapping.opening.take_profile", assumed_profile)
     monkeypatch.setattr("atomtrain.swapping.machines.update_parameters_per_s", lambda *_: 1e9)

@@ -12,13 +12,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from atomtrain.swapping.engine import Engine as Engine
-    from atomtrain.swapping.engine import Options as Options
-    from atomtrain.swapping.engine import swap as swap
+    from atomtrain.swapping.opening import swap as swap
+    from atomtrain.swapping.options import Options as Options
 
 _LAZY = {
-    "swap": "atomtrain.swapping.engine",
+    "swap": "atomtrain.swapping.opening",
     "Engine": "atomtrain.swapping.engine",
-    "Options": "atomtrain.swapping.engine",
+    "Options": "atomtrain.swapping.options",
 }
 
 __all__ = ["Engine", "Options", "__version__", "swap"]

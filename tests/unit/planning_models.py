@@ -12,7 +12,7 @@ from atomtrain.planning.costing import Costing
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.search import plan_of
 from atomtrain.planning.shape import Activation
-from atomtrain.swapping.engine import Planner
+from atomtrain.swapping.planner import Planner
 
 
 def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:

@@ -16,7 +16,7 @@ from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.head_graph import split_graph
 from atomtrain.analysis.pieces import OPERATION, linear_cross_entropy
 from atomtrain.errors import AnalysisError, ConfigError
-from atomtrain.swapping.engine import Options
+from atomtrain.swapping.options import Options
 
 WIDTH, VOCABULARY = 8, 29
 Head = Callable[[Tensor, Tensor, Tensor, Tensor], Any]

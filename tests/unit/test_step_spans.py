@@ -10,7 +10,8 @@ import torch
 
 import atomtrain
 from atomtrain.models import GPT, GPTConfig
-from atomtrain.swapping.engine import Engine, Options
+from atomtrain.swapping.engine import Engine
+from atomtrain.swapping.options import Options
 
 CONFIG = GPTConfig(layers=5, width=32, heads=2, head_width=16, vocabulary=97, context=16)
 

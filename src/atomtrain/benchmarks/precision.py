@@ -34,7 +34,8 @@ from atomtrain.data import (
 )
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT
-from atomtrain.swapping.engine import Options, swap
+from atomtrain.swapping.opening import swap
+from atomtrain.swapping.options import Options
 from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import new_recipe

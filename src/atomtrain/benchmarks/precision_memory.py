@@ -18,7 +18,9 @@ from torch import Tensor
 from atomtrain.benchmarks.common import Result
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
-from atomtrain.swapping.engine import Engine, Options, swap
+from atomtrain.swapping.engine import Engine
+from atomtrain.swapping.opening import swap
+from atomtrain.swapping.options import Options
 from atomtrain.training.optimizing import make_optimizer
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import new_recipe

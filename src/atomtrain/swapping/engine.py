@@ -1,4 +1,4 @@
-"""The public API: `swap` a model, then `step` it.
+"""The engine: runs the steps of a swapped model. `atomtrain.swap` opens it.
 
 The caller's loop stays his own; parameters, gradients and optimizer state live on the host, and
 the device holds no more than its budget.
@@ -12,43 +12,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from atomtrain.analysis.chain import Chain
-from atomtrain.analysis.costs import ChainCosts, layer_costs
-from atomtrain.analysis.head import split_head, split_head_as_needed
-from atomtrain.analysis.profile import LayerTime
-from atomtrain.analysis.trace import Loss, MicroBatch, Traced, chain_of
+from atomtrain.analysis.trace import MicroBatch, Traced
 from atomtrain.errors import ConfigError, StreamError
-from atomtrain.planning.costing import spans_of
-from atomtrain.planning.layout import Layout
-from atomtrain.planning.machine import Machine
-from atomtrain.planning.plan import Plan, Request
-from atomtrain.planning.search import make_plan
+from atomtrain.planning.plan import Plan
 from atomtrain.planning.timeline import Span
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.executor import Executor
 from atomtrain.swapping.fragments import Fragment, element_bytes, fragment_ranges
-from atomtrain.swapping.precision import (
-    Masters,
-    Narrowed,
-    check_precision,
-)
-from atomtrain.swapping.profiling import take_profile
-from atomtrain.swapping.store import HostStore, require_data
-from atomtrain.swapping.streams import Inject
+from atomtrain.swapping.model_state import ModelState
+from atomtrain.swapping.planner import Planner
+from atomtrain.swapping.precision import Masters
+from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.tracing import Record
-from atomtrain.swapping.updates import (
-    OptimizerBytes,
-    OptimizerFactory,
-    Updates,
-    optimizer_bytes,
-    optimizer_of,
-)
+from atomtrain.swapping.updates import Updates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,177 +41,6 @@ class StepReport:
     link_wait_s: float
     """Time that compute waited for the link or for host updates."""
     device_peak_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a model is swapped; every field has a working default."""
-
-    micro_batches: int = 1
-    """How many micro-batches a step will have. A step with more makes a new plan first."""
-    segments: int | None = None
-    """Number of segments, or `None` for the planner's choice."""
-    slots: int | None = None
-    """Number of device slots, or `None` for the planner's choice."""
-    gradient_buffers: int | None = None
-    """Number of gradient buffers, or `None` for the planner's choice."""
-    host_layers: int | None = None
-    """How many leading layers run on the host (an embedding: only the rows that tokens touch cross
-    the link), or `None` for the planner's choice."""
-    activations: Literal["recompute"] | None = None
-    """`"recompute"`: keep no graphs from forward to backward, whatever memory there is; `None`: the
-    planner keeps those of one segment where that pays."""
-    clip_norm: float | None = None
-    """Clip the global gradient norm, exactly, or `None`."""
-    head_pieces: int | Literal["auto"] | None = None
-    """In how many pieces of the vocabulary a language model's head computes its loss: more need
-    less memory and a third more arithmetic there, and the result differs in its last bits. `None`
-    leaves the head as the model has it, `"auto"` takes the fewest that make it need no more memory
-    than other layers."""
-    precision: Literal["bf16"] | None = None
-    """`"bf16"`: stream and compute in bfloat16, with exact float32 masters in the optimizer's
-    state (`atomtrain.optimizers.AdamW` keeps them). `None`: as the model is."""
-    profile: bool = True
-    """Measure this machine and the model's layers for a few seconds (once; then they are in the
-    user's cache). Else a GPU's rates come from the catalogue, and the emulated device's from the
-    model's FLOPs."""
-    inject: Inject | None = None
-    """Called before each job of each stream; tests delay transfers with it."""
-
-    def __post_init__(self) -> None:
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
-        check_precision(self.precision)
-        pieces = self.head_pieces
-        counts = isinstance(pieces, int) and not isinstance(pieces, bool) and pieces >= 1
-        if not counts and pieces not in (None, "auto"):
-            raise ConfigError(
-                f"head_pieces must be at least 1, 'auto', or None for the model's own head, not "
-                f"{pieces!r}"
-            )
-
-
-def swap(
-    model: nn.Module,
-    example: MicroBatch,
-    *,
-    optimizer: OptimizerFactory,
-    device_memory: str | int | None = None,
-    device: str | Device = "auto",
-    loss: Loss | None = None,
-    layers: Sequence[str] | None = None,
-    options: Options | None = None,
-) -> Engine:
-    """Return an engine that trains `model` within a device budget.
-
-    The model's parameters move into the host store; the model can still be read (for instance with
-    `state_dict`) after `Engine.synchronize`. With `precision="bf16"` it becomes bfloat16, and
-    `Engine.state_dict` has the float32 masters.
-
-    Args:
-        model: Any module, in the mode in which it is to be trained.
-        example: One micro-batch as the model's forward takes it: a mapping, a tuple or a tensor.
-            If the model's layers are found by export, all later ones must have its shapes.
-        optimizer: Gets the list of trainable parameters (host tensors), returns the optimizer,
-            for instance `lambda params: torch.optim.AdamW(params, lr=3e-4)`. It must update each
-            parameter independently of the others, as those of `torch.optim` do.
-        device_memory: Budget such as `"8GiB"`; see `open_device` for the default.
-        device: `auto`, `cuda`, `cuda:1` or `emulated:4GiB/s`; or an open device, which the engine
-            then owns (its budget counts, not `device_memory`).
-        loss: `loss(output)` or `loss(output, micro_batch)`; `None` takes the output's `.loss`. A
-            micro-batch may then hold more than forward takes (targets), for the loss.
-        layers: Paths of the modules that forward calls one after the other, each on what the one
-            before it returns, if they cannot be found automatically.
-        options: Further choices.
-
-    Raises:
-        PlanError: no plan fits the budget; names the layer and the least budget that would do.
-        AnalysisError: the model's layers cannot be found, or its head cannot be split.
-        ConfigError: a device, size or example that cannot be used, or `precision="bf16"` with an
-            optimizer that keeps no masters.
-    """
-    options = options or Options()
-    if options.precision is None:
-        return _open(model, example, optimizer, device_memory, device, loss, layers, options)
-    narrowed = Narrowed(model)
-    try:
-        engine = _open(model, example, optimizer, device_memory, device, loss, layers, options)
-    except BaseException:
-        narrowed.restore()
-        raise
-    try:
-        narrowed.give_masters(engine.masters)
-    except BaseException:
-        engine.close()
-        narrowed.restore()
-        raise
-    return engine
-
-
-def _open(
-    model: nn.Module,
-    example: MicroBatch,
-    optimizer: OptimizerFactory,
-    device_memory: str | int | None,
-    device: str | Device,
-    loss: Loss | None,
-    layers: Sequence[str] | None,
-    options: Options,
-) -> Engine:
-    """Return the engine of a model in the type that it is to be computed in."""
-    traced = chain_of(model, example, loss, layers)
-    inputs = traced.bind(example)
-    chain = traced.chain
-    if isinstance(options.head_pieces, int):
-        chain = split_head(chain, options.head_pieces)
-    require_data(chain)
-    opened = (
-        open_device(device, device_memory, options.inject) if isinstance(device, str) else device
-    )
-    try:
-        costs = layer_costs(chain, inputs, opened.torch_device)
-        if options.head_pieces == "auto":
-            chain = split_head_as_needed(chain, costs, opened.torch_device)
-            costs = layer_costs(chain, inputs, opened.torch_device)
-        profile = take_profile(opened, chain, costs, inputs, measure=options.profile)
-        made = optimizer_of(chain, optimizer)
-        planner = Planner(
-            chain, costs, profile.times, profile.machine, options, optimizer_bytes(made)
-        )
-        plan = planner.plan(options.micro_batches)
-        store = HostStore(chain, Layout(chain), opened)
-        updates = Updates(chain, store.layout, store, made, options.clip_norm, options.inject)
-    except BaseException:
-        opened.close()
-        raise
-    return Engine(model, traced, planner, plan, store, opened, updates)
-
-
-@dataclass(frozen=True)
-class Planner:
-    """What was learnt about model and machine, from which plans are made."""
-
-    chain: Chain
-    costs: ChainCosts
-    times: Mapping[str, LayerTime]
-    machine: Machine
-    options: Options
-    optimizer_bytes: OptimizerBytes | None = None
-    """Of all parameters; `None` if the optimizer does not tell."""
-
-    def plan(self, micro_batches: int) -> Plan:
-        """Return the best plan for steps of so many micro-batches."""
-        taken = self.optimizer_bytes
-        request = Request(
-            micro_batches=micro_batches,
-            segments=self.options.segments,
-            slots=self.options.slots,
-            gradient_buffers=self.options.gradient_buffers,
-            host_layers=self.options.host_layers,
-            activations=self.options.activations,
-            optimizer_state_bytes=None if taken is None else sum(taken),
-        )
-        return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
 
 class Engine:
@@ -258,6 +68,7 @@ class Engine:
         self._traced, self._planner, self._store, self._updates = traced, planner, store, updates
         self.masters = Masters(updates.worker_of)
         """The parameters' values; call `synchronize` before."""
+        self._state = ModelState(model, self.masters)
         self._broken: BaseException | None = None
         self._closed = False
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
@@ -320,11 +131,7 @@ class Engine:
 
     def predicted_spans(self) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""
-        p = self._planner
-        spans = spans_of(
-            self.plan.shape, p.chain, p.costs, p.times, p.machine, self.plan.micro_batches
-        )
-        return tuple(span for span in spans if span.end_s > span.start_s)
+        return self._planner.spans(self.plan)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Return the mean loss over the micro-batches, in evaluation mode; nothing is updated.
@@ -374,22 +181,12 @@ class Engine:
         masters, as float32, which share memory or not as the optimizer keeps them. Read only.
         """
         self.synchronize()
-        state = self.model.state_dict()
-        read: dict[int, Tensor] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if name in state and self.masters.has(parameter):
-                if id(parameter) not in read:
-                    read[id(parameter)] = self.masters.read(parameter)
-                state[name] = read[id(parameter)]
-        return state
+        return self._state.parameters_and_buffers()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace parameters (masters included) and buffers; names and shapes must match."""
         self.synchronize()
-        self.model.load_state_dict(state)
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if self.masters.has(parameter):
-                self.masters.write(parameter, state.get(name, parameter.detach()))
+        self._state.set_parameters_and_buffers(state)
         self.refresh_buffers()
 
     def refresh_buffers(self) -> None:
@@ -402,19 +199,12 @@ class Engine:
         Masters are no part of it: `state_dict` has them.
         """
         self.synchronize()
-        return {
-            name: self.masters.moments(parameter)
-            for name, parameter in self.model.named_parameters()
-        }
+        return self._state.moments()
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizer state by parameter name."""
         self.synchronize()
-        parameters = dict(self.model.named_parameters())
-        for name, values in state.items():
-            if name not in parameters:
-                raise ConfigError(f"optimizer state names {name!r}, which the model does not have")
-            self.masters.set_moments(parameters[name], values)
+        self._state.set_moments(state)
 
     @property
     def parameters(self) -> int:

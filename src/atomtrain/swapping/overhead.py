@@ -32,7 +32,8 @@ def emulated_visit_s() -> float:
     There the computing thread itself hands values and gradients over to the streams. Takes a
     fraction of a second.
     """
-    from atomtrain.swapping.engine import Options, swap  # it imports what imports this
+    from atomtrain.swapping.opening import swap  # it imports what imports this
+    from atomtrain.swapping.options import Options
 
     with torch.random.fork_rng([]):
         model = nn.Sequential(*(_layer() for _ in range(_LAYERS)))

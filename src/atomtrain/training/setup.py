@@ -33,8 +33,10 @@ from atomtrain.planning.search import fits
 from atomtrain.reporting.files import require_writable
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
-from atomtrain.swapping.engine import Engine, Options, swap
+from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.machines import host_memory_bytes
+from atomtrain.swapping.opening import swap
+from atomtrain.swapping.options import Options
 from atomtrain.training.optimizing import (
     SMALLEST_STATE,
     host_bytes_per_parameter,

@@ -1,0 +1,117 @@
+"""Opens an engine: analyses the model, profiles the machine, plans, and fills the host store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from atomtrain.analysis.costs import layer_costs
+from atomtrain.analysis.head import split_head, split_head_as_needed
+from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
+from atomtrain.planning.layout import Layout
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.engine import Engine
+from atomtrain.swapping.options import Options
+from atomtrain.swapping.planner import Planner
+from atomtrain.swapping.precision import Narrowed
+from atomtrain.swapping.profiling import take_profile
+from atomtrain.swapping.store import HostStore, require_data
+from atomtrain.swapping.updates import OptimizerFactory, Updates, optimizer_bytes, optimizer_of
+
+
+def swap(
+    model: nn.Module,
+    example: MicroBatch,
+    *,
+    optimizer: OptimizerFactory,
+    device_memory: str | int | None = None,
+    device: str | Device = "auto",
+    loss: Loss | None = None,
+    layers: Sequence[str] | None = None,
+    options: Options | None = None,
+) -> Engine:
+    """Return an engine that trains `model` within a device budget.
+
+    The model's parameters move into the host store; the model can still be read (for instance with
+    `state_dict`) after `Engine.synchronize`. With `precision="bf16"` it becomes bfloat16, and
+    `Engine.state_dict` has the float32 masters.
+
+    Args:
+        model: Any module, in the mode in which it is to be trained.
+        example: One micro-batch as the model's forward takes it: a mapping, a tuple or a tensor.
+            If the model's layers are found by export, all later ones must have its shapes.
+        optimizer: Gets the list of trainable parameters (host tensors), returns the optimizer,
+            for instance `lambda params: torch.optim.AdamW(params, lr=3e-4)`. It must update each
+            parameter independently of the others, as those of `torch.optim` do.
+        device_memory: Budget such as `"8GiB"`; see `open_device` for the default.
+        device: `auto`, `cuda`, `cuda:1` or `emulated:4GiB/s`; or an open device, which the engine
+            then owns (its budget counts, not `device_memory`).
+        loss: `loss(output)` or `loss(output, micro_batch)`; `None` takes the output's `.loss`. A
+            micro-batch may then hold more than forward takes (targets), for the loss.
+        layers: Paths of the modules that forward calls one after the other, each on what the one
+            before it returns, if they cannot be found automatically.
+        options: Further choices.
+
+    Raises:
+        PlanError: no plan fits the budget; names the layer and the least budget that would do.
+        AnalysisError: the model's layers cannot be found, or its head cannot be split.
+        ConfigError: a device, size or example that cannot be used, or `precision="bf16"` with an
+            optimizer that keeps no masters.
+    """
+    options = options or Options()
+    if options.precision is None:
+        return _open(model, example, optimizer, device_memory, device, loss, layers, options)
+    narrowed = Narrowed(model)
+    try:
+        engine = _open(model, example, optimizer, device_memory, device, loss, layers, options)
+    except BaseException:
+        narrowed.restore()
+        raise
+    try:
+        narrowed.give_masters(engine.masters)
+    except BaseException:
+        engine.close()
+        narrowed.restore()
+        raise
+    return engine
+
+
+def _open(
+    model: nn.Module,
+    example: MicroBatch,
+    optimizer: OptimizerFactory,
+    device_memory: str | int | None,
+    device: str | Device,
+    loss: Loss | None,
+    layers: Sequence[str] | None,
+    options: Options,
+) -> Engine:
+    """Return the engine of a model in the type that it is to be computed in."""
+    traced = chain_of(model, example, loss, layers)
+    inputs = traced.bind(example)
+    chain = traced.chain
+    if isinstance(options.head_pieces, int):
+        chain = split_head(chain, options.head_pieces)
+    require_data(chain)
+    opened = (
+        open_device(device, device_memory, options.inject) if isinstance(device, str) else device
+    )
+    try:
+        costs = layer_costs(chain, inputs, opened.torch_device)
+        if options.head_pieces == "auto":
+            chain = split_head_as_needed(chain, costs, opened.torch_device)
+            costs = layer_costs(chain, inputs, opened.torch_device)
+        profile = take_profile(opened, chain, costs, inputs, measure=options.profile)
+        made = optimizer_of(chain, optimizer)
+        planner = Planner(
+            chain, costs, profile.times, profile.machine, options, optimizer_bytes(made)
+        )
+        plan = planner.plan(options.micro_batches)
+        store = HostStore(chain, Layout(chain), opened)
+        updates = Updates(chain, store.layout, store, made, options.clip_norm, options.inject)
+    except BaseException:
+        opened.close()
+        raise
+    return Engine(model, traced, planner, plan, store, opened, updates)
