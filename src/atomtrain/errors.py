@@ -19,6 +19,14 @@ class ConfigError(AtomError, ValueError):
     """An option, a name or a number that cannot be used."""
 
 
+class RecipeFileError(ConfigError):
+    """A recipe file with mistakes; `lines` has one line for each of them."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.lines = tuple(lines)
+        super().__init__("\n".join(self.lines))
+
+
 class AnalysisError(AtomError):
     """A model that cannot be turned into a chain of layers."""
 

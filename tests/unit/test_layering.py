@@ -28,6 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "swarm": set(),
     "data": set(),
     "checkpoint": set(),
+    "metrics": set(),
+    "dashboard": {"training"},
     "simulation": {"planning", "swarm", "analysis"},
 }
 ENGINE = ("analysis", "optimizers", "planning", "swapping")

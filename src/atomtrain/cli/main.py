@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 from atomtrain import __version__
 from atomtrain.cli.parsing import complain
-from atomtrain.errors import AtomError, ConfigError, nearest
+from atomtrain.errors import AtomError, ConfigError, RecipeFileError, nearest
 
 COMMANDS = {
     "train": "train a model, alone or with other peers",
+    "init": "ask a few questions, look at the machine, and write a recipe",
+    "schema": "print the JSON schema of recipe files",
     "plan": "say how a model would train on a machine, how fast, and what would be faster",
     "simulate": "say what many peers would reach on given links, with ATOM and as a pipeline",
     "generate": "continue a text with a trained model",
@@ -29,6 +31,7 @@ commands:
 
 examples:
   atom train                              two peers on the demo text
+  atom train pretrain-small --steps 200   a ready recipe, or a YAML file of your own
   atom train --run mine --data 'books/*.txt'
   atom train --join mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...
   atom plan gpt3-13b --gpu rtx-3090 --host-memory 256GiB
@@ -44,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(arguments)
+    except RecipeFileError as error:
+        for line in error.lines:
+            complain(line)
+        return error.exit_code
     except AtomError as error:
         complain(str(error))
         return error.exit_code

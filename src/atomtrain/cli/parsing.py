@@ -49,21 +49,47 @@ def parse(
     Raises:
         ConfigError: a mistake in the command line.
     """
+    parser = parser_of(kind, prog=prog, about=about, examples=examples, positional=positional)
+    return kind(**given_options(kind, parser, arguments))
+
+
+def parser_of(
+    kind: type[Any],
+    *,
+    prog: str,
+    about: str,
+    examples: str,
+    positional: Sequence[str] = (),
+) -> argparse.ArgumentParser:
+    """Return the parser of a command line; `parse` says what the arguments are."""
     parser = _Parser(
         prog=prog,
         description=about,
         epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for field in dataclasses.fields(kind):
         _add(parser, field, hints[field.name], field.name in positional)
+    return parser
+
+
+def given_options(
+    kind: type[Any], parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> dict[str, Any]:
+    """Return what a command line says, by field; what it leaves out is not there.
+
+    Raises:
+        ConfigError: a mistake in the command line.
+    """
+    hints = typing.get_type_hints(kind)
     given = vars(parser.parse_args(list(arguments)))
     for name, value in given.items():
-        if typing.get_origin(hints[name]) is tuple:
-            given[name] = tuple(value or ())
-    return kind(**given)
+        if typing.get_origin(hints.get(name)) is tuple:
+            given[name] = tuple(value)
+    return given
 
 
 def _add(
@@ -83,11 +109,16 @@ def _add(
         return
     if field.default is dataclasses.MISSING:
         settings["required"] = True
-    elif "action" not in settings or hint is bool:
-        settings["default"] = field.default
     if field.default not in (None, False, (), "", dataclasses.MISSING):
         settings["help"] += f" Default: {field.default}."
-    parser.add_argument("--" + field.name.replace("_", "-"), dest=field.name, **settings)
+    flag = "--" + (field.metadata.get("flag") or field.name.replace("_", "-"))
+    parser.add_argument(flag, dest=field.name, **settings)
+    if hint is bool:
+        # What a recipe file turns on, the command line can turn off.
+        for truth, action in (("true", "store_true"), ("false", "store_false")):
+            parser.add_argument(
+                f"{flag}={truth}", dest=field.name, action=action, help=argparse.SUPPRESS
+            )
 
 
 def _converter(hint: Any) -> Any:

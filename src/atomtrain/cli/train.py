@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -11,13 +13,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import COMPLAINT, complain, parse
+from atomtrain.cli.parsing import COMPLAINT, complain, given_options, parser_of
 from atomtrain.errors import ConfigError
+from atomtrain.metrics.targets import parse_targets, require_packages
 from atomtrain.training.options import TrainOptions
 
 LOG_FILE = "peer.log"
+RECIPE = "recipe"
+ABOUT = "Train a model within a device budget, alone or with other peers."
 _EXAMPLES = """\
   atom train                                    the demo: two peers, real text, generated sentences
+  atom train pretrain-small --data 'books/*.txt'  a ready recipe; 'atom init' writes your own
   atom train --model gpt3-small --data 'books/*.txt' --device-memory 256MiB
   atom train --run mine --data books/           start a run; prints the line for others to paste
   atom train --join mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...
@@ -26,33 +32,65 @@ _EXAMPLES = """\
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse(
-        TrainOptions,
-        arguments,
-        prog="atom train",
-        about="Train a model within a device budget, alone or with other peers.",
-        examples=_EXAMPLES,
-    )
+    options = options_of(arguments)
+    require_packages(parse_targets(options.metrics))
     if options.n_peers > 1:
         return _run_peers(options)
     return _run_peer(options)
+
+
+def options_of(arguments: Sequence[str]) -> TrainOptions:
+    """Return the options of a command line, those of its recipe file included.
+
+    Raises:
+        ConfigError: a mistake in the command line or in the recipe file.
+    """
+    parser = command_parser()
+    given = given_options(TrainOptions, parser, arguments)
+    recipe = given.pop(RECIPE, None)
+    if recipe is None:
+        return TrainOptions(**given)
+    from atomtrain.training.recipe_files import options_with, read_recipe, recipe_path
+
+    return options_with(read_recipe(recipe_path(recipe)), given)
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = parser_of(TrainOptions, prog="atom train", about=ABOUT, examples=_EXAMPLES)
+    parser.add_argument(
+        RECIPE,
+        nargs="?",
+        metavar="RECIPE",
+        help="YAML file whose keys are the options below, or the name of a ready recipe; options "
+        "beside it count more.",
+    )
+    return parser
 
 
 def _run_peer(options: TrainOptions) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     with leaving_at_once():
         from atomtrain.events import EventLog
+        from atomtrain.metrics.feed import MetricsFeed
+        from atomtrain.metrics.targets import PeerLabels
         from atomtrain.training.display import Display, DisplayConfig
-        from atomtrain.training.loop import EVENTS_FILE, Loop
+        from atomtrain.training.files import EVENTS_FILE, RECIPE_FILE
+        from atomtrain.training.loop import Loop
+        from atomtrain.training.recipe_files import recipe_text
         from atomtrain.training.setup import make_directory, open_session
 
     session = open_session(options)
     try:
         make_directory(session.directory)
+        (session.directory / RECIPE_FILE).write_text(recipe_text(options), encoding="utf-8")
         events = EventLog(session.directory / EVENTS_FILE)
         display = Display(DisplayConfig(plain=options.plain))
-        with display:
+        labels = PeerLabels(session.run, session.name, session.directory)
+        feed = MetricsFeed(parse_targets(options.metrics), labels)
+        with display, contextlib.closing(feed):
             events.subscribe(display.listener(session.name))
+            events.subscribe(feed.listen)
             try:
                 reason = Loop(session, events).run()
             except BaseException as error:
@@ -66,11 +104,12 @@ def _run_peer(options: TrainOptions) -> int:
 
 def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data import read_corpus
+    from atomtrain.metrics.targets import for_local_peer
     from atomtrain.models import preset
     from atomtrain.reporting.files import require_writable
     from atomtrain.training.display import Display, DisplayConfig
+    from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
     from atomtrain.training.launcher import PeerCommand, launch_peers
-    from atomtrain.training.loop import EVENTS_FILE, PICTURE_FILE
     from atomtrain.training.picture import loss_picture
 
     # Mistakes that every peer would make are told once, here.
@@ -90,7 +129,8 @@ def _run_peers(options: TrainOptions) -> int:
 
     def command(index: int) -> PeerCommand:
         def argv(address: str | None) -> list[str]:
-            mine = dataclasses.replace(shared, name=names[index])
+            metrics = tuple(for_local_peer(text, index) for text in options.metrics)
+            mine = dataclasses.replace(shared, name=names[index], metrics=metrics)
             if index > 0:
                 mine = dataclasses.replace(mine, port=0, join=(address or "",), trace=None)
             return [sys.executable, "-m", "atomtrain.cli.main", "train", *arguments_of(mine)]

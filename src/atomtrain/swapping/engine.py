@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.trace import MicroBatch, Traced
 from atomtrain.errors import ConfigError, StreamError
+from atomtrain.planning.memory_map import Region, memory_map
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.timeline import Span
 from atomtrain.swapping.device import Device
@@ -132,6 +133,12 @@ class Engine:
     def predicted_spans(self) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""
         return self._planner.spans(self.plan)
+
+    def memory_map(self) -> list[Region]:
+        """Return where the plan's memory goes, on host and device."""
+        planner = self._planner
+        state_bytes = self.state_bytes - 2 * self._store.layout.total_bytes
+        return memory_map(planner.chain, self.plan, state_bytes)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Return the mean loss over the micro-batches, in evaluation mode; nothing is updated.

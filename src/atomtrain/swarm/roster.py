@@ -107,6 +107,7 @@ class Roster:
                 behind=sum(a != b for a, b in zip(record.stamps, best, strict=True)),
                 reachable=record.peer_id == self._peer_id or self.reachable(record),
                 addresses=record.addresses,
+                seen_s=record.sequence,
             )
             for record in records
         ]

@@ -17,15 +17,14 @@ from atomtrain.checkpoint import save
 from atomtrain.data import held_out_batches
 from atomtrain.events import EventLog
 from atomtrain.models.sampling import sample
-from atomtrain.reporting.trace import Account, write_trace
 from atomtrain.swapping.engine import StepReport
-from atomtrain.training.peering import pasted_address
+from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.training.picture import loss_picture
 from atomtrain.training.setup import CHECKPOINTS, Session
 from atomtrain.training.state import SWARM_SHARD, shards_of
+from atomtrain.training.swarm_file import SwarmFile
+from atomtrain.training.telling import announce, tell_timeline, trace_last_step
 
-EVENTS_FILE = "events.jsonl"
-PICTURE_FILE = "loss.png"
 _GLANCE_SEQUENCES = 16
 """Held-out sequences of an evaluation during training; the one at the end takes more."""
 _FINAL_SEQUENCES = 64
@@ -44,20 +43,24 @@ class Loop:
         self._started_s = time.monotonic()
         self._first_step = session.step
         self._told_step = 0
+        self._shown = False
         self._members: dict[str, str] = {}
+        self._swarm_file = SwarmFile(session.directory)
         self._saved_step: int | None = None
         self._last: tuple[float | None, float | None] = (None, None)
 
     def run(self) -> str:
         """Train; return `completed` or `interrupted`."""
         session, recipe = self._session, self._session.recipe
-        self._announce()
+        announce(session, self._events)
         with self._interruptible():
             while session.step < recipe.steps and not self._stop:
                 micro_batches = self._batch()
                 loss = self._train(micro_batches)
                 rounds = self._average()
                 self._log(loss, rounds)
+                if self._shown:
+                    tell_timeline(session, self._events)
                 if self._due(recipe.evaluate_every):
                     self._evaluate(_GLANCE_SEQUENCES)
                 if self._due(recipe.checkpoint_every):
@@ -84,6 +87,8 @@ class Loop:
         # A pure function of run, peer and step, so that resuming needs no generator's state.
         key = f"{session.recipe.seed}/{session.name}/{session.step}".encode()
         torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+        self._shown = self._is_shown()
+        session.engine.recording = session.options.trace is not None or self._shown
         loss = session.engine.step(micro_batches)
         session.step += 1
         session.tokens += session.recipe.tokens_per_step
@@ -107,6 +112,7 @@ class Loop:
             access=session.fragments,
         )
         held = session.swarm.state_dict().meta if reports else {}
+        names = {peer.peer_id: peer.name for peer in session.swarm.peers()} if reports else {}
         for report in reports:
             self._events.emit(
                 "round",
@@ -116,6 +122,7 @@ class Loop:
                 digest=held["digests"][report.fragment],
                 outcome=report.outcome,
                 contributors=len(report.contributors),
+                members=[names.get(key, key[-8:]) for key in report.contributors],
                 bytes_sent=report.bytes_sent,
                 bytes_received=report.bytes_received,
                 duration_s=report.duration_s,
@@ -136,6 +143,18 @@ class Loop:
         if joined or left:
             self._events.emit("membership", peers=len(now) + 1, joined=joined, left=left)
         self._members = now
+        self._swarm_file.update(self._session.swarm.peers)
+
+    def _is_shown(self) -> bool:
+        """Whether views get to see what each stream does in the coming step.
+
+        An evaluation waits for the step's updates anyway, so that step's spans cost nothing; the
+        second step comes first, so that there is something to see early.
+        """
+        session = self._session
+        coming = session.step + 1
+        evaluated = coming % session.recipe.evaluate_every == 0 and coming < session.recipe.steps
+        return evaluated or coming == self._first_step + 2
 
     def _log(self, loss: float, rounds: int | None) -> None:
         session, report = self._session, self._report()
@@ -213,7 +232,8 @@ class Loop:
 
     def _finish(self, reason: str) -> str:
         session = self._session
-        self._trace()
+        if session.step > self._first_step:
+            trace_last_step(session)
         if reason == "completed":
             self._evaluate(_FINAL_SEQUENCES)
         path = self._newest() if self._saved_step == session.step else self._checkpoint()
@@ -237,24 +257,6 @@ class Loop:
             duration_s=time.monotonic() - self._started_s,
         )
         return reason
-
-    def _trace(self) -> None:
-        """Write what the last step did, beside what was predicted, if that is wanted."""
-        session, path = self._session, self._session.options.trace
-        if path is None or session.step == self._first_step:
-            return
-        engine = session.engine
-        accounts = [
-            Account("predicted", engine.predicted_spans()),
-            Account(f"measured: step {session.step}", engine.last_spans()),
-        ]
-        about = {
-            "model": session.recipe.model,
-            "device": engine.device.name,
-            "predicted_step_s": engine.plan.step_s,
-            "measured_step_s": self._report().step_s,
-        }
-        write_trace(path, accounts, about)
 
     def _newest(self) -> Path:
         folder = self._session.directory / CHECKPOINTS
@@ -282,35 +284,6 @@ class Loop:
             if time.monotonic() > deadline_s:
                 break
         session.model.train()
-
-    def _announce(self) -> None:
-        session = self._session
-        engine, plan = session.engine, session.engine.plan
-        swarm = session.swarm
-        self._events.emit(
-            "run_started",
-            run=session.run,
-            peer=session.name,
-            model=session.recipe.model,
-            device=engine.device.name,
-            device_memory_bytes=engine.device.memory_bytes,
-            parameters=engine.parameters,
-            state_bytes=engine.state_bytes,
-            steps=session.recipe.steps,
-            tokens_per_step=session.recipe.tokens_per_step,
-            data=session.text.data or "the demo corpus",
-            join_address=None if swarm is None else pasted_address(session.run, swarm.address),
-            directory=str(session.directory),
-        )
-        self._events.emit(
-            "plan",
-            text=plan.describe(),
-            segments=plan.segments,
-            predicted_step_s=plan.step_s,
-            predicted_device_peak_bytes=plan.device_peak_bytes,
-            host_bytes=plan.host_bytes,
-            bound=plan.bound,
-        )
 
     def _due(self, every: int) -> bool:
         step = self._session.step

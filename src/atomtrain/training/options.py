@@ -13,9 +13,12 @@ NAME_MAX = 64
 _RUNS = Path("runs")
 
 
-def option(default: Any, about: str, placeholder: str = "") -> Any:
-    """Return a dataclass field with the help text that the command line shows."""
-    return field(default=default, metadata={"help": about, "metavar": placeholder})
+def option(default: Any, about: str, placeholder: str = "", flag: str | None = None) -> Any:
+    """Return a dataclass field with the help text that the command line shows.
+
+    `flag` is the option's name there, if it is not the field's.
+    """
+    return field(default=default, metadata={"help": about, "metavar": placeholder, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,12 @@ class TrainOptions:
         "for ui.perfetto.dev. Of several local peers the first one does.",
         "FILE",
     )
+    metrics: tuple[str, ...] = option(
+        (),
+        "Also send the run's numbers to tensorboard[:FOLDER], wandb[:PROJECT], trackio[:PROJECT] "
+        "or prometheus:[HOST:]PORT; may be given several times.",
+        "WRITER",
+    )
     plain: bool = option(False, "Plain lines instead of the live display.", "")
 
     def __post_init__(self) -> None:
@@ -177,6 +186,10 @@ class TrainOptions:
             raise ConfigError(
                 "--measured-rounds and --local-steps contradict each other; give one of them"
             )
+        if self.metrics:
+            from atomtrain.metrics.targets import parse_targets
+
+            parse_targets(self.metrics)
         self._check_swarm()
         if self.resume and self.run is None:
             raise ConfigError("--resume needs the name of the run: --run NAME --resume")

@@ -1,0 +1,105 @@
+"""`atom dashboard`: a web page of a run."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from atomtrain.cli.parsing import parse
+from atomtrain.errors import ConfigError
+from atomtrain.training.options import option
+
+_EXAMPLES = """\
+  atom dashboard runs/mine                 all peers of a run on this machine
+  atom dashboard runs/mine/peer-0          one of them, and the swarm as it sees it
+  atom dashboard runs/mine --host 0.0.0.0  for other machines too; prints an address with a token"""
+_LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DashboardOptions:
+    """What a user can say to `atom dashboard`."""
+
+    target: str = option(None, "Folder of a run or of a peer.", "FOLDER")
+    host: str = option(
+        "127.0.0.1",
+        "IP address to listen on. Beyond this machine a token is asked for.",
+        "IP",
+    )
+    port: int = option(8686, "TCP port to listen on; 0 is any free one.", "N")
+    token: str | None = option(
+        None, "Token that visitors must know. Default: a random one, beyond this machine.", "TEXT"
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError as error:
+            raise ConfigError(
+                f"--host {self.host!r} is no IP address; give 127.0.0.1 or 0.0.0.0"
+            ) from error
+        if self.token is not None and not (8 <= len(self.token) <= 256 and self.token.isalnum()):
+            raise ConfigError("--token must be 8 to 256 letters and digits")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the page."""
+        return ipaddress.ip_address(self.host).is_loopback
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    options = parse(
+        DashboardOptions,
+        arguments,
+        prog="atom dashboard",
+        about="Show a run in the browser: loss, speed, timeline, memory, swarm and plan.",
+        examples=_EXAMPLES,
+        positional=("target",),
+    )
+    from atomtrain.dashboard.server import application, missing_extra
+    from atomtrain.dashboard.source import FolderSource
+
+    source = FolderSource(Path(options.target))
+    token = options.token or (None if options.is_local else secrets.token_hex(16))
+    hosts = frozenset((*_LOCAL, options.host)) if options.is_local else None
+    app = application(source, token=token, hosts=hosts)
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise missing_extra(error) from error
+
+    with _listening(options) as listener:
+        source.poll()
+        port = listener.getsockname()[1]
+        shown = options.host if options.is_local else socket.gethostname()
+        sys.stdout.write(f"dashboard: http://{shown}:{port}/{f'?token={token}' if token else ''}\n")
+        sys.stdout.flush()
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _listening(options: DashboardOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port} ({error.strerror}); choose another "
+            "--host or --port (0 is any free one)"
+        ) from error
+    return listener

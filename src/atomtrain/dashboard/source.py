@@ -1,0 +1,141 @@
+"""Where views come from: the folders of a run, followed as its peers write to them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from atomtrain.dashboard.history import PeerHistory, clean
+from atomtrain.errors import ConfigError
+from atomtrain.events import Event
+from atomtrain.training.files import EVENTS_FILE, SWARM_FILE
+from atomtrain.training.tail import EventTail
+
+_MOST_SWARM_BYTES = 64 << 20
+
+
+class Message(NamedTuple):
+    """One piece of news for views."""
+
+    kind: str
+    """`events` or `swarm`."""
+    body: dict[str, Any]
+    """JSON values."""
+
+
+class Source(Protocol):
+    """What a view follows. Used by one thread at a time."""
+
+    title: str
+    """Name of what is followed."""
+
+    def poll(self) -> list[Message]:
+        """Return what is new since the last call; never waits."""
+
+    def snapshot(self) -> list[Message]:
+        """Return what a view needs to begin with."""
+
+
+class FolderSource:
+    """Follows a run's folder, or that of one peer."""
+
+    def __init__(self, folder: Path) -> None:
+        """Follow what is there, and what comes.
+
+        Raises:
+            ConfigError: it is no folder of a run or of a peer.
+        """
+        if not folder.is_dir():
+            raise ConfigError(
+                f"there is no folder {folder}; give that of a run, such as runs/mine, of a peer, "
+                "such as runs/mine/peer-0, or the address of a peer"
+            )
+        self._folder = folder
+        self._alone = (folder / EVENTS_FILE).exists()
+        if not self._alone and not self._peer_folders():
+            raise ConfigError(
+                f"{folder} holds no run: there is no {EVENTS_FILE} in it or in a folder below it; "
+                "give the folder of a run, such as runs/mine"
+            )
+        self.title = folder.absolute().name
+        self._tails: dict[str, EventTail] = {}
+        self.histories: dict[str, PeerHistory] = {}
+        self._table = SwarmTable()
+        self._stamps: dict[str, tuple[int, int]] = {}
+
+    def poll(self) -> list[Message]:
+        """Return what is new since the last call; never waits."""
+        messages = []
+        for name, folder in self._peer_folders().items():
+            tail = self._tails.setdefault(name, EventTail(folder / EVENTS_FILE))
+            if added := tail.read():
+                history = self.histories.setdefault(name, PeerHistory())
+                for event in added:
+                    history.apply(event)
+                messages.append(_events(name, added))
+            messages += self._poll_swarm(name, folder / SWARM_FILE)
+        return messages
+
+    def snapshot(self) -> list[Message]:
+        """Return what a view needs to begin with."""
+        messages = [_events(name, history.events()) for name, history in self.histories.items()]
+        return [*messages, *self._table.snapshot()]
+
+    def _peer_folders(self) -> dict[str, Path]:
+        if self._alone:
+            return {self._folder.absolute().name: self._folder}
+        return {
+            path.parent.name: path.parent for path in sorted(self._folder.glob(f"*/{EVENTS_FILE}"))
+        }
+
+    def _poll_swarm(self, name: str, path: Path) -> list[Message]:
+        """Take in the table of peers that one peer sees, if it is new and the newest there is."""
+        try:
+            status = path.stat()
+            stamp = (status.st_mtime_ns, status.st_size)
+            if self._stamps.get(name) == stamp or status.st_size > _MOST_SWARM_BYTES:
+                return []
+            self._stamps[name] = stamp
+            table = json.loads(path.read_bytes())
+            rows = table["peers"]
+            time_s = float(table["time_s"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return []
+        return self._table.replace(rows, time_s, name)
+
+
+class SwarmTable:
+    """One row a peer of the swarm; tells only rows that changed."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._time_s = 0.0
+        self._told_by = ""
+
+    def replace(self, rows: Any, time_s: float, told_by: str) -> list[Message]:
+        """Take in a whole table; an older one than the present is ignored."""
+        if time_s < self._time_s or not isinstance(rows, list):
+            return []
+        self._time_s, self._told_by = time_s, told_by
+        new = {
+            str(row["peer_id"]): clean(row)
+            for row in rows
+            if isinstance(row, dict) and "peer_id" in row
+        }
+        changed = [row for key, row in new.items() if self._rows.get(key) != row]
+        gone = [key for key in self._rows if key not in new]
+        self._rows = new
+        return [self._message(changed, gone)]
+
+    def snapshot(self) -> list[Message]:
+        """Return the whole table, if there is one."""
+        return [self._message(list(self._rows.values()), [])] if self._rows else []
+
+    def _message(self, rows: list[dict[str, Any]], gone: list[str]) -> Message:
+        body = {"rows": rows, "gone": gone, "time_s": self._time_s, "told_by": self._told_by}
+        return Message("swarm", body)
+
+
+def _events(peer: str, events: list[Event]) -> Message:
+    return Message("events", {"peer": peer, "events": clean(events)})

@@ -1,0 +1,161 @@
+// The swarm: one row a peer, kept in place and changed cell by cell, so that thousands stay smooth.
+
+import { bytes, count, element, percent, rate, seconds, setText } from "./format.js";
+
+const COLUMNS = [
+  { id: "name", name: "name", text: (row) => row.name, value: (row) => row.name },
+  { id: "state", name: "state", text: stateOf, value: stateOf },
+  { id: "steps", name: "steps", text: (row) => count(row.steps), value: (row) => row.steps, number: true },
+  { id: "behind", name: "behind", text: behindOf, value: (row) => row.behind, number: true },
+  { id: "speed", name: "tokens/s", text: (row) => count(row.tokens_per_s), value: (row) => row.tokens_per_s, number: true },
+  { id: "share", name: "share of tokens", text: (row, all) => percent(all.tokens ? row.tokens / all.tokens : 0), value: (row) => row.tokens, number: true },
+  { id: "link", name: "link", text: (row) => rate(row.link_bytes_per_s), value: (row) => row.link_bytes_per_s ?? -1, number: true },
+  { id: "way", name: "reached", text: wayOf, value: wayOf },
+  { id: "seen", name: "last news", text: (row, all) => agoOf(row, all), value: (row) => row.seen_s ?? 0, number: true },
+];
+const MOST_IN_MATRIX = 24;
+const MOST_ROUNDS = 60;
+
+function stateOf(row) {
+  return row.reachable === false ? "unreachable" : row.state;
+}
+
+function behindOf(row) {
+  return row.behind === 0 ? "current" : `${row.behind} fragment${row.behind === 1 ? "" : "s"}`;
+}
+
+function wayOf(row) {
+  if (row.is_self) return "this peer";
+  if (!row.addresses?.length) return "-";
+  return row.addresses.every((address) => address.includes("/p2p-circuit")) ? "relayed" : "direct";
+}
+
+function agoOf(row, all) {
+  if (!row.seen_s) return "-";
+  const ago = Math.max(0, all.now - row.seen_s);
+  return ago < 1 ? "now" : `${seconds(Math.round(ago))} ago`;
+}
+
+export class PeerTable {
+  constructor(table) {
+    this.body = table.tBodies[0];
+    this.rows = new Map();
+    this.shown = new Map();
+    this.sorted = { id: "name", down: false };
+    this.head(table.tHead);
+  }
+
+  head(head) {
+    const cells = COLUMNS.map((column) => {
+      const button = element("button", { type: "button" }, column.name);
+      button.addEventListener("click", () => this.sort(column.id));
+      return element("th", { scope: "col", class: column.number ? "number" : "" }, button);
+    });
+    head.append(element("tr", {}, ...cells));
+    this.headers = cells;
+    this.markSorted();
+  }
+
+  sort(id) {
+    this.sorted = { id, down: this.sorted.id === id && !this.sorted.down };
+    this.markSorted();
+    this.draw();
+  }
+
+  markSorted() {
+    COLUMNS.forEach((column, index) => {
+      if (column.id !== this.sorted.id) this.headers[index].removeAttribute("aria-sort");
+      else this.headers[index].setAttribute("aria-sort", this.sorted.down ? "descending" : "ascending");
+    });
+  }
+
+  // message: {rows, gone, time_s}
+  apply(message) {
+    for (const row of message.rows) this.rows.set(row.peer_id, row);
+    for (const id of message.gone) {
+      this.rows.delete(id);
+      this.shown.get(id)?.remove();
+      this.shown.delete(id);
+    }
+    this.now = message.time_s;
+  }
+
+  draw() {
+    const all = { now: this.now, tokens: 0 };
+    for (const row of this.rows.values()) all.tokens += row.tokens || 0;
+    for (const [id, row] of this.rows) this.drawRow(id, row, all);
+    const column = COLUMNS.find((one) => one.id === this.sorted.id);
+    const sign = this.sorted.down ? -1 : 1;
+    const order = [...this.rows.entries()].sort(([idA, a], [idB, b]) => {
+      const [left, right] = [column.value(a), column.value(b)];
+      const by = typeof left === "number" && typeof right === "number" ? left - right
+        : String(left).localeCompare(String(right), undefined, { numeric: true });
+      return sign * by || (idA < idB ? -1 : 1);
+    });
+    this.place(order.map(([id]) => this.shown.get(id)));
+  }
+
+  drawRow(id, row, all) {
+    let shown = this.shown.get(id);
+    if (!shown) {
+      shown = element("tr", {}, ...COLUMNS.map((column) => element("td", { class: column.number ? "number" : "" })));
+      shown.title = id;
+      this.shown.set(id, shown);
+    }
+    const look = `${row.is_self ? "self" : ""} ${row.reachable === false ? "gone" : ""}`.trim();
+    if (shown.className !== look) shown.className = look;
+    COLUMNS.forEach((column, index) => setText(shown.cells[index], column.text(row, all) ?? "-"));
+  }
+
+  // Moves only rows that are not where they belong.
+  place(order) {
+    let present = this.body.firstElementChild;
+    for (const row of order) {
+      if (row === present) present = present.nextElementSibling;
+      else this.body.insertBefore(row, present);
+    }
+  }
+
+  summary() {
+    const rows = [...this.rows.values()];
+    const training = rows.filter((row) => stateOf(row) === "training");
+    const speed = training.reduce((sum, row) => sum + (row.tokens_per_s || 0), 0);
+    return `${rows.length} peers, ${training.length} training, ${count(speed)} tokens/s together`;
+  }
+}
+
+export class RoundList {
+  constructor(table, pairs) {
+    this.body = table.tBodies[0];
+    this.pairs = pairs;
+    const names = ["round", "fragment", "outcome", "members", "sent", "received", "took"];
+    table.tHead.append(element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name))));
+  }
+
+  // rounds: round events, oldest first.
+  draw(rounds) {
+    const rows = rounds.slice(-MOST_ROUNDS).reverse().map((round) => element("tr", {}, ...[
+      round.round, round.fragment, round.outcome, (round.members ?? []).join(", ") || round.contributors,
+      bytes(round.bytes_sent), bytes(round.bytes_received), seconds(round.duration_s),
+    ].map((text) => element("td", {}, String(text ?? "-")))));
+    this.body.replaceChildren(...rows);
+    this.drawPairs(rounds);
+  }
+
+  drawPairs(rounds) {
+    const names = [...new Set(rounds.flatMap((round) => round.members ?? []))].sort();
+    if (names.length < 2 || names.length > MOST_IN_MATRIX) {
+      this.pairs.replaceChildren();
+      return;
+    }
+    const times = new Map();
+    for (const { members = [] } of rounds) {
+      for (const a of members) for (const b of members) times.set(`${a}\n${b}`, (times.get(`${a}\n${b}`) ?? 0) + 1);
+    }
+    const head = element("tr", {}, element("th", {}, "rounds together"),
+      ...names.map((name) => element("th", { scope: "col" }, name)));
+    const rows = names.map((a) => element("tr", {}, element("th", { scope: "row" }, a),
+      ...names.map((b) => element("td", {}, a === b ? "" : String(times.get(`${a}\n${b}`) ?? 0)))));
+    this.pairs.replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+  }
+}

@@ -1,0 +1,1 @@
+"""Numbers of a run for other programs: TensorBoard, Weights & Biases, trackio, Prometheus."""

@@ -1,0 +1,98 @@
+"""Where a plan's memory goes, region by region: on the host, and on the device at its peak."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.planning.layout import Layout
+from atomtrain.planning.plan import Plan
+
+
+class Region(NamedTuple):
+    """One piece of memory."""
+
+    place: Literal["host", "device"]
+    kind: str
+    """`parameters`, `gradients`, `optimizer` or `waiting` on the host; `slot`, `gradient`,
+    `resident`, `work` or `free` on the device."""
+    label: str
+    """Which segment, slot or block it holds, for people."""
+    bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return self._asdict()
+
+
+def memory_map(chain: Chain, plan: Plan, optimizer_state_bytes: int) -> list[Region]:
+    """Return all regions; those of each place add up to what the plan says of it.
+
+    Args:
+        chain: The model's layers.
+        plan: Made for it.
+        optimizer_state_bytes: Of all parameters, on the host.
+    """
+    layout = Layout(chain)
+    return [*_host(layout, plan, optimizer_state_bytes), *_device(chain, layout, plan)]
+
+
+def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int) -> Iterator[Region]:
+    parts = list(_parts(layout, plan))
+    for kind in ("parameters", "gradients"):
+        yield from (Region("host", kind, label, size) for label, size in parts)
+    total = max(1, layout.total_bytes)
+    for label, size in parts:
+        yield Region("host", "optimizer", label, optimizer_state_bytes * size // total)
+    held = 2 * layout.total_bytes + optimizer_state_bytes
+    waiting = max(0, plan.host_bytes - held)
+    yield Region("host", "waiting", "values between segments, process", waiting)
+
+
+def _parts(layout: Layout, plan: Plan) -> Iterator[tuple[str, int]]:
+    """Yield the backward segments and the shared weights with their bytes in the arena."""
+    bounds = plan.backward_bounds
+    if plan.host_layers:
+        yield (
+            f"layers on the host: {_layers(0, plan.host_layers)}",
+            _own(layout, 0, plan.host_layers),
+        )
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        yield f"segment {number}: {_layers(start, stop)}", _own(layout, start, stop)
+    for shared in layout.shared:
+        users = ", ".join(map(str, shared.users))
+        yield f"shared by layers {users}", shared.stop_bytes - shared.start_bytes
+
+
+def _own(layout: Layout, start: int, stop: int) -> int:
+    return sum(layout.block_bytes(block) for block in range(start, stop))
+
+
+def _device(chain: Chain, layout: Layout, plan: Plan) -> Iterator[Region]:
+    regions = [
+        *(Region("device", "slot", f"slot {i}", plan.slot_bytes) for i in range(plan.slots)),
+        *(
+            Region("device", "gradient", f"gradient buffer {i}", plan.gradient_bytes)
+            for i in range(plan.gradient_buffers)
+        ),
+    ]
+    for block in plan.resident_blocks:
+        name = (
+            chain.layers[block].name
+            if block < len(chain.layers)
+            else f"weight shared by layers {', '.join(map(str, layout.users(block)))}"
+        )
+        size = 2 * layout.block_bytes(block)
+        regions.append(Region("device", "resident", f"{name} with its gradient", size))
+    yield from regions
+    held = sum(region.bytes for region in regions)
+    work = max(0, plan.device_peak_bytes - held)
+    yield Region("device", "work", "values at cuts, workspace, buffers", work)
+    free = max(0, plan.device_memory_bytes - max(plan.device_peak_bytes, held))
+    yield Region("device", "free", "free", free)
+
+
+def _layers(start: int, stop: int) -> str:
+    return f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}"

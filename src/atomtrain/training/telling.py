@@ -1,0 +1,91 @@
+"""What a run tells of itself beside its steps: how it begins, its plan, what a step looked like."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from atomtrain.events import EventLog
+from atomtrain.planning.timeline import Span
+from atomtrain.reporting.trace import Account, write_trace
+from atomtrain.training.peering import pasted_address
+from atomtrain.training.setup import Session
+
+_MOST_SPANS = 5000
+"""Beyond them a step's spans are no picture any more, and too long a line."""
+
+
+def announce(session: Session, events: EventLog) -> None:
+    """Tell how a run begins, and the plan that it follows."""
+    engine, plan = session.engine, session.engine.plan
+    swarm = session.swarm
+    events.emit(
+        "run_started",
+        run=session.run,
+        peer=session.name,
+        model=session.recipe.model,
+        device=engine.device.name,
+        device_memory_bytes=engine.device.memory_bytes,
+        parameters=engine.parameters,
+        state_bytes=engine.state_bytes,
+        steps=session.recipe.steps,
+        tokens_per_step=session.recipe.tokens_per_step,
+        data=session.text.data or "the demo corpus",
+        join_address=None if swarm is None else pasted_address(session.run, swarm.address),
+        directory=str(session.directory),
+    )
+    events.emit(
+        "plan",
+        text=plan.describe(),
+        segments=plan.segments,
+        predicted_step_s=plan.step_s,
+        predicted_device_peak_bytes=plan.device_peak_bytes,
+        host_bytes=plan.host_bytes,
+        bound=plan.bound,
+        memory=[region.to_json() for region in engine.memory_map()],
+    )
+
+
+def tell_timeline(session: Session, events: EventLog) -> None:
+    """Tell what each stream did in the last step, which was recorded; waits for its updates."""
+    engine = session.engine
+    assert engine.last is not None
+    step_s = engine.last.step_s
+    start_s = time.time() - step_s
+    measured = engine.last_spans()
+    predicted = engine.predicted_spans()
+    if max(len(measured), len(predicted)) > _MOST_SPANS:
+        return
+    events.emit(
+        "timeline",
+        step=session.step,
+        start_time_s=start_s,
+        step_s=step_s,
+        predicted_step_s=engine.plan.step_s,
+        measured=[_plain_span(span) for span in measured],
+        predicted=[_plain_span(span) for span in predicted],
+    )
+
+
+def trace_last_step(session: Session) -> None:
+    """Write what the last step did, beside what was predicted, if that is wanted."""
+    engine, path = session.engine, session.options.trace
+    if path is None:
+        return
+    assert engine.last is not None
+    accounts = [
+        Account("predicted", engine.predicted_spans()),
+        Account(f"measured: step {session.step}", engine.last_spans()),
+    ]
+    about = {
+        "model": session.recipe.model,
+        "device": engine.device.name,
+        "predicted_step_s": engine.plan.step_s,
+        "measured_step_s": engine.last.step_s,
+    }
+    write_trace(path, accounts, about)
+
+
+def _plain_span(span: Span) -> list[Any]:
+    """Return stream, label, start and end in seconds; a microsecond is exact enough to look at."""
+    return [span.stream, span.label, round(span.start_s, 6), round(span.end_s, 6)]
