@@ -17,10 +17,7 @@ from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_setup import NetworkSetup
 from atomtrain.benchmarks.shaping import Link, Network
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root (network namespaces)"),
-]
+pytestmark = pytest.mark.root
 SERVER = """
 import socket, time
 listener = socket.create_server(("0.0.0.0", 5000))

@@ -30,10 +30,27 @@ def test_the_table_says_that_it_is_simulated(capsys: pytest.CaptureFixture[str])
     assert "Simulated, not measured" in text
 
 
+def test_rounds_of_unlike_peers_are_simulated_on_each_link(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    many = ("simulate", "tiny", "--peers", "100", "--tokens-per-step", "256", "--rounds", "20")
+    links = ("--link", "1Gbit/s", "--link", "1Mbit/s", "--upload", "2Mbit/s", "--group", "8")
+    assert main([*many, *links, "--json"]) == 0
+    fast, slow = json.loads(capsys.readouterr().out)["fleet"]
+    assert fast["round_s"] < slow["round_s"]
+    assert 0 < fast["busiest_up_share"] <= 1
+    assert fast["members"] > 90
+    assert main([*many, "--link", "100Mbit/s"]) == 0
+    assert "20 rounds of 100 unlike peers, one group of all" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("--peers", "1"), "--peers must be at least 2"),
+        (("--rounds", "0"), "--rounds must be at least 1"),
+        (("--rounds", "5", "--group", "1"), "groups must be of at least 2"),
+        (("--spread", "9"), "--spread takes 0"),
         (("--round-trip", "-1"), "0 to 10 seconds"),
         (("--link", "fast"), "is not a rate"),
         (("--gpu", "rtx-3091"), "Did you mean 'rtx-3090'"),

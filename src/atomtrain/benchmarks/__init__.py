@@ -43,6 +43,12 @@ REGISTRY: dict[str, Benchmark] = {
     "network": Benchmark(
         "atomtrain.benchmarks.network", "ATOM against a pipeline on links from fast to slow"
     ),
+    "time-to-loss": Benchmark(
+        "atomtrain.benchmarks.time_to_loss", "loss against time on slow links, ATOM and baselines"
+    ),
+    "simulation": Benchmark(
+        "atomtrain.benchmarks.simulation", "ATOM and the best pipeline on many links, simulated"
+    ),
     "plan": Benchmark(
         "atomtrain.benchmarks.plan", "predicted against measured step time and memory peaks"
     ),

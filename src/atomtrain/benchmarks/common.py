@@ -34,6 +34,8 @@ class BenchmarkOptions:
     """Print one JSON object on standard output instead of a table."""
     out: Path | None = None
     """Also write the JSON object to this file."""
+    peers: int | None = None
+    """Number of peers, for benchmarks that let one choose."""
 
     def __post_init__(self) -> None:
         # Before the measurement, not after it.

@@ -28,12 +28,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from atomtrain.benchmarks.churn import _terminable
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
-from atomtrain.benchmarks.network_methods import Measured, Methods
+from atomtrain.benchmarks.network_methods import LOSSES_OF_PEERS, Measured, Methods
 from atomtrain.benchmarks.network_peers import PeerError
 from atomtrain.benchmarks.network_setup import (
     QUICK,
@@ -63,6 +64,8 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
         PeerError: the peers could not be started at all.
     """
     setup = setup or (QUICK if options.quick else NetworkSetup())
+    if options.peers is not None:
+        setup = replace(setup, peers=options.peers)
     started_s = time.monotonic()
     load = os.getloadavg()[0]
     if load > _QUIET_LOAD:
@@ -137,6 +140,7 @@ def _row(
         row["data_parallel_tokens_per_s"] = parallel.tokens_per_s
         row["data_parallel"] = _plain(parallel, bound)
     if atom is not None:
+        del atom[LOSSES_OF_PEERS]
         row["atom"] = {**atom, "utilisation": atom["tokens_per_s"] / bound}
     ours = atom["tokens_per_s"] if atom else None
     theirs = row["pipeline"]["tokens_per_s"] if before else None
@@ -171,7 +175,7 @@ def _pipeline_result(found: dict[str, Any], after: Measured | None, bound: float
 
 
 def _plain(measured: Measured, bound: float) -> Result:
-    return {**measured._asdict(), "utilisation": measured.tokens_per_s / bound}
+    return {**measured.plain(), "utilisation": measured.tokens_per_s / bound}
 
 
 def _simulation(rows: list[Result]) -> Result:

@@ -55,7 +55,7 @@ class AtomPeer:
         self.engine = atomtrain.swap(
             self.setup.model(),
             batches[0],
-            optimizer=fused_adamw,
+            optimizer=lambda ps: fused_adamw(ps, self.setup.learning_rate),
             device=f"emulated:{int(device_link_bytes_per_s)}B/s",
             device_memory=device_memory_bytes,
             options=atomtrain.Options(micro_batches=len(batches)),
@@ -77,6 +77,7 @@ class AtomPeer:
         address: str,
         join: str | None,
         local_steps: int,
+        wire: str,
         link_bytes_per_s: float,
     ) -> Reply:
         """Found a run of `peers` on this host's address, or join one.
@@ -88,6 +89,7 @@ class AtomPeer:
             listen_host=address,
             join=() if join is None else (join,),
             local_steps_per_round=local_steps,
+            wire=wire,
             slowest_link_bytes_per_s=link_bytes_per_s,
         )
         if join is None:

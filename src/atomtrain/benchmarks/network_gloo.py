@@ -155,7 +155,7 @@ class GlooPeer:
         net = torch.nn.parallel.DistributedDataParallel(
             setup.model(), bucket_cap_mb=_BUCKET_MIB, gradient_as_bucket_view=True
         )
-        optimizer = fused_adamw(net.parameters())
+        optimizer = fused_adamw(net.parameters(), setup.learning_rate)
 
         def step(index: int) -> float:
             batches = setup.micro_batches(

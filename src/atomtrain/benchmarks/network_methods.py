@@ -34,6 +34,8 @@ _PROBE_S = 0.7
 _AHEAD_S = 0.3
 _LATE_FACTOR = 6.0
 _WARM_UP_BELOW_S = 6.0
+LOSSES_OF_PEERS = "losses_of_peers"
+"""Key of `Methods.atom`'s result."""
 
 
 class Measured(NamedTuple):
@@ -45,6 +47,17 @@ class Measured(NamedTuple):
     steps: int
     loss: float
     """Mean over the steps."""
+    losses: list[float]
+    """Of each step, in order."""
+    elapsed_s: float
+    warm_up: int
+    """Steps before these that trained too, and are counted in none of the others."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return everything but the losses of the steps."""
+        values = self._asdict()
+        del values["losses"]
+        return values
 
 
 class Search(NamedTuple):
@@ -187,7 +200,7 @@ class Methods:
             steps=steps,
             warm_up=1,
         )
-        return _measured(replies, setup.step_sequences * model.sequence_tokens, steps)
+        return _measured(replies, setup.step_sequences * model.sequence_tokens, steps, 1)
 
     def atom(self, link: Link, speeds: Speeds) -> Reply:
         """Measure ATOM: a new run on unshaped links, then `link` while it trains."""
@@ -200,6 +213,7 @@ class Methods:
             "run": run,
             "peers": setup.peers,
             "local_steps": setup.local_steps,
+            "wire": setup.wire,
             "link_bytes_per_s": min(SwarmConfig.slowest_link_bytes_per_s, rate / 8),
         }
         address = self._enter(peers, 0, None, shared)
@@ -268,6 +282,7 @@ class Methods:
             "link_wait_share": sum(reply["link_wait_s"] for reply in replies) / sum(trained_s),
             "device_peak_bytes": max(reply["device_peak_bytes"] for reply in replies),
             "loss": statistics.fmean(loss for reply in replies for loss in reply["losses"]),
+            LOSSES_OF_PEERS: [reply["losses"] for reply in replies],
         }
 
     def _baselines(self) -> Peers:
@@ -342,19 +357,25 @@ class Methods:
             steps=steps,
             warm_up=warm_up,
         )
-        return _measured(replies, sequences * self.setup.model.sequence_tokens, steps)
+        return _measured(replies, sequences * self.setup.model.sequence_tokens, steps, warm_up)
 
     def _patience_s(self, expected_s: float) -> float:
         return 30.0 + _LATE_FACTOR * expected_s
 
 
-def _measured(replies: list[Reply], tokens_per_step: int, steps: int) -> Measured:
+def _measured(replies: list[Reply], tokens_per_step: int, steps: int, warm_up: int) -> Measured:
     ended_s = max(reply["ended_s"] for reply in replies)
     elapsed_s = ended_s - min(reply["started_s"] for reply in replies)
     tokens = tokens_per_step * steps
+    # A pipeline's last rank alone knows the loss; with data parallelism each has its own.
+    known = [reply["losses"] for reply in replies if reply["losses"]]
+    losses = [statistics.fmean(each) for each in zip(*known, strict=True)]
     return Measured(
         tokens / elapsed_s,
         sum(reply["sent_bytes"] for reply in replies) / tokens,
         steps,
-        statistics.fmean(loss for reply in replies for loss in reply["losses"]),
+        statistics.fmean(losses),
+        losses,
+        elapsed_s,
+        warm_up,
     )

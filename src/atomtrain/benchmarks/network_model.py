@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Layer
+from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
 
 Batch = dict[str, Tensor]
@@ -28,6 +31,15 @@ class ModelSetup:
     sequences_per_peer: int = 64
     """Sequences that each peer adds to a step; a pipeline's step has those of all its peers."""
     seed: int = 0
+    learning_rate: float = 1e-4
+    text: str = ""
+    """Path of a file whose bytes are the tokens; empty: random tokens, from which nothing can be
+    learnt."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError if the vocabulary cannot hold bytes."""
+        if self.text and self.vocabulary < 256:
+            raise ConfigError(f"bytes of text need a vocabulary of 256, not {self.vocabulary}")
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ModelSetup:
@@ -99,16 +111,29 @@ class ModelSetup:
         """Return a step's micro-batches of `micro_batch` sequences: the same wherever asked."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         shape = (sequences, self.sequence_tokens + 1)
-        tokens = torch.randint(self.vocabulary, shape, generator=generator)
+        if self.text:
+            text = _bytes_of(self.text)
+            last = len(text) - self.sequence_tokens
+            starts = torch.randint(last, (sequences, 1), generator=generator)
+            tokens = text[starts + torch.arange(self.sequence_tokens + 1)].long()
+        else:
+            tokens = torch.randint(self.vocabulary, shape, generator=generator)
         return [
             {"input_ids": part[:, :-1].contiguous(), "labels": part[:, 1:].contiguous()}
             for part in tokens.split(micro_batch)
         ]
 
 
-def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+@functools.cache
+def _bytes_of(path: str) -> Tensor:
+    return torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+
+
+def fused_adamw(
+    parameters: Iterable[nn.Parameter], learning_rate: float = 1e-4
+) -> torch.optim.Optimizer:
     """Return the optimizer of all methods."""
-    return torch.optim.AdamW(list(parameters), lr=1e-4, weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(list(parameters), lr=learning_rate, weight_decay=0.1, fused=True)
 
 
 def run_layers(layers: Iterable[Layer], values: dict[str, Any]) -> Any:

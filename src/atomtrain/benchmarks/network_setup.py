@@ -25,6 +25,9 @@ class StandsFor(NamedTuple):
     """The GPU's link."""
     model: str | None = None
     """Preset whose activations for each FLOP count; `None`: bits per FLOP alone."""
+    round_trip_s: float = 0.0
+    """Added as it is there. A small processor has the longer steps to hide it behind: that is in
+    the pipeline's favour."""
 
 
 class Case(NamedTuple):
@@ -51,6 +54,8 @@ class NetworkSetup:
     """Sequences in ATOM's micro-batch."""
     local_steps: int = 12
     """ATOM: local steps in which every fragment is averaged once."""
+    wire: str = "int8"
+    """ATOM: how changes travel."""
     links: tuple[tuple[float | None, float], ...] = (
         (None, 0.0),
         (1e9, 0.0),
@@ -62,11 +67,11 @@ class NetworkSetup:
     """Bits per second (`None`: unshaped) and round trip in seconds."""
     stand_ins: tuple[StandsFor, ...] = (
         StandsFor("rtx-3090", 1e9),
-        StandsFor("rtx-3090", 1e8),
+        StandsFor("rtx-3090", 1e8, None, 0.03),
         StandsFor("rtx-3090", 1e8, "gpt3-xl"),
         StandsFor("rtx-3090", 1e7, "gpt3-xl"),
     )
-    """Links that stand for a GPU's; measured without added delay."""
+    """Links that stand for a GPU's."""
     trials: int = 6
     """Pipelines measured on each link before the best one is taken."""
     trial_s: float = 4.0
@@ -166,7 +171,7 @@ def stand_in(model: ModelSetup, wanted: StandsFor, peer_flops_per_s: float) -> L
             sequence_tokens=sizes.context,
         )
         bits_per_s *= model.boundary_bits_per_flop / large.boundary_bits_per_flop
-    return Link(bits_per_s=bits_per_s)
+    return Link(bits_per_s=bits_per_s, round_trip_s=wanted.round_trip_s)
 
 
 def cases(setup: NetworkSetup, peer_flops_per_s: float) -> list[Case]:

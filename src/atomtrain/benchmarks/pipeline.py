@@ -92,7 +92,7 @@ class Stage:
         self.parameters = [
             p for part in self._layers.values() for layer in part for p in layer.module.parameters()
         ]
-        self.optimizer = fused_adamw(self.parameters)
+        self.optimizer = fused_adamw(self.parameters, setup.learning_rate)
         self._shape = (plan.micro_batch, setup.sequence_tokens, setup.width)
         rows = plan.micro_batch * setup.sequence_tokens
         self._wire_bytes = encoded_bytes(plan.wire, rows, setup.width)

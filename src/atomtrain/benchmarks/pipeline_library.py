@@ -69,7 +69,9 @@ class LibraryStage:
             self._schedule = ScheduleInterleaved1F1B(list(stages), count, loss_fn=_loss)
         self._first = rank == 0
         self._last = (chunks - 1) % ranks == rank
-        self.optimizer = fused_adamw(p for s in stages for p in s.submod.parameters())
+        self.optimizer = fused_adamw(
+            (p for s in stages for p in s.submod.parameters()), setup.learning_rate
+        )
 
     def step(self, batches: Sequence[Batch]) -> float | None:
         """Run one optimizer step; return the mean loss where the last chunk is, else `None`."""

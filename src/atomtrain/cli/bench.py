@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.benchmarks import REGISTRY, benchmark
+from atomtrain.cli import bench_report
 from atomtrain.cli.parsing import parse
 from atomtrain.training.options import option
 
 _EXAMPLES = """\
   atom bench swap --json --out swap.json
-  atom bench depth --quick"""
+  atom bench depth --quick
+  atom bench network --peers 4 --out network.json
+  atom bench report --results benchmarks/results --out report.html"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +26,17 @@ class BenchOptions:
     json: bool = option(False, "Print exactly one JSON object instead of a table.")
     quick: bool = option(False, "Smaller and shorter: under a minute.")
     out: Path | None = option(None, "Also write the JSON object to this file.", "FILE")
+    peers: int | None = option(None, "With network: number of peers. Default: 2.", "N")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code."""
+    if arguments[:1] == ["report"]:
+        return bench_report.run(arguments[1:])
     about = "Measure; each benchmark prints one result.\n\n" + "\n".join(
         f"  {name:<10} {entry.help}" for name, entry in REGISTRY.items()
     )
+    about += "\n\n  report     a page with pictures, made of the results of the others"
     options = parse(
         BenchOptions,
         arguments,
@@ -41,6 +48,8 @@ def run(arguments: Sequence[str]) -> int:
     entry = benchmark(options.name)
     from atomtrain.benchmarks.common import BenchmarkOptions, report
 
-    settings = BenchmarkOptions(quick=options.quick, out=options.out, json=options.json)
+    settings = BenchmarkOptions(
+        quick=options.quick, out=options.out, json=options.json, peers=options.peers
+    )
     report(entry.run(settings), json=options.json, out=options.out)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +16,14 @@ from atomtrain.units import format_bytes, format_count, format_seconds, parse_by
 
 if TYPE_CHECKING:
     from atomtrain.planning.prospect import Prospect
-    from atomtrain.simulation.compare import Comparison, LayerWork, Site
+    from atomtrain.simulation.compare import Comparison, Site
 
 _LINKS = ("10Gbit/s", "1Gbit/s", "300Mbit/s", "100Mbit/s", "30Mbit/s", "10Mbit/s")
-_LARGEST_FRAGMENT_BYTES = 64 << 20
-_LEAST_FRAGMENTS = 4
 _EXAMPLES = """\
   atom simulate gpt3-xl --gpu rtx-3090 --peers 8
   atom simulate gpt3-13b --gpu rtx-4090 --peers 64 --link 100Mbit/s --round-trip 0.05
-  atom simulate gpt3-6.7b --gpu a100-40gb --peers 1000 --json"""
+  atom simulate gpt3-6.7b --gpu a100-40gb --peers 1000 --json
+  atom simulate gpt3-xl --peers 10000 --link 100Mbit/s --wire int4 --rounds 1000 --group 32"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,23 @@ class SimulateOptions:
     )
     local_steps: int = option(30, "Local steps in which the whole model is averaged once.", "N")
     wire: str = option("float16", "How the swarm's averages travel.", "NAME")
+    rounds: int | None = option(
+        None, "Also run so many rounds with peers that differ, come and go.", "N"
+    )
+    group: int | None = option(
+        None, "With --rounds: members average in shuffled groups of at most N. Default: all.", "N"
+    )
+    upload: str | None = option(
+        None, "With --rounds: rate of a peer's way out. Default: as --link.", "RATE"
+    )
+    spread: float = option(
+        0.3, "With --rounds: how unlike speeds and links are (deviation of the logarithm).", "X"
+    )
+    stay: float = option(
+        7200.0, "With --rounds: mean time until a peer is gone without a word.", "SECONDS"
+    )
+    away: float = option(600.0, "With --rounds: mean time until it is back.", "SECONDS")
+    seed: int = option(0, "With --rounds: of everything random.", "N")
     json: bool = option(False, "Print exactly one JSON object instead of a table.")
 
     def __post_init__(self) -> None:
@@ -64,6 +79,10 @@ class SimulateOptions:
                 least = 2 if name == "peers" else 1
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be at least {least}, not {getattr(self, name)}")
+        if self.rounds is not None and self.rounds < 1:
+            raise ConfigError(f"--rounds must be at least 1, not {self.rounds}")
+        if not 0 <= self.spread <= 2:
+            raise ConfigError(f"--spread takes 0 (all alike) to 2, not {self.spread:g}")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -78,20 +97,26 @@ def run(arguments: Sequence[str]) -> int:
     )
     rates = [parse_rate(text, "--link") * 8 for text in options.link or _LINKS]
     with leaving_at_once():
+        from atomtrain.cli.simulate_fleet import fleet_rows, fleet_text
         from atomtrain.simulation.compare import compare
+        from atomtrain.simulation.site import site_of
 
-    found = _prospect(options)
-    site = _site(options, found)
+    found = prospect_of(options)
+    site = site_of(found, options.peers, options.local_steps, options.wire)
     results = [compare(site, rate, options.round_trip) for rate in rates]
+    fleets = fleet_rows(options, found, rates) if options.rounds else []
     if options.json:
-        sys.stdout.write(json.dumps(_to_json(options, found, site, results), allow_nan=False))
+        report = _to_json(options, found, site, results) | {"fleet": fleets}
+        sys.stdout.write(json.dumps(report, allow_nan=False))
     else:
         sys.stdout.write(_text(options, found, site, results))
+        if fleets:
+            sys.stdout.write("\n\n" + fleet_text(options, fleets))
     sys.stdout.write("\n")
     return 0
 
 
-def _prospect(options: SimulateOptions) -> Prospect:
+def prospect_of(options: SimulateOptions) -> Prospect:
     """Return the plan of one peer, as `atom plan` makes it."""
     from atomtrain.planning.catalogue import gpu, host, machine_for
     from atomtrain.planning.prospect import Workload, prospect
@@ -112,57 +137,6 @@ def _prospect(options: SimulateOptions) -> Prospect:
         context_tokens=model.context_tokens, tokens_per_step=options.tokens_per_step
     )
     return prospect(model.analyse, compute_of(card, "fp32"), machine, workload)
-
-
-def _site(options: SimulateOptions, found: Prospect) -> Site:
-    from atomtrain.simulation.compare import Site
-
-    return Site(
-        peers=options.peers,
-        step_s=found.plan.step_s,
-        micro_batches=found.plan.micro_batches,
-        micro_batch_tokens=found.micro_batch * found.context_tokens,
-        layers=_layers(found),
-        device_memory_bytes=found.machine.device_memory_bytes,
-        exchange_bytes=_exchange_bytes(options, found.analysis.parameters),
-        local_steps=options.local_steps,
-    )
-
-
-def _layers(found: Prospect) -> list[LayerWork]:
-    from atomtrain.simulation.compare import LayerWork
-
-    chain, costs = found.analysis.chain, found.analysis.costs
-    layers = []
-    for index, cost in enumerate(costs.layers):
-        time = found.times[cost.kind]
-        crossing = [costs.values[name] for name in chain.crossing(index + 1)]
-        shapes = [value.shape for value in crossing if value.requires_grad and value.shape]
-        layers.append(
-            LayerWork(
-                forward_s=time.forward_s,
-                # The measure of backward includes recomputing, which a stage need not do.
-                backward_s=time.backward_s - time.forward_s,
-                parameters=cost.parameters,
-                kept_bytes=cost.kept_bytes,
-                boundary_values=sum(math.prod(shape) for shape in shapes),
-                boundary_rows=sum(math.prod(shape[:-1]) for shape in shapes),
-            )
-        )
-    return layers
-
-
-def _exchange_bytes(options: SimulateOptions, parameters: int) -> list[int]:
-    """Return what an exchange of each fragment takes (`Engine.fragment_ranges` makes them)."""
-    from atomtrain.swarm.codec import codec_named, encoded_bytes
-    from atomtrain.swarm.slices import Span
-
-    count = max(_LEAST_FRAGMENTS, -(-4 * parameters // _LARGEST_FRAGMENT_BYTES))
-    whole = Span(0, -(-parameters // count))
-    codec = codec_named(options.wire)
-    both = (codec, codec.for_mean(options.peers, 0))
-    share = (options.peers - 1) / options.peers
-    return [int(share * sum(encoded_bytes(each, whole) for each in both))] * count
 
 
 def _to_json(

@@ -1,0 +1,67 @@
+"""From a peer's plan to what the simulations take: layers, step and bytes on the wire."""
+
+from __future__ import annotations
+
+import math
+
+from atomtrain.planning.prospect import Prospect
+from atomtrain.simulation.compare import LayerWork, Site
+from atomtrain.swarm.codec import codec_named, encoded_bytes
+from atomtrain.swarm.slices import Span
+
+_LARGEST_FRAGMENT_BYTES = 64 << 20
+_LEAST_FRAGMENTS = 4
+
+
+def site_of(found: Prospect, peers: int, local_steps: int, wire: str) -> Site:
+    """Return so many peers that all follow the plan `found`.
+
+    Raises:
+        ConfigError: fewer than 2 peers, or an unknown wire format.
+    """
+    parameters = found.analysis.parameters
+    count = fragments_of(parameters)
+    both = travelling_bytes(-(-parameters // count), wire, peers)
+    return Site(
+        peers=peers,
+        step_s=found.plan.step_s,
+        micro_batches=found.plan.micro_batches,
+        micro_batch_tokens=found.micro_batch * found.context_tokens,
+        layers=_layers(found),
+        device_memory_bytes=found.machine.device_memory_bytes,
+        exchange_bytes=[int((peers - 1) / peers * sum(both))] * count,
+        local_steps=local_steps,
+    )
+
+
+def fragments_of(parameters: int) -> int:
+    """Return how many fragments the engine makes of so many (`Engine.fragment_ranges`)."""
+    return max(_LEAST_FRAGMENTS, -(-4 * parameters // _LARGEST_FRAGMENT_BYTES))
+
+
+def travelling_bytes(elements: int, wire: str, peers: int) -> tuple[int, int]:
+    """Return the bytes of `elements` as a contribution, and as the mean of so many peers."""
+    codec = codec_named(wire)
+    whole = Span(0, elements)
+    return encoded_bytes(codec, whole), encoded_bytes(codec.for_mean(peers, 0), whole)
+
+
+def _layers(found: Prospect) -> list[LayerWork]:
+    chain, costs = found.analysis.chain, found.analysis.costs
+    layers = []
+    for index, cost in enumerate(costs.layers):
+        time = found.times[cost.kind]
+        crossing = [costs.values[name] for name in chain.crossing(index + 1)]
+        shapes = [value.shape for value in crossing if value.requires_grad and value.shape]
+        layers.append(
+            LayerWork(
+                forward_s=time.forward_s,
+                # The measure of backward includes recomputing, which a stage need not do.
+                backward_s=time.backward_s - time.forward_s,
+                parameters=cost.parameters,
+                kept_bytes=cost.kept_bytes,
+                boundary_values=sum(math.prod(shape) for shape in shapes),
+                boundary_rows=sum(math.prod(shape[:-1]) for shape in shapes),
+            )
+        )
+    return layers
