@@ -45,6 +45,10 @@ class StreamError(AtomError, RuntimeError):
     exit_code = 1
 
 
+class DiskError(StreamError):
+    """A disk that holds part of the host's state cannot be used, is full, or failed."""
+
+
 class DataError(AtomError):
     """Text, tokenizer or token file that cannot be used."""
 

@@ -124,7 +124,8 @@ def test_bfloat16_takes_the_bytes_that_are_told(name: str, each_bytes: float) ->
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             own = 4 * parameter.numel() + optimizer.state_bytes_of(parameter)
-            assert own == pytest.approx(each_bytes * parameter.numel(), abs=1)
+            # The last block of 8-bit codes need not be full, its two scales are.
+            assert own == pytest.approx(each_bytes * parameter.numel(), abs=8)
 
 
 def test_a_precision_that_cannot_be_is_refused() -> None:

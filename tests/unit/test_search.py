@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -16,15 +17,16 @@ from torch import nn
 from atomtrain.analysis import Chain, Layer, LayerCost, LayerTime
 from atomtrain.analysis.costs import ChainCosts, ValueSpec
 from atomtrain.errors import PlanError
-from atomtrain.planning import Layout, Machine, Request, Shape, make_plan
+from atomtrain.planning import Layout, Machine, Plan, Request, Shape, make_plan
 from atomtrain.planning.costing import Costing
+from atomtrain.planning.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.search import Choice, fastest_of, leanest_of
 from atomtrain.planning.shape import Activation
 from atomtrain.planning.space import Space
 
-KINDS = 4
+MOST_KINDS = 4
 
 
 class Kind(NamedTuple):
@@ -54,6 +56,9 @@ class Problem(NamedTuple):
     copy_cost: float
     memory_share: float
     """Between the least memory that works and plenty."""
+    disk_bytes_per_s: tuple[float, float] = (1e5, 1e5)
+    """Reads and writes."""
+    on_disk: OnDisk = ()
 
 
 class Holder(nn.Module):
@@ -80,8 +85,8 @@ def problems(draw: st.DrawFn, most_layers: int = 5) -> Problem:
     shared = draw(st.integers(0, 1)) if count > 1 else 0
     pairs = [tuple(sorted(draw(st.permutations(range(count)))[:2])) for _ in range(shared)]
     return Problem(
-        kinds=tuple(draw(KIND) for _ in range(KINDS)),
-        layers=tuple(draw(st.integers(0, KINDS - 1)) for _ in range(count)),
+        kinds=tuple(draw(KIND) for _ in range(MOST_KINDS)),
+        layers=tuple(draw(st.integers(0, MOST_KINDS - 1)) for _ in range(count)),
         shared=tuple((64 * draw(st.integers(1, 30)), a, b) for a, b in pairs),
         micro_batches=draw(st.integers(1, 3)),
         load_bytes_per_s=draw(st.floats(1e3, 1e5)),
@@ -89,6 +94,8 @@ def problems(draw: st.DrawFn, most_layers: int = 5) -> Problem:
         update_parameters_per_s=draw(st.floats(3e2, 1e5)),
         copy_cost=draw(st.sampled_from([0.0, 1e-6])),
         memory_share=draw(st.floats(0.0, 1.0)),
+        disk_bytes_per_s=(draw(st.floats(1e3, 1e6)), draw(st.floats(1e3, 1e6))),
+        on_disk=KINDS[: draw(st.sampled_from([0, 0, 1, 3]))],
     )
 
 
@@ -99,12 +106,16 @@ class Built(NamedTuple):
     costs: ChainCosts
     times: dict[str, LayerTime]
     machine: Machine
+    on_disk: OnDisk
 
     def space(self, request: Request) -> Space:
         layout = Layout(self.chain)
+        disk = disk_use(self.chain, layout, two_moments(self.chain), self.on_disk)
         count = request.micro_batches
         memory = MemoryModel(self.chain, self.costs, layout, count)
-        costing = Costing(self.chain, self.costs, self.times, self.machine, layout, count)
+        costing = Costing(
+            self.chain, self.costs, self.times, self.machine, layout, count, disk=disk
+        )
         return Space(self.chain, self.costs, layout, memory, costing, request)
 
 
@@ -145,8 +156,11 @@ def build(problem: Problem) -> Built:
         compute_s_per_copied_byte=problem.copy_cost,
         device_memory_bytes=1 << 40,
         host_memory_bytes=1 << 40,
+        storage_read_bytes_per_s=problem.disk_bytes_per_s[0],
+        storage_write_bytes_per_s=problem.disk_bytes_per_s[1],
+        storage_both_ways_share=0.7,
     )
-    return Built(chain, ChainCosts(tuple(costs), values), times, machine)
+    return Built(chain, ChainCosts(tuple(costs), values), times, machine, problem.on_disk)
 
 
 def compositions(layers: int) -> Iterator[tuple[int, ...]]:
@@ -240,9 +254,41 @@ def test_what_is_found_is_planned(problem: Problem) -> None:
     machine = built.machine.__class__(
         **{**built.machine.to_json(), "device_memory_bytes": max(1, least)}
     )
+    disk = DiskRequest(states=two_moments(built.chain), on_disk=problem.on_disk)
+    request = dataclasses.replace(request, disk=disk)
     made = make_plan(built.chain, built.costs, built.times, machine, request)
+    assert made.on_disk == problem.on_disk
     assert made.device_peak_bytes == least
     assert made.step_s >= max(made.compute_s, made.load_s, made.unload_s, made.update_s) * 0.999
+
+
+@settings(deadline=None, max_examples=20)
+@given(problems(most_layers=3), st.floats(0.0, 1.0))
+def test_as_little_is_on_disk_as_host_memory_demands(problem: Problem, share: float) -> None:
+    """Brute force over what is on disk: the fastest choice that fits the host is taken."""
+    built = build(problem)
+    states = two_moments(built.chain)
+
+    def planned(on_disk: OnDisk | None, host_memory_bytes: int) -> Plan:
+        request = Request(
+            micro_batches=problem.micro_batches,
+            host_layers=0,
+            disk=DiskRequest(states=states, on_disk=on_disk),
+        )
+        machine = dataclasses.replace(built.machine, host_memory_bytes=host_memory_bytes)
+        return make_plan(built.chain, built.costs, built.times, machine, request)
+
+    every = [planned(on_disk, 1 << 40) for on_disk in choices(DiskRequest(states=states))]
+    assert [plan.on_disk for plan in every] == [(), ("moments",), KINDS]
+    sizes = sorted(plan.host_bytes for plan in every)
+    budget = int(sizes[0] + share * (sizes[-1] - sizes[0]))
+    best_s = min(plan.step_s for plan in every if plan.host_bytes <= budget)
+    chosen = planned(None, budget)
+    assert chosen.host_bytes <= budget
+    # Plans that are 1% apart are equal to the search, and the one with the least memory is taken.
+    assert chosen.step_s <= 1.01 * best_s * (1 + 1e-9)
+    with pytest.raises(PlanError, match="with everything on disk that can be"):
+        planned(None, sizes[0] - 1)
 
 
 BAD = [-1.0, math.nan, math.inf]
@@ -251,7 +297,7 @@ BAD = [-1.0, math.nan, math.inf]
 @pytest.mark.parametrize("value", BAD)
 def test_times_of_nonsense(value: float) -> None:
     kind = Kind(64, 0.1, 0.3, 64, 64, 64, False)
-    built = build(Problem((kind,) * KINDS, (0, 1), (), 1, 1e4, 1e4, 1e4, 0.0, 1.0))
+    built = build(Problem((kind,) * MOST_KINDS, (0, 1), (), 1, 1e4, 1e4, 1e4, 0.0, 1.0))
     times = {**built.times, "1": LayerTime(0.1, value)}
     with pytest.raises(PlanError, match="time of layer '1'"):
         make_plan(built.chain, built.costs, times, built.machine, Request(micro_batches=1))

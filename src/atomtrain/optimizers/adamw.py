@@ -13,10 +13,10 @@ from atomtrain.errors import ConfigError
 from atomtrain.optimizers import masters
 from atomtrain.optimizers.checks import check_adamw_group, check_gradient, check_parameters
 from atomtrain.optimizers.moments import (
-    BYTES_PER_PARAMETER,
     adamw_update,
     check_state,
     new_state,
+    part_bytes,
     scratch_bytes,
 )
 
@@ -140,11 +140,16 @@ class AdamW(torch.optim.Optimizer):
 
     def state_bytes_of(self, parameter: Tensor) -> int:
         """Return the bytes that the parameter's moments and master take, now or later."""
+        return sum(self.state_parts_of(parameter).values())
+
+    def state_parts_of(self, parameter: Tensor) -> dict[str, int]:
+        """Return the bytes of each tensor of the parameter's state, now or later; no scalars."""
         group = self._group_of(parameter)
-        each = BYTES_PER_PARAMETER[group["state"]]
+        parts = part_bytes(parameter, group["state"])
         if parameter.dtype is torch.bfloat16:
-            each += masters.MASTER_BYTES[group["master"]]
-        return round(each * parameter.numel())
+            master = group["master"]
+            parts[masters.KEYS[master]] = int(masters.MASTER_BYTES[master]) * parameter.numel()
+        return parts
 
     def scratch_bytes(self) -> int:
         """Return the bytes of scratch memory that updates need, beside the state."""

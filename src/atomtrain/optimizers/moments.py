@@ -64,6 +64,15 @@ def new_state(parameter: Tensor, kind: str) -> dict[str, Tensor]:
     return state
 
 
+def part_bytes(parameter: Tensor, kind: str) -> dict[str, int]:
+    """Return the bytes of each tensor of a parameter's moments."""
+    blocks = -(-parameter.numel() // BLOCK)
+    return {
+        key: dtype.itemsize * (blocks if key.endswith("_scale") else parameter.numel())
+        for key, dtype in _DTYPES[kind].items()
+    }
+
+
 def cast_state(state: dict[str, Any], kind: str) -> None:
     """Undo `Optimizer.load_state_dict`'s cast to the parameter's type; exact for its formats."""
     for key, dtype in _DTYPES[kind].items():

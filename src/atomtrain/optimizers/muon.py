@@ -17,7 +17,7 @@ from atomtrain.optimizers.checks import (
     check_parameters,
     check_rates,
 )
-from atomtrain.optimizers.moments import cast_state
+from atomtrain.optimizers.moments import cast_state, part_bytes, scratch_bytes
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -112,6 +112,33 @@ class Muon(torch.optim.Optimizer):
                 else:
                     _update(parameter, check_gradient(parameter.grad), self.state[parameter], group)
         return loss
+
+    def state_bytes_of(self, parameter: Tensor) -> int:
+        """Return the bytes that the parameter's state takes, now or later."""
+        return sum(self.state_parts_of(parameter).values())
+
+    def state_parts_of(self, parameter: Tensor) -> dict[str, int]:
+        """Return the bytes of each tensor of the parameter's state, now or later; no scalars."""
+        for group in self.param_groups:
+            if any(parameter is member for member in group["params"]):
+                if group["algorithm"] == "adamw":
+                    return part_bytes(parameter, group["state"])
+                return {"momentum_buffer": 4 * parameter.numel()}
+        raise ConfigError(f"a parameter of shape {list(parameter.shape)} is in no group of Muon")
+
+    def scratch_bytes(self) -> int:
+        """Return the bytes of memory that updates need for a while, beside the state."""
+        return max(
+            (
+                scratch_bytes(p, {**group, "master": "float32"})
+                if group["algorithm"] == "adamw"
+                # The step ahead, its products and their squares.
+                else 4 * (3 * p.numel() + 2 * min(p.shape) ** 2)
+                for group in self.param_groups
+                for p in group["params"]
+            ),
+            default=0,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, exactly."""

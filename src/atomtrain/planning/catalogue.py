@@ -253,7 +253,14 @@ def _data() -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _source(name: str) -> Source:
+def catalogue_section(name: str) -> Mapping[str, Any]:
+    """Return one part of the catalogue's data."""
+    section: Mapping[str, Any] = _data()[name]
+    return section
+
+
+def source_named(name: str) -> Source:
+    """Return where a figure was published."""
     return Source(**_data()["sources"][name])
 
 
@@ -267,7 +274,7 @@ def _gpu(name: str, entry: Mapping[str, Any]) -> Gpu:
         pcie_generation=entry["pcie"][0],
         pcie_lanes=entry["pcie"][1],
         host=entry["host"],
-        sources=tuple(_source(source) for source in entry["sources"]),
+        sources=tuple(source_named(source) for source in entry["sources"]),
         reported_as=tuple(entry["reported_as"]),
         note=entry.get("note", ""),
     )
@@ -279,7 +286,7 @@ def _host(name: str, entry: Mapping[str, Any]) -> Host:
         # A channel is 64 bits wide.
         memory_bytes_per_s=8e6 * entry["megatransfers_per_s"] * entry["channels"],
         most_memory_bytes=int(entry["most_memory_gib"]) << 30,
-        source=_source(entry["source"]),
+        source=source_named(entry["source"]),
     )
 
 

@@ -19,6 +19,14 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
+from atomtrain.planning.disk import (
+    DiskUse,
+    OnDisk,
+    States,
+    blocks_by_parameter,
+    disk_use,
+    two_moments,
+)
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.schedule import Phase, Visit, training_visits
@@ -45,6 +53,15 @@ class VisitTable:
     update_s: Array
     fetch_s: Array
     save_s: Array
+    read_s: Array
+    write_s: Array
+    stage_s: Array
+
+    @cached_property
+    def loading_s(self) -> Array:
+        """How long the loads take: the slower of disk and link."""
+        lasting: Array = np.maximum(self.load_s, self.stage_s)
+        return lasting
 
     @cached_property
     def visit_s(self) -> Array:
@@ -70,8 +87,11 @@ class Costing:
         layout: Layout,
         micro_batches: int,
         host_layers: int = 0,
+        disk: DiskUse | None = None,
     ) -> None:
         """`times` are for one micro-batch, by kind of layer; leading layers may be on the host.
+
+        Part of the state may be on disk. Its bytes are those of the same chain.
 
         Raises:
             PlanError: a time is missing, negative or no number.
@@ -85,6 +105,7 @@ class Costing:
         crossing = [sum(costs.values[n].n_bytes for n in chain.crossing(cut)) for cut in cuts]
         self._crossing = micro_batches * np.array(crossing, float)
         self._updated = _updated(chain, layout)
+        self._disk = disk if disk is not None and disk.on_disk else None
         self._bytes: dict[frozenset[int], tuple[Array, ...]] = {}
         self._tables: dict[tuple[Phase, Place, bool, bool], VisitTable] = {}
 
@@ -128,7 +149,7 @@ class Costing:
     def _table(self, phase: Phase, place: Place, load: bool, keep: bool) -> VisitTable:
         machine = self._machine
         backward = phase in (Phase.TURN, Phase.BACKWARD)
-        segment, coming, updated, seeds = self._byte_tables(place.resident)
+        segment, coming, updated, seeds, stored = self._byte_tables(place.resident)
         nothing = np.zeros_like(segment)
         compute_s = _between(self.layer_backward_s if backward else self.layer_forward_s)
         if keep and backward:
@@ -145,6 +166,7 @@ class Costing:
         # In backward both directions of the link are busy.
         share = machine.both_ways_share if backward else 1.0
         each_s = self.micro_batches * machine.copy_s
+        read_s, write_s, stage_s = self._disk_s(phase, loaded, stored)
         return VisitTable(
             compute_s=compute_s
             + machine.compute_s_per_copied_byte * copied
@@ -155,17 +177,23 @@ class Costing:
             # At least one copy for each micro-batch.
             fetch_s=_copied_s(fetched, machine.load_bytes_per_s, each_s),
             save_s=_copied_s(saved, machine.unload_bytes_per_s, each_s),
+            read_s=read_s,
+            write_s=write_s,
+            stage_s=stage_s,
         )
 
     def _byte_tables(self, resident: frozenset[int]) -> tuple[Array, ...]:
-        """Return bytes in a slot, bytes of residents that come, parameters that are updated, and
-        bytes of gradients that come back to be added to; for all segments."""
+        """Return bytes in a slot, bytes of residents that come, parameters that are updated,
+        bytes of gradients that come back to be added to, and bytes that updates read and write on
+        disk; for all segments."""
         if resident not in self._bytes:
             layout, count = self._layout, len(self._layout.layers)
             own = [layout.block_bytes(block) for block in range(count)]
             segment = _between([n * (block not in resident) for block, n in enumerate(own)])
             coming = _between([n * (block in resident) for block, n in enumerate(own)])
             updated = _between(self._updated[:count])
+            on_disk = self._on_disk()
+            stored = _between(on_disk[:count])
             seeds = np.zeros_like(segment)
             start, stop = np.indices(segment.shape)
             for block in range(count, layout.blocks):
@@ -177,13 +205,37 @@ class Costing:
                     used |= (start <= user) & (user < stop)
                 first = (start <= users[0]) & (users[0] < stop)
                 updated = updated + self._updated[block] * first
+                stored = stored + on_disk[block] * first
                 if block in resident:
                     coming = coming + n_bytes * first
                 else:
                     segment = segment + n_bytes * used
                     seeds = seeds + n_bytes * (used & (users[-1] >= stop))
-            self._bytes[resident] = segment, coming, updated, seeds
+            self._bytes[resident] = segment, coming, updated, seeds, stored
         return self._bytes[resident]
+
+    def _on_disk(self) -> list[int]:
+        """Return the bytes of each block that its update reads and writes on disk."""
+        if self._disk is None:
+            return [0] * self._layout.blocks
+        return [sum(block) for block in self._disk.blocks]
+
+    def _disk_s(self, phase: Phase, loaded: Array, stored: Array) -> tuple[Array, Array, Array]:
+        """Return the seconds in which visits read and write state, and read what they load."""
+        nothing = np.zeros_like(stored)
+        if self._disk is None:
+            return nothing, nothing, nothing
+        read_rate, write_rate = self._machine.storage_rates
+        backward = phase in (Phase.TURN, Phase.BACKWARD)
+        # In backward the disk reads and writes at once.
+        share = self._machine.storage_both_ways_share if backward else 1.0
+        staged = loaded if "parameters" in self._disk.on_disk else nothing
+        stored = stored if backward else nothing
+        return (
+            stored / (share * read_rate),
+            stored / (share * write_rate),
+            staged / (share * read_rate),
+        )
 
     def _moved_bytes(self, phase: Phase, boundary: Boundary, keep: bool) -> tuple[Array, Array]:
         """Return what visits fetch and save of values and their gradients.
@@ -203,11 +255,9 @@ class Costing:
 def _updated(chain: Chain, layout: Layout) -> list[int]:
     """Return the trainable parameters of each block."""
     counts = [0] * layout.blocks
-    places = {weight.start_bytes: i for i, weight in enumerate(layout.shared, len(layout.layers))}
+    block_of = blocks_by_parameter(chain, layout)
     for parameter in chain.parameters:
-        users = chain.users[id(parameter)]
-        block = users[0] if len(users) == 1 else places[layout.offsets[id(parameter)]]
-        counts[block] += parameter.numel() if parameter.requires_grad else 0
+        counts[block_of[id(parameter)]] += parameter.numel() if parameter.requires_grad else 0
     return counts
 
 
@@ -223,10 +273,14 @@ def spans_of(
     times: Mapping[str, LayerTime],
     machine: Machine,
     micro_batches: int,
+    states: States | None = None,
+    on_disk: OnDisk = (),
 ) -> list[Span]:
     """Return the predicted spans of one step of a plan's `shape`."""
     layout = Layout(chain)
-    costing = Costing(chain, costs, times, machine, layout, micro_batches, shape.host_layers)
+    disk = disk_use(chain, layout, states or two_moments(chain), on_disk)
+    first = shape.host_layers
+    costing = Costing(chain, costs, times, machine, layout, micro_batches, first, disk)
     return costing.spans(shape)
 
 

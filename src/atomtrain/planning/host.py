@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts, LayerCost
+from atomtrain.planning.disk import DiskUse
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.shape import Shape
@@ -63,7 +64,12 @@ def without(chain: Chain, costs: ChainCosts, host_layers: int) -> Rest:
 
 
 def host_s(
-    chain: Chain, costs: ChainCosts, host_layers: int, machine: Machine, micro_batches: int
+    chain: Chain,
+    costs: ChainCosts,
+    host_layers: int,
+    machine: Machine,
+    micro_batches: int,
+    disk: DiskUse,
 ) -> float:
     """Return what a step takes longer: the host's forward, backward and, after them, the update."""
     layers = costs.layers[:host_layers]
@@ -72,7 +78,11 @@ def host_s(
     dense = _DENSE_GRADIENT_PASSES * sum(cost.parameter_bytes for cost in layers)
     written = sum(costs.values[name].n_bytes for name in chain.writes(0, host_layers))
     moved_s = micro_batches * (dense + _ROWS_PASSES * written) / bytes_per_s
-    return moved_s + sum(cost.parameters for cost in layers) / update_rate
+    on_disk_s = 0.0
+    if disk.on_disk:
+        n_bytes = sum(sum(block) for block in disk.blocks[:host_layers])
+        on_disk_s = sum(n_bytes / rate for rate in machine.storage_rates)
+    return moved_s + on_disk_s + sum(cost.parameters for cost in layers) / update_rate
 
 
 def whole_shape(shape: Shape, chain: Chain, rest: Chain, host_layers: int) -> Shape:

@@ -54,6 +54,8 @@ class Machine:
     storage_read_bytes_per_s: float | None = None
     """NVMe or other local storage, sequential, past the page cache."""
     storage_write_bytes_per_s: float | None = None
+    storage_both_ways_share: float = 1.0
+    """What reads and writes keep of their rates while the disk does both; above 0, at most 1."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -69,10 +71,25 @@ class Machine:
                     f"the machine's {field.name} is {value}; it must be "
                     f"{'at least 0' if least_is_zero else 'positive'} and finite"
                 )
-        if self.both_ways_share > 1:
+        for name in ("both_ways_share", "storage_both_ways_share"):
+            if getattr(self, name) > 1:
+                raise PlanError(
+                    f"the machine's {name} is {getattr(self, name)}; it must be at most 1"
+                )
+
+    @property
+    def storage_rates(self) -> tuple[float, float]:
+        """Bytes per second that the disk reads and writes.
+
+        Raises:
+            PlanError: they are not known.
+        """
+        if self.storage_read_bytes_per_s is None or self.storage_write_bytes_per_s is None:
             raise PlanError(
-                f"the machine's both_ways_share is {self.both_ways_share}; it must be at most 1"
+                f"the disk of {self.name} was not measured, so no state can be put on it; give "
+                "storage_read_bytes_per_s and storage_write_bytes_per_s of the machine"
             )
+        return self.storage_read_bytes_per_s, self.storage_write_bytes_per_s
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
+from atomtrain.planning.disk import DiskUse
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.schedule import Phase, training_visits
 from atomtrain.planning.shape import Boundary, Shape
@@ -43,12 +44,14 @@ class MemoryModel:
         layout: Layout,
         micro_batches: int,
         optimizer_state_bytes: int | None = None,
+        disk: DiskUse | None = None,
     ) -> None:
         self._chain, self._costs, self._layout = chain, costs, layout
         self.micro_batches = micro_batches
         self._optimizer_state_bytes = (
             _two_moments_bytes(chain) if optimizer_state_bytes is None else optimizer_state_bytes
         )
+        self._disk = disk
         self._workspaces = Workspaces(chain, costs, layout)
         count = len(chain.layers)
         self._crossing = [self._bytes(chain.crossing(cut)) for cut in range(count + 1)]
@@ -117,6 +120,8 @@ class MemoryModel:
         # large as the weights.
         waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
         waiting += sum(cost.parameter_bytes for cost in self._costs.layers[:first])
+        if self._disk is not None:
+            state += self._disk.staging_bytes - self._disk.saved_bytes
         return 2 * self._layout.total_bytes + state + waiting + PROCESS_BYTES
 
     def least_layer_bytes(self, index: int) -> int:

@@ -7,9 +7,9 @@ start of the visit before, and the turn's earliest start is a shortest path over
 Turn. All that backward needs of forward is when the turn starts, and which segment is in the other
 slot: that one is not loaded again if backward's next segment is the same.
 
-Backward. The rest depends on five clocks only: when compute, the next load, the last two unloads
-and the updates can go on. A later clock never makes a step end sooner, so of two ways to the same
-cut the one that is later (or equal) in every clock can be forgotten.
+Backward. The rest depends on seven clocks only: when compute, the next load, the last two unloads,
+the updates, and the disk's reads and writes can go on. A later clock never makes a step end sooner,
+so of two ways to the same cut the one that is later (or equal) in every clock can be forgotten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atomtrain.planning.space import Allowed, Family
 
 Array = NDArray[np.float64]
 Starts = NDArray[np.intp]
-_COMPUTE, _LOAD, _UNLOAD, _BEFORE, _UPDATE = range(5)
+_COMPUTE, _LOAD, _UNLOAD, _BEFORE, _UPDATE, _READ, _WRITE = range(7)
 _SLACK = 1 + 1e-12
 
 
@@ -42,7 +42,7 @@ class _Turn(NamedTuple):
 class _Labels(NamedTuple):
     """Ways to reach a cut in backward, none of them better than another in all clocks."""
 
-    clocks: Array  # [n, 5] seconds
+    clocks: Array  # [n, 7] seconds
     parents: list[tuple[int, int, int] | _Turn]
     """The cut, the number of segments so far (0 where it does not matter) and the index of the
     label that each one came from."""
@@ -103,7 +103,7 @@ class Optimum:
 
     def best(self, allowed: Allowed, below_s: float = np.inf) -> Found | None:
         """Return the fastest allowed plan, or `None` if none is faster than `below_s`."""
-        self._most_load_s = float(self._backward.load_s[allowed.backward].max(initial=0.0))
+        self._most_load_s = float(self._backward.loading_s[allowed.backward].max(initial=0.0))
         forward = self._forwards(allowed)
         labels = self._begin(allowed, forward, below_s)
         done: dict[tuple[int, int], _Labels] = {}
@@ -117,7 +117,7 @@ class Optimum:
             (float(value), key, index)
             for key, here in done.items()
             if key[0] == 0 and (self._segments or 0) == key[1]
-            for index, value in enumerate(here.clocks[:, _UPDATE])
+            for index, value in enumerate(here.clocks[:, [_UPDATE, _WRITE]].max(axis=1))
         ]
         if not ends or min(ends)[0] >= below_s:
             return None
@@ -134,13 +134,13 @@ class Optimum:
         count, table, turn = self._layers, self._forward, self._turn
         visit_s = table.visit_s
         starts = np.full((count + 1, count + 1), np.inf)
-        starts[0] = np.where(allowed.forward[0], table.load_s[0], np.inf)
+        starts[0] = np.where(allowed.forward[0], table.loading_s[0], np.inf)
         for at in range(1, count):
             before, lasting = starts[:at, at, None], visit_s[:at, at, None]
-            loads = table.load_s[at][None, :]
+            loads = table.loading_s[at][None, :]
             ends = before + (np.maximum(lasting, loads) if self._overlap else lasting + loads)
             starts[at] = np.where(allowed.forward[at], ends.min(axis=0), np.inf)
-        loads = turn.load_s[:, count][None, :]
+        loads = turn.loading_s[:, count][None, :]
         turns = starts + (np.maximum(visit_s, loads) if self._overlap else visit_s + loads)
         return Forward(starts, turns)
 
@@ -152,7 +152,7 @@ class Optimum:
         one, two = (1, 2) if self._segments else (0, 0)
         for start in map(int, np.flatnonzero(allowed.turn)):
             if start == 0:
-                starts = np.array([self._turn.load_s[0, self._layers]])
+                starts = np.array([self._turn.loading_s[0, self._layers]])
             else:
                 starts = forward.turns[:start, start]
             after = self._after_turn(start, starts)
@@ -175,35 +175,41 @@ class Optimum:
         return labels
 
     def _after_turn(self, start: int, starts_s: Array) -> Array:
-        """Return the clocks after the turn for each time at which it may start, `[n, 5]`."""
+        """Return the clocks after the turn for each time at which it may start, `[n, 7]`."""
         table, stop = self._turn, self._layers
         compute = starts_s + table.visit_s[start, stop]
         unload = compute + table.unload_s[start, stop]
-        update = unload + table.update_s[start, stop]
+        read = starts_s + table.read_s[start, stop]
+        update = np.maximum(unload, read) + table.update_s[start, stop]
+        write = update + table.write_s[start, stop]
         load = starts_s if self._overlap else compute
-        return np.stack([compute, load, unload, np.zeros_like(load), update], axis=1)
+        clocks = [compute, load, unload, np.zeros_like(load), update, read, write]
+        return np.stack(clocks, axis=1)
 
     def _visit(self, clocks: Array, table: VisitTable, start: int | Starts, stop: int) -> Array:
         """Return the clocks after a backward visit.
 
         Args:
-            clocks: `[n, 5]`, or `[n, 1, 5]` with several segments.
+            clocks: `[n, 7]`, or `[n, 1, 7]` with several segments.
             table: Seconds of the visit.
             start: First layer of the segment, or those of several.
             stop: The layer after its last one.
         """
-        compute, load, unload, before, update = (clocks[..., i] for i in range(5))
-        loaded = load + table.load_s[start, stop]
+        compute, load, unload, before, update, read, write = (clocks[..., i] for i in range(7))
+        loaded = load + table.loading_s[start, stop]
         ready = np.maximum(compute, loaded)
         empty = unload if self._family.gradient_buffers == 1 else before
         end = np.maximum(ready, empty) + table.visit_s[start, stop]
         unloaded = np.maximum(unload, end) + table.unload_s[start, stop]
-        updated = np.maximum(update, unloaded) + table.update_s[start, stop]
+        read = read + (table.stage_s + table.read_s)[start, stop]
+        updated = np.maximum(np.maximum(update, unloaded), read) + table.update_s[start, stop]
         # A load that can start so early that it never holds compute up may as well start later.
         next_load = np.maximum(ready, end - self._most_load_s) if self._overlap else end
-        after = np.empty((*end.shape, 5))
+        after = np.empty((*end.shape, 7))
         after[..., _COMPUTE], after[..., _LOAD] = end, next_load
         after[..., _UNLOAD], after[..., _UPDATE] = unloaded, updated
+        after[..., _READ] = read
+        after[..., _WRITE] = np.maximum(write, updated) + table.write_s[start, stop]
         # An unload that is over before compute is free holds nobody up.
         single = self._family.gradient_buffers == 1
         after[..., _BEFORE] = 0.0 if single else np.maximum(unload, end)
@@ -276,7 +282,7 @@ class Optimum:
         if last is None:
             last = int(np.argmin(forward.turns[: turn.start, turn.start]))
         bounds = [turn.start, last]
-        visit_s, load_s = self._forward.visit_s, self._forward.load_s
+        visit_s, load_s = self._forward.visit_s, self._forward.loading_s
         while last:
             stop = bounds[-2]
             lasting, load = visit_s[:last, last], load_s[last, stop]

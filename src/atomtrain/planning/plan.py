@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from atomtrain.errors import PlanError, nearest
+from atomtrain.planning.disk import DiskRequest, OnDisk
 from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.units import format_bytes, format_seconds
+
+DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class Request:
     optimizer_state_bytes: int | None = None
     """Of all parameters, on the host, with the optimizer's scratch; `None`: AdamW's two moments in
     the parameters' own type."""
+    disk: DiskRequest | None = None
+    """What may lie on disk; `None`: nothing."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "segments", "slots", "gradient_buffers"):
@@ -76,6 +81,12 @@ class Plan:
     """The budget."""
     host_bytes: int
     """Parameters, gradients, optimizer state and values kept for backward."""
+    on_disk: OnDisk
+    """Kinds of state that are on disk, not in `host_bytes`."""
+    disk_bytes: int
+    """Of the disk that they take."""
+    disk_written_bytes: int
+    """Written a step."""
     step_s: float
     """Predicted."""
     compute_s: float
@@ -83,6 +94,8 @@ class Plan:
     load_s: float
     unload_s: float
     update_s: float
+    disk_s: float
+    """Predicted time in which the disk is busy in a step; 0 without one."""
     bound: str
     """The resource that is busiest."""
 
@@ -159,18 +172,31 @@ class Plan:
             lines.append(f"resident   blocks {', '.join(map(str, self.resident_blocks))}")
         if kept := self.shape.kept:
             lines.append(f"kept       graphs of layers {kept[0]} to {kept[1] - 1}")
+        disk = [f"disk       {disk_text(self)}"] if self.on_disk else []
+        busy = f", disk {format_seconds(self.disk_s)}" if self.on_disk else ""
         return "\n".join(
             (
                 *lines,
                 f"device     {format_bytes(self.device_peak_bytes)} predicted peak of "
                 f"{format_bytes(self.device_memory_bytes)}",
                 f"host       {format_bytes(self.host_bytes)}",
+                *disk,
                 f"step       {format_seconds(self.step_s)} predicted for {self.micro_batches} "
                 f"micro-batches: compute {format_seconds(self.compute_s)}, load "
                 f"{format_seconds(self.load_s)}, unload {format_seconds(self.unload_s)}, update "
-                f"{format_seconds(self.update_s)}; bound by {self.bound}",
+                f"{format_seconds(self.update_s)}{busy}; bound by {self.bound}",
             )
         )
+
+
+def disk_text(plan: Plan) -> str:
+    """Return what is on disk, and what a disk wears out by: bytes written."""
+    written = plan.disk_written_bytes
+    a_day = written * DAY_S / plan.step_s
+    return (
+        f"{', '.join(plan.on_disk)}: {format_bytes(plan.disk_bytes)}; {format_bytes(written)} "
+        f"written a step, {format_bytes(a_day)} a day"
+    )
 
 
 def _sizes(bounds: tuple[int, ...]) -> str:

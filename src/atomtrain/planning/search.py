@@ -21,6 +21,7 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.costing import Costing
+from atomtrain.planning.disk import OnDisk, choices, disk_use
 from atomtrain.planning.host import host_choices, host_s, whole_shape, without
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.least import least_device_bytes
@@ -64,7 +65,23 @@ def make_plan(
         PlanError: nothing fits (names the layer and the least budget that would do), or a time is
             missing, negative or no number.
     """
-    problems = _problems(chain, costs, times, machine, request)
+    plan = None
+    # More on disk is never faster, so the least that fits the host is the best.
+    for on_disk in choices(request.disk):
+        plan = _best(_problems(chain, costs, times, machine, request, on_disk), machine)
+        if plan.host_bytes <= machine.host_memory_bytes:
+            return plan
+    assert plan is not None
+    most = " even with everything on disk that can be" if request.disk is not None else ""
+    raise PlanError(
+        f"training this model takes {format_bytes(plan.host_bytes)} of host memory{most}, "
+        f"{format_bytes(machine.host_memory_bytes)} are there; choose a smaller model"
+        f"{'' if request.disk is not None else ', or let part of its state lie on disk (--disk)'}"
+    )
+
+
+def _best(problems: Sequence[_Problem], machine: Machine) -> Plan:
+    """Return the fastest plan of several problems, with the least memory among equals."""
     times_s = [p.fastest.step_s + p.host_s for p in problems if p.fastest is not None]
     if not times_s:
         raise _does_not_fit(problems, machine)
@@ -73,13 +90,7 @@ def make_plan(
     plans = [
         problem.plan(choice) for problem, choice in zip(problems, found, strict=True) if choice
     ]
-    plan = min(plans, key=lambda plan: (plan.boundary, plan.device_peak_bytes, plan.host_layers))
-    if plan.host_bytes > machine.host_memory_bytes:
-        raise PlanError(
-            f"training this model takes {format_bytes(plan.host_bytes)} of host memory, "
-            f"{format_bytes(machine.host_memory_bytes)} are there; choose a smaller model"
-        )
-    return plan
+    return min(plans, key=lambda plan: (plan.boundary, plan.device_peak_bytes, plan.host_layers))
 
 
 class _Problem:
@@ -93,16 +104,22 @@ class _Problem:
         machine: Machine,
         request: Request,
         host_layers: int,
+        on_disk: OnDisk,
     ) -> None:
         self.host_layers, self._whole, self._machine = host_layers, chain, machine
         self.chain, rest_costs = without(chain, costs, host_layers)
         count, state_bytes = request.micro_batches, request.optimizer_state_bytes
         layout = Layout(self.chain)
+        states = request.disk.states if request.disk is not None else {}
+        disk = disk_use(self.chain, layout, states, on_disk)
+        self._disk = disk_use(chain, Layout(chain), states, on_disk)
         self.memory = MemoryModel(self.chain, rest_costs, layout, count)
-        self.costing = Costing(self.chain, rest_costs, times, machine, layout, count)
+        self.costing = Costing(self.chain, rest_costs, times, machine, layout, count, disk=disk)
         self.space = Space(self.chain, rest_costs, layout, self.memory, self.costing, request)
-        self._all = MemoryModel(chain, costs, Layout(chain), count, state_bytes)
-        self.host_s = host_s(chain, costs, host_layers, machine, count) if host_layers else 0.0
+        self._all = MemoryModel(chain, costs, Layout(chain), count, state_bytes, self._disk)
+        self.host_s = 0.0
+        if host_layers:
+            self.host_s = host_s(chain, costs, host_layers, machine, count, self._disk)
         _check_request(self.space, layout)
 
     @cached_property
@@ -125,6 +142,9 @@ class _Problem:
             plan,
             **shape._asdict(),
             host_bytes=self._all.host_bytes(shape),
+            on_disk=self._disk.on_disk,
+            disk_bytes=self._disk.file_bytes,
+            disk_written_bytes=self._disk.written_bytes,
             step_s=plan.step_s + self.host_s,
         )
 
@@ -135,11 +155,12 @@ def _problems(
     times: Mapping[str, LayerTime],
     machine: Machine,
     request: Request,
+    on_disk: OnDisk = (),
 ) -> list[_Problem]:
-    choices = host_choices(chain, costs)
+    counts = host_choices(chain, costs)
     if request.host_layers is not None:
-        if request.host_layers not in choices:
-            allowed = " or ".join(map(str, choices))
+        if request.host_layers not in counts:
+            allowed = " or ".join(map(str, counts))
             raise PlanError(
                 f"host_layers is {request.host_layers}; with this model it can be {allowed}: only "
                 "leading layers that look up in large tables can run on the host"
@@ -149,12 +170,12 @@ def _problems(
                 "resident blocks cannot be fixed together with layers on the host; leave one of "
                 "them to the planner"
             )
-        choices = [request.host_layers]
+        counts = [request.host_layers]
     elif request.resident is not None:  # its blocks are those of all layers
-        choices = [0]
+        counts = [0]
     fewest = request.segments or 1
-    choices = [n for n in choices if n == choices[0] or len(chain.layers) - n >= fewest]
-    return [_Problem(chain, costs, times, machine, request, n) for n in choices]
+    counts = [n for n in counts if n == counts[0] or len(chain.layers) - n >= fewest]
+    return [_Problem(chain, costs, times, machine, request, n, on_disk) for n in counts]
 
 
 def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machine) -> Plan:
@@ -167,6 +188,9 @@ def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machin
         device_peak_bytes=memory.device_bytes(shape),
         device_memory_bytes=machine.device_memory_bytes,
         host_bytes=memory.host_bytes(shape),
+        on_disk=(),
+        disk_bytes=0,
+        disk_written_bytes=0,
         bound=time.bound,
         **time._asdict(),
     )

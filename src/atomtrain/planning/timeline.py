@@ -8,11 +8,11 @@ update is the last to be done, and the first load of the next step waits for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from atomtrain.planning.schedule import Visit
+from atomtrain.planning.schedule import Phase, Visit
 
-StreamName = Literal["compute", "load", "unload", "update", "fetch", "save"]
+StreamName = Literal["compute", "load", "unload", "update", "fetch", "save", "read", "write"]
 
 
 class VisitTime(NamedTuple):
@@ -29,6 +29,12 @@ class VisitTime(NamedTuple):
     """Values and their gradients, host to device."""
     save_s: float = 0.0
     """Values and their gradients, device to host."""
+    read_s: float = 0.0
+    """Optimizer state from disk, before the update."""
+    write_s: float = 0.0
+    """Optimizer state to disk, after it."""
+    stage_s: float = 0.0
+    """Parameters from disk for the load; counts only if the visit loads."""
 
     @property
     def visit_s(self) -> float:
@@ -57,6 +63,8 @@ class StepTime(NamedTuple):
     unload_s: float
     """The same, device to host."""
     update_s: float
+    disk_s: float
+    """The busier of reading and writing."""
 
     @property
     def bound(self) -> str:
@@ -66,13 +74,14 @@ class StepTime(NamedTuple):
             "link (host to device)": self.load_s,
             "link (device to host)": self.unload_s,
             "host optimizer": self.update_s,
+            "disk": self.disk_s,
         }
         return max(busy, key=lambda name: busy[name])
 
 
 def predict(visits: Sequence[Visit], times: Sequence[VisitTime]) -> StepTime:
     """Return the step that the visits make, given the seconds of each of them."""
-    busy = dict.fromkeys(("compute", "load", "unload", "update", "fetch", "save"), 0.0)
+    busy = dict.fromkeys(get_args(StreamName), 0.0)
     end_s = 0.0
     for span in step_spans(visits, times):
         busy[span.stream] += span.end_s - span.start_s
@@ -83,6 +92,7 @@ def predict(visits: Sequence[Visit], times: Sequence[VisitTime]) -> StepTime:
         load_s=busy["load"] + busy["fetch"],
         unload_s=busy["unload"] + busy["save"],
         update_s=busy["update"],
+        disk_s=max(busy["read"], busy["write"]),
     )
 
 
@@ -96,7 +106,7 @@ def step_spans(visits: Sequence[Visit], times: Sequence[VisitTime]) -> list[Span
     spans: list[Span] = []
     done: list[float] = []
     released: dict[int, float] = {}  # when each gradient buffer is empty again
-    compute = load = unload = update = 0.0
+    compute = load = unload = update = read = write = 0.0
 
     def add(stream: StreamName, visit: Visit, start_s: float, length_s: float) -> float:
         spans.append(Span(stream, label_of(visit), start_s, start_s + length_s))
@@ -106,8 +116,16 @@ def step_spans(visits: Sequence[Visit], times: Sequence[VisitTime]) -> list[Span
         ready = 0.0
         if visit.load:
             free = done[visit.free_after] if visit.free_after >= 0 else 0.0
-            ready = load = add("load", visit, max(load, free), time.load_s)
+            # What is on disk is read and loaded piece by piece: the slower of both counts.
+            begun = max(load, free) + max(0.0, time.stage_s - time.load_s)
+            ready = load = add("load", visit, begun, time.load_s)
         start = max(compute, ready)
+        if visit.load and time.stage_s > 0:
+            if visit.phase is not Phase.BACKWARD:
+                read = max(read, ready - time.stage_s)
+            read = add("read", visit, read, time.stage_s)
+        if visit.phase is Phase.TURN:
+            read = max(read, start)  # nearly all reads of state wait for memory until then
         if visit.gradient is not None:
             start = max(start, released.get(visit.gradient, 0.0))
         for stream, length_s in (("fetch", time.fetch_s), ("save", time.save_s)):
@@ -119,7 +137,11 @@ def step_spans(visits: Sequence[Visit], times: Sequence[VisitTime]) -> list[Span
         if visit.gradient is not None:
             unload = add("unload", visit, max(unload, compute), time.unload_s)
             released[visit.gradient] = unload
-            update = add("update", visit, max(update, unload), time.update_s)
+            if time.read_s > 0:
+                read = add("read", visit, read, time.read_s)
+            update = add("update", visit, max(update, unload, read), time.update_s)
+            if time.write_s > 0:
+                write = add("write", visit, max(write, update), time.write_s)
     return spans
 
 

@@ -19,7 +19,9 @@ ROWS = {
     "compute": "compute",
     "save": "save\nvalues",
     "unload": "unload\ngradients",
+    "read": "read\n(disk)",
     "update": "update\n(host)",
+    "write": "write\n(disk)",
 }
 """Streams from top to bottom, in the order of the data's way, and what is written beside them."""
 # Colours that stay apart for colour-blind readers (Okabe and Ito); each with a lighter neighbour,

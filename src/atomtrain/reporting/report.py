@@ -14,7 +14,7 @@ from atomtrain.reporting.fitting import explained, least_fitting
 from atomtrain.reporting.place import compute_of
 from atomtrain.reporting.subject import Subject
 
-STREAM_FIELDS = ("compute_s", "load_s", "unload_s", "update_s")
+STREAM_FIELDS = ("compute_s", "load_s", "unload_s", "update_s", "disk_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,8 @@ class Report:
     def busy_shares(self) -> dict[str, float]:
         """Share of the step in which each resource is busy."""
         plan = self.prospect.plan
-        return {name[:-2]: getattr(plan, name) / plan.step_s for name in STREAM_FIELDS}
+        fields = STREAM_FIELDS if plan.on_disk else STREAM_FIELDS[:-1]
+        return {name[:-2]: getattr(plan, name) / plan.step_s for name in fields}
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -67,7 +67,8 @@ class Engine:
         """Whether steps note what each stream does, for `last_spans`."""
         self._record: Record | None = None
         self._traced, self._planner, self._store, self._updates = traced, planner, store, updates
-        self.masters = Masters(updates.worker_of)
+        present = () if updates.disk is None else (updates.disk.present,)
+        self.masters = Masters(updates.worker_of, *present)
         """The parameters' values; call `synchronize` before."""
         self._state = ModelState(model, self.masters)
         self._broken: BaseException | None = None
@@ -102,9 +103,12 @@ class Engine:
             ConfigError: no micro-batch, or one that lacks an input or has another shape.
             DeviceMemoryError: a micro-batch larger than the example exceeded the budget.
             PlanError: more micro-batches than before, and no plan for them fits.
+            DiskError: the disk failed to write in an earlier step; nothing of this one was done,
+                and everything can still be read and saved.
             StreamError: a transfer or update failed, now or in an earlier step.
         """
         batches = self._begin(micro_batches)
+        self._updates.require_disk()
         self._traced.ready(True)
         self._make_room(len(batches))
         started_s = time.perf_counter()
@@ -312,7 +316,7 @@ class Engine:
         """Make a new plan if the step has more micro-batches than the plan was made for."""
         if micro_batches <= self.plan.micro_batches:
             return
-        plan = self._planner.plan(micro_batches)
+        plan = self._planner.plan(micro_batches, self.plan.on_disk)
         self.synchronize()
         with self._guarded():
             # The old slots must be gone before the new ones come, or both would count.
@@ -332,14 +336,16 @@ class Engine:
         """Let the streams note what they do in this step, if that is wanted."""
         self._record = self.device.new_record() if self.recording else None
         device = self.device
-        holders = (device.load, device.fetch, device.unload, device.save, self._updates.stream)
-        for holder in (*holders, self._executor):
+        holders = (device.load, device.fetch, device.unload, device.save, *self._updates.streams)
+        for holder in holders:
             holder.record = self._record
+        self._executor.record = self._record
         try:
             yield
         finally:
-            for holder in (*holders, self._executor):
+            for holder in holders:
                 holder.record = None
+            self._executor.record = None
 
     def _check_whole(self) -> None:
         if self._broken is not None:

@@ -14,6 +14,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.planning.catalogue import Gpu, gpu_reported_as, machine_for
 from atomtrain.planning.machine import Machine
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.disk_profile import storage_rates
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.overhead import emulated_visit_s
 from atomtrain.swapping.probes import (
@@ -21,7 +22,6 @@ from atomtrain.swapping.probes import (
     host_copy_bytes_per_s,
     link_rates,
     stolen,
-    storage_rates,
     update_parameters_per_s,
 )
 
@@ -61,6 +61,7 @@ def measure_machine(device: Device, folder: Path | None = None) -> Machine:
         host_copy_bytes_per_s=host_copy_bytes_per_s(),
         storage_read_bytes_per_s=storage.read_bytes_per_s if storage else None,
         storage_write_bytes_per_s=storage.write_bytes_per_s if storage else None,
+        storage_both_ways_share=storage.both_ways_share if storage else 1.0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import nn
 
@@ -12,13 +13,21 @@ from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.planning.layout import Layout
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.disk_state import Placement
+from atomtrain.swapping.disk_tier import machine_with_disk, placed
 from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.options import Options
 from atomtrain.swapping.planner import Planner
 from atomtrain.swapping.precision import Narrowed
 from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
-from atomtrain.swapping.updates import OptimizerFactory, Updates, optimizer_bytes, optimizer_of
+from atomtrain.swapping.updates import (
+    OptimizerFactory,
+    Updates,
+    optimizer_bytes,
+    optimizer_of,
+    states_of,
+)
 
 
 def swap(
@@ -55,7 +64,8 @@ def swap(
         options: Further choices.
 
     Raises:
-        PlanError: no plan fits the budget; names the layer and the least budget that would do.
+        PlanError: no plan fits device or host; names the layer and the least budget that would do.
+        DiskError: `disk` cannot be used, or has too little space.
         AnalysisError: the model's layers cannot be found, or its head cannot be split.
         ConfigError: a device, size or example that cannot be used, or `precision="bf16"` with an
             optimizer that keeps no masters.
@@ -98,6 +108,7 @@ def _open(
     opened = (
         open_device(device, device_memory, options.inject) if isinstance(device, str) else device
     )
+    placement: Placement | None = None
     try:
         costs = layer_costs(chain, inputs, opened.torch_device)
         if options.head_pieces == "auto":
@@ -105,13 +116,20 @@ def _open(
             costs = layer_costs(chain, inputs, opened.torch_device)
         profile = take_profile(opened, chain, costs, inputs, measure=options.profile)
         made = optimizer_of(chain, optimizer)
+        machine = machine_with_disk(profile.machine, options)
+        states = None if options.disk is None else states_of(made)
         planner = Planner(
-            chain, costs, profile.times, profile.machine, options, optimizer_bytes(made)
+            chain, costs, profile.times, machine, options, optimizer_bytes(made), states
         )
         plan = planner.plan(options.micro_batches)
-        store = HostStore(chain, Layout(chain), opened)
-        updates = Updates(chain, store.layout, store, made, options.clip_norm, options.inject)
+        layout = Layout(chain)
+        if states is not None and plan.on_disk and options.disk is not None:
+            placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
+        store = HostStore(chain, layout, opened)
+        updates = Updates(chain, layout, store, made, options.clip_norm, options.inject, placement)
     except BaseException:
         opened.close()
+        if placement is not None:
+            placement.file.close()
         raise
     return Engine(model, traced, planner, plan, store, opened, updates)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from atomtrain.errors import ConfigError
+from atomtrain.planning.disk import on_disk_up_to
 from atomtrain.swapping.precision import check_precision
 from atomtrain.swapping.streams import Inject
+from atomtrain.units import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,15 @@ class Options:
     precision: Literal["bf16"] | None = None
     """`"bf16"`: stream and compute in bfloat16, with exact float32 masters in the optimizer's
     state (`atomtrain.optimizers.AdamW` keeps them). `None`: as the model is."""
+    host_memory: str | int | None = None
+    """Host memory that parameters, gradients and optimizer state may take, such as `"8GiB"`, or
+    `None` for all that the machine has."""
+    disk: str | Path | None = None
+    """A folder on a fast local disk, for the part of the state that host memory cannot hold;
+    `None`: everything is in memory."""
+    on_disk: Literal["nothing", "moments", "masters", "parameters"] | None = None
+    """Which state is on disk: all kinds up to this one. `None`: as little as host memory demands.
+    """
     profile: bool = True
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache). Else a GPU's rates come from the catalogue, and the emulated device's from the
@@ -49,6 +61,14 @@ class Options:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
         check_precision(self.precision)
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory, "host memory")
+        if self.on_disk is not None:
+            on_disk_up_to(self.on_disk)
+            if self.disk is None and self.on_disk != "nothing":
+                raise ConfigError(
+                    f"on_disk={self.on_disk!r} needs a folder; give disk='FOLDER' too"
+                )
         pieces = self.head_pieces
         counts = isinstance(pieces, int) and not isinstance(pieces, bool) and pieces >= 1
         if not counts and pieces not in (None, "auto"):

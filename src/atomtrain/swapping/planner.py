@@ -9,6 +9,7 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.planning.costing import spans_of
+from atomtrain.planning.disk import DiskRequest, OnDisk, States, on_disk_up_to
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
@@ -28,10 +29,20 @@ class Planner:
     options: Options
     optimizer_bytes: OptimizerBytes | None = None
     """Of all parameters; `None` if the optimizer does not tell."""
+    states: States | None = None
+    """The optimizer's state of each parameter, if part of it may lie on disk."""
 
-    def plan(self, micro_batches: int) -> Plan:
-        """Return the best plan for steps of so many micro-batches."""
+    def plan(self, micro_batches: int, on_disk: OnDisk | None = None) -> Plan:
+        """Return the best plan for steps of so many micro-batches.
+
+        `on_disk` says what lies on disk already; `None` leaves it to options and planner.
+        """
         taken = self.optimizer_bytes
+        if on_disk is None and self.options.on_disk is not None:
+            on_disk = on_disk_up_to(self.options.on_disk)
+        disk = None
+        if self.states is not None:
+            disk = DiskRequest(states=self.states, on_disk=on_disk)
         request = Request(
             micro_batches=micro_batches,
             segments=self.options.segments,
@@ -40,11 +51,14 @@ class Planner:
             host_layers=self.options.host_layers,
             activations=self.options.activations,
             optimizer_state_bytes=None if taken is None else sum(taken),
+            disk=disk,
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""
-        shape, micro_batches = plan.shape, plan.micro_batches
-        spans = spans_of(shape, self.chain, self.costs, self.times, self.machine, micro_batches)
+        spans = spans_of(
+            plan.shape, self.chain, self.costs, self.times, self.machine, plan.micro_batches,
+            self.states, plan.on_disk,
+        )  # fmt: skip
         return tuple(span for span in spans if span.end_s > span.start_s)

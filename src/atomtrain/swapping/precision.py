@@ -8,7 +8,8 @@ arena and device stays as it is for a model that is bfloat16 by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,6 +20,12 @@ from atomtrain.errors import ConfigError
 PRECISIONS = ("bf16",)
 Workers = Callable[[nn.Parameter], torch.optim.Optimizer | None]
 """Gives the optimizer that updates a parameter, `None` for one that is never updated."""
+Present = Callable[[nn.Parameter, Collection[str] | None, bool], AbstractContextManager[None]]
+"""Has a parameter's state in memory meanwhile, where part of it lies on disk."""
+
+
+def _in_memory(*_: object) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @runtime_checkable
@@ -84,8 +91,8 @@ class Narrowed:
 class Masters:
     """The values of parameters: their own, or those of their masters in the optimizer's state."""
 
-    def __init__(self, worker_of: Workers) -> None:
-        self._worker_of = worker_of
+    def __init__(self, worker_of: Workers, present: Present = _in_memory) -> None:
+        self._worker_of, self._present = worker_of, present
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter is the stream of a master."""
@@ -109,12 +116,16 @@ class Masters:
         """Set a master for the first time; `values` belong to the optimizer from then on."""
         keeper = self._keeper(parameter)
         assert keeper is not None
-        keeper.set_master(parameter, values)
+        with self._present(parameter, keeper.master_keys(), True):
+            keeper.set_master(parameter, values)
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return the values; float32 of a master (shared memory, or a copy), else as they are."""
         keeper = self._keeper(parameter)
-        return parameter.detach() if keeper is None else keeper.master_of(parameter)
+        if keeper is None:
+            return parameter.detach()
+        with self._present(parameter, keeper.master_keys(), False):
+            return keeper.master_of(parameter)
 
     def write(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Set the values, exactly if there is a master; `values` stay the caller's."""
@@ -122,14 +133,18 @@ class Masters:
         if keeper is None:
             parameter.data.copy_(values)
         else:
-            keeper.set_master(parameter, values.to(torch.float32, copy=True).contiguous())
+            own = values.to(torch.float32, copy=True).contiguous()
+            with self._present(parameter, keeper.master_keys(), True):
+                keeper.set_master(parameter, own)
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return the optimizer's state without the master; shares memory."""
+        """Return the optimizer's state without the master; shares memory, or copies what is on
+        disk."""
         keeper, worker = self._keeper(parameter), self._worker_of(parameter)
-        state = {} if worker is None else worker.state.get(parameter, {})
         hidden = frozenset() if keeper is None else keeper.master_keys()
-        return {key: value for key, value in state.items() if key not in hidden}
+        with self._present(parameter, None, False):
+            state = {} if worker is None else worker.state.get(parameter, {})
+            return {key: value for key, value in state.items() if key not in hidden}
 
     def set_moments(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Replace the optimizer's state but for the master."""
@@ -137,9 +152,10 @@ class Masters:
         if worker is None:
             return
         hidden = frozenset() if keeper is None else keeper.master_keys()
-        before = worker.state.get(parameter, {})
-        kept = {key: value for key, value in before.items() if key in hidden}
-        worker.state[parameter] = {**kept, **state}
+        with self._present(parameter, None, True):
+            before = worker.state.get(parameter, {})
+            kept = {key: value for key, value in before.items() if key in hidden}
+            worker.state[parameter] = {**kept, **state}
 
     def _keeper(self, parameter: nn.Parameter) -> KeepsMasters | None:
         if parameter.dtype is not torch.bfloat16:

@@ -1,20 +1,16 @@
-"""Measurements of the link, the host optimizer and local storage, each a fraction of a second.
+"""Measurements of the link and the host optimizer, each a fraction of a second.
 
-All are medians, and sizes follow from a first try, so that a slow link or disk does not make the
-profile slow.
+All are medians, and sizes follow from a first try, so that a slow link does not make the profile
+slow.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,8 +30,6 @@ _PARAMETERS = 1 << 21
 _STEAL_S = 0.05
 """How long compute is watched at a time while something else runs."""
 _ROUNDS = 3
-_STORAGE_BYTES = 32 << 20
-_STORAGE_S = 0.5
 
 
 class LinkRates(NamedTuple):
@@ -46,13 +40,6 @@ class LinkRates(NamedTuple):
     both_ways_share: float
     copy_s: float
     """What a copy takes beside its bytes."""
-
-
-class StorageRates(NamedTuple):
-    """Sequential rates of the disk under a folder."""
-
-    read_bytes_per_s: float
-    write_bytes_per_s: float
 
 
 class Stolen(NamedTuple):
@@ -142,27 +129,6 @@ def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
     )
 
 
-def storage_rates(folder: Path) -> StorageRates | None:
-    """Measure the disk under a folder past the page cache; `None` if that cannot be done.
-
-    Writes are synced to the disk. Reads need a file system that takes `O_DIRECT`.
-    """
-    if not hasattr(os, "O_DIRECT"):
-        return None
-    path = folder / f"storage-probe-{os.getpid()}-{threading.get_ident()}"
-    try:
-        with mmap.mmap(-1, 1 << 20) as page:  # aligned, as O_DIRECT needs it
-            page.write(os.urandom(1 << 20))
-            written_bytes, write_s = _write_file(path, page)
-            read_s = _read_file(path, page)
-    except OSError:
-        return None
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return StorageRates(written_bytes / read_s, written_bytes / write_s)
-
-
 class _Pace(NamedTuple):
     """Pieces of compute done in a time, and pieces of other work beside them."""
 
@@ -241,31 +207,6 @@ def _both(device: Device, load: Callable[[], None], unload: Callable[[], None]) 
             event.wait()
 
     return _timed(copies)
-
-
-def _write_file(path: Path, page: mmap.mmap) -> tuple[int, float]:
-    """Write and sync until there is enough or it took long enough; return bytes and seconds."""
-    n_bytes = 0
-    started_s = time.perf_counter()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-    try:
-        while n_bytes < _STORAGE_BYTES and time.perf_counter() - started_s < _STORAGE_S:
-            n_bytes += os.write(descriptor, page)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return n_bytes, time.perf_counter() - started_s
-
-
-def _read_file(path: Path, page: mmap.mmap) -> float:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        started_s = time.perf_counter()
-        while os.readv(descriptor, [page]):
-            pass
-        return time.perf_counter() - started_s
-    finally:
-        os.close(descriptor)
 
 
 def _processor_s(work: Callable[[], None]) -> float:

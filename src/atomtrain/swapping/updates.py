@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.errors import ConfigError
+from atomtrain.planning.disk import StateBytes, States
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.shape import Layers
+from atomtrain.swapping.disk_state import DiskState, Placement
+from atomtrain.swapping.precision import KeepsMasters
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
 
@@ -34,8 +37,12 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         clip_norm: float | None,
         inject: Inject | None = None,
+        placement: Placement | None = None,
     ) -> None:
-        """`optimizer` is that of all parameters; its state stays empty."""
+        """`optimizer` is that of all parameters; its state stays empty.
+
+        With a `placement`, part of its workers' state lies on disk.
+        """
         self.optimizer = optimizer
         self._store, self._clip_norm = store, clip_norm
         self._blocks = _blocks(chain, layout)
@@ -48,6 +55,9 @@ class Updates:
             for group in worker.param_groups
             for parameter in group["params"]
         }
+        self.disk: DiskState | None = None
+        if placement is not None:
+            self.disk = DiskState(placement, self._blocks, self.worker_of, inject)
         self._model_order = [p for p in _in_model_order(chain) if p.requires_grad]
         self.stream = Stream("update", inject)
         # Schedulers warn unless `step` of this very object was called; its workers' is.
@@ -77,6 +87,8 @@ class Updates:
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
+        if self.disk is not None:
+            self.disk.begin(self._expected(deliveries))
 
     @property
     def touched(self) -> set[int]:
@@ -107,8 +119,7 @@ class Updates:
             if self._waiting[block]:
                 continue
             if self._clip_norm is None:
-                job = self._update_job(block, None)
-                self.updated[block] = self.stream.submit(job, self._arrived[block])
+                self.updated[block] = self._submit(block, None, self._arrived[block])
             else:
                 self._measured.append(
                     self.stream.submit(self._norm_job(block), self._arrived[block])
@@ -121,13 +132,29 @@ class Updates:
         scale: list[Tensor] = []
         clip = self.stream.submit(self._clip_job(self._norms, scale), self._measured)
         for block in range(len(self._blocks)):
-            job = self._update_job(block, scale)
-            self.updated[block] = self.stream.submit(job, [clip], self._labels[block])
+            self.updated[block] = self._submit(block, scale, [clip], self._labels[block])
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """All streams that updates use."""
+        disk = self.disk
+        return (self.stream,) if disk is None else (self.stream, disk.reading, disk.writing)
+
+    def require_disk(self) -> None:
+        """Raise the error of an earlier write to disk, if one failed.
+
+        Raises:
+            DiskError: nothing is lost, but no further step can be kept.
+        """
+        if self.disk is not None:
+            self.disk.require()
 
     def wait(self) -> None:
         """Block until all updates are applied."""
         for event in self.updated:
             event.wait()
+        if self.disk is not None:
+            self.disk.wait()
 
     def wait_for_range(self, start_bytes: int, stop_bytes: int) -> None:
         """Block until the blocks that overlap a range of the arena are updated."""
@@ -135,14 +162,18 @@ class Updates:
             ranges = [(self._offsets[id(p)], p.numel() * p.element_size()) for p in members]
             if any(at < stop_bytes and at + size > start_bytes for at, size in ranges):
                 self.updated[block].wait()
+                if self.disk is not None:
+                    self.disk.wait(block)
 
     def worker_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer | None:
         """Return the optimizer that updates a parameter and holds its state, if one does."""
         return self._owners.get(id(parameter))
 
     def close(self) -> None:
-        """Finish the queued updates and end the thread."""
+        """Finish the queued updates and end the threads."""
         self.stream.close()
+        if self.disk is not None:
+            self.disk.close()
 
     def _restricted(self, block: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
         """Return the same optimizer for one block only, with state of its own."""
@@ -159,6 +190,37 @@ class Updates:
         worker.param_groups = groups
         worker.state = type(self.optimizer.state)(dict)
         return worker
+
+    def _expected(self, deliveries: Mapping[Layers, Iterable[int]]) -> Iterable[int]:
+        """Return the blocks in the order in which they will be updated."""
+        if self._clip_norm is not None:
+            return range(len(self._blocks))
+        waiting = [set(layers) for layers in self._waiting]
+        order = []
+        for layers, blocks in deliveries.items():
+            for block in blocks:
+                waiting[block].discard(layers)
+                if not waiting[block]:
+                    order.append(block)
+        return order
+
+    def _submit(
+        self,
+        block: int,
+        scale: list[Tensor] | None,
+        after: Sequence[Event],
+        label: str | None = None,
+    ) -> Event:
+        """Queue the update of a block; return its event."""
+        job = self._update_job(block, scale)
+        if self.disk is None or not self.disk.has(block):
+            return self.stream.submit(job, after, label)
+        members, touched = self._blocks[block], self._touched
+
+        def changes() -> bool:
+            return any(id(parameter) in touched for parameter in members)
+
+        return self.disk.submit(self.stream, block, job, after, label, changes)
 
     def _update_job(self, block: int, scale: list[Tensor] | None) -> Callable[[], None]:
         worker, members = self._workers[block], self._blocks[block]
@@ -248,6 +310,31 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes | None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state_bytes = sum(optimizer.state_bytes_of(parameter) for parameter in parameters)
     return OptimizerBytes(state_bytes, optimizer.scratch_bytes())
+
+
+@runtime_checkable
+class TellsItsState(Protocol):
+    """An optimizer that knows the tensors of its state beforehand."""
+
+    def state_parts_of(self, parameter: Tensor) -> Mapping[str, int]:
+        """Return the bytes of each tensor of a parameter's state, now or later; no scalars."""
+        ...
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> States:
+    """Return the optimizer's state of each parameter; AdamW's moments if it does not tell."""
+    hidden = optimizer.master_keys() if isinstance(optimizer, KeepsMasters) else frozenset()
+    states = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if not isinstance(optimizer, TellsItsState):
+            states[id(parameter)] = StateBytes((parameter.nbytes, parameter.nbytes))
+            continue
+        parts = optimizer.state_parts_of(parameter)
+        states[id(parameter)] = StateBytes(
+            tuple(n_bytes for key, n_bytes in parts.items() if key not in hidden),
+            tuple(n_bytes for key, n_bytes in parts.items() if key in hidden),
+        )
+    return states
 
 
 def _blocks(chain: Chain, layout: Layout) -> list[list[nn.Parameter]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +28,12 @@ def shards_of(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """
     engine.synchronize()
     parameters = dict(engine.model.named_parameters())
-    moments = engine.optimizer_state()
     covered: set[str] = set()
     for layer, names in engine.layers().items():
         shard: dict[str, Tensor] = {}
         for name in names:
             shard[f"{name}/{PARAMETER}"] = engine.masters.read(parameters[name])
-            for key, value in moments.get(name, {}).items():
+            for key, value in engine.masters.moments(parameters[name]).items():
                 if isinstance(value, Tensor):
                     shard[f"{name}/{key}"] = value
         covered.update(names)
@@ -60,10 +58,14 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         else:
             target.copy_(tensor)
 
-    moments: dict[str, dict[str, Any]] = {}
-    for name, kind, tensor in _fill(engine.model, checkpoint, put):
-        moments.setdefault(name, {})[kind] = tensor.clone()
-    engine.load_optimizer_state(moments)
+    # Layer by layer: all moments at once may be more than memory holds.
+    for moments in _fill(engine.model, checkpoint, put):
+        engine.load_optimizer_state(
+            {
+                name: {kind: tensor.clone() for kind, tensor in tensors.items()}
+                for name, tensors in moments.items()
+            }
+        )
     engine.refresh_buffers()
 
 
@@ -73,13 +75,14 @@ def _put(_: str, target: Tensor, tensor: Tensor) -> None:
 
 def _fill(
     model: nn.Module, checkpoint: Checkpoint, put: Put = _put
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Put parameters and buffers into the model; yield the rest: name, kind, tensor."""
+) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """Put parameters and buffers into the model; yield each shard's rest by name and kind."""
     targets = model.state_dict()
     missing = {name for name, _ in model.named_parameters()}
     for shard, tensors in checkpoint.shards():
         if shard.startswith(SWARM_SHARD):
             continue
+        rest: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             name, _, kind = key.rpartition("/")
             if kind == PARAMETER:
@@ -88,7 +91,8 @@ def _fill(
                     put(name, targets[name], tensor)
                 missing.discard(name)
             else:
-                yield name, kind, tensor
+                rest.setdefault(name, {})[kind] = tensor
+        yield rest
     if missing:
         raise CheckpointError(f"{checkpoint.path} lacks the parameter {min(missing)!r}")
 

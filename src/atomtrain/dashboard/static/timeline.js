@@ -5,7 +5,8 @@ import { ticks } from "./chart.js";
 
 const ROWS = {
   load: "load parameters", fetch: "fetch values", compute: "compute", save: "save values",
-  unload: "unload gradients", update: "update (host)", disk: "disk", averaging: "averaging",
+  unload: "unload gradients", read: "read (disk)", update: "update (host)",
+  write: "write (disk)", averaging: "averaging",
 };
 const PHASES = { forward: "forward", turn: "turn: forward and backward of the last segment", backward: "backward" };
 const ROW = 30;
