@@ -1,0 +1,113 @@
+"""Writes docs/simulation.md of a result of `atom bench simulation`.
+
+`python -m atomtrain.benchmarks.simulation_page benchmarks/results/simulation.json`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from atomtrain.units import format_count, format_seconds
+
+_INTRODUCTION = """\
+# ATOM against the best pipeline, simulated
+
+Tokens per second of ATOM over those of the best pipeline of the same peers, each a {gpu}, with a
+round trip of {round_trip_ms:g} ms. **Nothing here is measured**; [network.md](network.md) says what
+both sides are granted, what is measured, and how far simulation and measurement are apart. Below 1
+the pipeline wins. `-`: the model fits no pipeline of so many of these devices; ATOM trains it on
+one.
+
+The pipeline is an ideal one: 8-bit activations at no cost, all transfers behind computation, the
+best number of stages, and no cost for the averaging between several of them. ATOM computes every
+forward twice and loads the model through PCIe.
+
+Written by `python -m atomtrain.benchmarks.simulation_page benchmarks/results/simulation.json`, from
+what `atom bench simulation --json` printed.
+"""
+
+
+def main() -> None:
+    """Print the page of the result in the file that the first argument names."""
+    result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    sys.stdout.write(page(result))
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Return the page."""
+    introduction = _INTRODUCTION.format(
+        gpu=result["gpu"], round_trip_ms=1000 * result["round_trip_s"]
+    )
+    rows = [row for row in result["rows"] if "peers" in row]
+    return "\n".join(
+        [
+            introduction,
+            *_ratios(rows),
+            "",
+            *_averages(rows),
+            "",
+            *_left_out(result["rows"]),
+            *_fleet(result["fleet"]),
+            "",
+        ]
+    )
+
+
+def _ratios(rows: list[dict[str, Any]]) -> Iterator[str]:
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    yield "## Ratio of tokens per second"
+    yield ""
+    yield f"| model | peers | {' | '.join(links)} |"
+    yield f"|---|---|{'---|' * len(links)}"
+    for model, peers in dict.fromkeys((row["model"], row["peers"]) for row in rows):
+        alike = [r for r in rows if (r["model"], r["peers"]) == (model, peers)]
+        cells = ["-" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in alike]
+        yield f"| {model} | {peers} | {' | '.join(cells)} |"
+
+
+def _averages(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """How often the model is averaged: what a slow link really costs ATOM."""
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    peers = 8
+    yield f"## How often ATOM averages the whole model ({peers} peers)"
+    yield ""
+    yield f"| model | tokens/s | {' | '.join(links)} |"
+    yield f"|---|---|{'---|' * len(links)}"
+    for model in dict.fromkeys(row["model"] for row in rows):
+        alike = [r for r in rows if (r["model"], r["peers"]) == (model, peers)]
+        cells = [
+            f"{format_seconds(row['averaged_every_s'])}, "
+            f"{format_count(row['averaged_every_tokens'])} tokens"
+            for row in alike
+        ]
+        rate = format_count(alike[0]["atom_tokens_per_s"])
+        yield f"| {model} | {rate} | {' | '.join(cells)} |"
+
+
+def _left_out(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        if "left_out" in row:
+            yield f"{row['model']} is left out: {row['left_out']}"
+            yield ""
+
+
+def _fleet(fleet: Mapping[str, Any]) -> Iterator[str]:
+    yield f"## {fleet['peers']:,} peers"
+    yield ""
+    yield (
+        f"{fleet['rounds']:,} rounds of {fleet['model']} in groups of {fleet['group']}, changes "
+        f"travelling as {fleet['wire']}, links of 100 Mbit/s, peers that differ, come and go: "
+        f"simulated in {fleet['took_s']:.1f} s. "
+        f"{fleet['share_of_alone']:.1%} of what as many peers train that always stay, "
+        f"{fleet['lost_share']:.2%} of contributions lost, a round in {fleet['round_s']:.1f} s, "
+        f"replicas {fleet['drift']:.2f} of a round's change apart. [scale.md](scale.md) says what "
+        "is not in it."
+    )
+
+
+if __name__ == "__main__":
+    main()
