@@ -18,6 +18,7 @@ COMMANDS = {
     "schema": "print the JSON schema of recipe files",
     "plan": "say how a model would train on a machine, how fast, and what would be faster",
     "simulate": "say what many peers would reach on given links, with ATOM and as a pipeline",
+    "dashboard": "show a run in the browser",
     "generate": "continue a text with a trained model",
     "bench": "measure; prints one JSON object with --json",
 }
@@ -36,6 +37,7 @@ examples:
   atom train --join mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...
   atom plan gpt3-13b --gpu rtx-3090 --host-memory 256GiB
   atom generate runs/mine/peer-0 --prompt "Once upon a time"
+  atom dashboard runs/mine
   atom bench swap --json
 
 'atom COMMAND --help' tells more. Version {version}.

@@ -4,7 +4,7 @@
 import { element, isNumber, setText, shape } from "./format.js";
 
 const HEIGHT = 230;
-const MARGIN = { left: 54, right: 12, top: 8, bottom: 26 };
+const MARGIN = { left: 64, right: 12, top: 8, bottom: 26 };
 const COLOURS = 7;
 const DASHES = ["none", "6 3", "2 3", "8 3 2 3"];
 const MOST_POINTS = 1200;
@@ -86,7 +86,8 @@ export class LineChart {
         shape("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, this.form(value)));
     }
     for (const value of ticks(...this.rangeX, Math.max(2, Math.floor(width / 110)))) {
-      this.svg.append(shape("text", { x: this.x(value), y: HEIGHT - 8, "text-anchor": "middle" }, this.formX(value)));
+      const anchor = this.x(value) > width - 40 ? "end" : this.x(value) < MARGIN.left + 20 ? "start" : "middle";
+      this.svg.append(shape("text", { x: this.x(value), y: HEIGHT - 8, "text-anchor": anchor }, this.formX(value)));
     }
   }
 
@@ -95,7 +96,7 @@ export class LineChart {
     const look = { class: `raw s${index % COLOURS}`, d: this.path(points) };
     if (this.smooth && points.length > 8) {
       this.svg.append(shape("path", look));
-      look.d = this.path(running(points, Math.max(2, points.length / 60)));
+      look.d = this.path(running(points, Math.max(2, Math.round(points.length / 60))));
     }
     this.svg.append(shape("path", {
       ...look, class: `mean s${index % COLOURS}`, "stroke-dasharray": DASHES[Math.floor(index / COLOURS) % DASHES.length],
@@ -181,13 +182,13 @@ function thinned(points) {
   return stride <= 1 ? points : points.filter((_, i) => i % stride === 0 || i === points.length - 1);
 }
 
+// The mean of the neighbours up to `reach` places to either side, fewer where there are fewer.
 function running(points, reach) {
-  const keep = Math.exp(-1 / reach);
-  let [sum, weight] = [0, 0];
-  return points.map(([x, y]) => {
-    sum = keep * sum + y;
-    weight = keep * weight + 1;
-    return [x, sum / weight];
+  const sums = [0];
+  for (const [, y] of points) sums.push(sums.at(-1) + y);
+  return points.map(([x], i) => {
+    const near = Math.min(reach, i, points.length - 1 - i);
+    return [x, (sums[i + near + 1] - sums[i - near]) / (2 * near + 1)];
   });
 }
 

@@ -33,7 +33,8 @@ function wayOf(row) {
 function agoOf(row, all) {
   if (!row.seen_s) return "-";
   const ago = Math.max(0, all.now - row.seen_s);
-  return ago < 1 ? "now" : `${seconds(Math.round(ago))} ago`;
+  if (ago < 1) return "now";
+  return `${ago < 60 ? `${Math.round(ago)} s` : seconds(ago)} ago`;
 }
 
 export class PeerTable {
@@ -72,11 +73,7 @@ export class PeerTable {
   // message: {rows, gone, time_s}
   apply(message) {
     for (const row of message.rows) this.rows.set(row.peer_id, row);
-    for (const id of message.gone) {
-      this.rows.delete(id);
-      this.shown.get(id)?.remove();
-      this.shown.delete(id);
-    }
+    for (const id of message.gone) this.rows.delete(id);
     this.now = message.time_s;
   }
 
@@ -84,6 +81,11 @@ export class PeerTable {
     const all = { now: this.now, tokens: 0 };
     for (const row of this.rows.values()) all.tokens += row.tokens || 0;
     for (const [id, row] of this.rows) this.drawRow(id, row, all);
+    for (const [id, shown] of this.shown) {
+      if (this.rows.has(id)) continue;
+      shown.remove();
+      this.shown.delete(id);
+    }
     const column = COLUMNS.find((one) => one.id === this.sorted.id);
     const sign = this.sorted.down ? -1 : 1;
     const order = [...this.rows.entries()].sort(([idA, a], [idB, b]) => {
