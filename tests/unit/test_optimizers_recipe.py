@@ -10,7 +10,7 @@ from engine_models import gpt, tokens
 
 from atomtrain.errors import CheckpointError, ConfigError, PlanError
 from atomtrain.optimizers import AdamW, Muon
-from atomtrain.training import setup
+from atomtrain.training import budgets
 from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import Recipe, amended, new_recipe
@@ -105,12 +105,12 @@ def test_a_smaller_state_is_advised_if_it_would_fit(
 ) -> None:
     outline = gpt()
     parameters = sum(p.numel() for p in outline.parameters())
-    monkeypatch.setattr(setup, "host_memory_bytes", lambda: bytes_each * parameters)
+    monkeypatch.setattr(budgets, "host_memory_bytes", lambda: bytes_each * parameters)
     with pytest.raises(PlanError, match="choose a model of at most") as caught:
-        setup._check_host_memory(outline, recipe())
+        budgets.check_host_memory(outline, recipe())
     assert str(caught.value).endswith("or --optimizer adamw-int8") == advised
     if advised:
-        setup._check_host_memory(outline, recipe(optimizer="adamw-int8"))
+        budgets.check_host_memory(outline, recipe(optimizer="adamw-int8"))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from atomtrain.data import (
     read_corpus,
 )
 from atomtrain.errors import ConfigError
-from atomtrain.models import GPT
+from atomtrain.models import make_model
 from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
 from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
@@ -112,7 +112,7 @@ def learn(kind: Kind, setup: PrecisionSetup, text: Prepared) -> Result:
     )
     sampler = Sampler(text.tokens.train, config, "benchmark")
     torch.manual_seed(recipe.seed)
-    model = GPT(recipe.sizes)
+    model = make_model(recipe.sizes)
     losses = []
     with swap(
         model,

@@ -21,7 +21,9 @@ _EXAMPLES = """\
 class GenerateOptions:
     """What a user can say to `atom generate`."""
 
-    checkpoint: Path = option(None, "A checkpoint, or the folder of a peer.", "CHECKPOINT")
+    checkpoint: Path = option(
+        None, "A checkpoint, the folder of a peer, or that of a Hugging Face model.", "CHECKPOINT"
+    )
     prompt: str = option("In the beginning", "Text to continue.", "TEXT")
     tokens: int = option(100, "Tokens to append at most.", "N")
     temperature: float = option(0.8, "0 always takes the likeliest token.", "T")
@@ -46,14 +48,13 @@ def run(arguments: Sequence[str]) -> int:
     )
     import torch
 
-    from atomtrain.checkpoint import open_checkpoint
     from atomtrain.models.sampling import sample
-    from atomtrain.training.state import model_of
+    from atomtrain.training.trained import open_trained
 
-    model, tokenizer = model_of(open_checkpoint(options.checkpoint))
+    model, tokenizer, context, _ = open_trained(options.checkpoint)
     generator = torch.Generator().manual_seed(options.seed)
     ids = tokenizer.encode(options.prompt) or [tokenizer.separator]
-    tokens = sample(model, torch.tensor(ids), options.temperature, generator)
+    tokens = sample(model, torch.tensor(ids), options.temperature, generator, context)
     tokens = itertools.takewhile(lambda token: token != tokenizer.separator, tokens)
     text = tokenizer.decode(list(itertools.islice(tokens, options.tokens)))
     sys.stdout.write(f"{options.prompt}{text}\n")

@@ -20,6 +20,7 @@ COMMANDS = {
     "simulate": "say what many peers would reach on given links, with ATOM and as a pipeline",
     "dashboard": "show a run in the browser",
     "generate": "continue a text with a trained model",
+    "export": "write a trained model as a Hugging Face folder",
     "bench": "measure; prints one JSON object with --json",
 }
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}

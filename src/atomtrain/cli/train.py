@@ -76,9 +76,10 @@ def _run_peer(options: TrainOptions) -> int:
         from atomtrain.metrics.targets import PeerLabels
         from atomtrain.training.display import Display, DisplayConfig
         from atomtrain.training.files import EVENTS_FILE, RECIPE_FILE
+        from atomtrain.training.folders import make_directory
         from atomtrain.training.loop import Loop
         from atomtrain.training.recipe_files import recipe_text
-        from atomtrain.training.setup import make_directory, open_session
+        from atomtrain.training.setup import open_session
 
     session = open_session(options)
     try:
@@ -105,21 +106,21 @@ def _run_peer(options: TrainOptions) -> int:
 def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data import read_corpus
     from atomtrain.metrics.targets import for_local_peer
-    from atomtrain.models import preset
     from atomtrain.reporting.files import require_writable
     from atomtrain.training.display import Display, DisplayConfig
     from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
     from atomtrain.training.launcher import PeerCommand, launch_peers
     from atomtrain.training.picture import loss_picture
+    from atomtrain.training.recipe import check_model, model_name
 
     # Mistakes that every peer would make are told once, here.
     if options.model is not None:
-        preset(options.model)
+        check_model(options.model)
     read_corpus(options.data)
     require_writable(options.trace, "--trace")
     if options.name is not None:
         raise ConfigError("--name names one peer; leave it out with --peers")
-    run = options.run or f"{options.model or 'demo'}-{time.strftime('%m%d-%H%M%S')}"
+    run = options.run or f"{Path(model_name(options.model)).name}-{time.strftime('%m%d-%H%M%S')}"
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.n_peers)
     shared = dataclasses.replace(
         options, run=run, peers=1, threads=threads, plain=True, host=options.listen_host

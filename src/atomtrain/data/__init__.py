@@ -11,7 +11,7 @@ from __future__ import annotations
 from atomtrain.data.corpus import Corpus, Document, read_corpus
 from atomtrain.data.prepare import Prepared, default_cache, prepare
 from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, held_out_batches
-from atomtrain.data.tokenizer import SEPARATOR, Tokenizer
+from atomtrain.data.tokenizer import SEPARATOR, Tokenizer, read_tokenizer
 from atomtrain.data.tokens import Tokens, bits_per_byte, open_tokens
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "open_tokens",
     "prepare",
     "read_corpus",
+    "read_tokenizer",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomtrain.errors import DataError, nearest
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 SEPARATOR = "<|endoftext|>"
 DEFAULT_VOCABULARY = 4096
 MIN_VOCABULARY = 257  # every byte, and the separator
+_OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 
 class Tokenizer:
@@ -36,6 +39,8 @@ class Tokenizer:
                 f"name one that it has.{nearest(separator, backend.get_vocab())}"
             )
         backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         self.separator_text: str = separator
         self.separator: int = number
@@ -110,3 +115,57 @@ class Tokenizer:
     def decode(self, numbers: Sequence[int]) -> str:
         """Return the text; bytes that are no whole character become replacement characters."""
         return self._backend.decode(list(numbers), skip_special_tokens=False)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face model; its end-of-text token separates documents.
+
+    Raises:
+        DataError: the folder has none, or it names no end-of-text token.
+    """
+    file = folder / "tokenizer.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        text = _converted(folder)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read ({error}); restore it") from error
+    separator = _end_of_text(folder)
+    if separator is None:
+        raise DataError(
+            f"{folder} names no eos_token in tokenizer_config.json, which is to stand between "
+            "documents; add it"
+        )
+    return Tokenizer.from_json(text, separator)
+
+
+def _converted(folder: Path) -> str:
+    """Return a tokenizer that lies there in an older format, as the content of tokenizer.json."""
+    problem = DataError(
+        f"{folder} has no tokenizer (tokenizer.json); copy the one that the model was trained with"
+    )
+    if not any((folder / name).is_file() for name in _OLDER_FILES):
+        raise problem
+    try:
+        from transformers import AutoTokenizer
+
+        return str(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())
+    except Exception as error:  # of several libraries
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"the tokenizer in {folder} cannot be converted ({reason}); "
+            "save it once with AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        ) from error
+
+
+def _end_of_text(folder: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str) and value:
+            return value
+    return None

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
-
-from atomtrain.models.gpt import GPT
+from torch import Tensor, nn
 
 
 def sample(
-    model: GPT, prompt: Tensor, temperature: float, generator: torch.Generator
+    model: nn.Module,
+    prompt: Tensor,
+    temperature: float,
+    generator: torch.Generator,
+    context: int,
 ) -> Iterator[int]:
     """Yield sampled tokens without end.
 
     Args:
-        model: In evaluation mode.
+        model: In evaluation mode; its output has `logits`.
         prompt: `[T]` int64, at least one token.
         temperature: 0 takes the likeliest token.
         generator: On the parameters' device.
+        context: How many tokens the model looks back at most.
     """
     ids = prompt[None]  # [1, T]
+    predict = _Predictor(model, context)
     while True:
-        with torch.no_grad():
-            last = model(ids[:, -model.config.context :]).logits[:, -1]
+        last = predict(ids)
         if temperature == 0:
             token = last.argmax(-1, keepdim=True)
         else:
@@ -32,3 +37,28 @@ def sample(
             token = torch.multinomial(weights, 1, generator=generator)
         yield int(token)
         ids = torch.cat([ids, token], 1)
+
+
+class _Predictor:
+    """Gives the logits after growing sequences; what was computed is kept where the model can."""
+
+    def __init__(self, model: nn.Module, context: int) -> None:
+        self._model, self._context = model, context
+        self._caches = "past_key_values" in inspect.signature(model.forward).parameters
+        self._cache: Any = None
+        self._done = 0
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return `[1, V]`, the logits after `[1, T]` ids."""
+        with torch.no_grad():
+            if not self._caches or ids.shape[1] > self._context:
+                # Positions shift from here on, so nothing that was kept is of use.
+                self._caches = False
+                last: Tensor = self._model(ids[:, -self._context :]).logits[:, -1]
+                return last
+            out = self._model(
+                input_ids=ids[:, self._done :], past_key_values=self._cache, use_cache=True
+            )
+        self._cache, self._done = out.past_key_values, ids.shape[1]
+        last = out.logits[:, -1]
+        return last

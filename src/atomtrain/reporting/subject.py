@@ -6,26 +6,29 @@ Weights stay on the meta device, so a model of any size costs no memory.
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.head import split_head
-from atomtrain.errors import AnalysisError, ConfigError, nearest
+from atomtrain.errors import ConfigError
 from atomtrain.models.gpt import GPT
-from atomtrain.models.presets import PRESETS, preset
+from atomtrain.models.hugging_face import (
+    CONFIG_FILE,
+    build,
+    check_context,
+    is_hugging_face,
+    model_folder,
+    read_config,
+)
+from atomtrain.models.presets import preset
 from atomtrain.planning.prospect import Analysis
 
-CONFIG_FILE = "config.json"
 _USUAL_CONTEXT = 4096
 """Tokens of a sequence, where the model allows more: what most models are pre-trained with."""
-_LONGEST_REASON = 200
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -82,94 +85,30 @@ def subject(
         raise ConfigError(f"--context must be at least 1 token, not {context_tokens}")
     if head_pieces is not None and head_pieces < 1:
         raise ConfigError(f"--head-pieces must be at least 1, not {head_pieces}")
-    path = Path(name)
-    if name not in PRESETS and (path.exists() or path.suffix == ".json" or "/" in name):
-        return _from_hugging_face(path, context_tokens, head_pieces)
+    if is_hugging_face(name):
+        return _from_hugging_face(name, context_tokens, head_pieces)
     config = preset(name)
     context = context_tokens or config.context
-    _check_context(name, context, config.context)
+    check_context(name, context, config.context)
     with torch.device("meta"):
         return Subject(name, context, GPT(config), head_pieces)
 
 
-def _check_context(name: str, context: int, longest: int) -> None:
-    if context > longest:
-        raise ConfigError(
-            f"{name} takes at most {longest} tokens a sequence, not {context}; choose a smaller "
-            "--context"
-        )
+def _from_hugging_face(name: str, context_tokens: int | None, head_pieces: int | None) -> Subject:
+    path = Path(name)
+    source = path if path.suffix == ".json" and not path.is_dir() else model_folder(name)
+    file = source / CONFIG_FILE if source.is_dir() else source
+    sizes = read_config(source)
+    context = context_tokens or min(sizes.context or _USUAL_CONTEXT, _USUAL_CONTEXT)
+    check_context(name, context, sizes.context)
+    with torch.device("meta"):
+        model = build(sizes, str(file), as_stored=True)
+    return Subject(_name_of(name, file), context, model, head_pieces)
 
 
-def _from_hugging_face(path: Path, context_tokens: int | None, head_pieces: int | None) -> Subject:
-    file = path / CONFIG_FILE if path.is_dir() else path
-    stored = _read(file)
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ConfigError(
-            f"reading {file} needs the package transformers; install it with "
-            "pip install 'atomtrain[hf]'"
-        ) from None
-    kind = stored.get("model_type")
-    if not isinstance(kind, str):
-        raise ConfigError(
-            f"{file} has no model_type, so it is no Hugging Face configuration; give the "
-            f"config.json of a causal language model, or one of {', '.join(PRESETS)}"
-        )
-    known = _causal_kinds()
-    if kind not in known:
-        raise ConfigError(
-            f"{file} describes a model of type {kind!r}, which is no causal language model that "
-            f"the installed transformers knows.{nearest(kind, known)} Give another configuration"
-        )
-    try:
-        config = AutoConfig.for_model(**stored)
-        config.use_cache = False
-        longest = _longest(config)
-        context = context_tokens or min(longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
-        with torch.device("meta"):
-            build: Any = AutoModelForCausalLM.from_config
-            model = build(config)
-    except Exception as error:  # a class of transformers may raise anything
-        reason = " ".join(str(error).split())[:_LONGEST_REASON]
-        raise AnalysisError(
-            f"{file} cannot be made a model ({type(error).__name__}: {reason}); check its values"
-        ) from error
-    if longest is not None:
-        _check_context(str(path), context, longest)
-    return Subject(_name_of(file), context, model, head_pieces)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read ({error.strerror}).{nearest(str(file), PRESETS)} Models: "
-            f"{', '.join(PRESETS)}, or the path of a Hugging Face config.json"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} is not JSON ({error}); give the config.json of a Hugging Face model"
-        ) from error
-    if not isinstance(stored, dict):
-        raise ConfigError(f"{file} is not a JSON object; give a Hugging Face config.json")
-    return stored
-
-
-def _causal_kinds() -> list[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def _longest(config: Any) -> int | None:
-    """Return the most tokens of a sequence that the model was made for, if it says so."""
-    values = (getattr(config, key, None) for key in _CONTEXT_KEYS)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-
-def _name_of(file: Path) -> str:
-    """Return a short name: the folder's, or the file's own."""
+def _name_of(name: str, file: Path) -> str:
+    """Return a short name: the folder's, the file's own, or the id."""
+    if not Path(name).exists():
+        return name
     folder = file.absolute().parent.name
     return folder if file.name == CONFIG_FILE and folder else file.stem

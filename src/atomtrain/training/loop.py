@@ -19,8 +19,9 @@ from atomtrain.events import EventLog
 from atomtrain.models.sampling import sample
 from atomtrain.swapping.engine import StepReport
 from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
+from atomtrain.training.folders import CHECKPOINTS
 from atomtrain.training.picture import loss_picture
-from atomtrain.training.setup import CHECKPOINTS, Session
+from atomtrain.training.setup import Session
 from atomtrain.training.state import SWARM_SHARD, shards_of
 from atomtrain.training.swarm_file import SwarmFile
 from atomtrain.training.telling import announce, tell_timeline, trace_last_step
@@ -70,14 +71,7 @@ class Loop:
     def _batch(self) -> list[dict[str, torch.Tensor]]:
         session = self._session
         batch = session.sampler.batch(session.step)
-        rows = range(0, session.recipe.sequences, session.micro_batch)
-        return [
-            {
-                "input_ids": batch.inputs[row : row + session.micro_batch],
-                "labels": batch.labels[row : row + session.micro_batch],
-            }
-            for row in rows
-        ]
+        return session.objective.micro_batches(batch, session.fit.micro_batch)
 
     def _train(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
         session = self._session
@@ -183,12 +177,13 @@ class Loop:
 
     def _evaluate(self, sequences: int) -> float:
         session = self._session
-        tokens, size = session.text.prepared.tokens, session.micro_batch
+        tokens, size = session.text.prepared.tokens, session.fit.micro_batch
         batches = [
-            {"input_ids": batch.inputs, "labels": batch.labels}
+            micro_batch
             for batch in held_out_batches(
                 tokens.held_out, session.recipe.context, size, max(1, sequences // size)
             )
+            for micro_batch in session.objective.micro_batches(batch, size)
         ]
         loss = session.engine.evaluate(batches)
         bits = tokens.held_out_bits_per_byte(loss)
@@ -203,7 +198,8 @@ class Loop:
             "recipe": session.recipe.to_json(),
             "separator": session.text.prepared.tokenizer.separator_text,
             "tokens": session.tokens,
-            "micro_batch": session.micro_batch,
+            "micro_batch": session.fit.micro_batch,
+            "head_pieces": session.fit.head_pieces,
             "data": session.text.data,
             "text_sha256": session.text.sha256,
             "run": session.run,
@@ -270,10 +266,11 @@ class Loop:
         generator = torch.Generator().manual_seed(session.recipe.seed)
         tokenizer = session.text.prepared.tokenizer
         prompt = torch.tensor(tokenizer.encode(session.options.prompt) or [tokenizer.separator])
+        context = session.recipe.sizes.context or session.recipe.context
         deadline_s = time.monotonic() + _SAMPLE_S
         for _ in range(_SAMPLES):
             ids: list[int] = []
-            for token in sample(session.model, prompt, 0.8, generator):
+            for token in sample(session.model, prompt, 0.8, generator, context):
                 if token == tokenizer.separator or len(ids) == _SAMPLE_TOKENS:
                     break
                 ids.append(token)

@@ -29,7 +29,10 @@ class TrainOptions:
     """
 
     model: str | None = option(
-        None, "Model by name, from tiny and demo to gpt3-175b. Default: demo.", "NAME"
+        None,
+        "Model by name, from tiny and demo to gpt3-175b; or the folder or id of a Hugging Face "
+        "model (pip install 'atomtrain[hf]'), which is trained further. Default: demo.",
+        "NAME",
     )
     data: str | None = option(
         None,
@@ -68,6 +71,12 @@ class TrainOptions:
         "N",
     )
     context: int | None = option(None, "Tokens of a sequence.", "N")
+    head_pieces: int | None = option(
+        None,
+        "Pieces of the vocabulary in which the head computes its loss: more need less device "
+        "memory. Default: whole if that fits, else the fewest that do.",
+        "N",
+    )
     learning_rate: float | None = option(None, "Peak learning rate.", "RATE")
     optimizer: str | None = option(
         None, "adamw, adamw-bfloat16, adamw-int8 or muon. Default: adamw.", "NAME"
@@ -164,7 +173,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for name in (
-            "peers", "steps", "sequences", "micro_batch", "context", "vocabulary",
+            "peers", "steps", "sequences", "micro_batch", "context", "vocabulary", "head_pieces",
             "local_steps", "evaluate_every", "checkpoint_every", "threads",
         ):  # fmt: skip
             value = getattr(self, name)

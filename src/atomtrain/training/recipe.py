@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from atomtrain.errors import CheckpointError, ConfigError
-from atomtrain.models.gpt import GPTConfig
+from atomtrain.models.hugging_face import (
+    check_context,
+    is_hugging_face,
+    model_folder,
+    read_config,
+)
+from atomtrain.models.making import Sizes, sizes_from_json
 from atomtrain.models.presets import preset
 from atomtrain.optimizers import Schedule
 from atomtrain.training.optimizing import check_optimizer, check_precision
 from atomtrain.training.options import TrainOptions
 
 FORMAT = 1
+_FINE_TUNING_CONTEXT = 1024
 _SMALL = ("demo", "tiny")
 """Models that train in minutes on two CPU cores; with little text, more small steps do better."""
 
@@ -26,8 +34,8 @@ class Recipe:
     """What is trained, and how."""
 
     model: str
-    """Name of the preset."""
-    sizes: GPTConfig
+    """Name of the preset, or of the folder or id of a Hugging Face model."""
+    sizes: Sizes
     """The model's sizes; the tokenizer has at most `vocabulary` tokens."""
     context: int
     """Tokens of a sequence."""
@@ -95,7 +103,7 @@ class Recipe:
                     f"the recipe has format {found}, this version reads {FORMAT}; "
                     "use the version of atomtrain that wrote it"
                 )
-            return cls(**{**fields, "sizes": GPTConfig(**fields["sizes"])})
+            return cls(**{**fields, "sizes": sizes_from_json(fields["sizes"])})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not a recipe of atomtrain: {error}") from error
 
@@ -107,27 +115,19 @@ def new_recipe(options: TrainOptions) -> Recipe:
         ConfigError: unknown model, optimizer, schedule or precision, or options that contradict
             each other.
     """
-    name = options.model or "demo"
-    sizes = preset(name)
-    context = options.context or sizes.context
-    sizes = dataclasses.replace(
-        sizes,
-        vocabulary=options.vocabulary or sizes.vocabulary,
-        context=max(sizes.context, context),
-        dropout=sizes.dropout if options.dropout is None else options.dropout,
-    )
+    name = model_name(options.model)
     small = name in _SMALL
+    usual = _usual_of_folder(options) if _is_folder(options.model) else _usual_of_preset(options)
     steps = options.steps or (200 if small else 1000)
     return Recipe(
         model=name,
-        sizes=sizes,
-        context=context,
+        sizes=usual.sizes,
+        context=usual.context,
         sequences=options.sequences or (4 if small else 8),
         steps=steps,
-        # Larger models want smaller rates (Brown et al. 2020, table 2.1: 6e-4 at 768 wide).
-        learning_rate=options.learning_rate or min(2e-3, 6e-4 * 768 / sizes.width),
+        learning_rate=options.learning_rate or usual.learning_rate,
         warmup_steps=max(1, min(50, steps // 10)),
-        weight_decay=0.1,
+        weight_decay=usual.weight_decay,
         clip_norm=1.0,
         seed=options.seed or 0,
         local_steps=options.local_steps or 20,
@@ -137,6 +137,68 @@ def new_recipe(options: TrainOptions) -> Recipe:
         schedule=options.schedule or "cosine",
         precision=options.precision or "fp32",
     )
+
+
+def model_name(model: str | None) -> str:
+    """Return how a model that the user named is called: a preset, an id, or the folder's name."""
+    if model is None:
+        return "demo"
+    path = Path(model).expanduser()
+    is_path = path.is_dir() or model.startswith((".", "/", "~"))
+    return path.resolve().name if _is_folder(model) and is_path else model
+
+
+def check_model(model: str) -> None:
+    """Refuse a name that is neither a preset nor a Hugging Face model that is there.
+
+    Raises:
+        ConfigError: says what there is.
+    """
+    if _is_folder(model):
+        read_config(model_folder(model))
+    else:
+        preset(model)
+
+
+class _Usual(NamedTuple):
+    """What depends on the kind of model, where the user says nothing else."""
+
+    sizes: Sizes
+    context: int
+    learning_rate: float
+    weight_decay: float
+
+
+def _is_folder(model: str | None) -> bool:
+    return model is not None and is_hugging_face(model)
+
+
+def _usual_of_preset(options: TrainOptions) -> _Usual:
+    sizes = preset(options.model or "demo")
+    context = options.context or sizes.context
+    sizes = dataclasses.replace(
+        sizes,
+        vocabulary=options.vocabulary or sizes.vocabulary,
+        context=max(sizes.context, context),
+        dropout=sizes.dropout if options.dropout is None else options.dropout,
+    )
+    # Larger models want smaller rates (Brown et al. 2020, table 2.1: 6e-4 at 768 wide).
+    return _Usual(sizes, context, min(2e-3, 6e-4 * 768 / sizes.width), weight_decay=0.1)
+
+
+def _usual_of_folder(options: TrainOptions) -> _Usual:
+    assert options.model is not None
+    for field in ("vocabulary", "dropout"):
+        if getattr(options, field) is not None:
+            raise ConfigError(
+                f"--{field} is for models that start anew; {options.model} has its own: leave the "
+                "option out, or edit its config.json"
+            )
+    sizes = read_config(model_folder(options.model))
+    context = options.context or min(sizes.context or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
+    check_context(options.model, context, sizes.context)
+    # What was learnt is to be kept: rates are those usual in fine-tuning, 2e-5 at 4096 wide.
+    return _Usual(sizes, context, min(1e-4, 2e-5 * 4096 / sizes.width), weight_decay=0.0)
 
 
 def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
@@ -157,6 +219,8 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
     }
     for field, value in fixed.items():
         given = getattr(options, field)
+        if field == "model" and given is not None:
+            given = model_name(given)
         if given is not None and given != value:
             raise ConfigError(
                 f"--{field} {given} contradicts {source}, which has {field} {value}; leave the "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.data import Tokenizer
 from atomtrain.errors import CheckpointError
-from atomtrain.models import GPT
+from atomtrain.models import make_empty
 from atomtrain.swapping.engine import Engine
 from atomtrain.training.recipe import Recipe
 
@@ -77,7 +77,7 @@ def _fill(
     model: nn.Module, checkpoint: Checkpoint, put: Put = _put
 ) -> Iterator[dict[str, dict[str, Tensor]]]:
     """Put parameters and buffers into the model; yield each shard's rest by name and kind."""
-    targets = model.state_dict()
+    targets = {**dict(model.named_buffers()), **model.state_dict()}
     missing = {name for name, _ in model.named_parameters()}
     for shard, tensors in checkpoint.shards():
         if shard.startswith(SWARM_SHARD):
@@ -133,17 +133,14 @@ def recipe_of(checkpoint: Checkpoint) -> tuple[Recipe, Tokenizer]:
     return recipe, Tokenizer.from_json(text, separator)
 
 
-def model_of(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
+def model_of(checkpoint: Checkpoint) -> tuple[nn.Module, Tokenizer]:
     """Return the model (in evaluation mode, on the CPU) and the tokenizer of a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is none of `atom train`.
     """
     recipe, tokenizer = recipe_of(checkpoint)
-    with torch.device("meta"):
-        model = GPT(recipe.sizes)
-    model.to_empty(device="cpu")
-    model.tie()
+    model = make_empty(recipe.sizes)
     for _ in _fill(model, checkpoint):
         pass  # moments are not needed
     return model.eval(), tokenizer

@@ -1,0 +1,55 @@
+"""`atom export`: a checkpoint as the folder of a Hugging Face model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from atomtrain.cli.parsing import parse
+from atomtrain.training.options import option
+from atomtrain.units import format_bytes, parse_bytes
+
+_EXAMPLES = """\
+  atom export runs/mine/peer-0 my-model
+  atom export runs/mine/peer-0/checkpoints/step-00000100 my-model --dtype bfloat16"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What a user can say to `atom export`."""
+
+    checkpoint: Path = option(None, "A checkpoint, or the folder of a peer.", "CHECKPOINT")
+    folder: Path = option(None, "Folder to make; it must not be there already.", "FOLDER")
+    dtype: str = option(
+        "float32",
+        "float32 (exactly what was trained), bfloat16 or float16.",
+        "TYPE",
+    )
+    shard_size: str = option("5GB", "Size of a file at most.", "SIZE")
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.shard_size, "--shard-size")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    options = parse(
+        ExportOptions,
+        arguments,
+        prog="atom export",
+        about="Write a trained model as a folder that Hugging Face's transformers loads.",
+        examples=_EXAMPLES,
+        positional=("checkpoint", "folder"),
+    )
+    from atomtrain.checkpoint import open_checkpoint
+    from atomtrain.training.export import export
+
+    shard_bytes = parse_bytes(options.shard_size, "--shard-size")
+    done = export(open_checkpoint(options.checkpoint), options.folder, options.dtype, shard_bytes)
+    files = f"{done.files} file{'s' if done.files > 1 else ''}"
+    sys.stdout.write(
+        f"{done.folder}: {done.tensors} tensors, {format_bytes(done.size_bytes)} in {files}\n"
+    )
+    return 0

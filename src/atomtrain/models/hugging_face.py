@@ -1,0 +1,290 @@
+"""Causal language models of Hugging Face: found, described and built without any weight.
+
+What decides the model is the content of its `config.json`. It travels with a run, so that peers
+that join and runs that are resumed need no folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.errors import AnalysisError, ConfigError, nearest
+from atomtrain.models.presets import PRESETS
+
+CONFIG_FILE = "config.json"
+CARRIED_FILES = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""Small files that belong to the model and that an export must have again."""
+_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
+_USUAL_WIDTH = 1024
+"""Where a configuration tells no width: it only decides the default learning rate."""
+_LONGEST_REASON = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig:
+    """What a causal language model of Hugging Face is, without its weights."""
+
+    config: dict[str, Any]
+    """Content of `config.json`."""
+    vocabulary: int
+    """Rows of the embedding; the tokenizer has at most as many tokens."""
+    context: int | None
+    """Tokens of the longest sequence that the model was made for, if it says so."""
+    width: int
+    """Size of the hidden state."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Texts of the `CARRIED_FILES` that there are, by name."""
+    dropout: None = None
+    """Set in `config.json`, under names of the architecture's own."""
+
+
+def is_hugging_face(name: str) -> bool:
+    """Return whether a user's name of a model means a folder, a file or an id, and no preset."""
+    path = Path(name)
+    return name not in PRESETS and (path.exists() or path.suffix == ".json" or "/" in name)
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder of a model: a path, or an id such as `org/name` in the local cache.
+
+    An id that is not there is downloaded, unless `HF_HUB_OFFLINE` is set.
+
+    Raises:
+        ConfigError: there is no such folder or model.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{path} has no {CONFIG_FILE}; give the folder of a Hugging Face model, or one of "
+                f"{', '.join(PRESETS)}"
+            )
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ConfigError(
+            f"there is no folder {path}.{nearest(name, PRESETS)} Give the folder of a Hugging Face "
+            f"model, its id such as org/name, or one of {', '.join(PRESETS)}"
+        )
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    require_transformers(f"the model {name}")
+    from huggingface_hub import constants, snapshot_download
+
+    reason = ""
+    for offline in (True, False):
+        if not offline and constants.HF_HUB_OFFLINE:
+            break
+        try:
+            found = Path(
+                snapshot_download(name, local_files_only=offline, allow_patterns=list(_DOWNLOADED))
+            )
+        except Exception as error:  # noqa: BLE001 (of several libraries, down to sockets)
+            reason = f" ({_one_line(error)})"
+            continue
+        if any(found.glob("*.safetensors")):
+            return found
+        reason = " (what is there has no safetensors files)"
+    where = "nowhere else may be looked, since HF_HUB_OFFLINE is set"
+    raise ConfigError(
+        f"there is no folder {name!r}, and no such model in the local cache of Hugging Face"
+        f"{f'; {where}' if constants.HF_HUB_OFFLINE else reason}; give the folder of a model"
+    )
+
+
+def read_config(source: Path) -> HuggingFaceConfig:
+    """Return what a model's folder (or its `config.json` alone) says about it.
+
+    Raises:
+        ConfigError: it cannot be read, or is of no known architecture.
+    """
+    file = source / CONFIG_FILE if source.is_dir() else source
+    stored = _read_json(file)
+    require_transformers(str(file))
+    kind = stored.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(
+            f"{file} has no model_type, so it is no Hugging Face configuration; give the "
+            f"config.json of a causal language model, or one of {', '.join(PRESETS)}"
+        )
+    known = _causal_kinds()
+    if kind not in known:
+        raise ConfigError(
+            f"{file} describes a model of type {kind!r}, which is no causal language model that "
+            f"the installed transformers knows.{nearest(kind, known)} Give another configuration"
+        )
+    files = {}
+    for name in CARRIED_FILES:
+        path = file.parent / name
+        if source.is_dir() and path.is_file():
+            try:
+                files[name] = path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{path} cannot be read ({error}); restore it") from error
+    auto = _auto_config(stored, str(file))
+    text = auto.get_text_config()
+    vocabulary = _first_number(text, ("vocab_size",))
+    if vocabulary is None:
+        raise ConfigError(f"{file} does not say vocab_size; add the number of tokens")
+    return HuggingFaceConfig(
+        config=stored,
+        vocabulary=vocabulary,
+        context=_first_number(text, _CONTEXT_KEYS),
+        width=_first_number(text, _WIDTH_KEYS) or _USUAL_WIDTH,
+        files=files,
+    )
+
+
+def build(
+    sizes: HuggingFaceConfig, what: str = "the configuration", *, as_stored: bool = False
+) -> nn.Module:
+    """Return the model with memory that nobody has touched in place of its weights.
+
+    Those are float32, or, with `as_stored`, of the type that the configuration names.
+
+    Buffers are as the model makes them. On the meta device (`with torch.device("meta")`) it has no
+    memory at all. Untouched memory of a large tensor costs address space only, until it is written.
+
+    Raises:
+        ConfigError: transformers is missing.
+        AnalysisError: the configuration cannot be made a model.
+    """
+    require_transformers(what)
+    from transformers import AutoModelForCausalLM
+
+    config = _auto_config(sizes.config, what)
+    config.use_cache = False
+    on_meta = torch.get_default_device().type == "meta"
+    make: Any = AutoModelForCausalLM.from_config
+    with _making(what), nullcontext() if on_meta else _weights_on_meta():
+        model: nn.Module = make(config, dtype=config.dtype if as_stored else torch.float32)
+    if not on_meta:
+        _give_memory(model)
+    return model.train()
+
+
+def _auto_config(stored: dict[str, Any], what: str) -> Any:
+    from transformers import AutoConfig
+
+    with _making(what):
+        return AutoConfig.for_model(**copy.deepcopy(stored))
+
+
+@contextmanager
+def _making(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a class of transformers may raise anything
+        raise AnalysisError(
+            f"{what} cannot be made a model ({type(error).__name__}: {_one_line(error)}); check "
+            "its values"
+        ) from error
+
+
+def check_context(name: str, context: int, longest: int | None) -> None:
+    """Refuse sequences that are longer than the model's (`None` does not say).
+
+    Raises:
+        ConfigError: they are.
+    """
+    if longest is not None and context > longest:
+        raise ConfigError(
+            f"{name} takes at most {longest} tokens a sequence, not {context}; choose a smaller "
+            "--context"
+        )
+
+
+def require_transformers(what: str) -> None:
+    """Refuse to go on without the package that Hugging Face models need.
+
+    Raises:
+        ConfigError: it is not installed; names the extra.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            f"reading {what} needs the package transformers; install it with "
+            "pip install 'atomtrain[hf]'"
+        ) from None
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@contextmanager
+def _weights_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when its module takes it; buffers stay."""
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        original(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Replace parameters on the meta device by ones in memory; tied ones stay one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                data: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                made[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}).{nearest(str(file), PRESETS)} Models: "
+            f"{', '.join(PRESETS)}, or the path of a Hugging Face config.json"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} is not JSON ({error}); give the config.json of a Hugging Face model"
+        ) from error
+    if not isinstance(stored, dict):
+        raise ConfigError(f"{file} is not a JSON object; give a Hugging Face config.json")
+    return stored
+
+
+def _causal_kinds() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _first_number(config: Any, keys: tuple[str, ...]) -> int | None:
+    values = (getattr(config, key, None) for key in keys)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_LONGEST_REASON]

@@ -1,0 +1,44 @@
+"""A model from what decides it: a GPT's sizes, or a Hugging Face model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from atomtrain.models.gpt import GPT, GPTConfig
+from atomtrain.models.hugging_face import HuggingFaceConfig, build
+
+Sizes = GPTConfig | HuggingFaceConfig
+
+
+def make_model(sizes: Sizes) -> nn.Module:
+    """Return the model: a GPT with random weights, or a Hugging Face model with untouched ones."""
+    return build(sizes) if isinstance(sizes, HuggingFaceConfig) else GPT(sizes)
+
+
+def make_outline(sizes: Sizes) -> nn.Module:
+    """Return the model without memory, on the meta device."""
+    with torch.device("meta"):
+        return make_model(sizes)
+
+
+def make_empty(sizes: Sizes) -> nn.Module:
+    """Return the model on the CPU with memory in place of its weights, which are to be read."""
+    if isinstance(sizes, HuggingFaceConfig):
+        return build(sizes)
+    model = make_outline(sizes).to_empty(device="cpu")
+    assert isinstance(model, GPT)
+    model.tie()
+    return model
+
+
+def sizes_from_json(data: Mapping[str, Any]) -> Sizes:
+    """Read what `dataclasses.asdict` made of either kind.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    return HuggingFaceConfig(**data) if "config" in data else GPTConfig(**data)

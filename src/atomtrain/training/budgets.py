@@ -1,0 +1,153 @@
+"""What fits: the device's budget, the host's memory, and how large a micro-batch may be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.head import split_head
+from atomtrain.data import Batch
+from atomtrain.errors import AnalysisError, ConfigError, PlanError
+from atomtrain.models import GPTConfig
+from atomtrain.planning.search import fits
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.machines import host_memory_bytes
+from atomtrain.training.objective import MicroBatch, Objective
+from atomtrain.training.optimizing import SMALLEST_STATE, host_bytes_per_parameter
+from atomtrain.training.options import TrainOptions
+from atomtrain.training.recipe import Recipe
+from atomtrain.units import format_bytes, format_count
+
+_SMALL_BUDGETS = {"demo": ("40MiB", "96MiB"), "tiny": ("8MiB", "64MiB")}
+"""Default budgets that make small models larger than their device: emulated, and CUDA, whose
+libraries take a workspace of their own."""
+_MOST_TOKENS_A_MICRO_BATCH = 4096
+_PIECES = (2, 4, 8, 16, 32, 64)
+
+
+def device_memory_of(options: TrainOptions, recipe: Recipe) -> str | None:
+    """Return the device budget, `None` for the device's own default."""
+    small = isinstance(recipe.sizes, GPTConfig) and recipe.model in _SMALL_BUDGETS
+    if options.device_memory is not None or not small:
+        return options.device_memory
+    on_gpu = options.device.startswith("cuda") or (
+        options.device == "auto" and torch.cuda.is_available()
+    )
+    return _SMALL_BUDGETS[recipe.model][on_gpu]
+
+
+def check_host_memory(outline: nn.Module, recipe: Recipe) -> None:
+    """Refuse a model whose parameters, gradients and optimizer state the host cannot hold.
+
+    Raises:
+        PlanError: says what is needed and what would fit.
+    """
+    parameters = sum(parameter.numel() for parameter in outline.parameters())
+    each_bytes = host_bytes_per_parameter(recipe.optimizer, recipe.precision)
+    needed_bytes, there_bytes = each_bytes * parameters, host_memory_bytes()
+    if needed_bytes > there_bytes:
+        least_bytes = host_bytes_per_parameter(SMALLEST_STATE, recipe.precision)
+        would_fit = least_bytes * parameters <= there_bytes
+        raise PlanError(
+            f"training {recipe.model} ({format_count(parameters)} parameters) takes "
+            f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
+            f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters"
+            f"{f', or --optimizer {SMALLEST_STATE}' if would_fit else ''}"
+        )
+
+
+def check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
+    """Refuse a micro-batch that does not divide a step.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if recipe.sequences % micro_batch:
+        raise ConfigError(
+            f"--micro-batch {micro_batch} does not divide the {recipe.sequences} sequences of a "
+            "step; give a divisor, or change --sequences"
+        )
+
+
+class Fit(NamedTuple):
+    """How a step is divided so that it fits the device."""
+
+    micro_batch: int
+    """Sequences of a micro-batch."""
+    head_pieces: int | None
+    """Pieces of the vocabulary in which the head computes its loss, `None` if whole."""
+
+
+def find_fit(
+    model: nn.Module,
+    recipe: Recipe,
+    device: Device,
+    objective: Objective,
+    micro_batch: int | None = None,
+) -> Fit:
+    """Return a micro-batch that fits the budget well: the largest divisor of a step's sequences.
+
+    The head stays whole if a single sequence fits with it; then the result is that of ordinary
+    training bit for bit. Else it gets the fewest pieces with which one fits. With `micro_batch`
+    that size is tried only.
+    """
+    sizes = _sizes(recipe) if micro_batch is None else [micro_batch]
+    tried = [_Tried(model, recipe, device, objective, size) for size in sizes]
+    for pieces in (None, *_PIECES):
+        if tried[-1].fits(pieces):
+            return Fit(next(t.size for t in tried if t.fits(pieces)), pieces)
+    # Nothing does: the planner's error says what would.
+    return Fit(sizes[-1], None)
+
+
+def _sizes(recipe: Recipe) -> list[int]:
+    """Return the sizes of a micro-batch, largest first; the last is 1."""
+    divisors = [n for n in range(recipe.sequences, 0, -1) if recipe.sequences % n == 0]
+    return [n for n in divisors if n == 1 or n * recipe.context <= _MOST_TOKENS_A_MICRO_BATCH]
+
+
+class _Tried:
+    """One size of a micro-batch; the model is analysed when it is asked for, and once."""
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, device: Device, objective: Objective, size: int
+    ) -> None:
+        self.size = size
+        self._model, self._recipe, self._objective = model, recipe, objective
+        self._budget_bytes = device.memory_bytes - device.reserved_bytes
+
+    def fits(self, pieces: int | None) -> bool:
+        """Return whether some plan fits with the head in so many pieces."""
+        chain, inputs = self._traced
+        if pieces is not None:
+            try:
+                chain = split_head(chain, pieces)
+            except AnalysisError:
+                return False
+        try:
+            costs = layer_costs(chain, inputs)
+        except AnalysisError:
+            if pieces is None:
+                raise
+            return False  # a loss that cannot be taken in pieces tells only when it runs
+        return fits(chain, costs, self._budget_bytes, self._recipe.sequences // self.size)
+
+    @functools.cached_property
+    def _traced(self) -> tuple[Chain, Mapping[str, Any]]:
+        example = example_of(self._recipe, self.size, self._objective)
+        traced = chain_of(self._model, example, self._objective.loss)
+        return traced.chain, traced.bind(example)
+
+
+def example_of(recipe: Recipe, micro_batch: int, objective: Objective) -> MicroBatch:
+    """Return a micro-batch of so many sequences of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (micro_batch, recipe.context)
+    ids = torch.randint(recipe.sizes.vocabulary, shape, generator=generator)
+    return objective.micro_batches(Batch(ids, ids), micro_batch)[0]

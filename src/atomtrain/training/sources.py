@@ -1,0 +1,152 @@
+"""What a peer starts from: a new recipe, a checkpoint, or a swarm that it joins."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atomtrain.checkpoint import Checkpoint, load_latest
+from atomtrain.data import (
+    Corpus,
+    Prepared,
+    Tokenizer,
+    default_cache,
+    prepare,
+    read_corpus,
+    read_tokenizer,
+)
+from atomtrain.errors import DataError, SwarmError
+from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
+from atomtrain.models.making import make_outline
+from atomtrain.training.folders import CHECKPOINTS, make_directory, remove_empty
+from atomtrain.training.loading import Weights
+from atomtrain.training.options import TrainOptions
+from atomtrain.training.peering import swarm_config
+from atomtrain.training.recipe import Recipe, amended, new_recipe
+from atomtrain.training.state import recipe_of
+
+if TYPE_CHECKING:
+    from atomtrain.swarm import Swarm
+
+_log = logging.getLogger("atomtrain.training")
+
+
+class Text(NamedTuple):
+    """What is trained on."""
+
+    data: str | None
+    """As the user named it; `None` is the demo corpus."""
+    sha256: str
+    prepared: Prepared
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a peer starts from."""
+
+    recipe: Recipe
+    text: Text
+    checkpoint: Checkpoint | None = None
+    swarm: Swarm | None = None
+    weights: Weights | None = None
+    """Those of a Hugging Face model, to begin with."""
+
+
+def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
+    """Return what the options say that a peer starts from.
+
+    Raises:
+        AtomError: any mistake in options, data, checkpoint or address.
+    """
+    if options.resume:
+        return _resumed(options, run, name, directory)
+    if options.join:
+        swarm = _join(options, run, name, directory)
+        try:
+            return _joined(options, swarm)
+        except BaseException:
+            swarm.leave()
+            raise
+    corpus = read_corpus(options.data)
+    recipe = new_recipe(options)
+    if isinstance(recipe.sizes, HuggingFaceConfig):
+        return _from_folder(options, recipe, corpus)
+    prepared = prepare(corpus, default_cache(), vocabulary=recipe.sizes.vocabulary)
+    return Source(recipe, Text(options.data, corpus.sha256, prepared))
+
+
+def _from_folder(options: TrainOptions, recipe: Recipe, corpus: Corpus) -> Source:
+    """Return a new run of a Hugging Face model, with its own tokenizer and weights."""
+    assert options.model is not None
+    assert isinstance(recipe.sizes, HuggingFaceConfig)
+    folder = model_folder(options.model)
+    tokenizer = read_tokenizer(folder)
+    if tokenizer.vocabulary > recipe.sizes.vocabulary:
+        raise DataError(
+            f"the tokenizer in {folder} has {tokenizer.vocabulary} tokens, the model has room for "
+            f"{recipe.sizes.vocabulary}; both must be of one model"
+        )
+    weights = Weights(folder, make_outline(recipe.sizes), recipe.sizes)
+    prepared = prepare(corpus, default_cache(), tokenizer=tokenizer)
+    return Source(recipe, Text(options.data, corpus.sha256, prepared), weights=weights)
+
+
+def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
+    checkpoint = load_latest(directory / CHECKPOINTS)
+    meta = checkpoint.meta
+    recipe, tokenizer = recipe_of(checkpoint)
+    recipe = amended(recipe, options, str(checkpoint.path))
+    text = _text(options.data or meta["data"], tokenizer)
+    if options.data is None and text.sha256 != meta["text_sha256"]:
+        raise DataError(
+            f"the text of {meta['data'] or 'the demo corpus'} is not what {checkpoint.path} was "
+            "trained on; restore it, or name with --data what to go on with"
+        )
+    return Source(recipe, text, checkpoint, _rejoin(options, run, name, directory, checkpoint))
+
+
+def _rejoin(
+    options: TrainOptions, run: str, name: str, directory: Path, checkpoint: Checkpoint
+) -> Swarm | None:
+    """Join through the given addresses, or look for the peers that were known when it was saved."""
+    if options.join:
+        return _join(options, run, name, directory)
+    known = tuple(checkpoint.meta.get("swarm", {}).get("known_addresses", ()))
+    if not known:
+        return None
+    try:
+        return _join(dataclasses.replace(options, join=known), run, name, directory)
+    except SwarmError as error:
+        _log.warning("no peer of the run was found, going on alone: %s", error)
+        return None
+
+
+def _joined(options: TrainOptions, swarm: Swarm) -> Source:
+    payload: Mapping[str, Any] = swarm.manifest.payload
+    recipe = amended(
+        Recipe.from_json(payload["recipe"]), options, f"the run {swarm.manifest.run!r}"
+    )
+    tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
+    return Source(recipe, _text(options.data, tokenizer), None, swarm)
+
+
+def _text(data: str | None, tokenizer: Tokenizer) -> Text:
+    corpus = read_corpus(data)
+    return Text(data, corpus.sha256, prepare(corpus, default_cache(), tokenizer=tokenizer))
+
+
+def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
+    from atomtrain.swarm import Swarm
+
+    existed = directory.exists()
+    make_directory(directory)
+    try:
+        return Swarm.join(swarm_config(options, run, name, directory, 1))
+    except BaseException:
+        if not existed:
+            remove_empty(directory)
+        raise

@@ -1,0 +1,58 @@
+"""Tiny random Hugging Face models with a tokenizer, written to a folder."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atomtrain.data import Tokenizer
+
+VOCABULARY = 300
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+SENTENCE = "the cat sat on the mat and the dog lay by the door while rain fell on the roof "
+
+
+@lru_cache
+def tokenizer() -> Tokenizer:
+    """Return a small tokenizer; always the same."""
+    return Tokenizer.train([SENTENCE * 4], VOCABULARY - 10)
+
+
+def write_tokenizer(folder: Path, **config: Any) -> None:
+    """Write tokenizer.json and tokenizer_config.json."""
+    made = tokenizer()
+    (folder / "tokenizer.json").write_text(made.to_json())
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": made.separator_text, **config
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_model(
+    folder: Path, config: dict[str, Any] | None = None, *, shard: str = "5GB", seed: int = 0
+) -> Any:
+    """Write a random model with its tokenizer; return the model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    made = AutoConfig.for_model(**(LLAMA if config is None else config))
+    model: Any = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    model.save_pretrained(folder, max_shard_size=shard)
+    write_tokenizer(folder)
+    return model.eval()
+
+
+def write_text(file: Path, sentences: int = 400) -> Path:
+    """Write a text that is long enough to train on."""
+    words = SENTENCE.split()
+    lines = [" ".join(words[(i + j * j) % len(words)] for j in range(12)) for i in range(sentences)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
