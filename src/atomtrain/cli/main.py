@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "say how a model would train on a machine, how fast, and what would be faster",
     "simulate": "say what many peers would reach on given links, with ATOM and as a pipeline",
     "dashboard": "show a run in the browser",
+    "watch": "show a run in the terminal",
     "generate": "continue a text with a trained model",
     "export": "write a trained model as a Hugging Face folder",
     "bench": "measure; prints one JSON object with --json",

@@ -1,0 +1,147 @@
+"""The terminal view: loss, speed, the last recorded step and the peers, over any SSH line."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.widgets import DataTable, Footer, Static
+
+from atomtrain.dashboard.source import FolderSource
+from atomtrain.dashboard.text_charts import PHASE_MARKS, bars, curve
+from atomtrain.events import Event
+from atomtrain.training import event_text
+from atomtrain.training.peer_view import PeerView
+from atomtrain.units import format_count, format_seconds
+
+_POLL_S = 0.5
+_CURVE_LINES = 8
+_LABEL_COLUMNS = 14
+_MESSAGES = 8
+_COLUMNS = ("peer", "step", "loss", "bits/byte", "tokens/s", "left", "peers", "round")
+_STYLES = {"█": "blue", "▓": "dark_orange", "▒": "green", "░": "magenta"}
+
+
+class Watch(App[None]):
+    """Shows one peer's curves and all peers' rows."""
+
+    TITLE = "ATOM"
+    CSS = """
+    #curves { height: 10; }
+    #curves Static { width: 1fr; border: round $primary; }
+    #step { height: auto; border: round $primary; }
+    #peers { height: auto; max-height: 12; }
+    #messages { height: auto; border: round $primary; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("n", "turn(1)", "Next peer"),
+        Binding("p", "turn(-1)", "Previous peer"),
+    ]
+
+    def __init__(self, source: FolderSource) -> None:
+        super().__init__()
+        self._source = source
+        self._shown = 0
+        self._laid_out = False
+        self._views: dict[str, PeerView] = {}
+
+    def compose(self) -> ComposeResult:
+        """Lay out the view."""
+        with VerticalScroll():
+            yield Static(id="head", markup=False)
+            with Horizontal(id="curves"):
+                yield Static(id="loss", markup=False)
+                yield Static(id="speed", markup=False)
+            yield Static(id="step", markup=False)
+            yield DataTable(id="peers", cursor_type="none")
+            yield Static(id="messages", markup=False)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to follow the files."""
+        self.query_one("#peers", DataTable).add_columns(*_COLUMNS)
+        self._laid_out = True
+        self._follow()
+        self.set_interval(_POLL_S, self._follow)
+
+    def on_resize(self) -> None:
+        """Draw for the new width."""
+        self._draw()
+
+    def action_turn(self, by: int) -> None:
+        """Show another peer's curves."""
+        self._shown += by
+        self._draw()
+
+    def _follow(self) -> None:
+        messages = self._source.poll()
+        for message in messages:
+            if message.kind == "events":
+                view = self._views.setdefault(message.body["peer"], PeerView(message.body["peer"]))
+                for event in message.body["events"]:
+                    view.apply(event)
+        if messages:
+            self._draw()
+
+    def _draw(self) -> None:
+        names = sorted(self._source.histories)
+        if not names or not self._laid_out:
+            return
+        name = names[self._shown % len(names)]
+        history = self._source.histories[name]
+        started, plan = history.newest.get("run_started", {}), history.newest.get("plan", {})
+        predicted_s = event_text.number(plan, "predicted_step_s")
+        head = [
+            f"run {event_text.words(started, 'run') or self._source.title}",
+            event_text.words(started, "model"),
+            f"showing {event_text.printable(name)}",
+            None if predicted_s is None else f"predicted step {format_seconds(predicted_s)}",
+        ]
+        self._put("head", "ATOM  " + ", ".join(part for part in head if part))
+        width = max(20, self.size.width // 2 - 4)
+        self._put("loss", _curve("loss, nats per token", history.steps, "loss", width))
+        self._put("speed", _curve("tokens/s", history.steps, "tokens_per_s", width))
+        timeline = history.newest.get("timeline", {})
+        self._put("step", _step(timeline, max(20, self.size.width - _LABEL_COLUMNS - 14)))
+        table = self.query_one("#peers", DataTable)
+        table.clear()
+        for each in names:
+            table.add_row(*map(Text, self._views[each].progress_cells()))
+        lines = [event_text.event_line(event) for event in [*history.messages][-_MESSAGES:]]
+        self._put("messages", "\n".join(line for line in lines if line) or "no messages yet")
+
+    def _put(self, place: str, content: str | Text) -> None:
+        self.query_one(f"#{place}", Static).update(content)
+
+
+def _curve(title: str, events: list[Event], field: str, width: int) -> str:
+    points = [
+        (step, value)
+        for event in events
+        if (step := event_text.number(event, "step")) is not None
+        and (value := event_text.number(event, field)) is not None
+    ]
+    newest = f": {format_count(points[-1][1])}" if points else ""
+    return "\n".join((title + newest, *curve(points, width, _CURVE_LINES - 1, format_count)))
+
+
+def _step(timeline: Event, width: int) -> Text:
+    rows = timeline.get("measured")
+    step_s = event_text.number(timeline, "step_s")
+    found = bars(rows, width) if isinstance(rows, list) else []
+    if not found or step_s is None:
+        return Text("no step has been recorded yet")
+    number = event_text.count(timeline, "step") or "?"
+    text = Text(f"step {number}, measured {format_seconds(step_s)}   ")
+    for phase, mark in PHASE_MARKS.items():
+        text.append(mark, _STYLES[mark]).append(f" {phase}  ")
+    for bar in found:
+        text.append(f"\n{bar.stream:<{_LABEL_COLUMNS}}")
+        for cell in bar.cells:
+            text.append(cell, _STYLES.get(cell, ""))
+        text.append(f" {100 * bar.busy_share:3.0f}%")
+    return text
