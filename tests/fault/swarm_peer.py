@@ -48,6 +48,8 @@ def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
         listen_host="127.0.0.1",
         join=tuple(settings.get("join", ())),
         identity_path=Path(settings["identity"]) if "identity" in settings else None,
+        peers_path=Path(settings["peers_file"]) if "peers_file" in settings else None,
+        discoverable=settings.get("discoverable", False),
         local_steps_per_round=settings.get("local_steps", 8),
         outer_momentum=settings.get("momentum", 0.0),
         expiry_s=settings.get("expiry_s", 5.0),
@@ -56,7 +58,7 @@ def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
         round_floor_s=settings.get("round_floor_s", 4.0),
     )
     elements = tuple(settings.get("elements", (2000, 3001)))
-    if not config.join:
+    if not (config.join or settings.get("rejoin")):
         vectors = Vectors(elements)
         return Swarm.found(
             config, Manifest(config.run, elements, {"kind": "test"}), vectors
@@ -66,6 +68,13 @@ def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
     say("joined", address=swarm.address, daemon=daemon_pid(swarm))
     swarm.download(vectors)
     return swarm, vectors
+
+
+def set_clock(off_s: float) -> None:
+    """Have this process believe another time of day."""
+    right = time.time
+    if off_s:
+        time.time = lambda: right() + off_s  # type: ignore[assignment]
 
 
 def daemon_pid(swarm: Swarm) -> int:
@@ -102,8 +111,16 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
             )
 
 
+def linger(swarm: Swarm, for_s: float) -> None:
+    """Say goodbye, but keep the streams open for a while."""
+    swarm._service.state = "left"
+    say("leaving")
+    time.sleep(for_s)
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    set_clock(settings.get("clock_off_s", 0.0))
     logging.basicConfig(level=settings.get("log", "WARNING"))
     torch.set_num_threads(1)
     try:
@@ -113,6 +130,8 @@ def main() -> None:
         sys.exit(2)
     say("ready", peer_id=swarm.peer_id, address=swarm.address, daemon=daemon_pid(swarm))
     train(swarm, vectors, settings)
+    if "linger_s" in settings:
+        linger(swarm, settings["linger_s"])
     swarm.leave(3.0)
     say("left", known=list(swarm.known_addresses()))
 

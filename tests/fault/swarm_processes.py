@@ -74,6 +74,11 @@ class PeerProcess:
         self.signal(signal.SIGKILL)
         self._process.wait(10)
 
+    def end(self) -> None:
+        """Have the peer leave, and do not wait for it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     def finish(self) -> str:
         """Have the peer leave, and return what it wrote to standard error."""
         if self._process.poll() is None:

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 
 from atomtrain.swarm.anchors import AnchorStore, Merge, Snapshot
+from atomtrain.swarm.assembly import build_service
 from atomtrain.swarm.codec import Codec, codec_named, decode_span, encode_span
 from atomtrain.swarm.config import Manifest, Rules, SwarmConfig
 from atomtrain.swarm.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
 from atomtrain.swarm.slices import Span
-from atomtrain.swarm.swarm import build_service
 
 ResultT = TypeVar("ResultT")
 

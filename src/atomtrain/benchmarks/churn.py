@@ -20,8 +20,8 @@ What is measured, from the survivors' event streams:
   had contributed. Each peer is the ordinary command with a witness that notes, at 256 elements of
   the fragment, its contribution and what the anchor became; the sums are done again here.
   `disagreements.lasting`: pairs of peers that reported different hashes for the same version of a
-  fragment, at any time, and did not come to hold the same again by the swarm's rule (the higher
-  version wins, then more tokens, then the lower hash).
+  fragment, at any time, and did not come to hold the same again by the swarm's rule (more
+  tokens win, then the higher version, then the lower hash).
   `last_anchors_unequal`: pairs of anchors of equal version that differ in any bit in the
   checkpoints that the last peers write on leaving.
 

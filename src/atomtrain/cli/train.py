@@ -120,6 +120,8 @@ def _run_peers(options: TrainOptions) -> int:
     require_writable(options.trace, "--trace")
     if options.name is not None:
         raise ConfigError("--name names one peer; leave it out with --peers")
+    if options.identity is not None:
+        raise ConfigError("--identity is the key of one peer; leave it out with --peers")
     run = options.run or f"{Path(model_name(options.model)).name}-{time.strftime('%m%d-%H%M%S')}"
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.n_peers)
     shared = dataclasses.replace(

@@ -39,11 +39,13 @@ class Stamp:
     def beats(self, other: Stamp) -> bool:
         """Say whether peers that hold `other` have to fetch this one.
 
-        Higher version wins; then more tokens; then the lower hash.
+        More tokens win: of two halves of a swarm that were cut apart, the one that has learnt from
+        more. Then the higher version; then the lower hash. A round's anchor beats the one that it
+        was made of, since somebody has trained for it.
         """
-        return (self.version, self.tokens, other.digest) > (
-            other.version,
+        return (self.tokens, self.version, other.digest) > (
             other.tokens,
+            other.version,
             self.digest,
         )
 

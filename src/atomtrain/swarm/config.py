@@ -15,7 +15,7 @@ from atomtrain.swarm.codec import codec_named
 from atomtrain.swarm.guards import MEANS, Guard
 from atomtrain.swarm.outer import OuterUpdate
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 _FRAGMENTS_MAX = 100_000
@@ -38,6 +38,11 @@ class SwarmConfig:
     """IPv4 address or DNS name that others shall dial; None: chosen from the addresses found."""
     join: tuple[str, ...] = ()
     """Addresses of peers in the run, as `Swarm.address` gives them; one that answers is enough."""
+    peers_path: Path | None = None
+    """File with the peers that the run has had, kept by each of them: who joins tries those, too.
+    None: kept nowhere."""
+    discoverable: bool = True
+    """Whether to answer those who search the local network for runs."""
     identity_path: Path | None = None
     """File with this peer's key, made if absent; None: a new identity at each start."""
     key_path: Path | None = None

@@ -15,6 +15,7 @@ from atomtrain.swarm.codec import Codec
 from atomtrain.swarm.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.desk import Desk
 from atomtrain.swarm.guards import Standing
+from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.messages import Open
 from atomtrain.swarm.owning import Offload
 from atomtrain.swarm.roster import Roster
@@ -40,6 +41,10 @@ class Context:
     offload: Offload
     random_id: Callable[[], str]
     """Returns a short text that no other call returns."""
+    clock: Callable[[], float]
+    """Returns the swarm's time."""
+    known: KnownPeers
+    """Peers that the run has had."""
 
     @property
     def peer_id(self) -> str:

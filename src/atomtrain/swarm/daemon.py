@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import selectors
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -22,6 +20,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm.identity import Identity
+from atomtrain.swarm.runtime_folder import RuntimeFolder
 
 _log = logging.getLogger("atomtrain.swarm")
 _STUB = """
@@ -45,8 +45,8 @@ class DaemonConfig:
     """TCP port; 0: any free one."""
     announce: str | None
     """Multiaddress, without peer id, that others shall dial; None: those listened on."""
-    identity_path: Path | None
-    """Key file in libp2p's format; None: a new identity."""
+    identity: Identity
+    """The peer's key."""
 
 
 class Daemon:
@@ -59,11 +59,16 @@ class Daemon:
             SwarmError: the port is in use, or the daemon did not start.
         """
         _check_port_is_free(config.listen_host, config.listen_port)
-        self.control = f"{tempfile.gettempdir()}/atom-{os.getpid()}-{secrets.token_hex(4)}.sock"
+        self._folder = RuntimeFolder()
+        self.folder = self._folder.path
+        """For the sockets of those who talk to the daemon; readable by this user only."""
+        self.control = str(self.folder / "control.sock")
+        key = self.folder / "key"
+        config.identity.save(key)
         binary = str(files("hivemind.hivemind_cli") / "p2pd")
         stub = [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid())]
         self._process = subprocess.Popen(
-            [*stub, binary, *_flags(config, self.control)],
+            [*stub, binary, *_flags(config, self.control, key)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,12 +80,13 @@ class Daemon:
         except SwarmError:
             self.stop()
             raise
+        key.unlink()
 
     def stop(self) -> None:
         """End the daemon; idempotent."""
         self._process.kill()
         self._process.wait(_STOP_S)
-        Path(self.control).unlink(missing_ok=True)
+        self._folder.close()
 
     def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None
@@ -97,7 +103,7 @@ class Daemon:
                     last = output.decode(errors="replace").strip().rsplit("\n", 1)[-1][:300]
                     raise SwarmError(
                         f"the network daemon did not start: {last or 'no output'}; check that the "
-                        "listen address belongs to this machine and the identity file is a key"
+                        "listen address belongs to this machine"
                     )
                 output += chunk
         threading.Thread(target=self._drain, name="atom-swarm-daemon-output", daemon=True).start()
@@ -110,9 +116,10 @@ class Daemon:
                 _log.debug("daemon: %s", line.decode(errors="replace").rstrip())
 
 
-def _flags(config: DaemonConfig, control: str) -> list[str]:
+def _flags(config: DaemonConfig, control: str, key: Path) -> list[str]:
     loopback = config.listen_host.startswith("127.")
     flags = [
+        f"-id={key}",
         f"-listen=/unix{control}",
         f"-hostAddrs=/ip4/{config.listen_host}/tcp/{config.listen_port}",
         "-dhtServer=1",
@@ -126,8 +133,6 @@ def _flags(config: DaemonConfig, control: str) -> list[str]:
     ]
     if config.announce is not None:
         flags.append(f"-announceAddrs={config.announce}")
-    if config.identity_path is not None:
-        flags.append(f"-id={config.identity_path}")
     return flags
 
 

@@ -3,43 +3,100 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.admission import Admission
+from atomtrain.swarm.clock import SwarmClock
 from atomtrain.swarm.config import PROTOCOL, Manifest, SwarmConfig
+from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.libp2p import Libp2pTransport, peer_of
 from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.transfer import NotAdmitted, ask_manifest
 from atomtrain.swarm.transport import LinkLost, PeerRefused
 
+_MORE_S = 0.5
+"""How long others are waited for when one peer has answered."""
+
+
+class WayIn(NamedTuple):
+    """What a newcomer learns from the peers that answer."""
+
+    manifest: Manifest
+    clock: SwarmClock
+    """The swarm's time."""
+    through: tuple[str, ...]
+    """The addresses that led to the run."""
+
 
 async def connect_any(
     transport: Libp2pTransport, config: SwarmConfig, admission: Admission
-) -> tuple[Manifest, tuple[str, ...]]:
-    """Try all addresses at once; return the run's manifest and the addresses that led to the run.
+) -> WayIn:
+    """Try all given addresses at once, and those of the peers that the run is known to have had.
 
     Raises:
-        SwarmError: none did; one line that says for each address why.
+        SwarmError: none led to the run; one line that says for each given address why.
     """
-    answers = await asyncio.gather(*(_try(transport, config, admission, a) for a in config.join))
-    found = [
-        (answer, address)
-        for answer, address in zip(answers, config.join, strict=True)
-        if isinstance(answer, Manifest)
-    ]
-    if not found:
-        raise SwarmError(f"cannot join run {config.run!r}: " + "; ".join(map(str, answers)))
-    return found[0][0], tuple(address for _, address in found)
+    given: dict[str, list[str]] = {}
+    for address in config.join:
+        given.setdefault(peer_of(address), []).append(address)
+    known = KnownPeers(config.run, config.peers_path).addresses
+    places = {peer_id: [*given.get(peer_id, ()), *known.get(peer_id, ())] for peer_id in
+              (*given, *known)}  # fmt: skip
+    tries = {
+        asyncio.create_task(_try(transport, config, admission, peer_id, addresses)): addresses[0]
+        for peer_id, addresses in places.items()
+    }
+    try:
+        answers = await _first_answers(tries)
+    finally:
+        for task in tries:
+            task.cancel()
+    ways = [(a, tries[task]) for task, a in answers.items() if not isinstance(a, str)]
+    if not ways:
+        told = [str(answer) for task, answer in answers.items() if tries[task] in config.join]
+        if len(places) > len(given):
+            told.append(f"nor does any of the other peers in {config.peers_path}")
+        raise SwarmError(f"cannot join run {config.run!r}: " + "; ".join(told))
+    manifest, clock = ways[0][0]
+    return WayIn(manifest, clock, tuple(address for _, address in ways))
+
+
+_Answer = tuple[Manifest, SwarmClock] | str
+
+
+async def _first_answers(
+    tries: Iterable[asyncio.Task[_Answer]],
+) -> dict[asyncio.Task[_Answer], _Answer]:
+    """Return the answers of all, or of those that come soon after the first that leads in."""
+    waiting = set(tries)
+    answers: dict[asyncio.Task[_Answer], _Answer] = {}
+    left_s: float | None = None
+    while waiting:
+        done, waiting = await asyncio.wait(
+            waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        answers.update((task, task.result()) for task in done)
+        if not done:
+            break
+        if left_s is None and any(not isinstance(answer, str) for answer in answers.values()):
+            left_s = _MORE_S
+    return answers
 
 
 async def _try(
-    transport: Libp2pTransport, config: SwarmConfig, admission: Admission, address: str
-) -> Manifest | str:
-    """Return the manifest, or why there is none at this address."""
-    peer_id = peer_of(address)
+    transport: Libp2pTransport,
+    config: SwarmConfig,
+    admission: Admission,
+    peer_id: str,
+    addresses: list[str],
+) -> _Answer:
+    """Return the manifest and the swarm's time, or why there is none at these addresses."""
+    address = addresses[0]
     if peer_id == transport.peer_id:
         return f"{address} is this peer's own"
-    transport.learn(peer_id, (address,))
+    transport.learn(peer_id, addresses)
     try:
         async with asyncio.timeout(config.connect_s):
             channel = await transport.open(peer_id)

@@ -34,7 +34,7 @@ class RoundCall:
     round_index: int
     fragment: int
     version: int
-    """Version of the leader's anchor."""
+    """Version of the best anchor that the leader knows of."""
     answer_s: float
     """How long members may take until they are ready."""
     exchange_s: Callable[[int], float]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from atomtrain.swarm.anchors import Stamp
 from atomtrain.swarm.codec import encoded_bytes
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.leader import LeaderRound, Outgoing, Phase, RoundCall
@@ -31,9 +32,12 @@ class Leading:
         self._loop = asyncio.get_running_loop()
         members = context.roster.training()
         fragment = context.agenda.fragment(round_index)
-        stamp = context.desk.stamp(fragment)
+        stamp = best_known(context.desk.stamp(fragment), context.roster.best()[fragment])
         # Members that are behind fetch the whole anchor before they answer.
-        fetch_s = context.timing.exchange_s(4 * context.manifest.fragment_elements[fragment])
+        anchor_bytes = 4 * context.manifest.fragment_elements[fragment]
+        anchor_bytes *= 2 if context.desk.store.momentum else 1
+        behind = [r.fetch_bytes_per_s for r in members if is_behind(r.stamps[fragment], stamp)]
+        fetch_s = context.timing.fetch_s(anchor_bytes, behind)
         call = RoundCall(
             round_id=f"{round_index}-{context.peer_id[-8:]}-{context.random_id()}",
             round_index=round_index,
@@ -106,6 +110,18 @@ class Leading:
         except (LinkLost, BadMessage) as error:
             _log.debug("round %s: %s", invite.round_id, error)
             self._events.put_nowait((member, None))
+
+
+def best_known(own: Stamp | None, others: Stamp | None) -> Stamp | None:
+    """Return the stamp that wins: a leader may be behind itself."""
+    if own is None or others is None:
+        return own or others
+    return others if others.beats(own) else own
+
+
+def is_behind(stamp: Stamp | None, best: Stamp | None) -> bool:
+    """Say whether a member, by its record, has to fetch an anchor before it is ready."""
+    return best is not None and (stamp is None or best.beats(stamp))
 
 
 def exchange_bytes(context: Context, fragment: int, group: int) -> int:

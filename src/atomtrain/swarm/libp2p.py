@@ -1,4 +1,4 @@
-"""Transport and directory over hivemind: its encrypted libp2p streams and its hash table.
+"""Transport over hivemind: its encrypted libp2p streams.
 
 hivemind's averager is not used. Everything lives on the event loop of the calling thread; the only
 other process is the daemon.
@@ -10,18 +10,17 @@ import asyncio
 import contextlib
 import logging
 import socket
-import time
 from collections.abc import Iterable
 from typing import Any
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.config import SwarmConfig
 from atomtrain.swarm.daemon import Daemon, DaemonConfig
+from atomtrain.swarm.identity import Identity
 from atomtrain.swarm.transport import Channel, Handler, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
 _PROTOCOL_NAME = "/atom/swarm/1"
-_REPLICAS = 8
 
 
 def quiet_hivemind() -> None:
@@ -32,10 +31,13 @@ def quiet_hivemind() -> None:
 class Libp2pTransport:
     """Encrypted streams to peers, through the daemon; a peer's id is the hash of its key."""
 
-    def __init__(self, daemon: Daemon, p2p: Any, config: SwarmConfig, address: str) -> None:
+    def __init__(
+        self, daemon: Daemon, p2p: Any, config: SwarmConfig, address: str, identity: Identity
+    ) -> None:
         """Use a running daemon; see `create`."""
         self.peer_id = str(p2p.peer_id)
         self.address = address
+        self.identity = identity
         self._daemon = daemon
         self._p2p = p2p
         self._config = config
@@ -48,15 +50,15 @@ class Libp2pTransport:
         """Start the daemon and connect to it.
 
         Raises:
-            SwarmError: it cannot listen where it shall, or the identity cannot be used.
+            SwarmError: it cannot listen where it shall.
+            ConfigError: the identity cannot be used.
         """
         from hivemind.p2p import P2P
         from hivemind.utils.multiaddr import Multiaddr
 
         quiet_hivemind()
-        if config.identity_path is not None and not config.identity_path.exists():
-            config.identity_path.parent.mkdir(parents=True, exist_ok=True)
-            P2P.generate_identity(str(config.identity_path))
+        path = config.identity_path
+        identity = Identity.create() if path is None else Identity.load_or_create(path)
         port = config.listen_port
         announce = None
         if config.announce_host is not None:
@@ -67,18 +69,24 @@ class Libp2pTransport:
                 listen_host=config.listen_host,
                 listen_port=port,
                 announce=announce,
-                identity_path=config.identity_path,
+                identity=identity,
             )
         )
+
+        class Client(P2P):  # type: ignore[misc]
+            """Keeps its socket where the next start finds it if this process is killed."""
+
+            _UNIX_SOCKET_PREFIX = f"/unix{daemon.folder}/"
+
         try:
             async with asyncio.timeout(config.connect_s):
-                p2p = await P2P.replicate(Multiaddr(f"/unix{daemon.control}"))
+                p2p = await Client.replicate(Multiaddr(f"/unix{daemon.control}"))
                 found = [str(a) for a in await p2p.get_visible_maddrs()]
         except (OSError, TimeoutError, ValueError) as error:
             daemon.stop()
             raise SwarmError(f"the network daemon does not answer: {error}") from error
         address = f"{announce}/p2p/{p2p.peer_id}" if announce else reachable(found)
-        return cls(daemon, p2p, config, address)
+        return cls(daemon, p2p, config, address, identity)
 
     @property
     def p2p(self) -> Any:
@@ -117,6 +125,9 @@ class Libp2pTransport:
         except (P2PDaemonError, OSError, EOFError, ValueError) as error:
             self._dialled.discard(peer_id)
             raise LinkLost(f"peer {peer_id[-8:]} cannot be reached: {_short(error)}") from error
+        except asyncio.CancelledError:  # as a deadline does: the connection may be a dead one
+            self._dialled.discard(peer_id)
+            raise
         return Channel(peer_id, reader, writer, self._config.stall_s)
 
     async def dial(self, peer_id: str, addresses: Iterable[str]) -> None:
@@ -137,59 +148,6 @@ class Libp2pTransport:
         with contextlib.suppress(OSError):
             await self._p2p.shutdown()
         self._daemon.stop()
-
-
-class DhtDirectory:
-    """Membership records in hivemind's hash table, which all peers of the run keep together."""
-
-    def __init__(self, node: Any, run: str, peer_id: str) -> None:
-        """Use a running node; see `create`."""
-        self._node = node
-        self._key = f"atom/{run}/peers"
-        self._peer_id = peer_id
-
-    @classmethod
-    async def create(
-        cls, transport: Libp2pTransport, run: str, through: tuple[str, ...]
-    ) -> DhtDirectory:
-        """Join the hash table through the peers with these addresses, or start one without any.
-
-        Raises:
-            SwarmError: none of them lets this peer in.
-        """
-        from hivemind.dht.node import DHTNode
-
-        try:
-            async with asyncio.timeout(15):
-                node = await DHTNode.create(
-                    p2p=transport.p2p,
-                    initial_peers=list(through) or None,
-                    num_replicas=_REPLICAS,
-                    cache_locally=False,
-                    cache_nearest=0,
-                )
-        except (RuntimeError, TimeoutError, OSError) as error:
-            raise SwarmError(
-                f"no peer of run {run!r} answered for the membership records: {_short(error)}; "
-                "try again, or another peer's address"
-            ) from error
-        return cls(node, run, transport.peer_id)
-
-    async def publish(self, record: bytes, expiry_s: float) -> None:
-        """Store this peer's record."""
-        expires_s = time.time() + expiry_s
-        await self._node.store(self._key, record, expires_s, subkey=self._peer_id)
-
-    async def records(self) -> dict[str, bytes]:
-        """Return all peers' records."""
-        found = await self._node.get(self._key, latest=True)
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {
-            key: entry.value
-            for key, entry in found.value.items()
-            if isinstance(key, str) and isinstance(entry.value, bytes)
-        }
 
 
 def reachable(addresses: list[str]) -> str:

@@ -89,7 +89,10 @@ class MemoryNetwork:
         self.delay_s = delay_s
         self.stall_s = stall_s
         self.transports: dict[str, MemoryTransport] = {}
-        self.records: dict[str, tuple[bytes, float]] = {}
+        self._tables: dict[str, dict[str, tuple[bytes, float]]] = {}
+        """By peer: the table of records that it shares with others."""
+        self._side: dict[str, int] = {}
+        """By peer: on which side of a split it is; peers without an entry reach everybody."""
 
     def cut(self, peer_id: str, *, lossy: bool = False) -> None:
         """Kill a peer: its streams break, it can neither dial nor be dialled.
@@ -99,6 +102,49 @@ class MemoryNetwork:
         transport = self.transports.pop(peer_id, None)
         if transport is not None:
             transport.break_all(lossy)
+
+    def split(self, *sides: set[str]) -> None:
+        """Cut the network: peers reach those of their own side only, and share records with them.
+
+        Streams from one side to another break. `heal` makes the network whole; the records stay
+        apart until somebody introduces two peers to each other.
+        """
+        self._side = {peer: number for number, side in enumerate(sides) for peer in side}
+        for side in sides:
+            for shared in {id(self.table(peer)): self.table(peer) for peer in side}.values():
+                copy = dict(shared)
+                for peer in side:
+                    if self.table(peer) is shared:
+                        self._tables[peer] = copy
+        for transport in self.transports.values():
+            transport.break_all(True, lambda a, b: not self.connected(a, b))
+
+    def heal(self) -> None:
+        """Make the network whole again."""
+        self._side = {}
+
+    def connected(self, one: str, other: str) -> bool:
+        """Say whether two peers are on one side."""
+        sides = self._side.get(one), self._side.get(other)
+        return None in sides or sides[0] == sides[1]
+
+    def table(self, peer_id: str) -> dict[str, tuple[bytes, float]]:
+        """Return the records that a peer shares; a new peer shares those of any other."""
+        if peer_id not in self._tables:
+            self._tables[peer_id] = next(iter(self._tables.values()), {})
+        return self._tables[peer_id]
+
+    def join_tables(self, one: str, other: str) -> None:
+        """Have two peers, and all that share records with either, share them all."""
+        kept, gone = self.table(one), self.table(other)
+        if kept is gone:
+            return
+        for peer_id, entry in gone.items():
+            if peer_id not in kept or entry[1] > kept[peer_id][1]:
+                kept[peer_id] = entry
+        for peer_id, table in self._tables.items():
+            if table is gone:
+                self._tables[peer_id] = kept
 
 
 class MemoryTransport:
@@ -123,7 +169,8 @@ class MemoryTransport:
         network = self._network
         await asyncio.sleep(network.delay_s())
         remote = network.transports.get(peer_id)
-        if remote is None or remote._handler is None or self.peer_id not in network.transports:
+        there = self.peer_id in network.transports and network.connected(self.peer_id, peer_id)
+        if remote is None or remote._handler is None or not there:
             raise LinkLost(f"peer {peer_id[-8:]} cannot be reached")
         to_me, to_them = _pipe_pair(network.delay_s)
         mine = Channel(peer_id, to_me.reader, to_them, network.stall_s)
@@ -140,13 +187,16 @@ class MemoryTransport:
         """Leave the network."""
         self._network.cut(self.peer_id)
 
-    def break_all(self, lossy: bool) -> None:
-        """Break every stream."""
+    def break_all(self, lossy: bool, which: Callable[[str, str], bool] = lambda *_: True) -> None:
+        """Break every stream between this peer and another for which `which` says so."""
         for channel, pipe in self._channels:
-            if lossy:
-                pipe.reset()
-            channel.close()
-        self._channels.clear()
+            if which(self.peer_id, channel.remote):
+                if lossy:
+                    pipe.reset()
+                channel.close()
+        self._channels = [
+            entry for entry in self._channels if not which(self.peer_id, entry[0].remote)
+        ]
 
     def _spawn(self, channel: Channel) -> None:
         assert self._handler is not None
@@ -167,9 +217,18 @@ class MemoryDirectory:
         """Store this peer's record, unless it is cut off."""
         if self._peer_id in self._network.transports:
             expires_s = asyncio.get_running_loop().time() + expiry_s
-            self._network.records[self._peer_id] = (record, expires_s)
+            self._network.table(self._peer_id)[self._peer_id] = (record, expires_s)
 
     async def records(self) -> dict[str, bytes]:
         """Return the records that have not expired."""
         now_s = asyncio.get_running_loop().time()
-        return {k: data for k, (data, end_s) in self._network.records.items() if end_s > now_s}
+        table = self._network.table(self._peer_id)
+        return {k: data for k, (data, end_s) in table.items() if end_s > now_s}
+
+    async def introduce(self, peer_id: str) -> bool:
+        """Share all records with another peer, if it can be reached."""
+        network = self._network
+        if peer_id not in network.transports or not network.connected(self._peer_id, peer_id):
+            return False
+        network.join_tables(self._peer_id, peer_id)
+        return True

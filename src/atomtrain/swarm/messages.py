@@ -60,32 +60,44 @@ class AskManifest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestHeader(Message):
-    """The manifest follows in `bytes_count` bytes; the proof is that of the peer that gives it."""
+    """The manifest follows in `bytes_count` bytes; the proof is that of the peer that gives it.
+
+    `time_s` is the swarm's time.
+    """
 
     bytes_count: int
     digest: str
     proof: str
+    time_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskAnchor(Message):
-    """A peer asks for a fragment's anchor as it is now."""
+    """A peer asks for a fragment's anchor as it is now.
+
+    If it has the hash `digest`, what comes before `start_bytes` is there already; any other is
+    wanted whole.
+    """
 
     fragment: int
+    digest: str
+    start_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorHeader(Message):
     """The anchor (and velocity, if the run has momentum) follows as raw float32.
 
-    `round_id` and what comes after it say which round made this anchor: element spans that changed
-    and, for each, whose contributions (indices into `members`, separated by spaces) are in it.
+    It comes from `start_bytes` on: 0, or what was asked for. `round_id` and what comes after it say
+    which round made this anchor: element spans that changed and, for each, whose contributions
+    (indices into `members`, separated by spaces) are in it.
     """
 
     fragment: int
     version: int
     tokens: int
     digest: str
+    start_bytes: int
     round_id: str
     members: tuple[str, ...]
     starts: tuple[int, ...]
@@ -113,7 +125,8 @@ class Proposed(Message):
 class Invite(Message):
     """The leader invites a member; the answer must come within `answer_s`.
 
-    `version` is that of the leader's anchor: a member that is behind fetches it before it answers.
+    `version` is that of the best anchor the leader knows of, which is its own unless it is behind
+    itself: a member that is behind fetches it before it answers.
     """
 
     round_id: str

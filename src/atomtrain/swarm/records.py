@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +22,12 @@ _STATES = (JOINING, TRAINING, LEFT)
 class PeerRecord:
     """What a peer publishes. Untrusted until `decode` has checked its form; even then only a claim.
 
-    `sequence` grows with each record of a peer, across restarts.
+    `sequence` is the swarm's time: it grows with each record of a peer, across restarts.
     """
 
     peer_id: str
+    manifest: str
+    """Start of the hash of the manifest: runs of one name are not one run."""
     name: str
     state: str
     sequence: float
@@ -34,14 +39,16 @@ class PeerRecord:
     step_s: float
     round_s: float
     """Time of this peer's recent rounds; 0: not measured yet."""
+    free_bytes_per_s: float
+    """What this peer's link moves, each way, beyond what it uses; 0: not measured yet."""
+    fetch_bytes_per_s: float
+    """Rate at which this peer fetches anchors when it is behind; 0: not measured yet."""
     stamps: tuple[Stamp | None, ...]
 
     def encode(self) -> bytes:
         """Return the record as JSON."""
         body = dict(self.__dict__)
-        body["stamps"] = [
-            None if s is None else [s.version, s.tokens, s.digest] for s in self.stamps
-        ]
+        body["stamps"] = _packed(self.stamps)
         return json.dumps(body).encode()
 
     @classmethod
@@ -57,6 +64,7 @@ class PeerRecord:
             body = json.loads(data)
             record = cls(
                 peer_id=_text(body["peer_id"]),
+                manifest=_text(body["manifest"]),
                 name=_text(body["name"]),
                 state=_text(body["state"]),
                 sequence=_number(body["sequence"]),
@@ -67,14 +75,14 @@ class PeerRecord:
                 tokens_per_s=_number(body["tokens_per_s"]),
                 step_s=_number(body["step_s"]),
                 round_s=_number(body["round_s"]),
-                stamps=tuple(_stamp(item) for item in body["stamps"]),
+                free_bytes_per_s=_number(body["free_bytes_per_s"]),
+                fetch_bytes_per_s=_number(body["fetch_bytes_per_s"]),
+                stamps=_unpacked(body["stamps"], fragments),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise BadMessage(f"membership record cannot be read: {error!r}") from error
         if record.peer_id != peer_id or record.state not in _STATES:
             raise BadMessage("membership record of another peer, or in an unknown state")
-        if len(record.stamps) != fragments:
-            raise BadMessage(f"membership record has {len(record.stamps)} fragments")
         return record
 
 
@@ -92,6 +100,8 @@ class PeerStatus:
     tokens: int
     tokens_per_s: float
     step_s: float
+    free_bytes_per_s: float
+    """What its link moves beyond what it uses; 0: not measured yet."""
     behind: int
     """Fragments whose anchor is older than the best known."""
     reachable: bool
@@ -124,8 +134,30 @@ def _number(value: Any) -> float:
     return value
 
 
-def _stamp(value: Any) -> Stamp | None:
-    if value is None:
-        return None
-    version, tokens, digest = value
-    return Stamp(int(_number(version)), int(_number(tokens)), _text(digest))
+_PACKED = struct.Struct(">QQ16s")
+_NO_ANCHOR = (1 << 64) - 1
+
+
+def _packed(stamps: tuple[Stamp | None, ...]) -> str:
+    """Return 32 bytes a stamp, in base64: with hundreds of fragments they are most of a record."""
+    empty = _PACKED.pack(_NO_ANCHOR, 0, bytes(16))
+    packed = (
+        empty if s is None else _PACKED.pack(s.version, s.tokens, bytes.fromhex(s.digest))
+        for s in stamps
+    )
+    return base64.b64encode(b"".join(packed)).decode()
+
+
+def _unpacked(text: Any, fragments: int) -> tuple[Stamp | None, ...]:
+    if not isinstance(text, str) or len(text) != -(-_PACKED.size * fragments // 3) * 4:
+        raise ValueError(f"not the stamps of {fragments} fragments")
+    try:
+        data = base64.b64decode(text, validate=True)
+        return tuple(
+            None
+            if version == _NO_ANCHOR
+            else Stamp(int(_number(version)), int(_number(tokens)), digest.hex())
+            for version, tokens, digest in _PACKED.iter_unpack(data)
+        )
+    except (binascii.Error, struct.error) as error:
+        raise ValueError(str(error)) from error

@@ -9,24 +9,29 @@ import asyncio
 import logging
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors import Anchor, Snapshot
+from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.desk import RoundReport
-from atomtrain.swarm.transfer import Fetcher, ask_anchor, merge_of_fetched
+from atomtrain.swarm.fetching import Fetched, Fetcher
+from atomtrain.swarm.transfer import merge_of_fetched
 
 _log = logging.getLogger("atomtrain.swarm")
+_AT_ONCE = 3
 
 
 class Repairer:
-    """Fetches what others have newer, one fragment at a time."""
+    """Fetches what others have newer, three fragments at a time."""
 
     def __init__(self, context: Context) -> None:
         """Prepare; nothing is fetched before `repair`."""
         self._context = context
         self.fetcher = Fetcher(context)
-        self.running = False
+        self.running = 0
+        """Fetches under way."""
         self.busy: set[int] = set()
         """Fragments that a round or a fetch uses now."""
+        self.awaited: set[int] = set()
+        """Fragments for which a round waits: no new fetch gets in before it."""
         self.freed = asyncio.Event()
         """Set whenever a fragment is not used any more."""
         self.doubts: dict[int, tuple[str, Snapshot]] = {}
@@ -38,35 +43,46 @@ class Repairer:
         self.freed.set()
 
     def stale(self) -> int | None:
-        """Return a fragment that another peer has newer and nobody uses here, if there is one."""
-        for fragment, best in enumerate(self._context.roster.best()):
-            own = self._context.desk.stamp(fragment)
-            if best is None or own is None or fragment in self.busy:
+        """Return a fragment that another peer has newer and nobody uses here, if there is one.
+
+        Of several the one whose next round is farthest away: it stays current longest.
+        """
+        count = len(self._context.manifest.fragment_elements)
+        best = self._context.roster.best()
+        for age in range(1, count + 1):
+            fragment = (self._context.agenda.next_round - age) % count
+            own, other = self._context.desk.stamp(fragment), best[fragment]
+            if other is None or own is None or fragment in self.busy | self.awaited:
                 continue
-            if best.beats(own):
+            if other.beats(own):
                 return fragment
         return None
 
+    @property
+    def wanted(self) -> bool:
+        """There is something to fetch, and too little under way."""
+        return self.running < _AT_ONCE and self.stale() is not None
+
     async def repair(self) -> None:
-        """Fetch until nothing is stale, or nobody gives it."""
-        self.running = True
+        """Fetch until nothing is stale, or nobody gives it; several may run at once."""
+        self.running += 1
         try:
             while (fragment := self.stale()) is not None:
                 self.busy.add(fragment)
                 try:
-                    await self._repair_one(fragment)
+                    await self.repair_one(fragment)
                 finally:
                     self.free(fragment)
         except SwarmError as error:
             _log.info("a stale fragment stays for now: %s", error)
         finally:
-            self.running = False
+            self.running -= 1
 
-    async def _repair_one(self, fragment: int) -> None:
+    async def repair_one(self, fragment: int) -> None:
+        """Fetch a fragment, marked busy by the caller, from whoever has it; raises `SwarmError`."""
         started_s = asyncio.get_running_loop().time()
-        patience_s = self._context.config.expiry_s
-        anchor, received_bytes = await self.fetcher.fetch(fragment, patience_s)
-        if not self._leave_fetched(fragment, anchor, received_bytes, started_s):
+        fetched = await self.fetcher.fetch(fragment, self._context.config.expiry_s)
+        if not self._leave_fetched(fragment, fetched, started_s):
             raise SwarmError(f"no peer gave a newer anchor of fragment {fragment}; trying later")
 
     async def repair_from(self, donor: str, fragment: int) -> None:
@@ -77,14 +93,12 @@ class Repairer:
             BadMessage: it sent something else.
         """
         started_s = asyncio.get_running_loop().time()
-        anchor, received_bytes = await ask_anchor(self._context, donor, fragment)
-        self._leave_fetched(fragment, anchor, received_bytes, started_s)
+        fetched = await self.fetcher.fetch_from(donor, fragment)
+        self._leave_fetched(fragment, fetched, started_s)
 
-    def _leave_fetched(
-        self, fragment: int, anchor: Anchor, received_bytes: int, started_s: float
-    ) -> bool:
+    def _leave_fetched(self, fragment: int, fetched: Fetched, started_s: float) -> bool:
         """Have a fetched anchor merged; says False, and does nothing, if it is no better."""
-        context = self._context
+        context, anchor = self._context, fetched.anchor
         own = context.desk.stamp(fragment)
         if own is None or not anchor.stamp.beats(own):
             return False
@@ -96,7 +110,7 @@ class Repairer:
             fragment=fragment,
             version=anchor.stamp.version,
             outcome="fetched",
-            bytes_received=received_bytes,
+            bytes_received=fetched.received_bytes,
             duration_s=asyncio.get_running_loop().time() - started_s,
         )
         context.desk.leave_merge(merge, report)

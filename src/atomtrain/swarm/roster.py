@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.anchors import Stamp
@@ -12,18 +13,34 @@ from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord, PeerSta
 _log = logging.getLogger("atomtrain.swarm")
 
 
+class Holder(NamedTuple):
+    """A peer that has a fragment's anchor; the better donor sorts first."""
+
+    stale: bool
+    """Another peer has a better anchor."""
+    joining: bool
+    peer_id: str
+
+
 class Roster:
     """Records by peer; plain bookkeeping, fed from the directory."""
 
-    def __init__(self, admission: Admission, fragments: int) -> None:
-        """Start with nobody but the peer whose rule of admission this is."""
+    def __init__(self, admission: Admission, fragments: int, manifest: str = "") -> None:
+        """Start with nobody but the peer whose rule of admission this is.
+
+        `manifest`: what records say of the manifest; those that say something else do not count.
+        """
+        self.manifest = manifest
         self._peer_id = admission.peer_id
         self._admission = admission
         self._fragments = fragments
         self._records: dict[str, PeerRecord] = {}
         self._own: PeerRecord | None = None
         self._suspects: dict[str, float] = {}
+        self._sequences: dict[str, float] = {}
+        self._left: set[str] = set()
         self.addresses: dict[str, tuple[str, ...]] = {}
+        """Where peers that were members once, and did not say goodbye, can be dialled."""
 
     def set_own(self, record: PeerRecord) -> None:
         """Keep what this peer publishes."""
@@ -32,7 +49,8 @@ class Roster:
     def update(self, found: dict[str, bytes]) -> None:
         """Replace the others' records by those in the directory.
 
-        Malformed ones, and those of peers that are not admitted, do not count.
+        Malformed ones, those of peers that are not admitted, and those that are older than what
+        their peer was known to have said, do not count.
         """
         records = {}
         for peer_id, data in found.items():
@@ -44,10 +62,37 @@ class Roster:
             except BadMessage as error:
                 _log.debug("record of %s ignored: %s", peer_id[-8:], error)
                 continue
-            if record.state != LEFT:
+            if record.manifest != self.manifest:
+                _log.debug("record of %s ignored: it is of another manifest", peer_id[-8:])
+                continue
+            if record.sequence < self._sequences.get(peer_id, -1.0):
+                if peer_id in self._records:
+                    records[peer_id] = self._records[peer_id]
+                continue
+            self._sequences[peer_id] = record.sequence
+            if record.state == LEFT:
+                self._left.add(peer_id)
+                self.addresses.pop(peer_id, None)
+            else:
+                self._left.discard(peer_id)
                 records[peer_id] = record
                 self.addresses[peer_id] = record.addresses
         self._records = records
+
+    def sees(self, peer_id: str) -> bool:
+        """Say whether there is a record of this peer, answering or not."""
+        return peer_id in self._records
+
+    @property
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """Addresses of the members, this peer included, that are there now."""
+        own = [self._own] if self._own is not None and self._own.state != LEFT else []
+        return {record.peer_id: record.addresses for record in [*own, *self._records.values()]}
+
+    @property
+    def all_left(self) -> bool:
+        """There were other peers, all of them have said goodbye, and nobody else is there."""
+        return bool(self._left) and not self._records
 
     def suspect(self, peer_id: str) -> None:
         """Count a peer as gone until it publishes a newer record."""
@@ -77,12 +122,14 @@ class Roster:
         """Return the best stamp of each fragment among the others that answer."""
         return best_stamps(self.others, self._fragments)
 
-    def holders(self, fragment: int) -> list[str]:
+    def holders(self, fragment: int) -> list[Holder]:
         """Return the others that have the fragment, those with its best stamp first."""
         best = self.best()[fragment]
-        having = [r for r in self.others if r.stamps[fragment] is not None]
-        having.sort(key=lambda r: (r.stamps[fragment] != best, r.state == JOINING))
-        return [record.peer_id for record in having]
+        return sorted(
+            Holder(record.stamps[fragment] != best, record.state == JOINING, record.peer_id)
+            for record in self.others
+            if record.stamps[fragment] is not None
+        )
 
     def next_round(self) -> int:
         """Return the largest round that any peer has before it."""
@@ -104,6 +151,7 @@ class Roster:
                 tokens=record.tokens,
                 tokens_per_s=record.tokens_per_s,
                 step_s=record.step_s,
+                free_bytes_per_s=record.free_bytes_per_s,
                 behind=sum(a != b for a, b in zip(record.stamps, best, strict=True)),
                 reachable=record.peer_id == self._peer_id or self.reachable(record),
                 addresses=record.addresses,

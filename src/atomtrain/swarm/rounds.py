@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from atomtrain.errors import SwarmError
 from atomtrain.swarm.agenda import lead_order
 from atomtrain.swarm.anchors import Merge, Snapshot, whole
 from atomtrain.swarm.context import Context
@@ -208,6 +209,7 @@ class Rounds:
         agenda = self._context.agenda
         if fragment != invite.fragment:
             return f"round {invite.round_index} averages fragment {fragment}"
+        self._repairer.awaited.add(fragment)
         try:
             async with asyncio.timeout(invite.answer_s / 2):
                 while self.active and invite.round_index >= agenda.next_round:
@@ -219,19 +221,27 @@ class Rounds:
                     await self._repairer.freed.wait()
         except TimeoutError:
             return f"still busy in round {agenda.running}, or fetching"
+        finally:
+            self._repairer.awaited.discard(fragment)
         if not self.active:
             return "this peer takes no part now"
         return agenda.refusal(invite.round_index)
 
     async def _catch_up(self, leader: str, invite: Invite) -> None:
-        """Fetch the leader's anchor if this peer's is older; without it the round goes on."""
+        """Fetch the leader's anchor if this peer's is older; without it the round goes on.
+
+        A leader that is behind knows it, and fetches from another.
+        """
         own = self._context.desk.stamp(invite.fragment)
         if own is None or own.version >= invite.version:
             return
         try:
             async with asyncio.timeout(invite.answer_s):
-                await self._repairer.repair_from(leader, invite.fragment)
-        except (LinkLost, BadMessage, TimeoutError) as error:
+                if leader == self._context.peer_id:
+                    await self._repairer.repair_one(invite.fragment)
+                else:
+                    await self._repairer.repair_from(leader, invite.fragment)
+        except (SwarmError, TimeoutError) as error:
             _log.info("catching up for round %s: %s", invite.round_id, error)
 
     def _free(self, fragment: int) -> None:

@@ -14,6 +14,8 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors import Anchor
 from atomtrain.swarm.config import PROTOCOL
 from atomtrain.swarm.context import Context
+from atomtrain.swarm.fetching import send_anchor
+from atomtrain.swarm.lan import Found, Responder
 from atomtrain.swarm.messages import (
     AskAnchor,
     AskManifest,
@@ -27,10 +29,12 @@ from atomtrain.swarm.messages import (
 )
 from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.repair import Repairer
+from atomtrain.swarm.reunion import Reunion
 from atomtrain.swarm.rounds import Rounds
 from atomtrain.swarm.tasks import Tasks
-from atomtrain.swarm.transfer import send_anchor, send_manifest
+from atomtrain.swarm.transfer import send_manifest
 from atomtrain.swarm.transport import Channel, LinkLost
+from atomtrain.swarm.usage import Usage
 
 _log = logging.getLogger("atomtrain.swarm")
 _STREAMS_MAX = 1024
@@ -46,6 +50,9 @@ class Service:
         self._tasks = Tasks(context.peer_id)
         self._repairer = Repairer(context)
         self._rounds = Rounds(context, self._tasks, self._repairer, self._serve)
+        self._reunion = Reunion(context)
+        self._responder: Responder | None = None
+        self._usage = Usage(time.monotonic)
         self._publish_soon = asyncio.Event()
         self._streams = 0
 
@@ -55,12 +62,21 @@ class Service:
         await self._beat()
         self._tasks.spawn(self._heartbeat(), "heartbeat")
 
+    async def be_found(self) -> None:
+        """Answer those who search the local network for runs, if this peer is to."""
+        config, transport = self.context.config, self.context.transport
+        if config.discoverable:
+            found = Found(config.run, config.name, transport.address, PROTOCOL)
+            self._responder = await Responder.start(found, config.listen_host)
+
     async def stop(self, deadline_s: float) -> None:
         """Say goodbye, let a round under way end within the deadline, close everything."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + deadline_s
         self.state = LEFT
         self._rounds.active = False
+        if self._responder is not None:
+            self._responder.close()
         try:
             async with asyncio.timeout_at(until_s):
                 await self._publish()
@@ -107,8 +123,11 @@ class Service:
             _log.warning("membership records could not be exchanged: %s", error)
             return
         context.agenda.observe(context.roster.next_round())
+        context.known.remember(context.roster.members, time.time())
+        if not self._reunion.running and (lost := self._reunion.due()):
+            self._tasks.spawn(self._reunion.look(lost), "reunion")
         repairer = self._repairer
-        if self.state == TRAINING and not repairer.running and repairer.stale() is not None:
+        if self.state == TRAINING and repairer.wanted:
             self._tasks.spawn(repairer.repair(), "repair")
 
     async def _publish(self) -> None:
@@ -124,9 +143,10 @@ class Service:
         progress = context.desk.progress
         return PeerRecord(
             peer_id=context.peer_id,
+            manifest=context.roster.manifest,
             name=context.config.name,
             state=self.state,
-            sequence=time.time(),
+            sequence=context.clock(),
             addresses=(context.transport.address,),
             next_round=context.agenda.next_round,
             steps=progress.steps,
@@ -134,6 +154,8 @@ class Service:
             tokens_per_s=progress.tokens_per_s,
             step_s=progress.step_s,
             round_s=context.timing.round_s,
+            free_bytes_per_s=self._usage.free_bytes_per_s(context.timing),
+            fetch_bytes_per_s=context.timing.fetch_bytes_per_s,
             stamps=context.desk.store.stamps(),
         )
 
@@ -170,10 +192,10 @@ class Service:
         if refusal:
             await channel.send(Refused(reason=refusal, run=config.run, protocol=PROTOCOL))
         elif isinstance(message, AskManifest):
-            await send_manifest(channel, self.context.manifest, self.context.admission)
+            await send_manifest(channel, self.context)
         elif isinstance(message, AskAnchor):
             anchor = self.context.desk.store.anchor(message.fragment)
-            await send_anchor(channel, message.fragment, anchor)
+            await send_anchor(channel, message, anchor)
         elif isinstance(message, Propose):
             await channel.send(self._rounds.consider(message))
         elif isinstance(message, Invite):
@@ -190,6 +212,8 @@ class Service:
             return f"it trains run {run!r}, not {opening.run!r}"
         if refusal := self.context.admission.refusal(remote, opening.proof):
             return refusal
+        if isinstance(message, AskManifest) and self.state == LEFT:
+            return "it has finished, and leaves the run"
         if isinstance(message, AskAnchor):
             stamps = self.context.desk.store.stamps()
             if message.fragment >= len(stamps) or stamps[message.fragment] is None:
@@ -202,5 +226,4 @@ class Service:
 
     async def fetch(self, fragment: int, patience_s: float) -> Anchor:
         """Return the swarm's anchor of a fragment; raises `SwarmError`."""
-        anchor, _ = await self._repairer.fetcher.fetch(fragment, patience_s)
-        return anchor
+        return (await self._repairer.fetcher.fetch(fragment, patience_s)).anchor

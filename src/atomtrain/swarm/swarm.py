@@ -7,33 +7,32 @@ at the `Desk`.
 from __future__ import annotations
 
 import logging
-import secrets
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.admission import Admission, read_allowed, read_key
-from atomtrain.swarm.agenda import Agenda
-from atomtrain.swarm.anchors import AnchorStore, FragmentAccess, Merge, whole
-from atomtrain.swarm.codec import codec_named
+from atomtrain.swarm.anchors import Anchor, FragmentAccess, Merge, whole
+from atomtrain.swarm.assembly import admission_of, build_service
+from atomtrain.swarm.clock import SwarmClock
 from atomtrain.swarm.config import PROTOCOL, Manifest, Rules, SwarmConfig
-from atomtrain.swarm.context import Context
-from atomtrain.swarm.desk import Desk, RoundReport
-from atomtrain.swarm.guards import Standing
+from atomtrain.swarm.desk import RoundReport
+from atomtrain.swarm.directory import DhtDirectory
 from atomtrain.swarm.joining import connect_any
-from atomtrain.swarm.libp2p import DhtDirectory, Libp2pTransport
+from atomtrain.swarm.known import KnownPeers
+from atomtrain.swarm.libp2p import Libp2pTransport
 from atomtrain.swarm.records import PeerStatus
-from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.service import Service
 from atomtrain.swarm.threads import LoopThread
-from atomtrain.swarm.timing import RoundTiming
-from atomtrain.swarm.transport import Directory, Transport
 
 _log = logging.getLogger("atomtrain.swarm")
 _START_S = 60.0
-_AHEAD = 2
+_AHEAD = 4
+"""Fragments that a newcomer fetches at once, each from the donor with the least to do."""
 
 
 @dataclass(frozen=True)
@@ -53,65 +52,6 @@ class SwarmState(NamedTuple):
     """Anchors, velocities and residuals, 1-D float32, by name; not to be changed."""
     meta: dict[str, Any]
     """Versions, token counts and round, JSON-able."""
-
-
-def admission_of(config: SwarmConfig, peer_id: str) -> Admission:
-    """Return a peer's rule of admission; reads the files that the configuration names.
-
-    Raises:
-        ConfigError: one of them cannot be used.
-    """
-    return Admission(
-        run=config.run,
-        peer_id=peer_id,
-        key=None if config.key_path is None else read_key(config.key_path),
-        allowed=None if config.allow_path is None else read_allowed(config.allow_path),
-    )
-
-
-def build_service(
-    config: SwarmConfig,
-    manifest: Manifest,
-    transport: Transport,
-    directory: Directory,
-    thread: LoopThread,
-) -> Service:
-    """Put a peer's network side together; it does nothing yet.
-
-    Raises:
-        ConfigError: the files with key or allowed peers cannot be used.
-    """
-    admission = admission_of(config, transport.peer_id)
-    store = AnchorStore(manifest.fragment_elements, manifest.rules.outer_momentum > 0)
-    services: list[Service] = []
-
-    def on_boundary(steps: int, merges: int) -> None:
-        thread.post(services[0].on_boundary, steps, merges)
-
-    context = Context(
-        config=config,
-        manifest=manifest,
-        transport=transport,
-        directory=directory,
-        desk=Desk(store, on_boundary),
-        admission=admission,
-        roster=Roster(admission, len(manifest.fragment_elements)),
-        agenda=Agenda(
-            fragments=len(manifest.fragment_elements),
-            local_steps_per_round=manifest.rules.local_steps_per_round,
-        ),
-        timing=RoundTiming(
-            floor_s=config.round_floor_s,
-            ceiling_s=config.round_ceiling_s,
-            slowest_bytes_per_s=config.slowest_link_bytes_per_s,
-        ),
-        codec=codec_named(manifest.rules.wire),
-        standing=Standing(),
-        offload=thread.offload,
-        random_id=lambda: secrets.token_hex(4),
-    )
-    services.append(Service(context))
-    return services[0]
 
 
 class Swarm:
@@ -147,11 +87,14 @@ class Swarm:
         async def enter(thread: LoopThread) -> Service:
             transport = await Libp2pTransport.create(config)
             try:
-                directory = await DhtDirectory.create(transport, config.run, ())
-                service = build_service(config, manifest, transport, directory, thread)
+                clock = SwarmClock()
+                admission = admission_of(config, transport.peer_id)
+                directory = await DhtDirectory.create(transport, admission, clock, ())
+                service = build_service(config, manifest, transport, directory, thread, clock)
                 service.context.desk.store.adopt_local(access)
                 service.set_training()
                 await service.start()
+                await service.be_found()
             except BaseException:
                 await transport.close()
                 raise
@@ -168,17 +111,20 @@ class Swarm:
         Raises:
             SwarmError: no address leads to a peer of this run; says what each led to.
         """
-        if not config.join:
+        if not config.join and not KnownPeers(config.run, config.peers_path).addresses:
             raise SwarmError("no address to join; give at least one that a peer of the run prints")
 
         async def enter(thread: LoopThread) -> Service:
             transport = await Libp2pTransport.create(config)
             try:
                 admission = admission_of(config, transport.peer_id)
-                manifest, through = await connect_any(transport, config, admission)
-                directory = await DhtDirectory.create(transport, config.run, through)
-                service = build_service(config, manifest, transport, directory, thread)
+                way = await connect_any(transport, config, admission)
+                directory = await DhtDirectory.create(transport, admission, way.clock, way.through)
+                service = build_service(
+                    config, way.manifest, transport, directory, thread, way.clock
+                )
                 await service.start()
+                await service.be_found()
             except BaseException:
                 await transport.close()
                 raise
@@ -207,20 +153,11 @@ class Swarm:
         Raises:
             SwarmError: a fragment could not be had from anybody.
         """
-        count = len(self.manifest.fragment_elements)
-        coming = [self._fetch(fragment) for fragment in range(min(_AHEAD, count))]
-        try:
-            for fragment in range(count):
-                anchor = coming[fragment].result()
-                if fragment + _AHEAD < count:
-                    coming.append(self._fetch(fragment + _AHEAD))
-                with access.view(fragment) as local:
-                    self._desk.store.check_size(fragment, local)
-                    local.copy_(anchor.values)
-                self._desk.store.place(fragment, anchor)
-        finally:
-            for future in coming:
-                future.cancel()
+        for fragment, anchor in self._fetched(range(len(self.manifest.fragment_elements))):
+            with access.view(fragment) as local:
+                self._desk.store.check_size(fragment, local)
+                local.copy_(anchor.values)
+            self._desk.store.place(fragment, anchor)
         self._thread.post(self._service.set_training)
         return self.progress()
 
@@ -235,12 +172,11 @@ class Swarm:
             SwarmError: a fragment could not be had from anybody.
         """
         store = self._desk.store
-        for fragment, best in enumerate(self._service.context.roster.best()):
-            present = store.anchor(fragment)
-            if best is None or not best.beats(present.stamp):
-                continue
-            anchor = self._fetch(fragment).result()
-            if anchor.stamp.beats(present.stamp):
+        best = self._service.context.roster.best()
+        stale = [f for f, stamp in enumerate(best)
+                 if stamp is not None and stamp.beats(store.anchor(f).stamp)]  # fmt: skip
+        for fragment, anchor in self._fetched(stale):
+            if anchor.stamp.beats(store.anchor(fragment).stamp):
                 # It may have been sent after the checkpoint was written, and be in this anchor.
                 store.forget_residual(fragment)
                 merge = Merge(fragment, anchor, whole(anchor.values.numel()))
@@ -331,9 +267,29 @@ class Swarm:
         finally:
             self._thread.stop()
 
-    def _fetch(self, fragment: int) -> Any:
+    def _fetched(self, fragments: Iterable[int]) -> Iterator[tuple[int, Anchor]]:
+        """Yield anchors as the swarm has them, several under way at once.
+
+        Those whose next round is farthest away come first: they stay current longest.
+        """
+        count = len(self.manifest.fragment_elements)
+        next_round = self._service.context.agenda.next_round
+        order = deque(sorted(fragments, key=lambda f: (next_round - 1 - f) % count))
         patience_s = 2 * self.config.expiry_s + self.config.connect_s
-        return self._thread.submit(self._service.fetch(fragment, patience_s))
+        coming: deque[tuple[int, Future[Anchor]]] = deque()
+        try:
+            while order or coming:
+                while order and len(coming) < _AHEAD:
+                    fragment = order.popleft()
+                    future = self._thread.submit(self._service.fetch(fragment, patience_s))
+                    coming.append((fragment, future))
+                fragment, future = coming[0]
+                anchor = future.result()
+                coming.popleft()
+                yield fragment, anchor
+        finally:
+            for _, future in coming:
+                future.cancel()
 
 
-__all__ = ["Progress", "Swarm", "SwarmState", "build_service"]
+__all__ = ["Progress", "Swarm", "SwarmState"]

@@ -3,7 +3,7 @@
 | wait | deadline |
 |---|---|
 | a member's answer to an invitation | 2 of the slowest member's steps, and a fetch |
-| fetching an anchor | as an exchange of its size |
+| fetching an anchor | as an exchange of its size; twice what the slowest behind has shown to need |
 | exchange of all slices | 4 times what the slowest of recent rounds would take, and the floor |
 | slices of contributors, at their owner | half of the exchange |
 | the leader's decision | the exchange and the floor |
@@ -20,6 +20,8 @@ _STEPS = 2.0
 _EXCHANGES = 4.0
 _REMEMBERED = 8
 _OUTLIERS = 1
+_FETCHES = 2.0
+_TELLING_BYTES = 1 << 10
 
 
 class RoundTiming:
@@ -32,10 +34,24 @@ class RoundTiming:
         self._assumed_s_per_byte = 1 / slowest_bytes_per_s
         self._s_per_byte: deque[float] = deque(maxlen=_REMEMBERED)
         self._rounds_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self.fetch_bytes_per_s = 0.0
+        """Rate of the last fetch of an anchor; 0 before one was measured."""
+        self.moved_bytes = 0
+        """Bytes that exchanges have moved each way, ever."""
 
     def answer_s(self, step_s: Iterable[float]) -> float:
         """Return how long members with these step times may take to hand over a snapshot."""
         return self._bounded(self.floor_s + _STEPS * max(step_s, default=0.0))
+
+    def fetch_s(self, anchor_bytes: int, rates_bytes_per_s: Iterable[float]) -> float:
+        """Return how long members may take to fetch an anchor; 0 is a rate not measured yet.
+
+        Who once was too slow is given twice the time that its link has shown to need: so nobody
+        is left behind for good.
+        """
+        slowest = min((rate for rate in rates_bytes_per_s if rate > 0), default=0.0)
+        needed_s = _FETCHES * anchor_bytes / slowest if slowest else 0.0
+        return self._bounded(max(self.exchange_s(anchor_bytes), needed_s))
 
     def exchange_s(self, wire_bytes: int) -> float:
         """Return how long a member may take to move `wire_bytes` each way."""
@@ -44,8 +60,20 @@ class RoundTiming:
 
     def observe(self, wire_bytes: int, seconds: float) -> None:
         """Learn from an exchange that came to its end."""
+        self.moved_bytes += wire_bytes
         if wire_bytes > 0:
             self._s_per_byte.append(seconds / wire_bytes)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Return the rate of the fastest of recent exchanges; 0 before one was measured."""
+        fastest = min((s for s in self._s_per_byte if s > 0), default=0.0)
+        return 1 / fastest if fastest else 0.0
+
+    def observe_fetch(self, received_bytes: int, seconds: float) -> None:
+        """Learn from a fetch, complete or cut off, how fast anchors come here."""
+        if received_bytes >= _TELLING_BYTES and seconds > 0:
+            self.fetch_bytes_per_s = received_bytes / seconds
 
     def failed(self) -> None:
         """Learn that an exchange ran into its deadline: be more patient next time."""

@@ -253,5 +253,12 @@ class Directory(Protocol):
         ...
 
     async def records(self) -> dict[str, bytes]:
-        """Return the records of all peers by peer id; what they contain is not to be trusted."""
+        """Return the records of all peers by peer id: each is that peer's own, but only a claim."""
+        ...
+
+    async def introduce(self, peer_id: str) -> bool:
+        """Make known to each other the records that this peer, and another, know of.
+
+        There has been a stream to the other peer. Returns whether it answered.
+        """
         ...

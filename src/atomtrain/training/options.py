@@ -46,7 +46,11 @@ class TrainOptions:
         "NAME",
     )
     join: tuple[str, ...] = option(
-        (), "Join the run of a peer at this address; may be given several times.", "ADDRESS"
+        (),
+        "Join the run of a peer at this address; several, separated by commas or each with --join, "
+        "are tried at once. 'lan' stands for the peers of the local network (of --run, if several "
+        "runs are there).",
+        "ADDRESS",
     )
     peers: int | None = option(
         None, "Peers to start on this machine. Default: 2 for the demo, else 1.", "N"
@@ -146,6 +150,15 @@ class TrainOptions:
     announce: str | None = option(
         None, "Address under which others reach this machine, if it is not found by itself.", "HOST"
     )
+    identity: Path | None = option(
+        None,
+        "File with this peer's key ('atom identity FILE' makes one and shows its id). Default: "
+        "identity.key in the peer's folder.",
+        "FILE",
+    )
+    hidden: bool = option(
+        False, "Do not answer those who search the local network for runs to join.", ""
+    )
     prompt: str = option(
         "In the beginning", "Start of the sentences that are generated at the end.", "TEXT"
     )
@@ -216,6 +229,10 @@ class TrainOptions:
                 read_key(self.run_key)
             if self.allow is not None:
                 read_allowed(self.allow)
+        if self.identity is not None and self.identity.exists():
+            from atomtrain.swarm.identity import Identity
+
+            Identity.load(self.identity)
 
     @property
     def is_demo(self) -> bool:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SEPARATOR = "@"
 """Between the run's name and the peer's address in the line that others paste."""
+LAN = "lan"
+"""In the place of an address: whoever answers on the local network."""
 
 
 class EngineFragments:
@@ -46,6 +48,25 @@ def pasted_address(run: str, address: str) -> str:
     return f"{run}{SEPARATOR}{address}"
 
 
+def with_addresses(options: TrainOptions) -> TrainOptions:
+    """Return the options with one address in each entry of `join`.
+
+    Lists are taken apart, and `lan` becomes the addresses found on the local network.
+
+    Raises:
+        SwarmError: the local network has no such run, or several.
+    """
+    entries = [entry.strip() for pasted in options.join for entry in pasted.split(",")]
+    if LAN not in entries:
+        return dataclasses.replace(options, join=tuple(entries))
+    from atomtrain.swarm import lan
+
+    run, found = lan.find(options.run, options.listen_host)
+    pasted_found = [pasted_address(run, address) for address in found]
+    others = [entry for entry in entries if entry != LAN]
+    return dataclasses.replace(options, join=(*others, *pasted_found))
+
+
 def swarm_config(
     options: TrainOptions, run: str | None, name: str, directory: Path | None, local_steps: int
 ) -> SwarmConfig:
@@ -55,6 +76,7 @@ def swarm_config(
         SwarmError: the addresses name different runs, or none is known.
     """
     from atomtrain.swarm import SwarmConfig
+    from atomtrain.swarm.known import PEERS_FILE
 
     runs = {run} if run else set()
     addresses = []
@@ -76,13 +98,29 @@ def swarm_config(
         listen_port=options.port,
         announce_host=options.announce,
         join=tuple(addresses),
-        identity_path=None if directory is None else directory / "identity.key",
+        identity_path=options.identity or (directory and directory / "identity.key"),
+        peers_path=directory and directory.parent / PEERS_FILE,
+        discoverable=not options.hidden,
         local_steps_per_round=0 if options.measured_rounds else local_steps,
         wire=options.wire or "float16",
         mean="clipped" if options.clipped_mean else "plain",
         key_path=options.run_key,
         allow_path=options.allow,
     )
+
+
+def knows_peers(run: str, folder: Path) -> bool:
+    """Say whether the folder of a run holds a list of its peers."""
+    from atomtrain.swarm.known import PEERS_FILE, KnownPeers
+
+    return len(KnownPeers(run, folder / PEERS_FILE)) > 0
+
+
+def forget_peers(folder: Path) -> None:
+    """Remove the list of peers of an earlier run of the same name: a new one has none."""
+    from atomtrain.swarm.known import PEERS_FILE
+
+    (folder / PEERS_FILE).unlink(missing_ok=True)
 
 
 def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:

@@ -33,7 +33,14 @@ from atomtrain.training.folders import check_directory, make_directory
 from atomtrain.training.objective import Objective, objective_of
 from atomtrain.training.optimizing import make_optimizer
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.peering import EngineFragments, manifest_of, swarm_config, with_rules
+from atomtrain.training.peering import (
+    EngineFragments,
+    forget_peers,
+    manifest_of,
+    swarm_config,
+    with_addresses,
+    with_rules,
+)
 from atomtrain.training.recipe import Recipe, model_name
 from atomtrain.training.sources import Source, Text, find_source
 from atomtrain.training.state import restore, swarm_tensors
@@ -80,6 +87,7 @@ def open_session(options: TrainOptions) -> Session:
         AtomError: any mistake in options, data, checkpoint, address or budget; nothing is changed.
     """
     require_writable(options.trace, "--trace")
+    options = with_addresses(options)
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     run, name = options.run, options.name or _new_name(options)
     if run is None and options.join:
@@ -217,7 +225,9 @@ def _enter_swarm(session: Session, source: Source) -> None:
     if options.run is None and not saved:
         return
     make_directory(session.directory)
-    if checkpoint is not None:
+    if checkpoint is None:
+        forget_peers(session.directory.parent)
+    else:
         options = with_rules(options, checkpoint.meta.get("swarm", {}).get("rules", {}))
     recipe, tokenizer = session.recipe, session.text.prepared.tokenizer
     config = swarm_config(options, session.run, session.name, session.directory, recipe.local_steps)

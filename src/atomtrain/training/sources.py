@@ -25,7 +25,7 @@ from atomtrain.models.making import make_outline
 from atomtrain.training.folders import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.loading import Weights
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.peering import swarm_config
+from atomtrain.training.peering import knows_peers, swarm_config
 from atomtrain.training.recipe import Recipe, amended, new_recipe
 from atomtrain.training.state import recipe_of
 
@@ -116,7 +116,7 @@ def _rejoin(
     if options.join:
         return _join(options, run, name, directory)
     known = tuple(checkpoint.meta.get("swarm", {}).get("known_addresses", ()))
-    if not known:
+    if not known and not knows_peers(run, directory.parent):
         return None
     try:
         return _join(dataclasses.replace(options, join=known), run, name, directory)

@@ -1,0 +1,89 @@
+"""A peer's network side, put together from its parts."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from atomtrain.swarm.admission import Admission, read_allowed, read_key
+from atomtrain.swarm.agenda import Agenda
+from atomtrain.swarm.anchors import AnchorStore
+from atomtrain.swarm.codec import codec_named
+from atomtrain.swarm.config import Manifest, SwarmConfig
+from atomtrain.swarm.context import Context
+from atomtrain.swarm.desk import Desk
+from atomtrain.swarm.guards import Standing
+from atomtrain.swarm.known import KnownPeers
+from atomtrain.swarm.roster import Roster
+from atomtrain.swarm.service import Service
+from atomtrain.swarm.threads import LoopThread
+from atomtrain.swarm.timing import RoundTiming
+from atomtrain.swarm.transport import Directory, Transport
+
+
+def admission_of(config: SwarmConfig, peer_id: str) -> Admission:
+    """Return a peer's rule of admission; reads the files that the configuration names.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    return Admission(
+        run=config.run,
+        peer_id=peer_id,
+        key=None if config.key_path is None else read_key(config.key_path),
+        allowed=None if config.allow_path is None else read_allowed(config.allow_path),
+    )
+
+
+def build_service(
+    config: SwarmConfig,
+    manifest: Manifest,
+    transport: Transport,
+    directory: Directory,
+    thread: LoopThread,
+    clock: Callable[[], float] = time.time,
+) -> Service:
+    """Put a peer's network side together; it does nothing yet.
+
+    `clock` returns the swarm's time.
+
+    Raises:
+        ConfigError: the files with key or allowed peers cannot be used.
+    """
+    admission = admission_of(config, transport.peer_id)
+    store = AnchorStore(manifest.fragment_elements, manifest.rules.outer_momentum > 0)
+    services: list[Service] = []
+    known = KnownPeers(config.run, config.peers_path)
+    roster = Roster(admission, len(manifest.fragment_elements), manifest.digest[:16])
+    roster.addresses.update(known.addresses)
+
+    def on_boundary(steps: int, merges: int) -> None:
+        thread.post(services[0].on_boundary, steps, merges)
+
+    context = Context(
+        config=config,
+        manifest=manifest,
+        transport=transport,
+        directory=directory,
+        desk=Desk(store, on_boundary),
+        admission=admission,
+        roster=roster,
+        agenda=Agenda(
+            fragments=len(manifest.fragment_elements),
+            local_steps_per_round=manifest.rules.local_steps_per_round,
+        ),
+        timing=RoundTiming(
+            floor_s=config.round_floor_s,
+            ceiling_s=config.round_ceiling_s,
+            slowest_bytes_per_s=config.slowest_link_bytes_per_s,
+        ),
+        codec=codec_named(manifest.rules.wire),
+        standing=Standing(),
+        offload=thread.offload,
+        random_id=lambda: secrets.token_hex(4),
+        clock=clock,
+        known=known,
+    )
+    services.append(Service(context))
+    return services[0]

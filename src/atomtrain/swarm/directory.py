@@ -1,0 +1,146 @@
+"""Membership records in hivemind's hash table, which all peers of a run keep together.
+
+Every node checks what it is asked to keep, and what it is told: only records of this run, signed by
+the peer they speak of, and, where the run has a key, sealed with it. So nobody can put anything in
+another peer's place, or fill the table with what is no record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm.admission import Admission
+from atomtrain.swarm.clock import SwarmClock
+from atomtrain.swarm.identity import Identity
+from atomtrain.swarm.libp2p import Libp2pTransport
+from atomtrain.swarm.messages import BadMessage
+from atomtrain.swarm.signing import open_record, sign_record
+
+_REPLICAS = 8
+_START_S = 15.0
+_CLOCK_TOLERATED_S = 1.0
+
+
+class DhtDirectory:
+    """Membership records in the hash table."""
+
+    def __init__(self, node: Any, identity: Identity, admission: Admission, clock: SwarmClock):
+        """Use a running node; see `create`."""
+        self._node = node
+        self._identity = identity
+        self._admission = admission
+        self._clock = clock
+        self._key = _key_of(admission.run)
+
+    @classmethod
+    async def create(
+        cls,
+        transport: Libp2pTransport,
+        admission: Admission,
+        clock: SwarmClock,
+        through: tuple[str, ...],
+    ) -> DhtDirectory:
+        """Join the hash table through the peers with these addresses, or start one without any.
+
+        Raises:
+            SwarmError: none of them lets this peer in.
+        """
+        from hivemind.dht.node import DHTNode
+
+        if abs(clock.offset_s) > _CLOCK_TOLERATED_S:
+            follow_clock(clock)
+        try:
+            async with asyncio.timeout(_START_S):
+                node = await DHTNode.create(
+                    p2p=transport.p2p,
+                    initial_peers=list(through) or None,
+                    num_replicas=_REPLICAS,
+                    cache_locally=False,
+                    cache_nearest=0,
+                    record_validator=record_validator(admission, clock),
+                    # Whether others can dial this peer shows when they do: behind a NAT they
+                    # cannot, and reach it through a relay.
+                    strict=False,
+                    ensure_bootstrap_success=False,
+                )
+        except (RuntimeError, TimeoutError, OSError) as error:
+            raise SwarmError(
+                f"no peer of run {admission.run!r} answered for the membership records: "
+                f"{str(error)[:200] or type(error).__name__}; try again, or another peer's address"
+            ) from error
+        return cls(node, transport.identity, admission, clock)
+
+    async def publish(self, record: bytes, expiry_s: float) -> None:
+        """Store this peer's record."""
+        expires_s = self._clock() + expiry_s
+        signed = sign_record(self._identity, self._admission.run, record, expires_s)
+        await self._node.store(self._key, signed, expires_s, subkey=self._identity.peer_id)
+
+    async def records(self) -> dict[str, bytes]:
+        """Return all peers' records, each signed by its peer and valid now."""
+        found = await self._node.get(self._key, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        records = {}
+        for peer_id, entry in found.value.items():
+            try:
+                opened = open_record(peer_id, self._admission.run, entry.value, self._clock())
+            except BadMessage:
+                continue
+            records[peer_id] = opened[0]
+        return records
+
+    async def introduce(self, peer_id: str) -> bool:
+        """Make this peer and another, to which there is a connection, know each other's tables."""
+        from hivemind.p2p import PeerID
+
+        return await self._node.protocol.call_ping(PeerID.from_base58(peer_id)) is not None
+
+
+def record_validator(admission: Admission, clock: Callable[[], float]) -> Any:
+    """Return what decides which records a node of the hash table keeps and believes."""
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.utils import MSGPackSerializer
+
+    key = DHTID.generate(source=_key_of(admission.run)).to_bytes()
+
+    class Validator(RecordValidatorBase):  # type: ignore[misc]
+        """Keeps membership records of the run, and nothing else."""
+
+        def validate(self, record: DHTRecord) -> bool:
+            if record.key != key:
+                return False
+            try:
+                peer_id = MSGPackSerializer.loads(record.subkey)
+                value = MSGPackSerializer.loads(record.value)
+                if not isinstance(peer_id, str):
+                    return False
+                body, expires_s = open_record(peer_id, admission.run, value, clock())
+                admission.unseal(peer_id, body)
+            except Exception:  # noqa: BLE001 - whatever strange bytes do to the decoder
+                return False
+            return bool(expires_s == record.expiration_time)
+
+    return Validator()
+
+
+def follow_clock(clock: SwarmClock) -> None:
+    """Have hivemind's hash table reckon in the swarm's time, where this machine's is another.
+
+    hivemind takes the time of day everywhere for the swarm's, and gives no other way in. It counts
+    for the whole process: all runs in it should be of one time.
+    """
+    from hivemind.dht import node, protocol, routing
+    from hivemind.utils import timed_storage
+
+    for module in (node, protocol, routing, timed_storage):
+        assert hasattr(module, "get_dht_time")
+        module.get_dht_time = clock
+
+
+def _key_of(run: str) -> str:
+    return f"atom/{run}/peers"

@@ -1,0 +1,130 @@
+"""Real processes: wrong clocks, lost contacts, runs found on the network, late newcomers."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from swarm_processes import PeerProcess
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm import lan
+
+
+@pytest.fixture
+def peers() -> Iterator[list[PeerProcess]]:
+    """Peers that end with the test; none may have printed a traceback."""
+    started: list[PeerProcess] = []
+    yield started
+    printed = [peer.finish() for peer in started]
+    assert "Traceback" not in "".join(printed)
+
+
+def start(peers: list[PeerProcess], **settings: object) -> PeerProcess:
+    peers.append(PeerProcess(**{"target": 1.0, **settings}))
+    return peers[-1]
+
+
+def wait_averaged(seen_by: PeerProcess, *members: PeerProcess, within_s: float = 30.0) -> None:
+    wanted = {member.peer_id for member in members}
+    matches = lambda said: set(said["contributors"]) == wanted  # noqa: E731
+    seen_by.wait_for("round", within_s, where=matches, after=seen_by.now)
+
+
+def test_peers_whose_clocks_are_an_hour_off_take_part(peers: list[PeerProcess]) -> None:
+    first = start(peers)
+    ahead = start(peers, join=[first.wait_ready()], clock_off_s=3600.0)
+    # The third learns the time from the one whose clock is off.
+    behind = start(peers, join=[ahead.wait_ready()], clock_off_s=-3600.0)
+    behind.wait_ready()
+    wait_averaged(first, first, ahead, behind)
+    ahead.kill()
+    wait_averaged(first, first, behind)
+
+
+def test_a_restarted_peer_finds_the_run_when_its_first_contact_is_gone(
+    peers: list[PeerProcess], tmp_path: Path
+) -> None:
+    kept = str(tmp_path / "peers.json")
+    first = start(peers)
+    address = first.wait_ready()
+    second = start(peers, join=[address])
+    second.wait_ready()
+    third = start(peers, join=[address], peers_file=kept)
+    third.wait_ready()
+    wait_averaged(third, first, second, third)
+    assert set(json.loads(Path(kept).read_text())["peers"]) == {
+        peer.peer_id for peer in (first, second, third)
+    }
+    third.kill()
+    first.kill()  # the only peer that the third was told of
+    again = start(peers, join=[address], peers_file=kept)
+    again.wait_ready()
+    wait_averaged(again, second, again)
+    without_any = start(peers, rejoin=True, peers_file=kept)
+    without_any.wait_ready()
+    wait_averaged(second, second, again, without_any)
+
+
+def test_a_run_is_found_on_the_local_network(peers: list[PeerProcess]) -> None:
+    """On loopback: peers that listen there answer there, and nowhere else."""
+    run = "fault-lan"
+    first = start(peers, run=run, discoverable=True)
+    address = first.wait_ready()
+    start(peers, run="fault-other", discoverable=True).wait_ready()
+    hidden = start(peers, run="fault-hidden")
+    hidden.wait_ready()
+    found = lan.search(None, 1.0, "127.0.0.1")
+    if not found:
+        pytest.skip("no multicast on this machine's loopback")
+    assert {peer.run for peer in found} >= {run, "fault-other"}
+    assert "fault-hidden" not in {peer.run for peer in found}
+    assert lan.find(run, "127.0.0.1") == (run, (address,))
+    with pytest.raises(SwarmError, match="--join lan --run fault-"):
+        lan.find(None, "127.0.0.1")
+    with pytest.raises(SwarmError, match="paste its address"):
+        lan.find("fault-hidden", "127.0.0.1")
+    wait_averaged(first, first, _joined(peers, run, address))
+
+
+def _joined(peers: list[PeerProcess], run: str, address: str) -> PeerProcess:
+    peer = start(peers, run=run, join=[address])
+    peer.wait_ready()
+    return peer
+
+
+def test_killed_peers_leave_no_folders_behind(
+    peers: list[PeerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # sockets need short paths
+        monkeypatch.setenv("TMPDIR", place)
+        first = start(peers)
+        first.wait_ready()
+        (folder,) = Path(place).iterdir()
+        names = {entry.name.partition("-")[0] for entry in folder.iterdir()}
+        assert names == {"control.sock", "lock", "p2pclient"}, "and no key"
+        first.kill()
+        assert folder.exists()
+        second = start(peers)
+        second.wait_ready()
+        assert not folder.exists()
+        second.finish()
+        peers.remove(second)
+        assert not any(Path(place).iterdir())
+
+
+def test_a_newcomer_is_told_at_once_that_all_have_finished(peers: list[PeerProcess]) -> None:
+    first = start(peers, linger_s=8.0)
+    address = first.wait_ready()
+    first.end()
+    first.wait_for("leaving")
+    time.sleep(0.5)
+    begun_s = time.monotonic()
+    late = start(peers, join=[address])
+    error = late.wait_for("error")
+    assert "it has finished, and leaves the run" in error["text"]
+    assert time.monotonic() - begun_s < 15, "most of it is the start of Python"
