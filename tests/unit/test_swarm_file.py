@@ -13,8 +13,8 @@ from atomtrain.training.swarm_file import SwarmFile
 def status(name: str) -> PeerStatus:
     return PeerStatus(
         peer_id=f"id-{name}", name=name, is_self=False, state="training", next_round=1, steps=2,
-        tokens=3, tokens_per_s=4.0, step_s=0.5, behind=0, reachable=True, addresses=("/a",),
-        seen_s=6.0,
+        tokens=3, tokens_per_s=4.0, step_s=0.5, free_bytes_per_s=0.0, behind=0, reachable=True,
+        addresses=("/a",), seen_s=6.0,
     )  # fmt: skip
 
 

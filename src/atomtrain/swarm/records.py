@@ -108,7 +108,7 @@ class PeerStatus:
     """False from a failed contact until the peer's next record."""
     addresses: tuple[str, ...]
     seen_s: float = 0.0
-    """Unix time of the peer's last record, by its own clock; 0: never."""
+    """When the peer made its last record, in the swarm's time; 0: never."""
 
 
 def best_stamps(records: list[PeerRecord], fragments: int) -> list[Stamp | None]:
