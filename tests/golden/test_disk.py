@@ -218,3 +218,59 @@ def test_delays_change_no_bit(seed: int, tmp_path: Path, monkeypatch: pytest.Mon
     with swap(model, steps[0][0], factory, tmp_path, **options) as engine:
         assert [engine.step(step) for step in steps] == expected
         assert_equal_training(engine, reference, resident)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_parameters_on_disk(
+    direct: bool, clip_norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not direct:
+        monkeypatch.setattr(DiskFile, "_try_direct", lambda _: False)
+    factory, steps = FACTORIES["float32"], token_batches(2, 4)
+    model = gpt()
+    reference = twin(model)
+    resident = factory(reference)
+    expected = train(reference, steps[:2], resident, clip_norm=clip_norm)
+    options = {"micro_batches": 2, "segments": 4, "clip_norm": clip_norm, "on_disk": "parameters"}
+    with swap(model, steps[0][0], factory, tmp_path, **options) as engine:
+        assert engine.plan.on_disk == ("moments", "masters", "parameters")
+        assert [engine.step(micro_batches) for micro_batches in steps[:2]] == expected
+        assert_equal_training(engine, reference, resident)
+        # What others write between two steps is what the next one uses.
+        start, stop = engine.fragment_ranges()[1]
+        with engine.fragment(start, stop) as values:
+            values.mul_(0.5)
+        changed = {key: value.clone() for key, value in engine.state_dict().items()}
+        reference.load_state_dict(changed)
+        expected = train(reference, steps[2:], resident, clip_norm=clip_norm)
+        assert [engine.step(micro_batches) for micro_batches in steps[2:]] == expected
+        assert_equal_training(engine, reference, resident)
+        save(tmp_path / "saved", 1, shards_of(engine), {})
+        engine.load_state_dict(changed)
+        restore(engine, load_latest(tmp_path / "saved"))
+        assert_equal_training(engine, reference, resident)
+    for name, value in model.state_dict().items():  # the model stays usable
+        assert_same_bits(value, reference.state_dict()[name], name)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_delays_change_no_bit_with_parameters_on_disk(seed: int, tmp_path: Path) -> None:
+    source = random.Random(seed)
+    factory, steps = FACTORIES["bfloat16"], token_batches(1, 4)
+    model = gpt(tied=seed == 1)
+    reference = twin(model)
+    resident = factory(reference)
+    expected = train(reference, steps, resident)
+    slow = source.sample(["load", "unload", "update", "read", "write"], 2)
+
+    def delay(stream: str) -> None:
+        if stream in slow and source.random() < 0.7:
+            time.sleep(0.003 * source.random())
+
+    options = {"segments": source.randint(2, 5), "on_disk": "parameters", "inject": delay}
+    if seed == 2:
+        options["host_layers"] = 1
+    with swap(model, steps[0][0], factory, tmp_path, **options) as engine:
+        assert [engine.step(step) for step in steps] == expected
+        assert_equal_training(engine, reference, resident)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,10 +108,11 @@ def test_a_smaller_state_is_advised_if_it_would_fit(
     parameters = sum(p.numel() for p in outline.parameters())
     monkeypatch.setattr(budgets, "host_memory_bytes", lambda: bytes_each * parameters)
     with pytest.raises(PlanError, match="choose a model of at most") as caught:
-        budgets.check_host_memory(outline, recipe())
+        budgets.check_host_memory(outline, recipe(), TrainOptions())
     assert str(caught.value).endswith("or --optimizer adamw-int8") == advised
     if advised:
-        budgets.check_host_memory(outline, recipe(optimizer="adamw-int8"))
+        budgets.check_host_memory(outline, recipe(optimizer="adamw-int8"), TrainOptions())
+    budgets.check_host_memory(outline, recipe(), TrainOptions(disk=Path()))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from atomtrain.planning.layout import Layout
 PAGE_BYTES = 4096
 """Direct I/O wants offsets, sizes and addresses that are multiples of it."""
 LOAD_PIECE_BYTES = 16 << 20
-"""Parameters are read for the device in pieces of this size."""
+"""Parameters are read for the device in pieces of this size, or of the largest block."""
 LOAD_PIECES = 4
 SLOTS = 3
 """One block is read, one is updated, one is written."""
@@ -123,7 +123,9 @@ class DiskUse:
     on_disk: OnDisk
     blocks: tuple[BlockBytes, ...]
     saved_bytes: int
-    """Host memory that what is on disk does not take."""
+    """Host memory that state and parameters on disk do not take."""
+    saved_state_bytes: int
+    """State's part of it."""
 
     @property
     def slots(self) -> list[int]:
@@ -135,10 +137,15 @@ class DiskUse:
         """Host memory for what is on its way: staging slots, a state that is made, loads."""
         if not self.on_disk:
             return 0
-        loads = LOAD_PIECES * LOAD_PIECE_BYTES if "parameters" in self.on_disk else 0
+        loads = LOAD_PIECES * self.load_piece_bytes
         # An optimizer makes a block's first state in memory of its own.
         made = max((block.state for block in self.blocks), default=0)
         return sum(self.slots) + made + loads
+
+    @property
+    def load_piece_bytes(self) -> int:
+        """Of each piece of the parameters that is read for the device; 0 if they are in memory."""
+        return min(LOAD_PIECE_BYTES, max((b.parameters for b in self.blocks), default=0))
 
     @property
     def file_bytes(self) -> int:
@@ -160,11 +167,14 @@ def disk_use(chain: Chain, layout: Layout, states: States, on_disk: OnDisk) -> D
         tensors = tensors_on_disk(states.get(id(parameter), StateBytes(())), on_disk)
         state[block_of[id(parameter)]] += sum(map(paged, tensors))
         saved += sum(tensors)
+    saved_state = saved
     whole = "parameters" in on_disk
-    parameters = [paged(layout.block_bytes(b)) if whole else 0 for b in range(layout.blocks)]
+    # A block need not begin at a page.
+    sizes = [layout.block_bytes(block) for block in range(layout.blocks)]
+    parameters = [paged(size) + PAGE_BYTES if whole and size else 0 for size in sizes]
     saved += layout.total_bytes if whole else 0
-    blocks = tuple(BlockBytes(*sizes) for sizes in zip(state, parameters, strict=True))
-    return DiskUse(on_disk, blocks, saved)
+    blocks = tuple(BlockBytes(*both) for both in zip(state, parameters, strict=True))
+    return DiskUse(on_disk, blocks, saved, saved_state)
 
 
 def blocks_by_parameter(chain: Chain, layout: Layout) -> dict[int, int]:

@@ -33,7 +33,7 @@ def memory_map(chain: Chain, plan: Plan, optimizer_state_bytes: int) -> list[Reg
     Args:
         chain: The model's layers.
         plan: Made for it.
-        optimizer_state_bytes: Of all parameters, on the host.
+        optimizer_state_bytes: Of all parameters, in host memory.
     """
     layout = Layout(chain)
     return [*_host(layout, plan, optimizer_state_bytes), *_device(chain, layout, plan)]
@@ -41,14 +41,15 @@ def memory_map(chain: Chain, plan: Plan, optimizer_state_bytes: int) -> list[Reg
 
 def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int) -> Iterator[Region]:
     parts = list(_parts(layout, plan))
-    for kind in ("parameters", "gradients"):
+    in_memory = ("gradients",) if "parameters" in plan.on_disk else ("parameters", "gradients")
+    for kind in in_memory:
         yield from (Region("host", kind, label, size) for label, size in parts)
     total = max(1, layout.total_bytes)
     for label, size in parts:
         yield Region("host", "optimizer", label, optimizer_state_bytes * size // total)
-    held = 2 * layout.total_bytes + optimizer_state_bytes
+    held = len(in_memory) * layout.total_bytes + optimizer_state_bytes
     waiting = max(0, plan.host_bytes - held)
-    yield Region("host", "waiting", "values between segments, process", waiting)
+    yield Region("host", "waiting", "values between segments, staging, process", waiting)
 
 
 def _parts(layout: Layout, plan: Plan) -> Iterator[tuple[str, int]]:

@@ -120,10 +120,9 @@ class DiskFile:
         with self._lock:
             self.written_bytes += done
 
-    def mapped(self, offset: int, n_bytes: int) -> Tensor:
-        """Return a part of the file as memory (uint8) that the system may drop and read again."""
-        mapping = mmap.mmap(self._descriptor, paged(n_bytes), offset=offset)
-        return torch.frombuffer(mapping, dtype=torch.uint8)[:n_bytes]
+    def map(self, offset: int, n_bytes: int) -> mmap.mmap:
+        """Return a part of the file as memory that the system may drop and read again."""
+        return mmap.mmap(self._descriptor, paged(n_bytes), offset=offset)
 
     def settle(self) -> None:
         """Bring what was written to the disk and forget it in memory, if I/O is not direct."""
@@ -132,7 +131,7 @@ class DiskFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Give the space back, once no part is mapped any more."""
+        """Give the space back, as soon as no part is mapped any more."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -24,18 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import DiskError
-from atomtrain.planning.disk import DiskUse, States, paged, tensors_on_disk
-from atomtrain.swapping.disk_file import DiskFile, aligned_empty
+from atomtrain.planning.disk import PAGE_BYTES, paged, tensors_on_disk
+from atomtrain.swapping.disk_file import aligned_empty
+from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.precision import KeepsMasters, Workers
+from atomtrain.swapping.store import HostStore, view_of
 from atomtrain.swapping.streams import Event, Inject, Job, Stream, finished
-
-
-class Placement(NamedTuple):
-    """Where state lies that is on disk."""
-
-    file: DiskFile
-    use: DiskUse
-    states: States
 
 
 class _Place(NamedTuple):
@@ -86,6 +80,7 @@ class DiskState:
         placement: Placement,
         blocks: Sequence[Sequence[nn.Parameter]],
         worker_of: Workers,
+        store: HostStore,
         inject: Inject | None = None,
     ) -> None:
         """Take space for all state, whether or not there is any yet.
@@ -94,7 +89,10 @@ class DiskState:
             DiskError: the disk is full.
         """
         self._file, use, states = placement
+        self.use = use
         self._on_disk, self._blocks, self._worker_of = use.on_disk, blocks, worker_of
+        self._arena, self._layout = store.arena, store.layout
+        self._homes: dict[int, Tensor] = {}
         self.reading, self.writing = Stream("read", inject), Stream("write", inject)
         self._places: list[dict[_Key, _Place]] = [{} for _ in blocks]
         self._vacant: dict[int, list[tuple[int, int]]] = {}
@@ -128,6 +126,8 @@ class DiskState:
         """Start a step whose blocks are updated in this order; the first ones are read at once."""
         self._order = deque(block for block in order if self.has(block))
         self._coming.clear()
+        if self._arena is not None:
+            self._arena.forget()
         self._read_ahead()
 
     def submit(
@@ -139,7 +139,9 @@ class DiskState:
         label: str | None,
         changes: Callable[[], bool],
     ) -> Event:
-        """Queue a block's update, which finds its state in memory; return the update's event.
+        """Queue a block's update, which finds its state in memory.
+
+        The event that is returned is done when the block may be loaded.
 
         Args:
             stream: Runs the update.
@@ -165,7 +167,7 @@ class DiskState:
         self._written[block] = slot.free = self.writing.submit(write, [updated], label)
         slot.home.append(slot)
         self._read_ahead()
-        return updated
+        return updated if self._arena is None else self._written[block]
 
     def wait(self, block: int | None = None) -> None:
         """Block until everything (or one block) is on disk, or in memory if that failed."""
@@ -240,23 +242,32 @@ class DiskState:
     def _read_job(self, block: int, slot: _Slot) -> Job:
         def read() -> None:
             runs = _runs(self._places[block])
-            slot.require(runs[-1].stop if runs else 0)
+            slot.require(self._record_bytes(block))
             stranded = self._stranded.get(block)
             if stranded is not None:
-                slot.memory[: runs[-1].stop].copy_(stranded[: runs[-1].stop])
+                n_bytes = self._record_bytes(block)
+                slot.memory[:n_bytes].copy_(stranded[:n_bytes])
                 return
+            memory = slot.memory[self._base(block) :]
             for run in runs:
-                self._file.read(run.offset, slot.memory[run.start : run.stop])
+                self._file.read(run.offset, memory[run.start : run.stop])
+            if self._arena is not None:
+                self._arena.read(*self._layout.block_range(block), slot.memory)
 
         return read
 
     def _write(self, block: int, slot: _Slot) -> None:
+        memory = slot.memory[self._base(block) :]
         runs = _runs(self._places[block])
         try:
             for run in runs:
-                self._file.write(run.offset, slot.memory[run.start : run.stop])
+                self._file.write(run.offset, memory[run.start : run.stop])
+            if self._arena is not None:
+                self._arena.write(*self._layout.block_range(block), slot.memory)
         except DiskError as error:
             self._failure = self._failure or error
+            if self._arena is not None:
+                self._arena.keep(*self._layout.block_range(block), slot.memory)
             # Nothing is lost: this block stays in memory, and the slot gets other memory.
             self._stranded[block] = slot.memory
             slot.memory = aligned_empty(slot.memory.numel())
@@ -269,12 +280,21 @@ class DiskState:
             worker = self._worker_of(members[key[0]])
             assert worker is not None
             worker.state[members[key[0]]][key[1]] = view
+        if self._arena is not None:
+            start, _ = self._layout.block_range(block)
+            values = slot.memory[start % PAGE_BYTES : self._base(block)]
+            for parameter in self._blocks[block]:
+                self._homes[id(parameter)] = parameter.data
+                at = self._layout.offsets[id(parameter)] - start
+                parameter.data = view_of(values, at, parameter)
 
     def _take_out(self, block: int, slot: _Slot) -> None:
         """Have all of the block's state in the slot, and in the optimizer no more."""
         places = dict(self._places[block])
         values: dict[_Key, Tensor] = {}
         for parameter in self._blocks[block]:
+            if id(parameter) in self._homes:
+                parameter.data = self._homes.pop(id(parameter))
             worker = self._worker_of(parameter)
             for name, value in self._in_memory(parameter).items():
                 values[id(parameter), name] = value
@@ -287,10 +307,21 @@ class DiskState:
         if places != self._places[block]:  # a first update makes state where there was none
             values = {key: value.clone() for key, value in values.items()}
             self._places[block] = places
-            slot.require(_runs(places)[-1].stop if places else 0)
+            parameters = slot.memory[: self._base(block)]
+            slot.require(self._record_bytes(block))
+            slot.memory[: self._base(block)].copy_(parameters)
         for key, view in self._views(block, slot.memory).items():
             if view.data_ptr() != values[key].data_ptr():
                 view.copy_(values[key])
+
+    def _base(self, block: int) -> int:
+        """Return where a block's state begins in a slot: behind its parameters."""
+        return self.use.blocks[block].parameters
+
+    def _record_bytes(self, block: int) -> int:
+        """Return what a block takes of a slot."""
+        runs = _runs(self._places[block])
+        return self._base(block) + (runs[-1].stop if runs else 0)
 
     def _in_memory(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return what the optimizer holds of a parameter's state that belongs on disk."""
@@ -330,8 +361,8 @@ class DiskState:
 
     def _views(self, block: int, memory: Tensor) -> dict[_Key, Tensor]:
         places = self._places[block]
-        starts = _starts(places)
-        return {key: _view(memory, starts[key], place) for key, place in places.items()}
+        starts, base = _starts(places), self._base(block)
+        return {key: _view(memory, base + starts[key], place) for key, place in places.items()}
 
     def _copy_of(self, block: int, key: _Key) -> Tensor:
         """Return one tensor of a block's state in memory of its own."""

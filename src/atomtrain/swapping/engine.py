@@ -142,6 +142,8 @@ class Engine:
         """Return where the plan's memory goes, on host and device."""
         planner = self._planner
         state_bytes = self.state_bytes - 2 * self._store.layout.total_bytes
+        if self._updates.disk is not None:
+            state_bytes -= self._updates.disk.use.saved_state_bytes
         return memory_map(planner.chain, self.plan, state_bytes)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:

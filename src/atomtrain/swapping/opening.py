@@ -13,8 +13,7 @@ from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.planning.layout import Layout
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
-from atomtrain.swapping.disk_state import Placement
-from atomtrain.swapping.disk_tier import machine_with_disk, placed
+from atomtrain.swapping.disk_placement import Placement, machine_with_disk, placed
 from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.options import Options
 from atomtrain.swapping.planner import Planner
@@ -125,7 +124,7 @@ def _open(
         layout = Layout(chain)
         if states is not None and plan.on_disk and options.disk is not None:
             placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
-        store = HostStore(chain, layout, opened)
+        store = HostStore(chain, layout, opened, placement, options.inject)
         updates = Updates(chain, layout, store, made, options.clip_norm, options.inject, placement)
     except BaseException:
         opened.close()

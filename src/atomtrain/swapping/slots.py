@@ -126,6 +126,8 @@ class Slots:
             copies += [self._residents.load_of(block) for block in coming]
             blocks += coming
         ready = [self._updates.updated[block] for block in blocks]
+        if self._store.loads is not None:
+            return self._store.loads.submit(copies, ready, free, label_of(visit))
         return self._device.load.submit(self._in(copies), [free, *ready], label_of(visit))
 
     def _pieces_of(self, layers: Layers) -> list[Piece]:

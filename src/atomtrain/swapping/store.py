@@ -9,17 +9,38 @@ from atomtrain.analysis.storages import is_dense
 from atomtrain.errors import AnalysisError, ConfigError
 from atomtrain.planning.layout import Layout
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.disk_parameters import DiskArena, StagedLoads
+from atomtrain.swapping.disk_placement import Placement
+from atomtrain.swapping.streams import Inject
 
 
 class HostStore:
     """Owns the arenas; the model's own parameters become views into them."""
 
-    def __init__(self, chain: Chain, layout: Layout, device: Device) -> None:
-        """Move the chain's parameters into the arena, one at a time."""
+    def __init__(
+        self,
+        chain: Chain,
+        layout: Layout,
+        device: Device,
+        placement: Placement | None = None,
+        inject: Inject | None = None,
+    ) -> None:
+        """Move the chain's parameters into the arena, one at a time.
+
+        With a `placement` that says so, the arena of the parameters is a file.
+        """
         self.layout = layout
-        self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
+        self.arena: DiskArena | None = None
+        self.loads: StagedLoads | None = None
+        if placement is not None and "parameters" in placement.use.on_disk:
+            self.arena = DiskArena(placement.file, layout.total_bytes)
+            piece_bytes = placement.use.load_piece_bytes
+            self.loads = StagedLoads(self.arena, device, piece_bytes, inject)
+            self.parameters = self.arena.values  # [total_bytes] uint8
+        else:
+            self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
+            self.parameters.zero_()
         self.gradients = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
-        self.parameters.zero_()
         self._gradient_views: dict[int, Tensor] = {}
         for parameter in chain.parameters:
             view = view_of(self.parameters, layout.offsets[id(parameter)], parameter)
@@ -33,6 +54,11 @@ class HostStore:
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the parameter's gradient in the arena, in the parameter's shape."""
         return self._gradient_views[id(parameter)]
+
+    def close(self) -> None:
+        """End the thread that reads parameters, if there is one."""
+        if self.loads is not None:
+            self.loads.close()
 
 
 def require_data(chain: Chain) -> None:

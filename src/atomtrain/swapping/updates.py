@@ -18,7 +18,8 @@ from atomtrain.errors import ConfigError
 from atomtrain.planning.disk import StateBytes, States
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.shape import Layers
-from atomtrain.swapping.disk_state import DiskState, Placement
+from atomtrain.swapping.disk_placement import Placement
+from atomtrain.swapping.disk_state import DiskState
 from atomtrain.swapping.precision import KeepsMasters
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
@@ -57,7 +58,7 @@ class Updates:
         }
         self.disk: DiskState | None = None
         if placement is not None:
-            self.disk = DiskState(placement, self._blocks, self.worker_of, inject)
+            self.disk = DiskState(placement, self._blocks, self.worker_of, store, inject)
         self._model_order = [p for p in _in_model_order(chain) if p.requires_grad]
         self.stream = Stream("update", inject)
         # Schedulers warn unless `step` of this very object was called; its workers' is.
@@ -136,9 +137,10 @@ class Updates:
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """All streams that updates use."""
-        disk = self.disk
-        return (self.stream,) if disk is None else (self.stream, disk.reading, disk.writing)
+        """All streams of the host: updates, and the disk's."""
+        disk, loads = self.disk, self._store.loads
+        of_disk = () if disk is None else (disk.reading, disk.writing)
+        return (self.stream, *of_disk, *(() if loads is None else (loads.reading,)))
 
     def require_disk(self) -> None:
         """Raise the error of an earlier write to disk, if one failed.
@@ -174,6 +176,7 @@ class Updates:
         self.stream.close()
         if self.disk is not None:
             self.disk.close()
+        self._store.close()
 
     def _restricted(self, block: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
         """Return the same optimizer for one block only, with state of its own."""

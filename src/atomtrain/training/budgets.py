@@ -22,7 +22,7 @@ from atomtrain.training.objective import MicroBatch, Objective
 from atomtrain.training.optimizing import SMALLEST_STATE, host_bytes_per_parameter
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import Recipe
-from atomtrain.units import format_bytes, format_count
+from atomtrain.units import format_bytes, format_count, parse_bytes
 
 _SMALL_BUDGETS = {"demo": ("40MiB", "96MiB"), "tiny": ("8MiB", "64MiB")}
 """Default budgets that make small models larger than their device: emulated, and CUDA, whose
@@ -42,23 +42,27 @@ def device_memory_of(options: TrainOptions, recipe: Recipe) -> str | None:
     return _SMALL_BUDGETS[recipe.model][on_gpu]
 
 
-def check_host_memory(outline: nn.Module, recipe: Recipe) -> None:
+def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions) -> None:
     """Refuse a model whose parameters, gradients and optimizer state the host cannot hold.
 
     Raises:
         PlanError: says what is needed and what would fit.
     """
+    if options.disk is not None:
+        return  # the planner knows what must be in memory then
     parameters = sum(parameter.numel() for parameter in outline.parameters())
     each_bytes = host_bytes_per_parameter(recipe.optimizer, recipe.precision)
     needed_bytes, there_bytes = each_bytes * parameters, host_memory_bytes()
+    if options.host_memory is not None:
+        there_bytes = parse_bytes(options.host_memory, "--host-memory")
     if needed_bytes > there_bytes:
         least_bytes = host_bytes_per_parameter(SMALLEST_STATE, recipe.precision)
         would_fit = least_bytes * parameters <= there_bytes
         raise PlanError(
             f"training {recipe.model} ({format_count(parameters)} parameters) takes "
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
-            f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters"
-            f"{f', or --optimizer {SMALLEST_STATE}' if would_fit else ''}"
+            f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters, "
+            f"--disk FOLDER{f', or --optimizer {SMALLEST_STATE}' if would_fit else ''}"
         )
 
 

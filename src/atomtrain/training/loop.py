@@ -15,6 +15,7 @@ import torch
 
 from atomtrain.checkpoint import save
 from atomtrain.data import held_out_batches
+from atomtrain.errors import DiskError, StreamError
 from atomtrain.events import EventLog
 from atomtrain.models.sampling import sample
 from atomtrain.swapping.engine import StepReport
@@ -57,7 +58,7 @@ class Loop:
         with self._interruptible():
             while session.step < recipe.steps and not self._stop:
                 micro_batches = self._batch()
-                loss = self._train(micro_batches)
+                loss = self._train_or_save(micro_batches)
                 rounds = self._average()
                 self._log(loss, rounds)
                 if self._shown:
@@ -87,6 +88,21 @@ class Loop:
         session.step += 1
         session.tokens += session.recipe.tokens_per_step
         return loss
+
+    def _train_or_save(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
+        """Train a step; if the disk below host memory refuses to go on, save what there is."""
+        session = self._session
+        try:
+            return self._train(micro_batches)
+        except DiskError as error:
+            try:
+                session.engine.synchronize()
+            except StreamError:
+                raise error from None  # it failed to read: part of the state is lost
+            path = self._newest() if self._saved_step == session.step else self._checkpoint()
+            raise DiskError(
+                f"{error}; everything up to step {session.step} is in {path}: go on with --resume"
+            ) from error
 
     def _average(self) -> int | None:
         """Cross the boundary between two steps; return the last round that ended here."""

@@ -68,6 +68,21 @@ class TrainOptions:
         "GPU has free, or 1GiB for the emulated device.",
         "SIZE",
     )
+    host_memory: str | None = option(
+        None, "Host memory for the model, such as 8GiB. Default: all of this machine's.", "SIZE"
+    )
+    disk: Path | None = option(
+        None,
+        "Folder on a fast local disk for the part of the optimizer state, then of the parameters, "
+        "that host memory cannot hold.",
+        "FOLDER",
+    )
+    on_disk: str | None = option(
+        None,
+        "State that is on disk: nothing, moments, masters (and moments) or parameters (and "
+        "both). Default: as little as host memory demands.",
+        "KIND",
+    )
     sequences: int | None = option(None, "Sequences of one step.", "N")
     micro_batch: int | None = option(
         None,
@@ -196,8 +211,14 @@ class TrainOptions:
             raise ConfigError(f"--learning-rate must be above 0, not {self.learning_rate}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must be 0 to 2^63 - 1, not {self.seed}")
-        if self.device_memory is not None:
-            parse_bytes(self.device_memory, "--device-memory")
+        for name in ("device_memory", "host_memory"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), _flag(name))
+        if self.on_disk is not None:
+            from atomtrain.planning.disk import on_disk_up_to
+
+            if on_disk_up_to(self.on_disk) and self.disk is None:
+                raise ConfigError(f"--on-disk {self.on_disk} needs a folder: --disk FOLDER")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
         for name in ("run", "name"):

@@ -114,7 +114,7 @@ def _assemble(
     outline = make_outline(recipe.sizes)
     if recipe.precision == "bf16":
         outline.to(torch.bfloat16)
-    check_host_memory(outline, recipe)
+    check_host_memory(outline, recipe, options)
     device = open_device(options.device, memory)
     try:
         fit = _fit(options, source, outline, device, objective)
@@ -124,7 +124,7 @@ def _assemble(
     except BaseException:
         device.close()
         raise
-    engine = _open_engine(model, recipe, device, fit, objective, not options.no_profile)
+    engine = _open_engine(model, recipe, device, fit, objective, options)
     engine.recording = options.trace is not None
     try:
         fragments = EngineFragments(engine)
@@ -163,7 +163,7 @@ def _open_engine(
     device: Device,
     fit: Fit,
     objective: Objective,
-    profile: bool,
+    options: TrainOptions,
 ) -> Engine:
     return swap(
         model,
@@ -176,7 +176,10 @@ def _open_engine(
             clip_norm=recipe.clip_norm,
             head_pieces=fit.head_pieces,
             precision="bf16" if recipe.precision == "bf16" else None,
-            profile=profile,
+            profile=not options.no_profile,
+            host_memory=options.host_memory,
+            disk=options.disk,
+            on_disk=options.on_disk,  # type: ignore[arg-type]
         ),
     )
 

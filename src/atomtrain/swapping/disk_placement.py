@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 from atomtrain.analysis.chain import Chain
-from atomtrain.planning.disk import OnDisk, States, disk_use
+from atomtrain.planning.disk import DiskUse, OnDisk, States, disk_use
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.swapping.disk_file import DiskFile
 from atomtrain.swapping.disk_profile import disk_rates
-from atomtrain.swapping.disk_state import Placement
 from atomtrain.swapping.options import Options
 from atomtrain.units import parse_bytes
+
+
+class Placement(NamedTuple):
+    """Where state lies that is on disk."""
+
+    file: DiskFile
+    use: DiskUse
+    states: States
 
 
 def machine_with_disk(machine: Machine, options: Options) -> Machine:
