@@ -14,14 +14,28 @@ if TYPE_CHECKING:
     from atomtrain.swapping.engine import Engine as Engine
     from atomtrain.swapping.opening import swap as swap
     from atomtrain.swapping.options import Options as Options
+    from atomtrain.training.callbacks import Callback as Callback
+    from atomtrain.training.trainer import Trainer as Trainer
+    from atomtrain.training.trainer_arguments import TrainerArguments as TrainerArguments
 
 _LAZY = {
     "swap": "atomtrain.swapping.opening",
     "Engine": "atomtrain.swapping.engine",
     "Options": "atomtrain.swapping.options",
+    "Callback": "atomtrain.training.callbacks",
+    "Trainer": "atomtrain.training.trainer",
+    "TrainerArguments": "atomtrain.training.trainer_arguments",
 }
 
-__all__ = ["Engine", "Options", "__version__", "swap"]
+__all__ = [
+    "Callback",
+    "Engine",
+    "Options",
+    "Trainer",
+    "TrainerArguments",
+    "__version__",
+    "swap",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,3 +28,23 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout
+
+
+def test_the_notebook_shows_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    notebook = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            *body, last = ast.parse("".join(cell["source"])).body
+            exec(compile(ast.Module(body, []), "cell", "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+                shown.append(value)
+            else:
+                exec(compile(ast.Module([last], []), "cell", "exec"), names)
+    pictures = [value._repr_png_() for value in shown if hasattr(value, "_repr_png_")]
+    assert len(pictures) == 2
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)

@@ -79,7 +79,7 @@ def test_old_picture_survives_a_failed_attempt(
             path.write_bytes(PNG)
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(picture, "_draw", lambda courses: FullDisk())
+    monkeypatch.setattr(picture, "course_figure", lambda courses: FullDisk())
     with pytest.raises(OSError, match="no space"):
         loss_picture({"a": events}, target)
     assert target.read_bytes() == whole

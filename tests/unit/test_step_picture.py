@@ -29,7 +29,7 @@ def spans_of(layers: int) -> list[Span]:
 
 def texts(spans: list[Span]) -> list[str]:
     """Return what is written into the bars."""
-    panel = picture._draw(spans, CAPTION).axes[0]
+    panel = picture.step_figure(spans, CAPTION).axes[0]
     return [text.get_text() for text in panel.texts]
 
 
@@ -41,7 +41,7 @@ def test_the_picture_is_a_whole_png(tmp_path: Path, layers: int) -> None:
 
 
 def test_rows_are_the_streams_that_work_with_their_busy_share() -> None:
-    panel = picture._draw(spans_of(4), CAPTION).axes[0]
+    panel = picture.step_figure(spans_of(4), CAPTION).axes[0]
     rows = [label.get_text().split("\n")[0] for label in panel.get_yticklabels()]
     assert rows == ["update", "unload", "save", "compute", "fetch", "load"]
     shares = [text for text in texts(spans_of(4)) if text.endswith("%")]
@@ -49,7 +49,7 @@ def test_rows_are_the_streams_that_work_with_their_busy_share() -> None:
     bare = [span for span in spans_of(4) if span.stream not in ("fetch", "save")]
     rows = [
         label.get_text().split("\n")[0]
-        for label in picture._draw(bare, CAPTION).axes[0].get_yticklabels()
+        for label in picture.step_figure(bare, CAPTION).axes[0].get_yticklabels()
     ]
     assert rows == ["update", "unload", "compute", "load"]
 

@@ -62,13 +62,14 @@ def step_picture(spans: Sequence[Span], caption: Caption, target: Path) -> Path:
     Raises:
         ConfigError: the file cannot be written.
     """
-    figure = _draw(spans, caption)
+    figure = step_figure(spans, caption)
     with replacing(target) as temporary:
         figure.savefig(temporary, format="png", dpi=160)
     return target
 
 
-def _draw(spans: Sequence[Span], caption: Caption) -> Figure:
+def step_figure(spans: Sequence[Span], caption: Caption) -> Figure:
+    """Draw the spans of a step; `step_picture` says how."""
     from matplotlib.figure import Figure
 
     spans = [span for span in spans if span.end_s > span.start_s]

@@ -95,7 +95,7 @@ def loss_picture(event_files: Mapping[str, Path], target: Path) -> Path:
     if not courses:
         files = ", ".join(map(str, event_files.values())) or "no event file"
         raise DataError(f"{files}: no training step to draw; train at least one step first")
-    figure = _draw(courses)
+    figure = course_figure(courses)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -139,7 +139,8 @@ def _number_or_nan(event: Event, key: str) -> float:
     return math.nan if value is None else value
 
 
-def _draw(courses: list[PeerCourse]) -> Figure:
+def course_figure(courses: list[PeerCourse]) -> Figure:
+    """Draw the courses of peers, each with at least one step."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 

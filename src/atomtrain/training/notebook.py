@@ -1,0 +1,87 @@
+"""What notebooks show: the plan of a step, and the course of the loss, as pictures."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+
+from atomtrain.reporting.picture import Caption, step_figure
+from atomtrain.swapping.engine import Engine
+from atomtrain.training.picture import PeerCourse, course_figure
+from atomtrain.units import format_seconds
+
+_DPI = 100
+
+
+class PlanView:
+    """A plan: text in a terminal, the timeline of the predicted step in a notebook."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return self._engine.plan.describe()
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a table."""
+        return table(self._engine.plan.describe())
+
+    def _repr_png_(self) -> bytes:
+        """Return the predicted step as a picture."""
+        plan = self._engine.plan
+        facts = f"predicted: {format_seconds(plan.step_s)} a step, bound by {plan.bound}"
+        caption = Caption(f"Plan for {self._engine.device.name}", facts)
+        figure = step_figure(self._engine.predicted_spans(), caption)
+        target = io.BytesIO()
+        figure.savefig(target, format="png", dpi=_DPI)
+        return target.getvalue()
+
+
+class History:
+    """The losses of a training: numbers for programs, a picture in a notebook."""
+
+    def __init__(
+        self, losses: Sequence[float], evaluations: Sequence[tuple[int, float]] = ()
+    ) -> None:
+        self.losses = tuple(losses)
+        """Of each step."""
+        self.evaluations = tuple(evaluations)
+        """Step and loss of each evaluation."""
+
+    def __repr__(self) -> str:
+        if not self.losses:
+            return "no steps yet"
+        held_out = f", held-out {self.evaluations[-1][1]:.4f}" if self.evaluations else ""
+        return f"{len(self.losses)} steps, loss {self.losses[-1]:.4f}{held_out}"
+
+    def _repr_html_(self) -> str:
+        """Return the newest figures as a table."""
+        return table("\n".join(f"{name}   {value}" for name, value in self._rows()))
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the course of the loss as a picture; `None` before the first step."""
+        if not self.losses:
+            return None
+        course = PeerCourse("training", losses=list(self.losses))
+        course.steps = [float(step) for step in range(1, len(self.losses) + 1)]
+        course.tokens = [float("nan")] * len(self.losses)
+        target = io.BytesIO()
+        course_figure([course]).savefig(target, format="png", dpi=_DPI)
+        return target.getvalue()
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [("steps", str(len(self.losses)))]
+        rows += [("loss", f"{self.losses[-1]:.4f}")] if self.losses else []
+        rows += [("held-out", f"{self.evaluations[-1][1]:.4f}")] if self.evaluations else []
+        return rows
+
+
+def table(lines: str) -> str:
+    """Return lines of a word and its text as an HTML table."""
+    rows = []
+    for line in lines.splitlines():
+        word, _, text = line.partition(" ")
+        cells = f"<th>{html.escape(word)}</th><td>{html.escape(text.strip())}</td>"
+        rows.append(f'<tr style="text-align: left">{cells}</tr>')
+    return f"<table>{''.join(rows)}</table>"

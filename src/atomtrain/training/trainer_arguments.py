@@ -1,0 +1,145 @@
+"""Arguments of `Trainer`, and what `transformers.TrainingArguments` become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atomtrain.errors import ConfigError
+from atomtrain.optimizers import Schedule
+
+_SCHEDULES = {"linear": ("linear", 0.0), "cosine": ("cosine", 0.0), "constant": ("constant", 1.0)}
+"""Kind and last factor of transformers' schedules, by their name there."""
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
+_ONLY_DEFAULT = {
+    "fp16": False,
+    "deepspeed": None,
+    "label_smoothing_factor": 0.0,
+    "group_by_length": False,
+    "torch_compile": False,
+    "neftune_noise_alpha": None,
+}
+"""What `Trainer` does not do: another value is refused, not ignored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerArguments:
+    """How `Trainer` trains; every field has a working default."""
+
+    output_dir: str | Path = "runs/trainer"
+    """Folder of events, checkpoints and the final model."""
+    micro_batch: int = 8
+    """Samples of one forward call."""
+    micro_batches: int = 1
+    """Forward calls of one optimizer step."""
+    epochs: float = 1.0
+    """Passes over the data; above 0. `max_steps` counts more."""
+    max_steps: int | None = None
+    """Optimizer steps, or `None` for as many as the epochs have."""
+    learning_rate: float = 5e-5
+    """Peak."""
+    schedule: str = "cosine"
+    """Kind of `atomtrain.optimizers.Schedule`."""
+    final_factor: float = 0.1
+    """Learning rate of the last step as a part of the peak, 0 to 1."""
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip_norm: float | None = 1.0
+    """Global gradient norm, clipped exactly; `None`: not clipped."""
+    precision: str = "fp32"
+    """`fp32` or `bf16`."""
+    evaluate_every: int | None = None
+    """Steps between evaluations, or `None` for one at the end."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints, or `None` for one at the end."""
+    seed: int = 42
+    """Of the order of samples, and of dropout."""
+    profile: bool = True
+    """Measure this machine before the plan is made; `False`: take figures from the catalogue."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch", "micro_batches", "max_steps", "evaluate_every",
+                     "checkpoint_every"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if not self.epochs > 0:
+            raise ConfigError(f"epochs must be above 0, not {self.epochs}")
+        if self.precision not in ("fp32", "bf16"):
+            raise ConfigError(f"precision must be fp32 or bf16, not {self.precision!r}")
+
+    def schedule_of(self, steps: int) -> Schedule:
+        """Return the learning rate's schedule in a run of so many steps."""
+        return Schedule(
+            kind=self.schedule,
+            steps=steps,
+            warmup_steps=min(self.warmup_steps, steps),
+            final=self.final_factor,
+        )
+
+
+def arguments_from(given: Any) -> TrainerArguments:
+    """Return `given`, or what `transformers.TrainingArguments` mean here.
+
+    Raises:
+        ConfigError: they are neither, or ask for something that would be done otherwise.
+    """
+    if given is None:
+        return TrainerArguments()
+    if isinstance(given, TrainerArguments):
+        return given
+    if not hasattr(given, "per_device_train_batch_size"):
+        raise ConfigError(
+            f"args must be atomtrain.TrainerArguments or transformers.TrainingArguments, not "
+            f"{type(given).__name__}"
+        )
+    for name, usual in _ONLY_DEFAULT.items():
+        if (value := getattr(given, name, usual)) not in (usual, "", [], {}):
+            raise ConfigError(f"atomtrain.Trainer does not do {name}={value!r}; leave it out")
+    optimizer = _text(given.optim)
+    if optimizer not in _OPTIMIZERS:
+        raise ConfigError(
+            f"optim={optimizer!r} is not known here; use one of {', '.join(_OPTIMIZERS)}, or give "
+            "Trainer an optimizer of your own"
+        )
+    kind = _text(given.lr_scheduler_type)
+    if kind not in _SCHEDULES:
+        raise ConfigError(
+            f"lr_scheduler_type={kind!r} is not known here; use one of {', '.join(_SCHEDULES)}"
+        )
+    schedule, final = _SCHEDULES[kind]
+    steps = given.max_steps if given.max_steps > 0 else None
+    return TrainerArguments(
+        output_dir=given.output_dir or "runs/trainer",
+        micro_batch=given.per_device_train_batch_size,
+        micro_batches=given.gradient_accumulation_steps,
+        epochs=given.num_train_epochs,
+        max_steps=steps,
+        learning_rate=given.learning_rate,
+        schedule=schedule,
+        final_factor=final,
+        warmup_steps=int(given.warmup_steps or 0),
+        weight_decay=given.weight_decay,
+        betas=(given.adam_beta1, given.adam_beta2),
+        clip_norm=given.max_grad_norm or None,
+        precision="bf16" if given.bf16 else "fp32",
+        evaluate_every=_every(given, "eval"),
+        checkpoint_every=_every(given, "save"),
+        seed=given.seed,
+    )
+
+
+def _every(given: Any, what: str) -> int | None:
+    """Return the steps between evaluations or checkpoints; by epoch means: at the end."""
+    if _text(getattr(given, f"{what}_strategy", "no")) != "steps":
+        return None
+    steps = getattr(given, f"{what}_steps", None)
+    if steps is not None and not (steps >= 1 and float(steps).is_integer()):
+        raise ConfigError(f"{what}_steps={steps} must be a whole number of steps here")
+    return None if steps is None else int(steps)
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
