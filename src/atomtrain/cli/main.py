@@ -22,6 +22,9 @@ COMMANDS = {
     "watch": "show a run in the terminal",
     "generate": "continue a text with a trained model",
     "export": "write a trained model as a Hugging Face folder",
+    "swarm": "look at a swarm from outside: its status, and the way to a peer",
+    "identity": "show a peer's id, and make its key",
+    "doctor": "check this machine, and say what to change",
     "bench": "measure; prints one JSON object with --json",
 }
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}

@@ -64,7 +64,7 @@ class Membering:
     def __init__(self, context: Context, invite: Invite, channel: Channel) -> None:
         """Prepare to follow `invite`, which came over `channel`."""
         self._context = context
-        self._invite = invite
+        self.invite = invite
         self._channel = channel
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
@@ -72,6 +72,8 @@ class Membering:
         self.exchange: Exchange | None = None
         self.exchange_known = asyncio.Event()
         self.in_doubt: Snapshot | None = None
+        self.begin: Begin | None = None
+        """The group, once it is fixed."""
 
     async def run(self) -> None:
         """Follow the round to its end and leave its report, and what it changes, at the desk."""
@@ -97,9 +99,10 @@ class Membering:
                 weight=snapshot.weight,
             )
         )
-        begin = await self._expect(Begin, self._invite.answer_s + self._context.timing.floor_s)
-        if begin.round_id != self._invite.round_id:
+        begin = await self._expect(Begin, self.invite.answer_s + self._context.timing.floor_s)
+        if begin.round_id != self.invite.round_id:
             raise BadMessage("the leader began another round")
+        self.begin = begin
         if self._context.codec.feedback:
             lost = await self._context.offload(torch.zeros_like, snapshot.values)
             snapshot = replace(snapshot, lost=lost)
@@ -114,8 +117,8 @@ class Membering:
 
     async def _enter(self) -> Snapshot:
         """Return the snapshot, or leave if the leader does first."""
-        taking = asyncio.create_task(self._context.snapshot(self._invite.fragment))
-        hearing = asyncio.create_task(self._inbox.peek(self._invite.answer_s))
+        taking = asyncio.create_task(self._context.snapshot(self.invite.fragment))
+        hearing = asyncio.create_task(self._inbox.peek(self.invite.answer_s))
         try:
             await asyncio.wait((taking, hearing), return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
@@ -143,7 +146,7 @@ class Membering:
             offload=context.offload,
             guard=context.manifest.rules.guard,
             usual_rms=context.standing.usual_rms(snapshot.fragment),
-            excluded=context.standing.excluded(self._invite.round_index),
+            excluded=context.standing.excluded(self.invite.round_index),
             on_unreachable=context.roster.suspect,
         )
         self.exchange = Exchange(setup, begin)
@@ -154,7 +157,7 @@ class Membering:
         duration_s = self._loop.time() - started_s
         for peer_id in (*result.accepted, *result.rejected):
             rejected = peer_id in result.rejected
-            context.standing.observe(peer_id, self._invite.round_index, rejected=rejected)
+            context.standing.observe(peer_id, self.invite.round_index, rejected=rejected)
         if duration_s < begin.exchange_s:
             size = exchange_bytes(context, snapshot.fragment, len(begin.members))
             context.timing.observe(size, duration_s)
@@ -172,11 +175,11 @@ class Membering:
         return message
 
     def _abandoned(self, reason: str) -> None:
-        stamp = self._context.desk.stamp(self._invite.fragment)
+        stamp = self._context.desk.stamp(self.invite.fragment)
         self._context.desk.report(
             RoundReport(
-                round=self._invite.round_index,
-                fragment=self._invite.fragment,
+                round=self.invite.round_index,
+                fragment=self.invite.fragment,
                 version=0 if stamp is None else stamp.version,
                 outcome="abandoned",
                 duration_s=self._loop.time() - self._started_s,
@@ -191,7 +194,7 @@ class Membering:
         self._context.standing.observe_means(
             merge.fragment, [mean.values for mean in means if mean is not None]
         )
-        me, after = self._context.peer_id, self._invite.round_index + 1
+        me, after = self._context.peer_id, self.invite.round_index + 1
         if me in decided.result.rejected and me in self._context.standing.excluded(after):
             merge = replace(merge, restart=True)
         return merge, self._report(decided, merge)
@@ -212,8 +215,8 @@ class Membering:
         reasons += [f"rejected {text}" for text in rejected]
         reasons += ["this peer starts again from the anchor"] if merge.restart else []
         return RoundReport(
-            round=self._invite.round_index,
-            fragment=self._invite.fragment,
+            round=self.invite.round_index,
+            fragment=self.invite.fragment,
             version=merge.anchor.stamp.version,
             outcome="partial" if reasons else "averaged",
             contributors=contributors,

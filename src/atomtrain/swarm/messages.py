@@ -106,6 +106,34 @@ class AnchorHeader(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AskStatus(Message):
+    """Somebody who looks on asks what this peer knows of the swarm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusHeader(Message):
+    """A JSON object follows in `bytes_count` bytes."""
+
+    bytes_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping(Message):
+    """Somebody measures the way here: wants the time, and `bytes_count` bytes of no meaning."""
+
+    bytes_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pong(Message):
+    """The swarm's time, this peer's version, and what was asked for follows."""
+
+    time_s: float
+    version: str
+    bytes_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Propose(Message):
     """A peer tells the leader that round `round_index` is due."""
 

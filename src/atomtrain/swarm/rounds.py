@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.agenda import lead_order
@@ -17,6 +17,7 @@ from atomtrain.swarm.membering import Membering
 from atomtrain.swarm.memory import channel_pair
 from atomtrain.swarm.messages import (
     BadMessage,
+    Begin,
     Contribution,
     Decline,
     Invite,
@@ -28,6 +29,15 @@ from atomtrain.swarm.tasks import Tasks
 from atomtrain.swarm.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
+
+
+class Group(NamedTuple):
+    """Who averages, or has averaged, in a round that this peer is a member of."""
+
+    invite: Invite
+    begin: Begin
+    """Its members reduce one run of slices each, in this order."""
+    under_way: bool
 
 
 class Rounds:
@@ -50,12 +60,19 @@ class Rounds:
         self._leading: asyncio.Task[None] | None = None
         self._proposing = False
         self._membering: dict[str, Membering] = {}
+        self._last: tuple[Invite, Begin] | None = None
 
     @property
     def moving(self) -> bool:
         """A round is under way that does not wait for this peer's trainer."""
         running = self._context.agenda.running or self._leading is not None
         return bool(running) and not self._context.desk.snapshot_wanted
+
+    def groups(self) -> list[Group]:
+        """Return the groups of the round under way, if it has one, and of the last one."""
+        found = [Group(one.invite, one.begin, True) for one in self._membering.values()
+                 if one.begin is not None]  # fmt: skip
+        return found + ([Group(*self._last, False)] if self._last is not None else [])
 
     def on_boundary(self, steps: int) -> None:
         """Count steps; propose the next round if it is due."""
@@ -193,6 +210,8 @@ class Rounds:
             await membering.run()
         finally:
             del self._membering[invite.round_id]
+            if membering.begin is not None:
+                self._last = (invite, membering.begin)
             agenda.end(invite.round_index)
             self._repairer.free(fragment)
             self._repairer.doubts.pop(fragment, None)

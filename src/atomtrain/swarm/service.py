@@ -19,11 +19,13 @@ from atomtrain.swarm.lan import Found, Responder
 from atomtrain.swarm.messages import (
     AskAnchor,
     AskManifest,
+    AskStatus,
     BadMessage,
     Contribution,
     Invite,
     Message,
     Open,
+    Ping,
     Propose,
     Refused,
 )
@@ -31,6 +33,7 @@ from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.repair import Repairer
 from atomtrain.swarm.reunion import Reunion
 from atomtrain.swarm.rounds import Rounds
+from atomtrain.swarm.status import send_pong, send_status
 from atomtrain.swarm.tasks import Tasks
 from atomtrain.swarm.transfer import send_manifest
 from atomtrain.swarm.transport import Channel, LinkLost
@@ -38,6 +41,7 @@ from atomtrain.swarm.usage import Usage
 
 _log = logging.getLogger("atomtrain.swarm")
 _STREAMS_MAX = 1024
+_OPENING = (AskManifest, AskStatus, Ping, Propose, Invite, Contribution)
 
 
 class Service:
@@ -196,6 +200,10 @@ class Service:
         elif isinstance(message, AskAnchor):
             anchor = self.context.desk.store.anchor(message.fragment)
             await send_anchor(channel, message, anchor)
+        elif isinstance(message, AskStatus):
+            await send_status(channel, self.context, self._rounds.groups())
+        elif isinstance(message, Ping):
+            await send_pong(channel, self.context, message)
         elif isinstance(message, Propose):
             await channel.send(self._rounds.consider(message))
         elif isinstance(message, Invite):
@@ -220,7 +228,7 @@ class Service:
                 return "it does not have this fragment"
         elif isinstance(message, Propose) and self.state != TRAINING:
             return "it takes no part in rounds now"
-        elif not isinstance(message, AskManifest | Propose | Invite | Contribution):
+        elif not isinstance(message, _OPENING):
             return f"{message.kind} does not open a stream"
         return ""
 

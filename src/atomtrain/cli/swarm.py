@@ -1,0 +1,236 @@
+"""`atom swarm`: look at a swarm from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomtrain.cli.interrupts import leaving_at_once
+from atomtrain.cli.parsing import parse
+from atomtrain.errors import ConfigError, SwarmError, nearest
+from atomtrain.training.options import option
+from atomtrain.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from atomtrain.swarm import SwarmConfig
+    from atomtrain.swarm.probe import Diagnosis
+
+_COMMANDS = {
+    "status": "peers, versions and speed of a swarm, and who reduces what",
+    "ping": "find out, step by step, why two machines do or do not see each other",
+}
+_USAGE = """usage: atom swarm COMMAND [options]
+
+Look at a swarm from outside.
+
+commands:
+{commands}
+
+examples:
+  atom swarm status mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...
+  atom swarm status runs/mine --json
+  atom swarm ping mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...
+"""
+_KEY = option(None, "File with the run's key, if it has one.", "FILE")
+_IDENTITY = option(
+    None, "File with a key whose id the peers allow. Default: a new one each time.", "FILE"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """What a user can say to `atom swarm status`."""
+
+    target: str = option(
+        None, "RUN@ADDRESS of a peer (several with commas), or the folder of a run.", "TARGET"
+    )
+    run_key: Path | None = _KEY
+    identity: Path | None = _IDENTITY
+    json: bool = option(False, "Print exactly one JSON object instead of a table.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PingOptions:
+    """What a user can say to `atom swarm ping`."""
+
+    address: str = option(None, "RUN@ADDRESS, as the peer prints it.", "ADDRESS")
+    run_key: Path | None = _KEY
+    identity: Path | None = _IDENTITY
+    json: bool = option(False, "Print exactly one JSON object instead of lines.")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        commands = "\n".join(f"  {name:<8} {about}" for name, about in _COMMANDS.items())
+        sys.stdout.write(_USAGE.format(commands=commands))
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name == "status":
+        return _status(rest)
+    if name == "ping":
+        return _ping(rest)
+    raise ConfigError(
+        f"there is no command 'swarm {name}'.{nearest(name, _COMMANDS)} "
+        f"Commands: {', '.join(_COMMANDS)}"
+    )
+
+
+def _status(arguments: Sequence[str]) -> int:
+    options = parse(
+        StatusOptions, arguments, prog="atom swarm status",
+        about="Say who trains a run, how fast and how far, and who reduces what.",
+        examples="  atom swarm status runs/mine", positional=("target",),
+    )  # fmt: skip
+    run_name, addresses = _target(options.target)
+    config = _config(run_name, options.run_key, options.identity)
+    with leaving_at_once():
+        import hivemind  # noqa: F401
+
+    status = asyncio.run(_ask_any(config, addresses))
+    try:
+        text = json.dumps(status) if options.json else _table(status)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SwarmError(f"the status that the peer sent cannot be read: {error!r}") from error
+    sys.stdout.write("".join(c if c.isprintable() or c == "\n" else "?" for c in text) + "\n")
+    return 0
+
+
+def _ping(arguments: Sequence[str]) -> int:
+    options = parse(
+        PingOptions, arguments, prog="atom swarm ping",
+        about="Go the way to a peer step by step, and say what is wrong where it ends.",
+        examples="  atom swarm ping mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...",
+        positional=("address",),
+    )  # fmt: skip
+    run_name, addresses = _pasted(options.address)
+    from atomtrain.swarm.probe import diagnose, place_of
+
+    place_of(addresses[0])
+    config = _config(run_name, options.run_key, options.identity)
+    with leaving_at_once():
+        import hivemind  # noqa: F401
+
+    found = asyncio.run(diagnose(config, addresses[0]))
+    if options.json:
+        sys.stdout.write(json.dumps({**asdict(found), "reached": found.reached}) + "\n")
+    else:
+        sys.stdout.write(_lines(found))
+    return 0 if found.reached else 1
+
+
+def _target(target: str) -> tuple[str, tuple[str, ...]]:
+    """Return run and addresses of what the user named."""
+    if "@" in target:
+        return _pasted(target)
+    from atomtrain.swarm.known import PEERS_FILE, read_known
+
+    folder = Path(target)
+    for path in (folder / PEERS_FILE, folder.parent / PEERS_FILE):
+        run_name = path.absolute().parent.name
+        known = read_known(run_name, path)
+        if known:
+            return run_name, tuple(a for peer in known.values() for a in peer.addresses)
+    if folder.is_dir():
+        raise ConfigError(
+            f"{folder} holds no list of peers ({PEERS_FILE}); give the folder of a run that other "
+            "peers can join, such as runs/NAME, or RUN@ADDRESS"
+        )
+    raise ConfigError(f"{target!r} is neither RUN@ADDRESS nor a folder; check it")
+
+
+def _pasted(text: str) -> tuple[str, tuple[str, ...]]:
+    from atomtrain.swarm.probe import place_of
+
+    named = [entry.strip().rpartition("@") for entry in text.split(",")]
+    runs = {run_name for run_name, _, _ in named if run_name}
+    for _, _, address in named:
+        place_of(address)
+    if len(runs) != 1:
+        raise SwarmError(
+            f"{text!r} names {len(runs)} runs; paste the whole line that a peer prints: RUN@ADDRESS"
+        )
+    return runs.pop(), tuple(address for _, _, address in named)
+
+
+def _config(run_name: str, key: Path | None, identity: Path | None) -> SwarmConfig:
+    from atomtrain.swarm import SwarmConfig
+    from atomtrain.swarm.assembly import admission_of
+
+    if identity is not None and not identity.exists():
+        raise ConfigError(f"there is no key {identity}; make one with 'atom identity {identity}'")
+    config = SwarmConfig(
+        run=run_name, listen_host="127.0.0.1", key_path=key, identity_path=identity,
+        discoverable=False, connect_s=6.0,
+    )  # fmt: skip
+    admission_of(config, "")  # mistakes in its files are told first
+    return config
+
+
+async def _ask_any(config: SwarmConfig, addresses: Sequence[str]) -> dict[str, Any]:
+    from atomtrain.swarm.messages import BadMessage
+    from atomtrain.swarm.probe import probing
+    from atomtrain.swarm.transport import LinkLost
+
+    reasons = {}
+    async with probing(config) as probe:
+        for address in addresses:
+            try:
+                return await probe.status(address)
+            except (LinkLost, BadMessage) as error:
+                reasons[address] = str(error)
+    listed = "; ".join(f"{address}: {why}" for address, why in list(reasons.items())[:3])
+    raise SwarmError(
+        f"no peer of run {config.run!r} answered ({listed}); 'atom swarm ping RUN@ADDRESS' says why"
+    )
+
+
+def _table(status: dict[str, Any]) -> str:
+    peers, rounds = status["peers"], status["rounds"]
+    names = {peer["peer_id"]: peer["name"] for peer in peers}
+    speed = sum(p["tokens_per_s"] for p in peers if p["state"] == "training")
+    versions = [version for version in status["versions"] if version is not None]
+    span = f"{min(versions)} to {max(versions)}" if versions else "none"
+    lines = [
+        f"run {status['run']}: {len(peers)} peers, {format_count(speed)} tokens/s; "
+        f"{format_count(status['parameters'])} parameters in {status['fragments']} fragments, "
+        f"versions {span}; next round {status['next_round']}",
+        f"{'peer':<20} {'state':<9} {'steps':>7} {'tokens':>8} {'tokens/s':>9} {'step':>8} "
+        f"{'behind':>6} {'link free':>11}  address",
+    ]
+    for peer in peers:
+        state = peer["state"] if peer["reachable"] else "silent"
+        free = format_bytes(peer["free_bytes_per_s"]) + "/s" if peer["free_bytes_per_s"] else "-"
+        lines.append(
+            f"{peer['name'][:20]:<20} {state:<9} {peer['steps']:>7} "
+            f"{format_count(peer['tokens']):>8} {format_count(peer['tokens_per_s']):>9} "
+            f"{format_seconds(peer['step_s']):>8} {peer['behind']:>6} {free:>11}  "
+            f"{' '.join(peer['addresses'])}"
+        )
+    for entry in rounds:
+        when = "now" if entry["under_way"] else "last"
+        shares = ", ".join(
+            f"{names.get(r['peer_id'], r['peer_id'][-8:])} {r['slices']} slices from "
+            f"{r['first_slice']}"
+            for r in entry["reduces"]
+        )
+        lines.append(f"{when}: round {entry['round']}, fragment {entry['fragment']}: {shares}")
+    return "\n".join(lines)
+
+
+def _lines(found: Diagnosis) -> str:
+    lines = []
+    for step in found.steps:
+        lines.append(f"{'ok  ' if step.good else 'FAIL'} {step.name:<11} {step.detail}")
+        if step.fix:
+            lines.append(f"     {'':<11} -> {step.fix}")
+    if found.round_trip_s is not None and found.bytes_per_s is not None:
+        lines.append(f"ok   round trip  {format_seconds(found.round_trip_s)}")
+        rate = format_bytes(found.bytes_per_s)
+        lines.append(f"ok   rate        {rate}/s with one stream, from there to here")
+    return "\n".join(lines) + "\n"
