@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
     )
     with leaving_at_once():
-        from atomtrain.reporting.doctor import PROBLEM, examine
+        from atomtrain.training.doctor import PROBLEM, examine
 
     findings = examine(options.directory, options.host, options.port)
     problems = sum(finding.state == PROBLEM for finding in findings)
