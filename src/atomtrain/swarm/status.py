@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from atomtrain import __version__
 from atomtrain.swarm.config import PROTOCOL
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.messages import BadMessage, Ping, Pong, StatusHeader
@@ -20,13 +20,17 @@ PING_BYTES_MAX = 4 << 20
 _ZEROS = bytes(1 << 18)
 
 
+def _version() -> str:
+    return importlib.metadata.version("atomtrain")
+
+
 def status_of(context: Context, groups: Sequence[Group]) -> dict[str, Any]:
     """Return what this peer knows of its swarm, JSON-able."""
     best = context.desk.store.stamps()
     return {
         "run": context.config.run,
         "protocol": PROTOCOL,
-        "version": __version__,
+        "version": _version(),
         "time_s": context.clock(),
         "asked": context.peer_id,
         "next_round": context.agenda.next_round,
@@ -84,6 +88,6 @@ async def receive_status(channel: Channel, within_s: float) -> dict[str, Any]:
 async def send_pong(channel: Channel, context: Context, ping: Ping) -> None:
     """Answer `Ping`, with as many bytes as were asked for, and 4 MiB at most."""
     count = min(ping.bytes_count, PING_BYTES_MAX)
-    await channel.send(Pong(time_s=context.clock(), version=__version__, bytes_count=count))
+    await channel.send(Pong(time_s=context.clock(), version=_version(), bytes_count=count))
     for start in range(0, count, len(_ZEROS)):
         await channel.send_bytes(memoryview(_ZEROS)[: count - start])
