@@ -52,6 +52,12 @@ REGISTRY: dict[str, Benchmark] = {
     "plan": Benchmark(
         "atomtrain.benchmarks.plan", "predicted against measured step time and memory peaks"
     ),
+    "load": Benchmark(
+        "atomtrain.benchmarks.load", "memory and time of reading a Hugging Face model's weights"
+    ),
+    "finetune": Benchmark(
+        "atomtrain.benchmarks.finetune", "SmolLM2-135M fine-tuned on a device of 256 MiB, exported"
+    ),
     "churn": Benchmark(
         "atomtrain.benchmarks.churn", "training while peers are killed and new ones join"
     ),

@@ -107,7 +107,7 @@ def find_fit(
         if tried[-1].fits(pieces):
             return Fit(next(t.size for t in tried if t.fits(pieces)), pieces)
     # Nothing does: the planner's error says what would.
-    return Fit(sizes[-1], None)
+    return Fit(sizes[-1], _PIECES[-1] if tried[-1].splits else None)
 
 
 def _sizes(recipe: Recipe) -> list[int]:
@@ -130,17 +130,21 @@ class _Tried:
         """Return whether some plan fits with the head in so many pieces."""
         chain, inputs = self._traced
         if pieces is not None:
-            try:
-                chain = split_head(chain, pieces)
-            except AnalysisError:
+            if not self.splits:
                 return False
-        try:
-            costs = layer_costs(chain, inputs)
-        except AnalysisError:
-            if pieces is None:
-                raise
-            return False  # a loss that cannot be taken in pieces tells only when it runs
+            chain = split_head(chain, pieces)
+        costs = layer_costs(chain, inputs)
         return fits(chain, costs, self._budget_bytes, self._recipe.sequences // self.size)
+
+    @functools.cached_property
+    def splits(self) -> bool:
+        """Whether the head can compute its loss in pieces."""
+        chain, inputs = self._traced
+        try:
+            layer_costs(split_head(chain, _PIECES[0]), inputs)  # some losses tell when they run
+        except AnalysisError:
+            return False
+        return True
 
     @functools.cached_property
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:

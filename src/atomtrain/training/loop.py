@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -28,8 +29,11 @@ from atomtrain.training.swarm_file import SwarmFile
 from atomtrain.training.telling import announce, tell_timeline, trace_last_step
 
 _GLANCE_SEQUENCES = 16
-"""Held-out sequences of an evaluation during training; the one at the end takes more."""
+"""Held-out sequences of an evaluation during training; the one at the end takes more, unless it is
+to be compared with one at the start."""
 _FINAL_SEQUENCES = 64
+_MOST_LOSS = 700.0
+"""Beyond it a perplexity is no number any more."""
 _SAMPLE_TOKENS = 60
 _SAMPLE_S = 20.0
 _SAMPLES = 3
@@ -56,6 +60,8 @@ class Loop:
         session, recipe = self._session, self._session.recipe
         announce(session, self._events)
         with self._interruptible():
+            if session.fine_tunes and session.step == 0:
+                self._evaluate(_GLANCE_SEQUENCES)  # where it starts from
             while session.step < recipe.steps and not self._stop:
                 micro_batches = self._batch()
                 loss = self._train_or_save(micro_batches)
@@ -204,7 +210,13 @@ class Loop:
         loss = session.engine.evaluate(batches)
         bits = tokens.held_out_bits_per_byte(loss)
         self._last = (self._last[0], bits)
-        self._events.emit("evaluation", step=session.step, loss=loss, bits_per_byte=bits)
+        self._events.emit(
+            "evaluation",
+            step=session.step,
+            loss=loss,
+            perplexity=math.exp(min(loss, _MOST_LOSS)),
+            bits_per_byte=bits,
+        )
         return bits
 
     def _checkpoint(self) -> Path:
@@ -247,7 +259,7 @@ class Loop:
         if session.step > self._first_step:
             trace_last_step(session)
         if reason == "completed":
-            self._evaluate(_FINAL_SEQUENCES)
+            self._evaluate(_GLANCE_SEQUENCES if session.fine_tunes else _FINAL_SEQUENCES)
         path = self._newest() if self._saved_step == session.step else self._checkpoint()
         picture = None
         if session.step > self._first_step:

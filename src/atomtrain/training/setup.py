@@ -14,7 +14,7 @@ from torch import nn
 
 from atomtrain.data import Sampler, SamplerConfig
 from atomtrain.errors import ConfigError
-from atomtrain.models import make_model, make_outline
+from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.reporting.files import require_writable
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
@@ -72,6 +72,11 @@ class Session:
     """Steps done."""
     tokens: int = 0
     """Tokens that this peer trained on."""
+
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether the run began with a trained model."""
+        return isinstance(self.recipe.sizes, HuggingFaceConfig)
 
     def close(self) -> None:
         """Leave the swarm and release the engine."""
