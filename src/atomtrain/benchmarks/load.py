@@ -44,7 +44,7 @@ _BYTES = {"fp32": 4, "bf16": 6}
 def run(options: BenchmarkOptions) -> Result:
     """Measure; see the module."""
     require_transformers("the benchmark's model")
-    layers, width = (6, 256) if options.quick else (12, 768)
+    layers, width = (6, 256) if options.quick else (24, 1024)
     rows = []
     with tempfile.TemporaryDirectory(prefix="atom-load-") as temporary:
         folder = Path(temporary) / "model"
