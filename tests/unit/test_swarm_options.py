@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import Rules
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.peering import swarm_config, with_rules
+from atomtrain.training.peering import joined, joined_like, swarm_config, with_rules
 
 
 def _config(**options: Any) -> Any:
@@ -45,6 +47,7 @@ def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"outer": "mode"}, "Did you mean .mean."),
         ({"wire": "int5"}, "Did you mean 'int[48]'"),
         ({"measured_rounds": True, "local_steps": 5}, "contradict"),
         ({"run_key": Path("/nowhere/key")}, "cannot be read"),
@@ -55,3 +58,30 @@ def test_mistakes_are_told_before_anything_is_prepared(options: dict[str, Any], 
     with pytest.raises(ConfigError, match=says) as caught:
         TrainOptions(**options)
     assert "\n" not in str(caught.value)
+
+
+def test_outer_update_fits_the_steps_between_rounds() -> None:
+    def outer(local_steps: int, fragments: int, **options: Any) -> tuple[float, float]:
+        given = TrainOptions(**options)
+        rules = Rules.of(swarm_config(given, "r", "me", None, local_steps, fragments))
+        return rules.outer_learning_rate, rules.outer_momentum
+
+    assert outer(100, 1) == (0.7, 0.9)
+    assert outer(500, 4) == (0.4, 0.9)
+    assert outer(20, 4) == outer(500, 4, measured_rounds=True) == (0.7, 0.5)
+    assert outer(100, 1, outer="mean") == (1.0, 0.0)
+    before = {"outer_momentum": 0.0, "outer_learning_rate": 1.0}
+    assert with_rules(TrainOptions(), before).outer == "mean"
+    assert with_rules(TrainOptions(outer="nesterov"), before).outer == "nesterov"
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=12), st.integers(1, 14))
+def test_neighbours_are_joined_until_there_are_few_enough(sizes: list[int], most: int) -> None:
+    runs = joined(sizes, most)
+    assert len(runs) <= max(1, most)
+    assert [i for first, last in runs for i in range(first, last)] == list(range(len(sizes)))
+    assert all(last > first for first, last in runs)
+    like = [sum(sizes[first:last]) for first, last in runs]
+    assert joined_like(sizes, like) == runs
+    assert joined_like(sizes, [*like, 1]) is None
+    assert joined_like(sizes, [like[0] + 1, *like[1:]]) is None

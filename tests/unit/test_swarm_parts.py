@@ -25,7 +25,13 @@ from atomtrain.swarm.anchors import (
 from atomtrain.swarm.config import Manifest, SwarmConfig
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.reduction import SliceReduction
-from atomtrain.swarm.slices import Span, piece_spans, slice_spans, slices_per_member
+from atomtrain.swarm.slices import (
+    Span,
+    lanes_per_owner,
+    piece_spans,
+    slice_spans,
+    slices_per_member,
+)
 from atomtrain.swarm.timing import RoundTiming
 from atomtrain.swarm.transfer import merge_of_fetched
 
@@ -38,11 +44,13 @@ def test_slices_cover_the_fragment_once(elements: int, members: int) -> None:
     assert max(s.elements for s in spans) - min(s.elements for s in spans) <= 1
 
 
-def test_small_groups_use_several_streams_for_large_fragments() -> None:
-    large = 100 << 20
-    assert [slices_per_member(large, members) for members in (2, 3, 4, 5, 9)] == [4, 2, 2, 1, 1]
+def test_large_fragments_have_several_slices_for_each_member() -> None:
+    large = 100 << 19
+    assert [slices_per_member(large, members) for members in (1, 4, 10, 3000)] == [100, 25, 10, 1]
+    assert slices_per_member(1 << 40, 8) == 256, "a decision names 2048 slices at most"
     assert slices_per_member(1000, 2) == 1
-    assert slices_per_member(4 << 18, 2) == 2
+    assert [lanes_per_owner(members, 9) for members in (2, 3, 4, 5, 9)] == [4, 2, 2, 1, 1]
+    assert lanes_per_owner(2, 1) == 1
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 64))
@@ -63,6 +71,18 @@ def test_outer_update_is_torchs_nesterov() -> None:
         parameter.grad = -change
         optimizer.step()
     torch.testing.assert_close(anchor, parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_late_contributions_neither_feed_nor_release_momentum() -> None:
+    outer = OuterUpdate(learning_rate=0.5, momentum=0.5)
+    mean, velocity = torch.tensor([2.0]), torch.tensor([4.0])
+    anchor, kept = torch.tensor([1.0]), velocity.clone()
+    outer.apply(anchor, mean, kept, 0.0)
+    assert (anchor.item(), kept.item()) == (2.0, 4.0)
+    anchor, kept = torch.tensor([1.0]), velocity.clone()
+    outer.apply(anchor, mean, kept, 0.5)
+    assert kept.item() == 4.0 * 0.75 + 1.0
+    assert anchor.item() == 1.0 + 0.5 * (2.0 + 0.25 * 4.0)
 
 
 def test_plain_outer_update_lands_on_the_mean_exactly() -> None:
@@ -229,6 +249,36 @@ def test_fetched_anchor_of_an_unheard_decision_does_not_count_twice() -> None:
     assert local.tolist() == [5.25, 10.25]
 
 
+def test_a_change_across_an_anchor_made_without_it_is_late() -> None:
+    local = torch.zeros(2)
+    store = AnchorStore((2,), momentum=False)
+    store.adopt_local(_Access(local))
+    local += 1.0
+    assert not store.snapshot(0, local, torch.empty(2)).late
+    store.merge(Merge(0, _anchor(torch.ones(2), 1, Origin("r", ())), whole(2)), local)
+    late = store.snapshot(0, local, torch.empty(2))
+    assert late.late
+    new = _anchor(torch.full((2,), 3.0), 2, Origin("r2", ()))
+    store.merge(Merge(0, new, (), late, whole(2)), local)
+    assert not store.snapshot(0, local, torch.empty(2)).late
+
+
+def test_overlap_weight_holds_back_progress_and_loses_none() -> None:
+    local = torch.zeros(3)
+    store = AnchorStore((3,), momentum=False, overlap_weight=0.25)
+    store.adopt_local(_Access(local))
+    local += 1.0
+    snapshot = store.snapshot(0, local, torch.empty(3))
+    local += torch.tensor([4.0, 8.0, 0.0])
+    new = _anchor(torch.full((3,), 10.0), 1, Origin("r", ()))
+    store.merge(Merge(0, new, (), snapshot, whole(3)), local)
+    assert local.tolist() == [11.0, 12.0, 10.0]
+    residual = store.residual(0)
+    assert residual is not None
+    assert residual.tolist() == [3.0, 6.0, 0.0]
+    assert store.snapshot(0, local, torch.empty(3)).contribution(Span(0, 3)).tolist() == [4, 8, 0]
+
+
 def test_store_survives_a_checkpoint_and_notices_damage() -> None:
     store = AnchorStore((3,), momentum=True)
     store.adopt_local(_Access(torch.tensor([1.0, 2.0, 3.0])))
@@ -241,6 +291,12 @@ def test_store_survives_a_checkpoint_and_notices_damage() -> None:
     tensors["anchor.0"][1] += 1
     with pytest.raises(SwarmError, match="damaged"):
         fresh.load(tensors, store.meta())
+    tensors["anchor.0"][1] -= 1
+    plain = AnchorStore((3,), momentum=False)  # the founder resumed with another outer update
+    plain.load(tensors, store.meta())
+    again = AnchorStore((3,), momentum=True)
+    again.load(plain.tensors(), plain.meta())
+    assert again.stamps() == store.stamps()
     with pytest.raises(SwarmError, match="other fragments"):
         AnchorStore((4,), momentum=True).load(tensors, store.meta())
 

@@ -241,5 +241,5 @@ def test_deaths_at_any_moment(
 
     with pytest.MonkeyPatch.context() as patch:
         if several:  # slices for each member, also of so small fragments
-            patch.setattr(slices, "SLICE_ELEMENTS_MIN", 1)
+            patch.setattr(slices, "SLICE_ELEMENTS", 8)
         run_virtual(scenario)

@@ -261,7 +261,9 @@ def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
 
 def _arguments(setup: ChurnSetup, data: str | None) -> list[str]:
     rates = ["--steps", str(_STEPS), "--evaluate-every", "500", "--checkpoint-every", "200"]
-    averaging = ["--local-steps", str(setup.local_steps), "--seed", str(setup.seed)]
+    # The witness does the sum again: of plain means.
+    averaging = ["--local-steps", str(setup.local_steps), "--outer", "mean"]
+    averaging += ["--seed", str(setup.seed)]
     text = [] if data is None else ["--data", data]
     return ["--model", "tiny", "--device", "emulated", *rates, *averaging, *text]
 

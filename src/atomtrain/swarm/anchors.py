@@ -91,6 +91,8 @@ class Snapshot:
     """Tokens since this peer's last contribution to the fragment."""
     tokens_seen: int
     """This peer's token count at the snapshot."""
+    late: bool = False
+    """Part of the change was learnt before an anchor that was made without it."""
     residual: torch.Tensor | None = None
     """What encoding lost of earlier contributions, to be added to this one; None is zero."""
     lost: torch.Tensor | None = None
@@ -132,13 +134,21 @@ class AnchorStore:
     Not thread-safe: its owner holds a lock, or calls from one thread.
     """
 
-    def __init__(self, fragment_elements: tuple[int, ...], momentum: bool) -> None:
-        """Make a store without anchors; `momentum`: anchors have a velocity."""
+    def __init__(
+        self, fragment_elements: tuple[int, ...], momentum: bool, overlap_weight: float = 1.0
+    ) -> None:
+        """Make a store without anchors; `momentum`: anchors have a velocity.
+
+        `overlap_weight` is the share of what was learnt while a round went on that a merge leaves
+        in the parameters; the rest joins the residual, and comes back with the next anchor.
+        """
         self.fragment_elements = fragment_elements
         self.momentum = momentum
+        self._overlap_weight = overlap_weight
         self.tokens_seen = 0
         self._anchors: list[Anchor | None] = [None] * len(fragment_elements)
         self._tokens_merged = [0] * len(fragment_elements)
+        self._measured_from = [0] * len(fragment_elements)
         self._residuals: list[torch.Tensor | None] = [None] * len(fragment_elements)
 
     def adopt_local(self, access: FragmentAccess) -> None:
@@ -168,8 +178,9 @@ class AnchorStore:
             )
 
     def place(self, fragment: int, anchor: Anchor) -> None:
-        """Put an anchor in place without touching the model."""
+        """Put an anchor in place of a model that holds just that, or is about to."""
         self._anchors[fragment] = anchor
+        self._measured_from[fragment] = anchor.stamp.version
 
     def anchor(self, fragment: int) -> Anchor:
         """Return a fragment's anchor.
@@ -191,8 +202,9 @@ class AnchorStore:
         self.check_size(fragment, local)
         weight = self.tokens_seen - self._tokens_merged[fragment]
         values = into.copy_(local.detach())
-        residual = self._residuals[fragment]
-        return Snapshot(fragment, values, self.anchor(fragment), weight, self.tokens_seen, residual)
+        anchor, residual = self.anchor(fragment), self._residuals[fragment]
+        late = self._measured_from[fragment] < anchor.stamp.version
+        return Snapshot(fragment, values, anchor, weight, self.tokens_seen, late, residual)
 
     def merge(self, merge: Merge, local: torch.Tensor) -> None:
         """Put the new anchor in place and move `local`; progress since the snapshot is kept.
@@ -216,12 +228,26 @@ class AnchorStore:
             taken = merge.snapshot.values
             # An anchor that is the snapshot itself (a peer alone) must leave no rounding behind:
             # alone in a swarm is then the same as without one, bit for bit.
-            for start, stop in merge.contributed if new is not taken else ():
-                local[start:stop].sub_(taken[start:stop]).add_(new[start:stop])
-            self._tokens_merged[merge.fragment] = merge.snapshot.tokens_seen
             if new is not taken:
                 self._advance_residual(merge.snapshot, merge.contributed)
-        self.place(merge.fragment, merge.anchor)
+                for start, stop in merge.contributed:
+                    progress = local[start:stop].sub_(taken[start:stop])
+                    self._hold_back(merge.fragment, Span(start, stop), progress)
+                    progress.add_(new[start:stop])
+            self._tokens_merged[merge.fragment] = merge.snapshot.tokens_seen
+            self._measured_from[merge.fragment] = merge.anchor.stamp.version
+        self._anchors[merge.fragment] = merge.anchor
+
+    def _hold_back(self, fragment: int, span: Span, progress: torch.Tensor) -> None:
+        """Move from `progress` to the residual what the overlap's weight leaves out."""
+        if self._overlap_weight == 1.0:
+            return
+        residual = self._residuals[fragment]
+        if residual is None:
+            residual = self._residuals[fragment] = torch.zeros(self.fragment_elements[fragment])
+        back = progress.mul(1.0 - self._overlap_weight)
+        progress.sub_(back)
+        residual[span.start : span.stop].add_(back)
 
     def _advance_residual(self, snapshot: Snapshot, contributed: tuple[Span, ...]) -> None:
         present, lost = self._residuals[snapshot.fragment], snapshot.lost
@@ -237,7 +263,7 @@ class AnchorStore:
         self._residuals[snapshot.fragment] = fresh
 
     def residual(self, fragment: int) -> torch.Tensor | None:
-        """Return what encoding lost and no contribution has made good yet; None is zero."""
+        """Return what was learnt and is in no anchor nor the parameters; None is zero."""
         return self._residuals[fragment]
 
     def forget_residual(self, fragment: int) -> None:
@@ -266,6 +292,7 @@ class AnchorStore:
             "tokens": [stamp.tokens for stamp in stamps],
             "digests": [stamp.digest for stamp in stamps],
             "tokens_since": [self.tokens_seen - merged for merged in self._tokens_merged],
+            "measured_from": list(self._measured_from),
         }
 
     def load(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
@@ -283,22 +310,40 @@ class AnchorStore:
             zip(meta["versions"], meta["tokens"], meta["digests"], strict=True)
         ):
             values = tensors[f"anchor.{fragment}"].detach().clone()
-            velocity = tensors[f"velocity.{fragment}"].detach().clone() if self.momentum else None
+            velocity = tensors.get(f"velocity.{fragment}")
             self.check_size(fragment, values)
             if digest_of(values, velocity) != digest:
                 raise SwarmError(f"anchor {fragment} of the checkpoint is damaged: wrong hash")
-            self.place(fragment, Anchor(values, velocity, Stamp(version, tokens, digest)))
+            if self.momentum == (velocity is not None):
+                kept = None if velocity is None else velocity.detach().clone()
+                anchor = Anchor(values, kept, Stamp(version, tokens, digest))
+            else:  # the run's outer update has changed since
+                anchor = self.fresh(values, version=version, tokens=tokens)
+            self.place(fragment, anchor)
             residual = tensors.get(f"residual.{fragment}")
             if residual is not None:
                 self.check_size(fragment, residual)
                 residual = residual.detach().clone()
             self._residuals[fragment] = residual
         self._tokens_merged = [self.tokens_seen - since for since in meta["tokens_since"]]
+        self._measured_from = list(meta.get("measured_from", meta["versions"]))
 
 
 def whole(elements: int) -> tuple[Span, ...]:
     """Return the one span that covers a fragment."""
     return (Span(0, elements),)
+
+
+def joined_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Return parts with neighbours of the same contributors joined to one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last and last.span.stop == part.span.start and last.contributors == part.contributors:
+            found[-1] = Part(Span(last.span.start, part.span.stop), last.contributors)
+        else:
+            found.append(part)
+    return tuple(found)
 
 
 def split_parts(parts: Iterable[Part], peer_id: str) -> tuple[tuple[Span, ...], tuple[Span, ...]]:

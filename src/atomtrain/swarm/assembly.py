@@ -52,7 +52,8 @@ def build_service(
         ConfigError: the files with key or allowed peers cannot be used.
     """
     admission = admission_of(config, transport.peer_id)
-    store = AnchorStore(manifest.fragment_elements, manifest.rules.outer_momentum > 0)
+    rules = manifest.rules
+    store = AnchorStore(manifest.fragment_elements, rules.outer_momentum > 0, rules.overlap_weight)
     services: list[Service] = []
     known = KnownPeers(config.run, config.peers_path)
     roster = Roster(admission, len(manifest.fragment_elements), manifest.digest[:16])

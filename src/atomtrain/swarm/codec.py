@@ -19,6 +19,8 @@ random instead, so that the error is zero on average.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -36,13 +38,15 @@ class Codec(Protocol):
     name: str
     feedback: bool
     """Whether what encoding loses is worth a residual."""
+    exact: bool
+    """Whether the bytes are those of the values: then neither way needs a copy."""
 
     def encoded_bytes(self, elements: int) -> int:
         """Return the exact number of bytes of an encoded piece."""
         ...
 
     def encode(self, values: torch.Tensor) -> memoryview:
-        """Return the bytes of `values`, which must be finite."""
+        """Return the bytes of `values`, which must be finite and not change from now on."""
         ...
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
@@ -93,11 +97,30 @@ def encode_span(codec: Codec, values: torch.Tensor) -> list[memoryview]:
     return [codec.encode(values[a:b]) for a, b in piece_spans(Span(0, values.numel()))]
 
 
-def decode_span(codec: Codec, pieces: list[memoryview], out: torch.Tensor) -> None:
+def decoded(codec: Codec, pieces: Sequence[memoryview], elements: int) -> torch.Tensor:
+    """Return a slice's values; they may share the memory of `pieces`, which is the caller's.
+
+    Raises:
+        BadMessage: `encode_span` cannot have made it.
+    """
+    if codec.exact and len(pieces) == 1:
+        return torch.frombuffer(pieces[0], dtype=torch.float32)
+    out = torch.empty(elements)
+    decode_span(codec, pieces, out)
+    return out
+
+
+def decode_span(codec: Codec, pieces: Sequence[memoryview], out: torch.Tensor) -> None:
     """Write the pieces made by `encode_span` to `out`."""
     spans = piece_spans(Span(0, out.numel()))
     for piece, (start, stop) in zip(pieces, spans, strict=True):
         codec.decode(piece, out[start:stop])
+
+
+def square_of(values: torch.Tensor) -> float | None:
+    """Return the sum of squares of 1-D float32 values; None if it or one of them is not finite."""
+    square = float(torch.dot(values, values))
+    return square if math.isfinite(square) else None
 
 
 def all_finite(values: torch.Tensor) -> bool:
@@ -112,6 +135,8 @@ __all__ = [
     "byte_view",
     "codec_named",
     "decode_span",
+    "decoded",
     "encode_span",
     "encoded_bytes",
+    "square_of",
 ]

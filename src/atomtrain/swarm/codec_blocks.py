@@ -29,6 +29,7 @@ class BlockCodec:
         assert bits in (4, 8), bits
         self.name = f"int{bits}"
         self.feedback = seed is None
+        self.exact = False
         self._bits = bits
         self._most = (1 << (bits - 1)) - 1
         self._random = None if seed is None else torch.Generator().manual_seed(seed)

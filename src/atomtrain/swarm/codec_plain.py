@@ -31,14 +31,15 @@ class Float32Codec:
 
     name = "float32"
     feedback = False
+    exact = True
 
     def encoded_bytes(self, elements: int) -> int:
         """Return four bytes per element."""
         return 4 * elements
 
     def encode(self, values: torch.Tensor) -> memoryview:
-        """Return a copy of the values' bytes."""
-        return byte_view(values.clone())
+        """Return the values' bytes."""
+        return byte_view(values.contiguous())
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Copy the values."""
@@ -60,6 +61,7 @@ class Float16Codec:
 
     name = "float16"
     feedback = False
+    exact = False
 
     def encoded_bytes(self, elements: int) -> int:
         """Return the scale's four bytes and two per element."""

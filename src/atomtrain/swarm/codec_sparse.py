@@ -44,6 +44,7 @@ class TopKCodec:
 
     name = "topk"
     feedback = True
+    exact = False
 
     def encoded_bytes(self, elements: int) -> int:
         """Return 232 bytes for each block of 4096, and those of the rest."""
@@ -106,6 +107,7 @@ class SparseMeanCodec:
 
     name = "sparse-mean"
     feedback = False
+    exact = False
 
     def __init__(self, contributors: int, seed: int) -> None:
         """`seed` is that of the random rounding."""

@@ -56,6 +56,9 @@ class SwarmConfig:
     """Factor on a round's mean change; above 0, at most 2."""
     outer_momentum: float = 0.0
     """Nesterov momentum of the outer update; at least 0, below 1."""
+    overlap_weight: float = 1.0
+    """Share of what is learnt while a round goes on that a merge leaves in the parameters; the rest
+    comes back with the next anchor. 0 to 1."""
     wire: str = "float16"
     """How changes travel: `float16`, `float32`, `int8`, `int4` or `topk`; see `codec`."""
     norm_limit: float = 10.0
@@ -67,6 +70,9 @@ class SwarmConfig:
     expiry_s: float = 30.0
     """A peer silent for this long is no member any more; at least 1. Clocks must agree to a
     fraction of it."""
+    direct: bool = True
+    """Whether bulk data may go straight between processes where peers can dial each other: over TLS
+    at a TCP port of its own, the one after `listen_port` if that is chosen."""
     connect_s: float = 10.0
     """Longest wait for a connection to a peer."""
     stall_s: float = 15.0
@@ -102,6 +108,8 @@ class SwarmConfig:
         lr, momentum = self.outer_learning_rate, self.outer_momentum
         _check(0 < lr <= 2, "outer_learning_rate", lr, "above 0, at most 2")
         _check(0 <= momentum < 1, "outer_momentum", momentum, "at least 0, below 1")
+        overlap = self.overlap_weight
+        _check(0 <= overlap <= 1, "overlap_weight", overlap, "0 to 1")
         codec_named(self.wire)
         limit = self.norm_limit
         _check(limit == 0 or 2 <= limit < math.inf, "norm_limit", limit, "0, or at least 2")
@@ -135,6 +143,8 @@ class Rules:
     """See `OuterUpdate`."""
     outer_momentum: float = 0.0
     """See `OuterUpdate`."""
+    overlap_weight: float = 1.0
+    """See `AnchorStore`."""
     wire: str = "float16"
     """Name of the codec."""
     norm_limit: float = 10.0
@@ -149,6 +159,7 @@ class Rules:
             local_steps_per_round=config.local_steps_per_round,
             outer_learning_rate=config.outer_learning_rate,
             outer_momentum=config.outer_momentum,
+            overlap_weight=config.overlap_weight,
             wire=config.wire,
             norm_limit=config.norm_limit,
             mean=config.mean,

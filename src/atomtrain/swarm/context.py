@@ -51,8 +51,8 @@ class Context:
         """This peer's id."""
         return self.transport.peer_id
 
-    async def open(self, peer_id: str) -> Channel:
-        """Return a stream on which protocol and run have been announced.
+    async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
+        """Return a stream on which protocol and run have been announced; `bulk`: for much data.
 
         Raises:
             LinkLost: the peer cannot be reached by the connection deadline.
@@ -60,7 +60,7 @@ class Context:
         self.transport.learn(peer_id, self.roster.addresses.get(peer_id, ()))
         try:
             async with asyncio.timeout(self.config.connect_s):
-                channel = await self.transport.open(peer_id)
+                channel = await self.transport.open(peer_id, bulk=bulk)
         except TimeoutError as error:
             raise LinkLost(f"peer {peer_id[-8:]} cannot be reached in time") from error
         await channel.send(self.opening(peer_id))

@@ -1,25 +1,40 @@
 """The butterfly of one round: every member's slice j goes to its owner, a mean comes back.
 
-One stream for each member and slice carries both: contribution there, mean back. Small groups cut
-several slices for each owner, so that several streams fill a link with a long round trip. What
-happens to a slice at its owner is in `owning`; here is the other end.
+A member owns several slices of a large fragment. Its neighbours send it their contributions to
+these one after the other, over a few streams (*lanes*), and each mean goes back over the same lane
+as soon as it is known: contributions and means travel at the same time. What happens to a slice at
+its owner is in `owning`; here is the other end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from atomtrain.swarm.anchors import Snapshot
-from atomtrain.swarm.codec import Codec, all_finite, decode_span
-from atomtrain.swarm.guards import Guard
+from atomtrain.swarm.codec import Codec, decoded, square_of
+from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard
 from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Mean
-from atomtrain.swarm.owning import Offload, OwnedSlice, SliceMean, mean_codec, mean_digest
+from atomtrain.swarm.owning import (
+    Offload,
+    OwnedSlice,
+    SliceMean,
+    mean_codec,
+    mean_digest,
+    receive_buffer,
+)
 from atomtrain.swarm.reduction import SliceReduction
-from atomtrain.swarm.slices import Span, piece_spans, slice_spans, slices_per_member
+from atomtrain.swarm.slices import (
+    Span,
+    lanes_per_owner,
+    piece_spans,
+    slice_spans,
+    slices_per_member,
+)
 from atomtrain.swarm.transport import Channel, LinkLost
 
 
@@ -72,7 +87,7 @@ class Exchange:
         members = begin.members
         if setup.peer_id not in members or len(set(members)) != len(members):
             raise BadMessage("the group does not contain this member, or one of them twice")
-        if len(begin.weights) != len(members) or begin.exchange_s <= 0:
+        if {len(begin.weights), len(begin.late)} != {len(members)} or begin.exchange_s <= 0:
             raise BadMessage("the group has no weights or no time")
         self._setup = setup
         self._begin = begin
@@ -81,9 +96,13 @@ class Exchange:
             raise BadMessage("the leader changed this member's weight")
         elements = setup.snapshot.values.numel()
         self._each = slices_per_member(elements, len(members))
+        self._lanes = lanes_per_owner(len(members), self._each)
         self._spans = slice_spans(elements, len(members) * self._each)
+        self._means: list[SliceMean | None] = [None] * len(self._spans)
+        self._own_square = [0.0] * len(self._spans)
         self._wrong_means: dict[str, str] = {}
         self._channels: list[Channel] = []
+        self._served: set[tuple[int, int]] = set()
         first = self._me * self._each
         self._owned = {j: self._own(j) for j in range(first, first + self._each)}
         self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
@@ -96,98 +115,122 @@ class Exchange:
                 reduction.lose(member)
         return OwnedSlice(index, span, begin, setup.codec, setup.offload, reduction)
 
+    def _lane(self, owner: int, lane: int) -> range:
+        """Return the slices that one lane to, or from, an owner carries, in their order."""
+        first = owner * self._each
+        return range(first + lane, first + self._each, self._lanes)
+
     async def run(self) -> ExchangeResult:
         """Return what is held when all slices are, or at the exchange's deadline."""
-        tasks = {
-            j: asyncio.create_task(self._reduce(j) if j in self._owned else self._contribute(j))
-            for j in range(len(self._spans))
-        }
-        try:
-            means = [await task for task in tasks.values()]
-        finally:
-            for task in tasks.values():
-                task.cancel()
-        members, owned = self._begin.members, self._owned.values()
-        rejected = {members[i]: w for one in owned for i, w in one.reduction.rejected.items()}
+        members, owned = self._begin.members, self._owned
+        others = (i for i in range(len(members)) if i != self._me)
+        await together(
+            *(self._reduce(j) for j in owned),
+            *(self._contribute(i, lane) for i in others for lane in range(self._lanes)),
+        )
+        slices = owned.values()
+        rejected = {members[i]: w for one in slices for i, w in one.reduction.rejected.items()}
         rejected |= self._wrong_means
-        everywhere = set.intersection(*(set(one.contributors) for one in owned))
+        everywhere = set.intersection(*(set(one.contributors) for one in slices))
         accepted = tuple(members[i] for i in sorted(everywhere))
-        return ExchangeResult(means, self._channels, rejected, accepted)
+        return ExchangeResult(self._means, self._channels, rejected, accepted)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
-        """Take a member's contribution to one of this member's slices; answer with the mean.
+        """Take a member's contribution to this member's slices of a lane; answer with the means.
 
         Raises:
             LinkLost: the member is gone; it does not count, and nobody waits for it.
-            BadMessage: it is not in the group, comes twice, or to a slice that is not here.
+            BadMessage: it is not in the group, comes twice, or over a lane that there is not.
         """
         peer_id = channel.remote
         if peer_id not in self._begin.members or peer_id == self._setup.peer_id:
             raise BadMessage(f"peer {peer_id[-8:]} is not in this round")
-        if header.slice_index not in self._owned:
-            raise BadMessage(f"slice {header.slice_index} is not this member's")
-        self._channels.append(channel)
+        if header.lane >= self._lanes:
+            raise BadMessage(f"there is no lane {header.lane}")
         member = self._begin.members.index(peer_id)
-        await self._owned[header.slice_index].serve(channel, member, header)
+        if (member, header.lane) in self._served:
+            raise BadMessage("a second contribution of the same member")
+        self._served.add((member, header.lane))
+        self._channels.append(channel)
+        slices = [self._owned[j] for j in self._lane(self._me, header.lane)]
 
-    async def _reduce(self, index: int) -> SliceMean | None:
-        return await self._owned[index].reduce(self._me, self._own_contribution)
+        async def take() -> None:
+            try:
+                for one in slices if header.has_values else ():
+                    await one.take(channel, member)
+            finally:
+                for one in slices:
+                    one.lose(member)
+
+        async def answer() -> None:
+            for one in slices:
+                await one.answer(channel)
+
+        await together(take(), answer())
+
+    async def _reduce(self, index: int) -> None:
+        self._means[index] = await self._owned[index].reduce(self._me, self._own_contribution)
 
     def _own_contribution(self, span: Span) -> torch.Tensor:
         """Return this member's contribution to its own slice, as others would have received it."""
         if self._setup.snapshot.lost is None:
             return self._setup.snapshot.contribution(span)
-        values = torch.empty(span.elements)
-        for start, stop in piece_spans(Span(0, span.elements)):
-            data = self._encode_change(Span(span.start + start, span.start + stop))
-            self._setup.codec.decode(data, values[start:stop])
-        return values
+        pieces = [self._encode_change(piece)[0] for piece in piece_spans(span)]
+        return decoded(self._setup.codec, pieces, span.elements)
 
-    async def _contribute(self, index: int) -> SliceMean | None:
-        owner = index // self._each
+    async def _contribute(self, owner: int, lane: int) -> None:
         try:
             async with asyncio.timeout_at(self._until_s):
-                return await self._contribute_to(index, self._begin.members[owner])
+                await self._contribute_to(owner, lane)
         except (LinkLost, BadMessage, TimeoutError):
-            for one in self._owned.values():
-                if owner not in one.serving:
-                    one.lose(owner)
-            return None
+            for coming in range(self._lanes):
+                if (owner, coming) not in self._served:
+                    for index in self._lane(self._me, coming):
+                        self._owned[index].lose(owner)
 
-    async def _contribute_to(self, index: int, peer_id: str) -> SliceMean | None:
+    async def _contribute_to(self, owner: int, lane: int) -> None:
+        peer_id = self._begin.members[owner]
         try:
             channel = await self._setup.open(peer_id)
         except LinkLost:
             self._setup.on_unreachable(peer_id)
             raise
         self._channels.append(channel)
+        slices = self._lane(owner, lane)
         try:
             has_values = self._begin.weights[self._me] > 0
             await channel.send(
-                Contribution(
-                    round_id=self._begin.round_id, slice_index=index, has_values=has_values
-                )
+                Contribution(round_id=self._begin.round_id, lane=lane, has_values=has_values)
             )
-            if has_values:
-                await self._send_change(channel, self._spans[index])
-            return await self._receive_mean(channel, index)
+            await together(
+                self._send_changes(channel, slices if has_values else ()),
+                self._receive_means(channel, slices),
+            )
         finally:
             channel.close()
 
-    async def _send_change(self, channel: Channel, span: Span) -> None:
-        for piece in piece_spans(span):
-            data = await self._setup.offload(self._encode_change, piece)
-            await channel.send_bytes(data)
+    async def _send_changes(self, channel: Channel, slices: range | tuple[()]) -> None:
+        for index in slices:
+            for piece in piece_spans(self._spans[index]):
+                data, square = await self._setup.offload(self._encode_change, piece)
+                self._own_square[index] += square
+                await channel.send_bytes(data)
 
-    def _encode_change(self, piece: Span) -> memoryview:
+    def _encode_change(self, piece: Span) -> tuple[memoryview, float]:
+        """Return a piece of this member's contribution as it travels, and its sum of squares."""
         codec, snapshot = self._setup.codec, self._setup.snapshot
         values = snapshot.contribution(piece)
+        square = square_of(values) or 0.0
         data = codec.encode(values)
         if snapshot.lost is not None:
             sent = torch.empty_like(values)
             codec.decode(data, sent)
             torch.sub(values, sent, out=snapshot.lost[piece.start : piece.stop])
-        return data
+        return data, square
+
+    async def _receive_means(self, channel: Channel, slices: range) -> None:
+        for index in slices:
+            self._means[index] = await self._receive_mean(channel, index)
 
     async def _receive_mean(self, channel: Channel, index: int) -> SliceMean | None:
         header = await channel.receive(Mean, self._begin.exchange_s)
@@ -200,31 +243,46 @@ class Exchange:
         pieces = []
         codec = mean_codec(self._setup.codec, self._begin, index, len(header.contributors))
         for piece in piece_spans(self._spans[index]):
-            data = bytearray(codec.encoded_bytes(piece.elements))
-            await channel.receive_into(memoryview(data))
-            pieces.append(memoryview(data))
+            data = receive_buffer(codec.encoded_bytes(piece.elements))
+            await channel.receive_into(data)
+            pieces.append(data)
         held: SliceMean | None = await self._setup.offload(
-            self._decode_mean, codec, header, pieces, self._spans[index]
+            self._decode_mean, codec, header, pieces, index
         )
         if held is None:
             self._wrong_means[channel.remote] = "its mean is not what it announced, or too large"
         return held
 
     def _decode_mean(
-        self, codec: Codec, header: Mean, pieces: list[memoryview], span: Span
+        self, codec: Codec, header: Mean, pieces: list[memoryview], index: int
     ) -> SliceMean | None:
         if mean_digest(header.contributors, pieces) != header.digest:
             return None
-        values = torch.empty(span.elements)
         try:
-            decode_span(codec, pieces, values)
+            values = decoded(codec, pieces, self._spans[index].elements)
         except BadMessage:
             return None
-        if not all_finite(values) or self._mean_too_large(values, span):
+        square = square_of(values)
+        if square is None or self._mean_too_large(square, index):
             return None
-        return SliceMean(values, header.contributors, header.digest)
+        return SliceMean(values, header.contributors, header.digest, square)
 
-    def _mean_too_large(self, mean: torch.Tensor, span: Span) -> bool:
-        weights, own = self._begin.weights, self._setup.snapshot.contribution(span)
+    def _mean_too_large(self, square: float, index: int) -> bool:
+        weights, elements = self._begin.weights, self._spans[index].elements
+        if elements < JUDGED_ELEMENTS:
+            return False
+        mean_rms, own_rms = ((s / elements) ** 0.5 for s in (square, self._own_square[index]))
         usual_rms = self._setup.usual_rms
-        return self._setup.guard.mean_too_large(mean, own, usual_rms, weights[self._me], weights)
+        return self._setup.guard.mean_too_large(
+            mean_rms, own_rms, usual_rms, weights[self._me], weights
+        )
+
+
+async def together(*work: Coroutine[Any, Any, None]) -> None:
+    """Do several things at the same time; the first that fails ends all."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors import Anchor, Origin, Part, Stamp, digest_of
+from atomtrain.swarm.anchors import Anchor, Origin, Part, Stamp, digest_of, joined_parts
 from atomtrain.swarm.codec import byte_view
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.messages import AnchorHeader, AskAnchor, BadMessage
@@ -65,7 +65,7 @@ class Partial:
 async def send_anchor(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
     """Answer `AskAnchor`."""
     resumes = ask.digest == anchor.stamp.digest
-    parts = anchor.origin.parts
+    parts = joined_parts(anchor.origin.parts)
     members = sorted(frozenset().union(*(part.contributors for part in parts)))
     header = AnchorHeader(
         fragment=ask.fragment,
@@ -160,7 +160,7 @@ class Fetcher:
 
     async def _opened(self, donor: str) -> Channel:
         try:
-            return await self._context.open(donor)
+            return await self._context.open(donor, bulk=True)
         except BaseException:
             self._asked[donor] -= 1
             raise

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 MEANS = ("plain", "clipped")
-_JUDGED_ELEMENTS = 32
+JUDGED_ELEMENTS = 32
 """Norms of fewer elements differ too much by chance."""
 _JUDGED_MEMBERS = 3
 _CLIP_ITERATIONS = 5
@@ -44,14 +44,16 @@ class Guard:
     """One of `MEANS`."""
 
     def too_large(
-        self, contributions: Mapping[int, torch.Tensor], weights: Sequence[int]
+        self, norms: Mapping[int, float], elements: int, weights: Sequence[int]
     ) -> dict[int, str]:
-        """Return the members whose contribution is to be rejected, and why."""
-        if not self.limit or not _can_judge(contributions):
+        """Return the members whose contribution is to be rejected, and why.
+
+        `norms` are those of the contributions, of so many elements each.
+        """
+        if not self.limit or not _can_judge(len(norms), elements):
             return {}
-        norms = {member: _norm(values) for member, values in contributions.items()}
         median = statistics.median_low(norms.values())
-        usual = statistics.median_low(weights[member] for member in contributions)
+        usual = statistics.median_low(weights[member] for member in norms)
         found = {}
         for member, norm in norms.items():
             share = weights[member] / usual
@@ -62,8 +64,8 @@ class Guard:
 
     def mean_too_large(
         self,
-        mean: torch.Tensor,
-        own: torch.Tensor,
+        mean_rms: float,
+        own_rms: float,
         usual_rms: float,
         own_weight: int,
         weights: Sequence[int],
@@ -74,39 +76,39 @@ class Guard:
         this peer's own contribution if it is larger, in proportion to the tokens of the others.
         Without a last mean nothing is judged: a peer that learns little must not veto the rest.
         """
-        if not self.limit or not usual_rms or mean.numel() < _JUDGED_ELEMENTS:
+        if not self.limit or not usual_rms:
             return False
-        own_rms = _rms(own) * max(weights) / own_weight if own_weight else 0.0
-        return _rms(mean) > self.limit * max(usual_rms, own_rms)
+        own_share = own_rms * max(weights) / own_weight if own_weight else 0.0
+        return mean_rms > self.limit * max(usual_rms, own_share)
 
     def mean_of(
         self, contributions: Mapping[int, torch.Tensor], weights: Sequence[int]
     ) -> torch.Tensor:
-        """Return the weighted mean of at least one contribution; float32, summed in order."""
+        """Return the weighted mean of at least one contribution; float32, summed in order.
+
+        May use the contributions' memory.
+        """
         members = sorted(contributions)
         total = sum(weights[member] for member in members)
-        if self.mean == "clipped" and _can_judge(contributions):
+        elements = contributions[members[0]].numel()
+        if self.mean == "clipped" and _can_judge(len(members), elements):
             return _centred_clipping(
                 [contributions[m] for m in members], [weights[m] / total for m in members]
             )
-        summed = torch.zeros_like(contributions[members[0]])
-        for member in members:
-            summed.add_(contributions[member], alpha=float(weights[member]))
-        return summed.div_(float(total))
+        mean = contributions[members[0]]
+        if weights[members[0]] != total:
+            mean = mean.mul_(weights[members[0]] / total)
+        for member in members[1:]:
+            mean.add_(contributions[member], alpha=weights[member] / total)
+        return mean
 
 
-def _can_judge(contributions: Mapping[int, torch.Tensor]) -> bool:
-    if len(contributions) < _JUDGED_MEMBERS:
-        return False
-    return all(values.numel() >= _JUDGED_ELEMENTS for values in contributions.values())
+def _can_judge(members: int, elements: int) -> bool:
+    return members >= _JUDGED_MEMBERS and elements >= JUDGED_ELEMENTS
 
 
 def _norm(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
-
-
-def _rms(values: torch.Tensor) -> float:
-    return float(_norm(values) / values.numel() ** 0.5) if values.numel() else 0.0
 
 
 def _centred_clipping(values: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
@@ -145,11 +147,9 @@ class Standing:
         """Return the root mean square of the fragment's last mean; 0 before there was one."""
         return self._usual_rms.get(fragment, 0.0)
 
-    def observe_means(self, fragment: int, means: Sequence[torch.Tensor]) -> None:
-        """Hear which means of a fragment's slices were committed."""
-        elements = sum(mean.numel() for mean in means)
+    def observe_means(self, fragment: int, elements: int, square: float) -> None:
+        """Hear how many elements of a fragment were committed, and the sum of their squares."""
         if elements:
-            square = sum(_norm(mean) ** 2 for mean in means)
             self._usual_rms[fragment] = math.sqrt(square / elements)
 
     def observe(self, peer_id: str, round_index: int, *, rejected: bool) -> None:

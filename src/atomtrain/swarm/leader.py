@@ -142,7 +142,11 @@ class LeaderRound:
         exchange_s = self.call.exchange_s(len(group))
         self.deadline_s = now_s + exchange_s + self.call.decision_s
         begin = Begin(
-            round_id=self.call.round_id, members=self.group, weights=weights, exchange_s=exchange_s
+            round_id=self.call.round_id,
+            members=self.group,
+            weights=weights,
+            late=tuple(self._ready[member].late for member in group),
+            exchange_s=exchange_s,
         )
         behind = Abandon(reason=f"anchor is not version {best.version} of the others")
         return [(member, begin if member in self._waiting else behind) for member in everybody]

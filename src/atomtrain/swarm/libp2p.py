@@ -10,17 +10,19 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.config import SwarmConfig
 from atomtrain.swarm.daemon import Daemon, DaemonConfig
+from atomtrain.swarm.direct import OFFER_BYTES, Direct
 from atomtrain.swarm.identity import Identity
-from atomtrain.swarm.transport import Channel, Handler, LinkLost
+from atomtrain.swarm.transport import Channel, Handler, LinkLost, StreamChannel
 
 _log = logging.getLogger("atomtrain.swarm")
 _PROTOCOL_NAME = "/atom/swarm/1"
+_OFFER_PROTOCOL_NAME = "/atom/direct/1"
 
 
 def quiet_hivemind() -> None:
@@ -44,6 +46,7 @@ class Libp2pTransport:
         self._known: dict[str, tuple[str, ...]] = {}
         self._dialled: set[str] = set()
         self._dialling: dict[str, asyncio.Lock] = {}
+        self._direct = _listening(config, self._ask_offer) if config.direct else None
 
     @classmethod
     async def create(cls, config: SwarmConfig) -> Libp2pTransport:
@@ -104,13 +107,35 @@ class Libp2pTransport:
         async def accept(
             info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         ) -> None:
-            await handler(Channel(str(info.peer_id), reader, writer, self._config.stall_s))
+            await handler(self._channel(str(info.peer_id), reader, writer))
+
+        async def offer(
+            info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            assert self._direct is not None
+            channel = self._channel(str(info.peer_id), reader, writer)
+            with contextlib.suppress(LinkLost):
+                await channel.send_bytes(self._direct.offer(channel.remote).encode())
+                await channel.wait_closed(self._config.stall_s)
+            channel.close()
 
         async with asyncio.timeout(self._config.connect_s):
             await self._p2p.add_binary_stream_handler(_PROTOCOL_NAME, accept)
+            if self._direct is not None:
+                await self._p2p.add_binary_stream_handler(_OFFER_PROTOCOL_NAME, offer)
+                self._direct.serve(handler)
 
-    async def open(self, peer_id: str) -> Channel:
-        """Return a new stream, dialling the peer first if that has not been done."""
+    async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
+        """Return a new stream; for bulk a straight one, if there is a way."""
+        if bulk and self._direct is not None:
+            hosts = [host_of(address) for address in self._known.get(peer_id, ())]
+            channel = await self._direct.open(peer_id, [host for host in hosts if host])
+            if channel is not None:
+                return channel
+        return await self._open(peer_id, _PROTOCOL_NAME)
+
+    async def _open(self, peer_id: str, protocol: str) -> Channel:
+        """Return a new stream over the daemon, dialling the peer first if need be."""
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
@@ -120,7 +145,7 @@ class Libp2pTransport:
                 if peer_id not in self._dialled:
                     await self.dial(peer_id, self._known.get(peer_id, ()))
             _, reader, writer = await self._p2p.call_binary_stream_handler(
-                PeerID.from_base58(peer_id), _PROTOCOL_NAME
+                PeerID.from_base58(peer_id), protocol
             )
         except (P2PDaemonError, OSError, EOFError, ValueError) as error:
             self._dialled.discard(peer_id)
@@ -128,7 +153,21 @@ class Libp2pTransport:
         except asyncio.CancelledError:  # as a deadline does: the connection may be a dead one
             self._dialled.discard(peer_id)
             raise
-        return Channel(peer_id, reader, writer, self._config.stall_s)
+        return self._channel(peer_id, reader, writer)
+
+    async def _ask_offer(self, peer_id: str) -> bytes:
+        channel = await self._open(peer_id, _OFFER_PROTOCOL_NAME)
+        try:
+            data = bytearray(OFFER_BYTES)
+            await channel.receive_into(memoryview(data))
+            return bytes(data)
+        finally:
+            channel.close()
+
+    def _channel(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Channel:
+        return StreamChannel(peer_id, reader, writer, self._config.stall_s)
 
     async def dial(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Connect to a peer; raises hivemind's errors, `OSError` or `ValueError`."""
@@ -145,6 +184,8 @@ class Libp2pTransport:
 
     async def close(self) -> None:
         """End the daemon, and every stream with it."""
+        if self._direct is not None:
+            self._direct.close()
         with contextlib.suppress(OSError):
             await self._p2p.shutdown()
         self._daemon.stop()
@@ -155,6 +196,23 @@ def reachable(addresses: list[str]) -> str:
     tcp = [address for address in addresses if "/tcp/" in address and "p2p-circuit" not in address]
     outside = [address for address in tcp if not address.startswith("/ip4/127.")]
     return (outside or tcp or addresses)[0]
+
+
+def host_of(address: str) -> str:
+    """Return the host that a TCP address without relay names, else an empty string."""
+    parts = address.split("/")
+    plain = len(parts) > 3 and parts[1] in ("ip4", "dns4") and parts[3] == "tcp"
+    return parts[2] if plain and "p2p-circuit" not in parts else ""
+
+
+def _listening(config: SwarmConfig, ask: Callable[[str], Awaitable[bytes]]) -> Direct | None:
+    """Return this peer's straight streams: at the port after the daemon's, if that was chosen."""
+    for port in dict.fromkeys((config.listen_port and config.listen_port + 1, 0)):
+        try:
+            return Direct(config.listen_host, port, config.stall_s, ask)
+        except (OSError, OverflowError) as error:
+            _log.warning("no straight streams at port %d: %s", port, error)
+    return None
 
 
 def peer_of(address: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -97,6 +98,7 @@ class Membering:
                 tokens=stamp.tokens,
                 digest=stamp.digest,
                 weight=snapshot.weight,
+                late=snapshot.late,
             )
         )
         begin = await self._expect(Begin, self.invite.answer_s + self._context.timing.floor_s)
@@ -142,7 +144,7 @@ class Membering:
             peer_id=context.peer_id,
             snapshot=snapshot,
             codec=context.codec,
-            open=context.open,
+            open=partial(context.open, bulk=True),
             offload=context.offload,
             guard=context.manifest.rules.guard,
             usual_rms=context.standing.usual_rms(snapshot.fragment),
@@ -190,9 +192,11 @@ class Membering:
     def _conclude(self, decided: Decided) -> tuple[Merge, RoundReport]:
         outer = self._context.manifest.rules.outer
         merge = merge_of(decided, outer, self._context.peer_id)
-        means = [decided.result.means[j] for j in set(decided.commit.slices)]
+        means = [m for j in set(decided.commit.slices) if (m := decided.result.means[j])]
         self._context.standing.observe_means(
-            merge.fragment, [mean.values for mean in means if mean is not None]
+            merge.fragment,
+            sum(mean.values.numel() for mean in means),
+            sum(mean.square for mean in means),
         )
         me, after = self._context.peer_id, self.invite.round_index + 1
         if me in decided.result.rejected and me in self._context.standing.excluded(after):
@@ -206,7 +210,7 @@ class Membering:
         contributors = tuple(member for member in begin.members if member in used)
         weights = dict(zip(begin.members, begin.weights, strict=True))
         awaited = frozenset(m for m in everybody if weights[m] > 0)
-        missing = len(decided.result.means) - len(parts)
+        missing = len(decided.result.means) - len(set(decided.commit.slices))
         lost = sorted(m[-8:] for m in awaited if any(m not in p.contributors for p in parts))
         channels = [self._channel, *decided.result.channels]
         reasons = [f"{missing} slices missing"] if missing else []
@@ -245,7 +249,10 @@ def merge_of(decided: Decided, outer: OuterUpdate, peer_id: str) -> Merge:
         assert mean is not None
         start, stop = spans[j]
         outer.apply(
-            values[start:stop], mean.values, None if velocity is None else velocity[start:stop]
+            values[start:stop],
+            mean.values,
+            None if velocity is None else velocity[start:stop],
+            _on_time_share(begin, mean.contributors),
         )
         parts.append(Part(spans[j], frozenset(begin.members[i] for i in mean.contributors)))
     used = frozenset().union(*(part.contributors for part in parts))
@@ -254,3 +261,9 @@ def merge_of(decided: Decided, outer: OuterUpdate, peer_id: str) -> Merge:
     anchor = Anchor(values, velocity, stamp, Origin(begin.round_id, tuple(parts)))
     changed, contributed = split_parts(parts, peer_id)
     return Merge(snapshot.fragment, anchor, changed, snapshot, contributed)
+
+
+def _on_time_share(begin: Begin, contributors: tuple[int, ...]) -> float:
+    total = sum(begin.weights[i] for i in contributors)
+    late = sum(begin.weights[i] for i in contributors if begin.late[i])
+    return (total - late) / total if total else 1.0

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from atomtrain.swarm.transport import Channel, Handler, LinkLost
+from atomtrain.swarm.transport import Channel, Handler, LinkLost, StreamChannel
 
 
 class _Pipe:
@@ -76,8 +76,8 @@ def channel_pair(
     """Return the two ends of a stream: the one `first` holds, and the one `second` holds."""
     to_first, to_second = _pipe_pair(delay_s)
     return (
-        Channel(second, to_first.reader, to_second, stall_s),
-        Channel(first, to_second.reader, to_first, stall_s),
+        StreamChannel(second, to_first.reader, to_second, stall_s),
+        StreamChannel(first, to_second.reader, to_first, stall_s),
     )
 
 
@@ -164,7 +164,7 @@ class MemoryTransport:
         """Run `handler` for each incoming stream."""
         self._handler = handler
 
-    async def open(self, peer_id: str) -> Channel:
+    async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
         """Return a new stream; raises `LinkLost` if either side is cut off."""
         network = self._network
         await asyncio.sleep(network.delay_s())
@@ -173,8 +173,8 @@ class MemoryTransport:
         if remote is None or remote._handler is None or not there:
             raise LinkLost(f"peer {peer_id[-8:]} cannot be reached")
         to_me, to_them = _pipe_pair(network.delay_s)
-        mine = Channel(peer_id, to_me.reader, to_them, network.stall_s)
-        theirs = Channel(self.peer_id, to_them.reader, to_me, network.stall_s)
+        mine = StreamChannel(peer_id, to_me.reader, to_them, network.stall_s)
+        theirs = StreamChannel(self.peer_id, to_them.reader, to_me, network.stall_s)
         self._channels.append((mine, to_me))
         remote._channels.append((theirs, to_them))
         remote._spawn(theirs)

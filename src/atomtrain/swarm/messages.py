@@ -166,12 +166,16 @@ class Invite(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Ready(Message):
-    """The member has its snapshot: which anchor it rests on, and how many tokens it weighs."""
+    """The member has its snapshot: which anchor it rests on, and how many tokens it weighs.
+
+    `late`: an earlier anchor than that is what part of its change was learnt from.
+    """
 
     version: int
     tokens: int
     digest: str
     weight: int
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,15 +196,19 @@ class Begin(Message):
     round_id: str
     members: tuple[str, ...]
     weights: tuple[int, ...]
+    late: tuple[bool, ...]
     exchange_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution(Message):
-    """On a slice stream: the sender's part of the receiver's slice follows, if it `has_values`."""
+    """On a lane: the sender's part of the receiver's slices follows, if it `has_values`.
+
+    The lane's slices come one after the other; meanwhile their means go back in the same order.
+    """
 
     round_id: str
-    slice_index: int
+    lane: int
     has_values: bool
 
 

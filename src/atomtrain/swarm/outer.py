@@ -10,12 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
+from atomtrain.errors import ConfigError, nearest
+
+OUTERS = ("nesterov", "mean")
+"""Names of outer updates, the default first."""
+LONG_STEPS = 100
+"""Local steps from which on a round's change is a smooth enough gradient for full momentum."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OuterUpdate:
     """Nesterov momentum on anchors, with the mean change as the negative gradient.
 
     With the defaults it is plain averaging: the new anchor is the old one plus the mean change.
+
+    *Late* contributions, learnt in part before an anchor that was made without them, act at once
+    but neither feed nor release momentum (after delayed Nesterov, Liu et al. 2024, arXiv
+    2401.09135, algorithm 4): with the share `q` of on-time tokens in the mean `m`,
+    `v := (1 - q (1 - momentum)) v + q m`, `anchor += rate (m + q momentum v)`. With `q = 1` this is
+    Nesterov's update as `torch.optim.SGD` computes it, with `q = 0` a plain step.
     """
 
     learning_rate: float = 1.0
@@ -24,17 +37,45 @@ class OuterUpdate:
     """Share of the last change that is kept; at least 0, below 1. 0 needs no velocity."""
 
     def apply(
-        self, anchor: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None
+        self,
+        anchor: torch.Tensor,
+        mean: torch.Tensor,
+        velocity: torch.Tensor | None,
+        on_time_share: float = 1.0,
     ) -> None:
         """Update `anchor` (and `velocity`, needed when there is momentum) in place.
 
-        All are 1-D float32 of one length; `mean` is the weighted mean of local minus anchor.
+        All are 1-D float32 of one length; `mean` is the weighted mean of local minus anchor, and
+        `on_time_share` the part of its weight, 0 to 1, that is not late.
         """
         change = mean
         if self.momentum:
             assert velocity is not None, "momentum needs a velocity"
-            velocity.mul_(self.momentum).add_(mean)
-            change = velocity.mul(self.momentum).add_(mean)
+            share, momentum = on_time_share, self.momentum
+            fed = mean if share == 1.0 else mean.mul(share)
+            velocity.mul_(momentum if share == 1.0 else 1.0 - share * (1.0 - momentum)).add_(fed)
+            change = velocity.mul(momentum * share).add_(mean)
         if self.learning_rate != 1.0:
             change = change.mul(self.learning_rate)
         anchor.add_(change)
+
+
+def outer_named(name: str, local_steps: int, fragments: int) -> OuterUpdate:
+    """Return the outer update called `name`, fit for rounds of a fragment every `local_steps`.
+
+    `local_steps` 0 stands for a number that is measured. The table and where it comes from are in
+    docs/swarm.md.
+
+    Raises:
+        ConfigError: there is no such outer update.
+    """
+    if name not in OUTERS:
+        raise ConfigError(
+            f"outer update {name!r} does not exist; choose {' or '.join(OUTERS)}."
+            + nearest(name, OUTERS)
+        )
+    if name == "mean":
+        return OuterUpdate()
+    if local_steps < LONG_STEPS:
+        return OuterUpdate(learning_rate=0.7, momentum=0.5)
+    return OuterUpdate(learning_rate=0.7 if fragments == 1 else 0.4, momentum=0.9)

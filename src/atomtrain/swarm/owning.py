@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from atomtrain.swarm.codec import Codec, all_finite, decode_span, encode_span
-from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Mean
+from atomtrain.swarm.codec import Codec, byte_view, decode_span, decoded, encode_span, square_of
+from atomtrain.swarm.messages import BadMessage, Begin, Mean
 from atomtrain.swarm.reduction import SliceReduction
 from atomtrain.swarm.slices import Span, piece_spans
 from atomtrain.swarm.transport import Channel
@@ -32,6 +33,8 @@ class SliceMean:
     values: torch.Tensor
     contributors: tuple[int, ...]
     digest: str
+    square: float
+    """Sum of the squares of the values."""
 
 
 class _Outbound(NamedTuple):
@@ -53,6 +56,11 @@ def mean_digest(contributors: tuple[int, ...], pieces: list[memoryview]) -> str:
     return digest.hexdigest()[:32]
 
 
+def receive_buffer(size_bytes: int) -> memoryview:
+    """Return memory for bytes that are about to arrive; not cleared, unlike a `bytearray`."""
+    return byte_view(torch.empty(size_bytes, dtype=torch.uint8))
+
+
 class OwnedSlice:
     """Reduces one slice and serves its mean; who is lost or late does not count."""
 
@@ -68,8 +76,6 @@ class OwnedSlice:
         """Own a slice of the round from now on, for half of its time."""
         self.reduction = reduction
         self.contributors: tuple[int, ...] = ()
-        self.serving: set[int] = set()
-        """Members whose stream has come."""
         self._index = slice_index
         self._span = span
         self._begin = begin
@@ -87,24 +93,32 @@ class OwnedSlice:
         self.reduction.lose(member)
         self._changed.set()
 
-    async def serve(self, channel: Channel, member: int, header: Contribution) -> None:
-        """Take a member's contribution, and answer with the mean.
+    async def take(self, channel: Channel, member: int) -> None:
+        """Take a member's contribution off its stream.
+
+        It is read to its end in any case: its sender must get to the mean, for a slice that one
+        member lacks is not committed.
 
         Raises:
-            LinkLost: the member is gone; it does not count, and nobody waits for it.
-            BadMessage: it comes twice.
+            LinkLost: the member is gone; whoever called has to lose it.
         """
-        if member in self.serving:
-            raise BadMessage("a second contribution of the same member")
-        self.serving.add(member)
-        try:
-            if header.has_values:
-                values = await self._receive(channel, member)
-                if values is not None:
-                    async with self._adding:
-                        await self._offload(self.reduction.add, member, values)
-        finally:
-            self.lose(member)
+        pieces = []
+        for start, stop in piece_spans(Span(0, self._span.elements)):
+            data = receive_buffer(self._codec.encoded_bytes(stop - start))
+            await channel.receive_into(data)
+            pieces.append(data)
+        if member in self.reduction.awaited:
+            async with self._adding:
+                await self._offload(self._add, member, pieces)
+        self._changed.set()
+
+    async def answer(self, channel: Channel) -> None:
+        """Send the mean as soon as there is one.
+
+        Raises:
+            LinkLost: the member is gone.
+            TimeoutError: the round's time is over.
+        """
         async with asyncio.timeout_at(self._until_s):
             out = await asyncio.shield(self._mean)
         await channel.send(out.header)
@@ -116,51 +130,48 @@ class OwnedSlice:
 
         `own` returns this member's contribution; it is called if the member has a weight.
         """
-        if self._begin.weights[me]:
-            values = await self._offload(own, self._span)
-            async with self._adding:
-                await self._offload(self.reduction.add, me, values)
         try:
             async with asyncio.timeout_at(self._collect_until_s):
-                while not self.reduction.complete:
+                while not self.reduction.awaited <= {me}:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             pass  # who has not delivered by now does not count
         async with self._adding:
-            contributors, mean = await self._offload(self.reduction.close)
+            out: _Outbound
+            held: SliceMean | None
+            out, held = await self._offload(self._close, me, own)
+        self._mean.set_result(out)
+        return held
+
+    def _add(self, member: int, pieces: list[memoryview]) -> None:
+        try:
+            values = decoded(self._codec, pieces, self._span.elements)
+        except BadMessage as error:
+            self.reduction.reject(member, str(error))
+            return
+        self.reduction.add(member, values)
+
+    def _close(
+        self, me: int, own: Callable[[Span], torch.Tensor]
+    ) -> tuple[_Outbound, SliceMean | None]:
+        if me in self.reduction.awaited:
+            self.reduction.add(me, own(self._span))
+        contributors, mean = self.reduction.close()
         self.contributors = contributors
         if mean is None:
-            self._mean.set_result(_Outbound(Mean(contributors=(), digest=""), []))
-            return None
-        pieces, held = await self._offload(self._encode, contributors, mean)
-        header = Mean(contributors=contributors, digest=held.digest)
-        self._mean.set_result(_Outbound(header, pieces))
-        return held if all_finite(held.values) else None
-
-    async def _receive(self, channel: Channel, member: int) -> torch.Tensor | None:
-        """Return a contribution, or None if it does not count.
-
-        It is read to its end in any case: its sender must get to the mean, for a slice that one
-        member lacks is not committed.
-        """
-        elements = self._span.elements
-        values = torch.empty(elements) if member in self.reduction.awaited else None
-        for start, stop in piece_spans(Span(0, elements)):
-            data = bytearray(self._codec.encoded_bytes(stop - start))
-            await channel.receive_into(memoryview(data))
-            try:
-                if values is not None:
-                    await self._offload(self._codec.decode, data, values[start:stop])
-            except BadMessage as error:
-                self.reduction.reject(member, str(error))
-                values = None
-        return values
+            return _Outbound(Mean(contributors=(), digest=""), []), None
+        pieces, held = self._encode(contributors, mean)
+        out = _Outbound(Mean(contributors=contributors, digest=held.digest), pieces)
+        return out, held if math.isfinite(held.square) else None
 
     def _encode(
         self, contributors: tuple[int, ...], mean: torch.Tensor
     ) -> tuple[list[memoryview], SliceMean]:
         codec = mean_codec(self._codec, self._begin, self._index, len(contributors))
         pieces = encode_span(codec, mean)
-        decode_span(codec, pieces, mean)  # the owner, too, applies what travels
-        return pieces, SliceMean(mean, contributors, mean_digest(contributors, pieces))
+        if not codec.exact:
+            decode_span(codec, pieces, mean)  # the owner, too, applies what travels
+        digest = mean_digest(contributors, pieces)
+        square = square_of(mean)
+        return pieces, SliceMean(mean, contributors, digest, math.inf if square is None else square)

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
-from atomtrain.swarm.codec import all_finite
+from atomtrain.swarm.codec import square_of
 from atomtrain.swarm.guards import Guard
 
 
 class SliceReduction:
     """Weighted mean of one slice over the members of a group.
 
-    Members are indices in the group. Holds all contributions to the slice until it is closed:
-    together they are as large as the fragment. Thread-safe use is up to the caller: `add` and
-    `close` may run on a worker thread, one call at a time.
+    Members are indices in the group. Holds all contributions to the slice until it is closed.
+    Thread-safe use is up to the caller: `add` and `close` may run on a worker thread, one call at a
+    time.
     """
 
     def __init__(self, elements: int, weights: Sequence[int], guard: Guard | None = None) -> None:
@@ -29,6 +29,7 @@ class SliceReduction:
         self._guard = guard or Guard()
         self._awaited = {member for member, weight in enumerate(weights) if weight > 0}
         self._values: dict[int, torch.Tensor] = {}
+        self._norms: dict[int, float] = {}
         self._closed = False
         self.rejected: dict[int, str] = {}
         """Members whose contribution was evidence against them, and why."""
@@ -47,17 +48,19 @@ class SliceReduction:
         """Take a complete contribution, 1-D float32 of the slice's size; say whether it may count.
 
         It may not if it is not finite, not awaited (any more), or too late. A contribution that
-        does not count makes its member lost. `values` must not be changed afterwards.
+        does not count makes its member lost. `values` are the reduction's from now on.
         """
         if self._closed or member not in self._awaited:
             return False
         self._awaited.discard(member)
         if values.shape != (self._elements,):
             return False
-        if not all_finite(values):
+        square = square_of(values)
+        if square is None:
             self.rejected[member] = "not finite"
             return False
         self._values[member] = values
+        self._norms[member] = square**0.5
         return True
 
     def lose(self, member: int) -> None:
@@ -74,7 +77,8 @@ class SliceReduction:
         self._closed = True
         self._awaited.clear()
         values, self._values = self._values, {}
-        for member, reason in self._guard.too_large(values, self._weights).items():
+        norms, self._norms = self._norms, {}
+        for member, reason in self._guard.too_large(norms, self._elements, self._weights).items():
             del values[member]
             self.rejected[member] = reason
         if not values:

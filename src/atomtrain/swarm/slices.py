@@ -10,8 +10,10 @@ from typing import NamedTuple
 PIECE_ELEMENTS = 1 << 20
 """Elements that are encoded and sent in one go: large enough for fast arithmetic, small enough
 that several neighbours' pieces fit in memory beside the model."""
-SLICE_ELEMENTS_MIN = 1 << 18
-"""Elements of a slice below which another stream costs more than it brings."""
+SLICE_ELEMENTS = 1 << 19
+"""Elements of a slice in a large fragment: small enough that means flow back while contributions
+still come and that sums stay in the processor's cache, large enough that messages are few."""
+_SLICES_MAX = 2048
 _STREAMS = 4
 
 
@@ -38,13 +40,17 @@ def slice_spans(elements: int, members: int) -> tuple[Span, ...]:
 
 
 def slices_per_member(elements: int, members: int) -> int:
-    """Return how many slices each member of a round owns: several in groups of two to four.
+    """Return how many slices each member of a round owns; in all there are 2048 at most."""
+    wanted = -(-elements // (members * SLICE_ELEMENTS))
+    return max(1, min(wanted, _SLICES_MAX // members))
 
-    One stream does not fill a link with a long round trip; four in each direction do. Slices are
-    not cut smaller than `SLICE_ELEMENTS_MIN` for that.
+
+def lanes_per_owner(members: int, slices_each: int) -> int:
+    """Return how many streams a member opens to each owner; each carries some of its slices.
+
+    One stream does not fill a link with a long round trip; four in each direction do.
     """
-    wanted = -(-_STREAMS // max(1, members - 1))
-    return max(1, min(wanted, elements // (members * SLICE_ELEMENTS_MIN)))
+    return max(1, min(slices_each, -(-_STREAMS // max(1, members - 1))))
 
 
 def piece_spans(span: Span, piece_elements: int = PIECE_ELEMENTS) -> tuple[Span, ...]:

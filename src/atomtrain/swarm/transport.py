@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol, TypeVar
 
@@ -55,19 +56,27 @@ class Writer(Protocol):
         ...
 
 
-class Channel:
+class Channel(ABC):
     """One stream to one peer, for one task at a time in each direction."""
 
-    def __init__(
-        self, remote: str, reader: asyncio.StreamReader, writer: Writer, stall_s: float
-    ) -> None:
+    def __init__(self, remote: str, stall_s: float) -> None:
         """Wrap an open stream; any chunk that does not move within `stall_s` breaks it."""
         self.remote = remote
         self.sent_bytes = 0
         self.received_bytes = 0
-        self._reader = reader
-        self._writer = writer
         self._stall_s = stall_s
+
+    @abstractmethod
+    async def _write(self, view: memoryview) -> None:
+        """Hand over all of `view`, waiting while the stream is full; raises `OSError`."""
+
+    @abstractmethod
+    async def _read_into(self, view: memoryview) -> int:
+        """Wait for bytes, write them to `view`; return how many, 0 at the end. Raises `OSError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the stream; the peer reads an end of file. Idempotent, does not block."""
 
     async def send(self, message: Message) -> None:
         """Send one message.
@@ -106,8 +115,7 @@ class Channel:
         try:
             for start in range(0, len(view), CHUNK_BYTES):
                 async with asyncio.timeout(self._stall_s):
-                    self._writer.write(view[start : start + CHUNK_BYTES])
-                    await self._writer.drain()
+                    await self._write(view[start : start + CHUNK_BYTES])
         except (OSError, TimeoutError, RuntimeError) as error:
             raise self._lost(error) from error
         self.sent_bytes += len(view)
@@ -120,17 +128,49 @@ class Channel:
         """
         filled = 0
         while filled < len(view):
-            chunk = await self._read_some(min(CHUNK_BYTES, len(view) - filled), self._stall_s)
-            view[filled : filled + len(chunk)] = chunk
-            filled += len(chunk)
+            filled += await self._read(view[filled : filled + CHUNK_BYTES], self._stall_s)
 
     async def wait_closed(self, within_s: float) -> None:
         """Wait until the peer has read everything and closed; silence for `within_s` is as good."""
         try:
             async with asyncio.timeout(within_s):
-                await self._reader.read(1)
+                await self._read_into(memoryview(bytearray(1)))
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             return
+
+    async def _read_exactly(self, count: int, within_s: float) -> bytes:
+        data, filled = bytearray(count), 0
+        while filled < count:
+            filled += await self._read(memoryview(data)[filled:], within_s)
+            within_s = self._stall_s
+        return bytes(data)
+
+    async def _read(self, view: memoryview, within_s: float) -> int:
+        try:
+            async with asyncio.timeout(within_s):
+                count = await self._read_into(view)
+        except (OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        if not count:
+            raise LinkLost(f"peer {self.remote[-8:]} closed the stream")
+        self.received_bytes += count
+        return count
+
+    def _lost(self, error: BaseException) -> LinkLost:
+        why = "nothing moved in time" if isinstance(error, TimeoutError) else str(error)
+        return LinkLost(f"stream to peer {self.remote[-8:]} failed: {why}")
+
+
+class StreamChannel(Channel):
+    """A channel over a pair of asyncio's streams."""
+
+    def __init__(
+        self, remote: str, reader: asyncio.StreamReader, writer: Writer, stall_s: float
+    ) -> None:
+        """Wrap an open stream."""
+        super().__init__(remote, stall_s)
+        self._reader = reader
+        self._writer = writer
 
     def close(self) -> None:
         """Close the stream; the peer reads an end of file. Idempotent, does not block."""
@@ -139,27 +179,14 @@ class Channel:
         except (OSError, RuntimeError):
             return
 
-    async def _read_exactly(self, count: int, within_s: float) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            parts += await self._read_some(count - len(parts), within_s)
-            within_s = self._stall_s
-        return bytes(parts)
+    async def _write(self, view: memoryview) -> None:
+        self._writer.write(view)
+        await self._writer.drain()
 
-    async def _read_some(self, count: int, within_s: float) -> bytes:
-        try:
-            async with asyncio.timeout(within_s):
-                chunk = await self._reader.read(count)
-        except (OSError, TimeoutError) as error:
-            raise self._lost(error) from error
-        if not chunk:
-            raise LinkLost(f"peer {self.remote[-8:]} closed the stream")
-        self.received_bytes += len(chunk)
-        return chunk
-
-    def _lost(self, error: BaseException) -> LinkLost:
-        why = "nothing moved in time" if isinstance(error, TimeoutError) else str(error)
-        return LinkLost(f"stream to peer {self.remote[-8:]} failed: {why}")
+    async def _read_into(self, view: memoryview) -> int:
+        chunk = await self._reader.read(len(view))
+        view[: len(chunk)] = chunk
+        return len(chunk)
 
 
 class Inbox:
@@ -228,8 +255,8 @@ class Transport(Protocol):
         """Run `handler` in a task for each incoming stream, from now on."""
         ...
 
-    async def open(self, peer_id: str) -> Channel:
-        """Return a new stream.
+    async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
+        """Return a new stream; `bulk`: much is going to flow over it.
 
         Raises:
             LinkLost: the peer cannot be reached within the connection deadline.

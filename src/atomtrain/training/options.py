@@ -133,6 +133,12 @@ class TrainOptions:
         "the run. Default: float16.",
         "FORMAT",
     )
+    outer: str | None = option(
+        None,
+        "What a round does with the mean change: nesterov (momentum that fits the steps between "
+        "rounds) or mean (plain averaging); set by who starts the run. Default: nesterov.",
+        "NAME",
+    )
     clipped_mean: bool = option(
         False,
         "Limit what a single peer can do to the average, for runs in which not everybody is "
@@ -243,6 +249,10 @@ class TrainOptions:
             from atomtrain.swarm.codec import codec_named
 
             codec_named(self.wire)
+        if self.outer is not None:
+            from atomtrain.swarm.outer import outer_named
+
+            outer_named(self.outer, 0, 1)
         if self.run_key is not None or self.allow is not None:
             from atomtrain.swarm.admission import read_allowed, read_key
 

@@ -28,9 +28,24 @@ LAN = "lan"
 class EngineFragments:
     """Gives the swarm exclusive views of the engine's parameters, fragment by fragment."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, engine: Engine, *, most: int | None = None, like: Sequence[int] | None = None
+    ) -> None:
+        """Divide the parameters into the engine's fragments, or join those that lie side by side.
+
+        Args:
+            engine: Its host memory is lent.
+            most: Largest number of fragments. One is averaged after each local step at most, so
+                that with more fragments than local steps the model would be averaged too seldom.
+            like: Elements of each fragment as a run has them; ignored if they do not fit.
+        """
         self._engine = engine
-        self._ranges = engine.fragment_ranges()
+        ranges = engine.fragment_ranges()
+        sizes = [(stop - start) // engine.element_bytes for start, stop in ranges]
+        runs = None if like is None else joined_like(sizes, like)
+        self._ranges = [
+            (ranges[first][0], ranges[last - 1][1]) for first, last in runs or joined(sizes, most)
+        ]
 
     @property
     def elements(self) -> tuple[int, ...]:
@@ -41,6 +56,34 @@ class EngineFragments:
     def view(self, index: int) -> AbstractContextManager[Tensor]:
         """Return exclusive access to a fragment; between two steps only."""
         return self._engine.fragment(*self._ranges[index])
+
+
+def joined(sizes: Sequence[int], most: int | None) -> list[tuple[int, int]]:
+    """Return at most `most` runs of neighbours, `(first, last + 1)`, of much the same size."""
+    if most is None or len(sizes) <= most:
+        return [(i, i + 1) for i in range(len(sizes))]
+    total, done, first = sum(sizes), 0, 0
+    runs: list[tuple[int, int]] = []
+    for i, size in enumerate(sizes):
+        done += size
+        if done * most >= total * (len(runs) + 1):
+            runs.append((first, i + 1))
+            first = i + 1
+    return runs
+
+
+def joined_like(sizes: Sequence[int], like: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Return the runs of neighbours whose sizes are `like`; None if there are none such."""
+    runs, at = [], 0
+    for wanted in like:
+        first, found = at, 0
+        while found < wanted and at < len(sizes):
+            found += sizes[at]
+            at += 1
+        if found != wanted:
+            return None
+        runs.append((first, at))
+    return runs if at == len(sizes) else None
 
 
 def pasted_address(run: str, address: str) -> str:
@@ -68,7 +111,12 @@ def with_addresses(options: TrainOptions) -> TrainOptions:
 
 
 def swarm_config(
-    options: TrainOptions, run: str | None, name: str, directory: Path | None, local_steps: int
+    options: TrainOptions,
+    run: str | None,
+    name: str,
+    directory: Path | None,
+    local_steps: int,
+    fragments: int = 1,
 ) -> SwarmConfig:
     """Return the swarm's configuration.
 
@@ -77,7 +125,10 @@ def swarm_config(
     """
     from atomtrain.swarm import SwarmConfig
     from atomtrain.swarm.known import PEERS_FILE
+    from atomtrain.swarm.outer import OUTERS, outer_named
 
+    steps_per_round = 0 if options.measured_rounds else local_steps
+    outer = outer_named(options.outer or OUTERS[0], steps_per_round, fragments)
     runs = {run} if run else set()
     addresses = []
     for pasted in options.join:
@@ -101,7 +152,9 @@ def swarm_config(
         identity_path=options.identity or (directory and directory / "identity.key"),
         peers_path=directory and directory.parent / PEERS_FILE,
         discoverable=not options.hidden,
-        local_steps_per_round=0 if options.measured_rounds else local_steps,
+        local_steps_per_round=steps_per_round,
+        outer_learning_rate=outer.learning_rate,
+        outer_momentum=outer.momentum,
         wire=options.wire or "float16",
         mean="clipped" if options.clipped_mean else "plain",
         key_path=options.run_key,
@@ -131,9 +184,11 @@ def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
         rules: Those of the run in its checkpoint; may be empty.
     """
     measured = rules.get("local_steps_per_round") == 0 and options.local_steps is None
+    outer = ("nesterov" if rules.get("outer_momentum") else "mean") if rules else None
     return dataclasses.replace(
         options,
         wire=options.wire or rules.get("wire"),
+        outer=options.outer or outer,
         clipped_mean=options.clipped_mean or rules.get("mean") == "clipped",
         measured_rounds=options.measured_rounds or measured,
     )

@@ -132,7 +132,7 @@ def _assemble(
     engine = _open_engine(model, recipe, device, fit, objective, options)
     engine.recording = options.trace is not None
     try:
-        fragments = EngineFragments(engine)
+        fragments = _fragments(engine, options, source)
         if source.weights is not None:
             source.weights.load(engine)
         if source.checkpoint is not None:
@@ -208,6 +208,18 @@ def _fit(
     return found._replace(head_pieces=options.head_pieces or found.head_pieces)
 
 
+def _fragments(engine: Engine, options: TrainOptions, source: Source) -> EngineFragments:
+    """Divide the parameters as the run or the checkpoint does, or as few as rounds can serve."""
+    if source.swarm is not None:
+        return EngineFragments(engine, like=source.swarm.manifest.fragment_elements)
+    saved = {} if source.checkpoint is None else source.checkpoint.meta.get("swarm", {})
+    if saved:
+        return EngineFragments(engine, like=saved["fragment_elements"])
+    return EngineFragments(
+        engine, most=None if options.measured_rounds else source.recipe.local_steps
+    )
+
+
 def _enter_swarm(session: Session, source: Source) -> None:
     from atomtrain.swarm import Swarm, SwarmState
 
@@ -238,7 +250,10 @@ def _enter_swarm(session: Session, source: Source) -> None:
     else:
         options = with_rules(options, checkpoint.meta.get("swarm", {}).get("rules", {}))
     recipe, tokenizer = session.recipe, session.text.prepared.tokenizer
-    config = swarm_config(options, session.run, session.name, session.directory, recipe.local_steps)
+    config = swarm_config(
+        options, session.run, session.name, session.directory, recipe.local_steps,
+        len(session.fragments.elements),
+    )  # fmt: skip
     manifest = manifest_of(
         session.run, recipe, tokenizer.to_json(), tokenizer.separator_text,
         session.fragments.elements,
