@@ -12,6 +12,7 @@ import random
 import selectors
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -234,7 +235,8 @@ class SimulatedPeer:
             taken = take(fragment, local, into)
             round_id = self.service.context.agenda.running
             assert round_id is not None
-            self.simulation.snapshots[round_id][self.name] = taken
+            kept = replace(taken, values=taken.values.clone())  # its memory is used again
+            self.simulation.snapshots[round_id][self.name] = kept
             return taken
 
         def merge(what: Merge, local: torch.Tensor) -> None:

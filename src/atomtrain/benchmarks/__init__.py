@@ -58,6 +58,9 @@ REGISTRY: dict[str, Benchmark] = {
     "finetune": Benchmark(
         "atomtrain.benchmarks.finetune", "SmolLM2-135M fine-tuned on a device of 256 MiB, exported"
     ),
+    "averaging": Benchmark(
+        "atomtrain.benchmarks.averaging", "a round of averaging against hivemind and the link"
+    ),
     "churn": Benchmark(
         "atomtrain.benchmarks.churn", "training while peers are killed and new ones join"
     ),

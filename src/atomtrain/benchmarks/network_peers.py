@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -33,12 +35,22 @@ class Peers:
     its helpers (Gloo's threads, libp2p's daemon, copy threads) share with it.
     """
 
-    def __init__(self, method: str, network: Network | None, count: int, folder: Path) -> None:
+    def __init__(
+        self,
+        method: str,
+        network: Network | None,
+        count: int,
+        folder: Path,
+        *,
+        group: bool = False,
+    ) -> None:
         """Start the processes; without a network they run on this host.
 
-        Their standard error and temporary files go to `folder`.
+        Their standard error and temporary files go to `folder`. With `group` each leads a process
+        group, and takes along what it has started when it ends.
         """
         self.method = method
+        self._group = group
         self.failed = False
         """Whether a request failed: answers may be under way then, so no other can be made."""
         self._logs = [folder / f"{method}-{index}.log" for index in range(count)]
@@ -57,6 +69,7 @@ class Peers:
                             stdout=subprocess.PIPE,
                             stderr=log,
                             text=True,
+                            start_new_session=group,
                             # Killed daemons leave their sockets; they go with the folder.
                             env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
                         )
@@ -97,6 +110,9 @@ class Peers:
     def close(self) -> None:
         """End all processes; idempotent. What they started ends with them."""
         for process in self._processes:
+            if self._group:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process in self._processes:
             process.wait()

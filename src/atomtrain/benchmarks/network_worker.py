@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -48,6 +49,8 @@ def serve(method: Method, commands: TextIO, replies: TextIO) -> None:
     def read() -> None:
         for line in commands:
             told.put(line)
+        if os.getpgid(0) == os.getpid():  # with whatever it has started
+            os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
     threading.Thread(target=read, name="commands", daemon=True).start()
@@ -75,6 +78,8 @@ def main() -> None:
     # Whatever libraries print goes to standard error; replies have a descriptor of their own.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    # Children that libraries fork close standard input; that of the commands is being read from.
+    commands, sys.stdin = sys.stdin, open(os.devnull, encoding="utf-8")  # noqa: SIM115
     import torch
 
     torch.set_num_threads(1)
@@ -83,11 +88,15 @@ def main() -> None:
         from atomtrain.benchmarks.network_atom import AtomPeer
 
         method = AtomPeer()
+    elif kind in ("averaging", "hivemind"):
+        from atomtrain.benchmarks.averaging_peers import AveragingPeer, HivemindPeer
+
+        method = AveragingPeer() if kind == "averaging" else HivemindPeer()
     else:
         from atomtrain.benchmarks.network_gloo import GlooPeer
 
         method = GlooPeer()
-    serve(method, sys.stdin, replies)
+    serve(method, commands, replies)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ class SwarmConfig:
     """A peer silent for this long is no member any more; at least 1. Clocks must agree to a
     fraction of it."""
     direct: bool = True
-    """Whether bulk data may go straight between processes where peers can dial each other: over TLS
-    at a TCP port of its own, the one after `listen_port` if that is chosen."""
+    """Whether bulk data may go straight between processes where peers can dial each other: to
+    a TCP port of its own, the one after `listen_port` if that is chosen."""
     connect_s: float = 10.0
     """Longest wait for a connection to a peer."""
     stall_s: float = 15.0

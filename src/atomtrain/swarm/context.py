@@ -81,7 +81,9 @@ class Context:
                 taken.set_result(snapshot)
 
         elements = self.manifest.fragment_elements[fragment]
-        into = await self.offload(_written, elements)
+        into = self.desk.take_spare(elements)
+        if into is None:
+            into = await self.offload(_written, elements)
         self.desk.want_snapshot(fragment, into, lambda s: _into(loop, resolve, s))
         try:
             return await taken

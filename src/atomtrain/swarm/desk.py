@@ -69,6 +69,7 @@ class Desk:
         self._merges: deque[tuple[Merge, RoundReport]] = deque()
         self._reports: deque[RoundReport] = deque(maxlen=1000)
         self._progress = LocalProgress()
+        self._spare: torch.Tensor | None = None
 
     @property
     def progress(self) -> LocalProgress:
@@ -85,6 +86,12 @@ class Desk:
         """
         with self._lock:
             self._wanted[fragment] = (into, deliver)
+
+    def take_spare(self, elements: int) -> torch.Tensor | None:
+        """Return memory of that size that an earlier snapshot has left, if there is some."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+            return spare if spare is not None and spare.numel() == elements else None
 
     def withdraw(self, fragment: int) -> None:
         """No snapshot is needed any more."""
@@ -147,5 +154,7 @@ class Desk:
         while self._merges:
             merge, report = self._merges.popleft()
             self.merge_now(merge, access)
+            if merge.snapshot is not None and merge.snapshot.values is not merge.anchor.values:
+                self._spare = merge.snapshot.values
             self._reports.append(report)
         return count

@@ -1,10 +1,15 @@
-"""Straight streams for bulk data: TCP with TLS 1.3 from process to process.
+"""Straight streams for bulk data: encrypted TCP from process to process.
 
 The daemon's streams reach every peer, also behind a firewall, but each byte passes two more
 processes. Where peers can dial each other, bulk data goes straight instead. What is needed for that
-is told over the daemon's streams, which prove who is at the other end: the listener's port, the
-hash of its certificate, and a token that stands for the caller. So both sides know each other as
-well as on the stream that they asked over. Where it does not work, the daemon's streams do.
+is told over the daemon's streams, which prove who is at the other end and keep it secret: the
+listener's port, and a token that stands for the caller. Whoever opens a stream names the token by
+its hash; then both ends agree on keys that only they can have (`secure`). So both know each other
+as well as on the stream that they asked over. Where there is no straight way, the daemon's do.
+
+    caller -> listener   hash of the token (16 bytes) | public key (32 bytes)
+    listener -> caller   public key (32 bytes)
+    then frames in both directions
 """
 
 from __future__ import annotations
@@ -12,32 +17,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import json
 import logging
 import secrets
 import socket
-import ssl
-import tempfile
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 from atomtrain.swarm.messages import BadMessage
-from atomtrain.swarm.secure import SecureChannel, shake_hands
+from atomtrain.swarm.secure import PUBLIC_BYTES, Agreement, SecureChannel
 from atomtrain.swarm.transport import Channel, Handler, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
 OFFER_BYTES = 256
 """Bytes of an offer as it travels, filled up with blanks."""
 _TOKEN_BYTES = 32
+_NAME_BYTES = 16
 _TOKENS_MAX = 8192
 _GREETINGS_MAX = 256
 _GREETING_S = 10.0
 _CONNECT_S = 3.0
 _AVOID_S = 60.0
-_YEARS = timedelta(days=3650)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,8 @@ class Offer:
     """How one peer may open straight streams to another."""
 
     port: int
-    certificate: str
-    """SHA-256 of the listener's certificate, hexadecimal."""
     token: str
-    """Hexadecimal; whoever shows it is the peer that it was given to."""
+    """Hexadecimal, secret; whoever knows it is the peer that it was given to."""
 
     def encode(self) -> bytes:
         """Return the offer as JSON of `OFFER_BYTES`."""
@@ -63,13 +61,19 @@ class Offer:
         """
         try:
             body = json.loads(data)
-            port, certificate, token = body["port"], body["certificate"], body["token"]
-            good = type(port) is int and 0 < port < 65536 and len(bytes.fromhex(certificate)) == 32
-            if not good or len(bytes.fromhex(token)) != _TOKEN_BYTES:
-                raise ValueError("a field out of range")
+            port, token = body["port"], body["token"]
+            if type(port) is not int or not 0 < port < 65536:
+                raise ValueError("no port")
+            if len(bytes.fromhex(token)) != _TOKEN_BYTES:
+                raise ValueError("no token")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadMessage(f"an offer that cannot be read: {error!r}") from error
-        return cls(port=port, certificate=certificate, token=token)
+        return cls(port=port, token=token)
+
+    @property
+    def secret(self) -> bytes:
+        """The token's bytes."""
+        return bytes.fromhex(self.token)
 
 
 class Direct:
@@ -88,31 +92,27 @@ class Direct:
         """
         self._ask = ask
         self._stall_s = stall_s
-        self._server, self._certificate = _server_context()
-        self._client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._client.minimum_version = ssl.TLSVersion.TLSv1_3
-        self._client.check_hostname = False
-        self._client.verify_mode = ssl.CERT_NONE  # its hash is compared instead
         self._listener = socket.create_server((host, port), backlog=128)
         self._listener.setblocking(False)
-        self._peers: dict[str, str] = {}  # by token
-        self._tokens: dict[str, str] = {}  # by peer
+        self._given: dict[str, Offer] = {}  # by peer
+        self._named: dict[bytes, tuple[str, bytes]] = {}  # peer and token, by the token's hash
         self._offers: dict[str, Offer] = {}
         self._avoid_until_s: dict[str, float] = {}
         self._asking: dict[str, asyncio.Lock] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
         self._greetings = 0
 
     def offer(self, peer_id: str) -> Offer:
         """Return the offer to a peer whose identity is proved."""
-        token = self._tokens.get(peer_id)
-        if token is None:
-            if len(self._tokens) >= _TOKENS_MAX:
-                del self._peers[self._tokens.pop(next(iter(self._tokens)))]
-            token = self._tokens[peer_id] = secrets.token_hex(_TOKEN_BYTES)
-            self._peers[token] = peer_id
-        port: int = self._listener.getsockname()[1]
-        return Offer(port=port, certificate=self._certificate, token=token)
+        if peer_id not in self._given:
+            if len(self._given) >= _TOKENS_MAX:
+                oldest = self._given.pop(next(iter(self._given)))
+                del self._named[_name(oldest.secret)]
+            port: int = self._listener.getsockname()[1]
+            offer = Offer(port=port, token=secrets.token_hex(_TOKEN_BYTES))
+            self._given[peer_id] = offer
+            self._named[_name(offer.secret)] = (peer_id, offer.secret)
+        return self._given[peer_id]
 
     def serve(self, handler: Handler) -> None:
         """Run `handler` for each incoming stream, from now on."""
@@ -126,10 +126,10 @@ class Direct:
         known = self._offers.get(peer_id)
         try:
             if known is not None:
-                with contextlib.suppress(OSError, TimeoutError):
+                with contextlib.suppress(OSError):
                     return await self._connect(peer_id, hosts, known)
             return await self._connect(peer_id, hosts, await self._asked(peer_id, known))
-        except (OSError, TimeoutError, LinkLost, BadMessage) as error:
+        except (OSError, LinkLost, BadMessage) as error:  # TimeoutError is an OSError
             _log.info("no straight stream to peer %s (%s)", peer_id[-8:], error)
             self._offers.pop(peer_id, None)
             self._avoid_until_s[peer_id] = loop.time() + _AVOID_S
@@ -149,8 +149,8 @@ class Direct:
             return self._offers[peer_id]
 
     async def _connect(self, peer_id: str, hosts: Iterable[str], offer: Offer) -> Channel:
-        """Open a stream; raises `OSError` or `TimeoutError`."""
-        failed: OSError = OSError("it has no address")
+        """Open a stream; raises `OSError`."""
+        failed = OSError("it has no address")
         for host in hosts:
             try:
                 async with asyncio.timeout(_CONNECT_S):
@@ -164,24 +164,17 @@ class Direct:
     async def _connect_to(self, peer_id: str, host: str, offer: Offer) -> Channel:
         loop = asyncio.get_running_loop()
         plain = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        plain.setblocking(False)
         try:
+            plain.setblocking(False)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await loop.sock_connect(plain, (host, offer.port))
-            secure = await shake_hands(plain, self._client, server_side=False)
+            mine = Agreement()
+            await loop.sock_sendall(plain, _name(offer.secret) + mine.public)
+            keys = mine.keys(offer.secret, await _exactly(plain, PUBLIC_BYTES), opened=True)
         except BaseException:
             plain.close()
             raise
-        shown = secure.getpeercert(binary_form=True) or b""
-        if not hmac.compare_digest(hashlib.sha256(shown).hexdigest(), offer.certificate):
-            secure.close()
-            raise OSError(f"{host}:{offer.port} is not that peer")
-        channel = SecureChannel(peer_id, secure, self._stall_s)
-        try:
-            await channel.send_bytes(bytes.fromhex(offer.token))
-        except LinkLost as error:
-            raise OSError(str(error)) from error
-        channel.sent_bytes = 0
-        return channel
+        return SecureChannel(peer_id, plain, keys, self._stall_s)
 
     async def _accept(self, handler: Handler) -> None:
         loop = asyncio.get_running_loop()
@@ -197,28 +190,27 @@ class Direct:
         try:
             async with asyncio.timeout(_GREETING_S):
                 channel = await self._greeted(plain)
-        except (OSError, TimeoutError, LinkLost) as error:
-            _log.debug("a straight stream that came to nothing: %s", error)
+        except BaseException as error:
             plain.close()
+            if not isinstance(error, OSError):
+                raise
+            _log.debug("a straight stream that came to nothing: %s", error)
             return
         finally:
             self._greetings -= 1
         await handler(channel)
 
     async def _greeted(self, plain: socket.socket) -> Channel:
-        secure = await shake_hands(plain, self._server, server_side=True)
-        channel = SecureChannel("", secure, self._stall_s)
-        try:
-            token = bytearray(_TOKEN_BYTES)
-            await channel.receive_into(memoryview(token))
-            if token.hex() not in self._peers:
-                raise LinkLost("an unknown token")
-        except BaseException:
-            channel.close()
-            raise
-        channel.remote = self._peers[token.hex()]
-        channel.received_bytes = 0
-        return channel
+        plain.setblocking(False)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        said = await _exactly(plain, _NAME_BYTES + PUBLIC_BYTES)
+        if said[:_NAME_BYTES] not in self._named:
+            raise OSError("an unknown token")
+        peer_id, secret = self._named[said[:_NAME_BYTES]]
+        mine = Agreement()
+        await asyncio.get_running_loop().sock_sendall(plain, mine.public)
+        keys = mine.keys(secret, said[_NAME_BYTES:], opened=False)
+        return SecureChannel(peer_id, plain, keys, self._stall_s)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -226,36 +218,17 @@ class Direct:
         task.add_done_callback(self._tasks.discard)
 
 
-def _server_context() -> tuple[ssl.SSLContext, str]:
-    """Return the listener's side of TLS with a new certificate, and the certificate's hash."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
+def _name(secret: bytes) -> bytes:
+    """Return what names a token without telling it."""
+    return hashlib.sha256(b"atomtrain token " + secret).digest()[:_NAME_BYTES]
 
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "atomtrain")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _YEARS)
-        .not_valid_after(now + _YEARS)
-        .sign(key, hashes.SHA256())
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0
-    pem = serialization.Encoding.PEM
-    with tempfile.TemporaryDirectory(prefix="atom-") as folder:  # ssl reads files only
-        path = Path(folder, "listener.pem")
-        path.touch(mode=0o600)
-        path.write_bytes(
-            key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-            + certificate.public_bytes(pem)
-        )
-        context.load_cert_chain(path)
-    der = certificate.public_bytes(serialization.Encoding.DER)
-    return context, hashlib.sha256(der).hexdigest()
+
+async def _exactly(plain: socket.socket, count: int) -> bytes:
+    """Read so many bytes; the caller has a deadline."""
+    data = b""
+    while len(data) < count:
+        chunk = await asyncio.get_running_loop().sock_recv(plain, count - len(data))
+        if not chunk:
+            raise OSError("it hung up")
+        data += chunk
+    return data

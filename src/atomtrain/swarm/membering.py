@@ -41,7 +41,7 @@ from atomtrain.swarm.messages import (
     Ready,
 )
 from atomtrain.swarm.outer import OuterUpdate
-from atomtrain.swarm.slices import slice_spans
+from atomtrain.swarm.slices import Span, slice_spans
 from atomtrain.swarm.transport import Channel, Inbox, LinkLost, MessageT
 
 
@@ -240,21 +240,26 @@ def merge_of(decided: Decided, outer: OuterUpdate, peer_id: str) -> Merge:
     """
     snapshot, begin = decided.snapshot, decided.begin
     old = snapshot.anchor
-    values = old.values.clone()
+    values = torch.empty_like(old.values)
     velocity = None if old.velocity is None else old.velocity.clone()
-    spans = slice_spans(values.numel(), len(decided.result.means))
+    committed = frozenset(decided.commit.slices)
     parts = []
-    for j in sorted(set(decided.commit.slices)):
+    for j, (start, stop) in enumerate(slice_spans(values.numel(), len(decided.result.means))):
+        if j not in committed:
+            values[start:stop] = old.values[start:stop]
+            continue
         mean = decided.result.means[j]
         assert mean is not None
-        start, stop = spans[j]
         outer.apply(
-            values[start:stop],
+            old.values[start:stop],
             mean.values,
             None if velocity is None else velocity[start:stop],
             _on_time_share(begin, mean.contributors),
+            out=values[start:stop],
         )
-        parts.append(Part(spans[j], frozenset(begin.members[i] for i in mean.contributors)))
+        parts.append(
+            Part(Span(start, stop), frozenset(begin.members[i] for i in mean.contributors))
+        )
     used = frozenset().union(*(part.contributors for part in parts))
     tokens = sum(w for m, w in zip(begin.members, begin.weights, strict=True) if m in used)
     stamp = Stamp(old.stamp.version + 1, old.stamp.tokens + tokens, digest_of(values, velocity))

@@ -42,11 +42,13 @@ class OuterUpdate:
         mean: torch.Tensor,
         velocity: torch.Tensor | None,
         on_time_share: float = 1.0,
+        out: torch.Tensor | None = None,
     ) -> None:
-        """Update `anchor` (and `velocity`, needed when there is momentum) in place.
+        """Write the new anchor to `out` (default: `anchor`), and change `velocity` in place.
 
-        All are 1-D float32 of one length; `mean` is the weighted mean of local minus anchor, and
-        `on_time_share` the part of its weight, 0 to 1, that is not late.
+        All are 1-D float32 of one length, `velocity` needed when there is momentum; `mean` is the
+        weighted mean of local minus anchor, and `on_time_share` the part of its weight, 0 to 1,
+        that is not late.
         """
         change = mean
         if self.momentum:
@@ -57,7 +59,7 @@ class OuterUpdate:
             change = velocity.mul(momentum * share).add_(mean)
         if self.learning_rate != 1.0:
             change = change.mul(self.learning_rate)
-        anchor.add_(change)
+        torch.add(anchor, change, out=anchor if out is None else out)
 
 
 def outer_named(name: str, local_steps: int, fragments: int) -> OuterUpdate:

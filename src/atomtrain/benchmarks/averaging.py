@@ -1,0 +1,188 @@
+"""Benchmark `averaging`: how long peers take to average a vector, against hivemind and the link.
+
+Each peer is a process of its own. On loopback rounds of ATOM and of hivemind's averager take turns
+in the same run, both encrypted and without a codec; of hivemind's the time is counted from where
+its group has been found, with the best of several part sizes; of ATOM's from the proposal of the
+round until the parameters hold the mean. On a slow link (namespaces with a rate and a delay) the
+floor is what 2 (K - 1) / K times the vector takes at the rate of a raw TCP stream in the same run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
+from atomtrain.benchmarks.network_peers import PeerError, Peers
+from atomtrain.benchmarks.shaping import Link, Network
+from atomtrain.errors import ConfigError
+
+_START_S = 90.0
+_LOOPBACK = "127.0.0.1"
+_PATIENT_BYTES_PER_S = 2e7
+"""What deadlines on loopback are based on: no round shall run into one."""
+_ERROR_MAX = 1e-3
+"""Of sums of numbers below some hundreds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragingSetup:
+    """Inputs of the benchmark."""
+
+    peers: int = 4
+    elements: int = 25_000_000
+    """float32: 100 MB."""
+    rounds: int = 6
+    """Measured on loopback, after one that warms up."""
+    slow_rounds: int = 3
+    """Measured on the slow link, after one."""
+    slow_bits_per_s: float = 1e8
+    slow_round_trip_s: float = 0.05
+    probe_bytes: int = 25_000_000
+    part_bytes: tuple[int, ...] = (1 << 19, 1 << 21)
+    """hivemind: sizes of parts that are tried; its default is the first."""
+
+    def __post_init__(self) -> None:
+        if self.peers < 2 or self.rounds < 1 or self.slow_rounds < 0:
+            raise ConfigError("averaging takes at least 2 peers and 1 round")
+
+    @property
+    def bytes(self) -> int:
+        """Size of the vector."""
+        return 4 * self.elements
+
+    @property
+    def moved_bytes(self) -> float:
+        """What each peer must send, and receive, at least."""
+        return 2 * (self.peers - 1) / self.peers * self.bytes
+
+
+QUICK = AveragingSetup(
+    elements=2_000_000, rounds=2, slow_rounds=1, probe_bytes=4_000_000, part_bytes=(1 << 19,)
+)
+
+
+def run(options: BenchmarkOptions, setup: AveragingSetup | None = None) -> Result:
+    """Measure, and return the keys of the benchmarks' contract.
+
+    The top level is loopback; `slow_link` has the same keys.
+
+    Raises:
+        ConfigError: this machine or user cannot make network namespaces.
+        PeerError: a peer failed.
+    """
+    setup = setup or (QUICK if options.quick else AveragingSetup())
+    with tempfile.TemporaryDirectory(prefix="atom-averaging-") as folder:
+        hosts = [_LOOPBACK] * setup.peers
+        fast = _measure(setup, None, hosts, Path(folder), setup.rounds, _PATIENT_BYTES_PER_S)
+        slow = _measure_slow(setup, Path(folder)) if setup.slow_rounds else None
+    return {
+        "peers": setup.peers,
+        "bytes": setup.bytes,
+        **fast,
+        "slow_link": slow,
+        "inputs": asdict(setup),
+        **description(),
+    }
+
+
+def _measure_slow(setup: AveragingSetup, folder: Path) -> Result:
+    with Network(setup.peers) as network:
+        network.shape(Link(bits_per_s=setup.slow_bits_per_s, round_trip_s=setup.slow_round_trip_s))
+        hosts = [network.address(index) for index in range(setup.peers)]
+        rate = setup.slow_bits_per_s / 16
+        return _measure(setup, network, hosts, folder, setup.slow_rounds, rate)
+
+
+def _measure(
+    setup: AveragingSetup,
+    network: Network | None,
+    hosts: list[str],
+    folder: Path,
+    rounds: int,
+    link_bytes_per_s: float,
+) -> Result:
+    where = "loopback" if network is None else "the slow link"
+    with Peers("averaging", network, setup.peers, folder) as ours:
+        ours.tell_all("hello", _START_S)
+        rate = _probe(ours, setup, hosts)
+        progress(f"{where}: raw TCP {rate / 1e6:.1f} Mbit/s")
+        _enter(ours, setup, hosts, link_bytes_per_s)
+        with Peers("hivemind", network, setup.peers, folder, group=True) as theirs:
+            theirs.tell_all("hello", _START_S)
+            first = theirs.tell(0, "enter", _START_S, address=hosts[0], join=[])
+            for index in range(1, setup.peers):
+                theirs.tell(index, "enter", _START_S, address=hosts[index], join=first["addresses"])
+            our_rounds: list[Result] = []
+            their_rounds: dict[str, list[float]] = {}
+            within_s = 20.0 + 20 * setup.moved_bytes / link_bytes_per_s
+            for part_bytes in setup.part_bytes:
+                theirs.tell_all(
+                    "average", _START_S, lambda rank: {"rank": rank},
+                    elements=setup.elements, peers=setup.peers, part_bytes=part_bytes,
+                )  # fmt: skip
+                each = -(-rounds // len(setup.part_bytes))
+                for index in range(each + 1):
+                    one = _round(ours, setup, within_s)
+                    theirs.tell_all("assemble", within_s + 30, patience_s=within_s)
+                    other = _round(theirs, setup, within_s)
+                    text = f"ATOM {one['round_s']:.2f} s, hivemind {other['round_s']:.2f} s"
+                    progress(f"{where}, parts of {part_bytes >> 10} KiB: {text}")
+                    if index:
+                        our_rounds.append(one)
+                        their_rounds.setdefault(str(part_bytes), []).append(other["round_s"])
+            theirs.tell_all("leave", _START_S)
+        ours.tell_all("leave", _START_S)
+    return _result(setup, rate, our_rounds, their_rounds)
+
+
+def _probe(ours: Peers, setup: AveragingSetup, hosts: list[str]) -> float:
+    port = ours.tell(0, "listen", _START_S, address=hosts[0])["port"]
+    probe: dict[str, Any] = {"address": hosts[0], "port": port, "probe_bytes": setup.probe_bytes}
+    return float(ours.tell(1, "probe", _START_S, **probe)["bits_per_s"])
+
+
+def _enter(ours: Peers, setup: AveragingSetup, hosts: list[str], link_bytes_per_s: float) -> None:
+    within_s = _START_S + 4 * setup.bytes * setup.peers / link_bytes_per_s
+    join = None
+    for index in range(setup.peers):
+        answer = ours.tell(
+            index, "enter", within_s, address=hosts[index], join=join, elements=setup.elements,
+            rank=index, wire="float32", link_bytes_per_s=link_bytes_per_s,
+        )  # fmt: skip
+        join = join or answer["address"]
+    ours.tell_all("meet", _START_S, peers=setup.peers, patience_s=_START_S)
+
+
+def _round(peers: Peers, setup: AveragingSetup, within_s: float) -> Result:
+    """Have all peers average once; return the slowest one's time, checked for the right mean."""
+    answers = peers.tell_all(
+        "round", within_s + 30, at_s=time.monotonic() + 0.5, peers=setup.peers, patience_s=within_s
+    )
+    worst = max(answer["error"] for answer in answers)
+    if worst > _ERROR_MAX or len({answer.get("digest") for answer in answers}) > 1:
+        raise PeerError(f"{peers.method}: a wrong mean, off by {worst:g}")
+    return max(answers, key=lambda answer: float(answer["round_s"]))
+
+
+def _result(
+    setup: AveragingSetup, rate: float, ours: list[Result], theirs: dict[str, list[float]]
+) -> Result:
+    round_s = statistics.median(one["round_s"] for one in ours)
+    hivemind_s = min(statistics.median(times) for times in theirs.values())
+    floor_s = 8 * setup.moved_bytes / rate
+    return {
+        "round_s": round_s,
+        "floor_s": floor_s,
+        "hivemind_round_s": hivemind_s,
+        "link_bits_per_s": rate,
+        "times_as_fast_as_hivemind": hivemind_s / round_s,
+        "times_the_floor": round_s / floor_s,
+        "sent_bytes_per_peer": max(one["sent_bytes"] for one in ours),
+        "all_round_s": [one["round_s"] for one in ours],
+        "all_hivemind_round_s": theirs,
+    }

@@ -1,0 +1,213 @@
+"""Straight streams: what goes in comes out, and nobody without the token gets a word through."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atomtrain.swarm.direct import OFFER_BYTES, Direct, Offer
+from atomtrain.swarm.libp2p import host_of
+from atomtrain.swarm.messages import AskAnchor, BadMessage
+from atomtrain.swarm.secure import Agreement, SecureChannel
+from atomtrain.swarm.transport import CHUNK_BYTES, Channel, LinkLost
+
+
+def _pair(secrets: tuple[bytes, bytes] = (b"s" * 32, b"s" * 32)) -> tuple[Channel, Channel]:
+    one, other = socket.socketpair()
+    mine, theirs = Agreement(), Agreement()
+    keys = (
+        mine.keys(secrets[0], theirs.public, opened=True),
+        theirs.keys(secrets[1], mine.public, opened=False),
+    )
+    one.setblocking(False)
+    other.setblocking(False)
+    return SecureChannel("other", one, keys[0], 5.0), SecureChannel("one", other, keys[1], 5.0)
+
+
+async def _both(*work: Awaitable[None]) -> None:
+    await asyncio.wait_for(asyncio.gather(*work), 20)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 3 * CHUNK_BYTES), max_size=4), st.integers(9_000, 2 * CHUNK_BYTES))
+def test_both_directions_at_once_in_any_pieces(sizes: list[int], read_bytes: int) -> None:
+    async def scenario() -> None:
+        one, other = _pair()
+        data = [os.urandom(size) for size in sizes]
+
+        async def send(channel: Channel) -> None:
+            for piece in data:
+                await channel.send_bytes(piece)
+
+        async def receive(channel: Channel) -> None:
+            whole = memoryview(bytearray(sum(sizes)))
+            for start in range(0, len(whole), read_bytes):
+                await channel.receive_into(whole[start : start + read_bytes])
+            assert bytes(whole) == b"".join(data)
+
+        await _both(send(one), send(other), receive(one), receive(other))
+        assert one.sent_bytes == other.received_bytes == sum(sizes)
+        await other.send(AskAnchor(fragment=3))
+        assert await one.receive(AskAnchor, 1.0) == AskAnchor(fragment=3)
+        other.close()
+        other.close()
+        with pytest.raises(LinkLost, match="closed"):
+            await one.receive(AskAnchor, 1.0)
+        with pytest.raises(LinkLost):
+            await other.send(AskAnchor(fragment=3))
+        one.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_sent_cannot_be_read_on_the_way_nor_changed() -> None:
+    async def scenario(change: Callable[[bytearray], None] | None) -> None:
+        one, other = _pair()
+        between, end = socket.socketpair()
+        outside = one._socket  # type: ignore[attr-defined]
+        one._socket = between  # type: ignore[attr-defined]
+        between.setblocking(False)
+        await one.send_bytes(b"a secret message" * 10)
+        wire = bytearray(end.recv(1 << 16))
+        assert b"secret" not in wire
+        if change is None:
+            wire = wire * 2  # once more
+        else:
+            change(wire)
+        outside.sendall(wire)
+        got = bytearray(320 if change is None else 160)
+        with pytest.raises(LinkLost, match=r"not sent by this peer|a frame of"):
+            await other.receive_into(memoryview(got))
+        for one_end in (outside, end):
+            one_end.close()
+        one.close()
+        other.close()
+
+    def flip(index: int) -> Callable[[bytearray], None]:
+        def change(wire: bytearray) -> None:
+            wire[index] ^= 1
+
+        return change
+
+    for index in (0, 5, 60, -1):
+        asyncio.run(scenario(flip(index)))
+    asyncio.run(scenario(None))
+
+
+def test_without_the_secret_nothing_arrives() -> None:
+    async def scenario() -> None:
+        one, other = _pair((b"s" * 32, b"t" * 32))
+        await one.send(AskAnchor(fragment=3))
+        with pytest.raises(LinkLost, match="not sent by this peer"):
+            await other.receive(AskAnchor, 1.0)
+        one.close()
+        other.close()
+
+    asyncio.run(scenario())
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_no_offer(data: bytes) -> None:
+    with pytest.raises(BadMessage):
+        Offer.decode(data)
+
+
+def test_offer_round_trip() -> None:
+    offer = Offer(port=5, token="ab" * 32)
+    assert Offer.decode(offer.encode()) == offer
+    assert len(offer.encode()) == OFFER_BYTES
+    for bad in ({"port": 0}, {"port": True}, {"port": "5"}, {"token": "ab"}, {"token": 7}):
+        with pytest.raises(BadMessage):
+            Offer.decode(json.dumps({"port": 5, "token": "ab" * 32, **bad}).encode())
+
+
+@contextlib.asynccontextmanager
+async def _listener(offers: dict[str, bytes]):  # type: ignore[no-untyped-def]
+    async def ask(peer_id: str) -> bytes:
+        return offers[peer_id]
+
+    direct = Direct("127.0.0.1", 0, 5.0, ask)
+    try:
+        yield direct
+    finally:
+        direct.close()
+
+
+def test_streams_open_by_offer_and_strangers_are_hung_up_on() -> None:
+    async def scenario() -> None:
+        offers: dict[str, bytes] = {}
+        heard: list[tuple[str, int]] = []
+
+        async def handle(channel: Channel) -> None:
+            message = await channel.receive(AskAnchor, 2.0)
+            heard.append((channel.remote, message.fragment))
+            await channel.send(message)
+            await channel.wait_closed(2.0)
+            channel.close()
+
+        async with _listener(offers) as server, _listener(offers) as client:
+            server.serve(handle)
+            offers["server"] = server.offer("client").encode()
+            assert server.offer("client") == server.offer("client") != server.offer("other")
+            for fragment in range(3):
+                channel = await client.open("server", ["127.0.0.1"])
+                assert channel is not None
+                await channel.send(AskAnchor(fragment=fragment))
+                await channel.receive(AskAnchor, 2.0)
+                channel.close()
+            assert heard == [("client", 0), ("client", 1), ("client", 2)]
+
+            port = Offer.decode(offers["server"]).port
+            for garbage in (b"", b"x", os.urandom(48), os.urandom(5000)):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(garbage)
+                if len(garbage) < 48:
+                    writer.write_eof()
+                with contextlib.suppress(ConnectionResetError):
+                    assert len(await asyncio.wait_for(reader.read(), 5)) in (0, 32)
+                writer.close()
+            assert len(heard) == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_peer_is_asked_again_and_without_a_way_there_is_none() -> None:
+    async def scenario() -> None:
+        offers: dict[str, bytes] = {}
+
+        async def handle(channel: Channel) -> None:
+            await channel.receive(AskAnchor, 2.0)
+            await channel.send(AskAnchor(fragment=1))
+
+        async with _listener(offers) as client:
+            for _ in range(2):  # the second one has another port and token
+                async with _listener(offers) as server:
+                    server.serve(handle)
+                    offers["server"] = server.offer("client").encode()
+                    channel = await client.open("server", ["127.0.0.1"])
+                    assert channel is not None
+                    await channel.send(AskAnchor(fragment=0))
+                    await channel.receive(AskAnchor, 2.0)
+                    channel.close()
+            assert await client.open("server", ["127.0.0.1"]) is None
+            del offers["server"]
+            assert await client.open("server", ["127.0.0.1"]) is None, "not tried for a while"
+            offers["nowhere"] = b"what?"
+            assert await client.open("nowhere", ["127.0.0.1"]) is None
+
+    asyncio.run(scenario())
+
+
+def test_hosts_of_addresses() -> None:
+    assert host_of("/ip4/1.2.3.4/tcp/5/p2p/Q") == "1.2.3.4"
+    assert host_of("/dns4/a.example/tcp/5/p2p/Q") == "a.example"
+    for other in ("/ip4/1.2.3.4/udp/5/quic", "/ip4/1.2.3.4/tcp/5/p2p/Q/p2p-circuit", "", "x"):
+        assert host_of(other) == ""
