@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from atomtrain.swarm.direct import OFFER_BYTES, Direct, Offer
 from atomtrain.swarm.libp2p import host_of
-from atomtrain.swarm.messages import AskAnchor, BadMessage
+from atomtrain.swarm.messages import BadMessage, Propose
 from atomtrain.swarm.secure import Agreement, SecureChannel
 from atomtrain.swarm.transport import CHUNK_BYTES, Channel, LinkLost
 
@@ -55,14 +55,14 @@ def test_both_directions_at_once_in_any_pieces(sizes: list[int], read_bytes: int
 
         await _both(send(one), send(other), receive(one), receive(other))
         assert one.sent_bytes == other.received_bytes == sum(sizes)
-        await other.send(AskAnchor(fragment=3))
-        assert await one.receive(AskAnchor, 1.0) == AskAnchor(fragment=3)
+        await other.send(Propose(round_index=3))
+        assert await one.receive(Propose, 1.0) == Propose(round_index=3)
         other.close()
         other.close()
         with pytest.raises(LinkLost, match="closed"):
-            await one.receive(AskAnchor, 1.0)
+            await one.receive(Propose, 1.0)
         with pytest.raises(LinkLost):
-            await other.send(AskAnchor(fragment=3))
+            await other.send(Propose(round_index=3))
         one.close()
 
     asyncio.run(scenario())
@@ -105,9 +105,9 @@ def test_what_is_sent_cannot_be_read_on_the_way_nor_changed() -> None:
 def test_without_the_secret_nothing_arrives() -> None:
     async def scenario() -> None:
         one, other = _pair((b"s" * 32, b"t" * 32))
-        await one.send(AskAnchor(fragment=3))
+        await one.send(Propose(round_index=3))
         with pytest.raises(LinkLost, match="not sent by this peer"):
-            await other.receive(AskAnchor, 1.0)
+            await other.receive(Propose, 1.0)
         one.close()
         other.close()
 
@@ -147,8 +147,8 @@ def test_streams_open_by_offer_and_strangers_are_hung_up_on() -> None:
         heard: list[tuple[str, int]] = []
 
         async def handle(channel: Channel) -> None:
-            message = await channel.receive(AskAnchor, 2.0)
-            heard.append((channel.remote, message.fragment))
+            message = await channel.receive(Propose, 2.0)
+            heard.append((channel.remote, message.round_index))
             await channel.send(message)
             await channel.wait_closed(2.0)
             channel.close()
@@ -160,8 +160,8 @@ def test_streams_open_by_offer_and_strangers_are_hung_up_on() -> None:
             for fragment in range(3):
                 channel = await client.open("server", ["127.0.0.1"])
                 assert channel is not None
-                await channel.send(AskAnchor(fragment=fragment))
-                await channel.receive(AskAnchor, 2.0)
+                await channel.send(Propose(round_index=fragment))
+                await channel.receive(Propose, 2.0)
                 channel.close()
             assert heard == [("client", 0), ("client", 1), ("client", 2)]
 
@@ -184,8 +184,8 @@ def test_a_restarted_peer_is_asked_again_and_without_a_way_there_is_none() -> No
         offers: dict[str, bytes] = {}
 
         async def handle(channel: Channel) -> None:
-            await channel.receive(AskAnchor, 2.0)
-            await channel.send(AskAnchor(fragment=1))
+            await channel.receive(Propose, 2.0)
+            await channel.send(Propose(round_index=1))
 
         async with _listener(offers) as client:
             for _ in range(2):  # the second one has another port and token
@@ -194,8 +194,8 @@ def test_a_restarted_peer_is_asked_again_and_without_a_way_there_is_none() -> No
                     offers["server"] = server.offer("client").encode()
                     channel = await client.open("server", ["127.0.0.1"])
                     assert channel is not None
-                    await channel.send(AskAnchor(fragment=0))
-                    await channel.receive(AskAnchor, 2.0)
+                    await channel.send(Propose(round_index=0))
+                    await channel.receive(Propose, 2.0)
                     channel.close()
             assert await client.open("server", ["127.0.0.1"]) is None
             del offers["server"]
