@@ -20,6 +20,8 @@ class Benchmark(NamedTuple):
     """Full name of a module with `run(options)`."""
     help: str
     """One line for people."""
+    takes_device: bool = False
+    """Whether it can be told on which device to measure."""
 
     def run(self, options: BenchmarkOptions) -> dict[str, Any]:
         """Import the module, measure, and return plain JSON values."""
@@ -48,6 +50,11 @@ REGISTRY: dict[str, Benchmark] = {
     ),
     "simulation": Benchmark(
         "atomtrain.benchmarks.simulation", "ATOM and the best pipeline on many links, simulated"
+    ),
+    "offloaders": Benchmark(
+        "atomtrain.benchmarks.offloaders",
+        "ATOM against DeepSpeed ZeRO-3 and FSDP2 with CPU offload",
+        takes_device=True,
     ),
     "plan": Benchmark(
         "atomtrain.benchmarks.plan", "predicted against measured step time and memory peaks"

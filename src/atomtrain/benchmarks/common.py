@@ -36,6 +36,10 @@ class BenchmarkOptions:
     """Also write the JSON object to this file."""
     peers: int | None = None
     """Number of peers, for benchmarks that let one choose."""
+    device: str | None = None
+    """`cpu` or `cuda`, for benchmarks that take it; `None` is the benchmark's choice."""
+    device_memory: str | None = None
+    """Budget on the device, such as `8GiB`."""
 
     def __post_init__(self) -> None:
         # Before the measurement, not after it.

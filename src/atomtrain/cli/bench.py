@@ -9,6 +9,7 @@ from pathlib import Path
 from atomtrain.benchmarks import REGISTRY, benchmark
 from atomtrain.cli import bench_report
 from atomtrain.cli.parsing import parse
+from atomtrain.errors import ConfigError
 from atomtrain.training.options import option
 
 _EXAMPLES = """\
@@ -27,6 +28,12 @@ class BenchOptions:
     quick: bool = option(False, "Smaller and shorter: under a minute.")
     out: Path | None = option(None, "Also write the JSON object to this file.", "FILE")
     peers: int | None = option(None, "With network: number of peers. Default: 2.", "N")
+    device: str | None = option(
+        None, "With offloaders: cpu or cuda. Default: cuda if there is one.", "DEVICE"
+    )
+    device_memory: str | None = option(
+        None, "With offloaders: budget on the device, such as 8GiB.", "SIZE"
+    )
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -48,8 +55,15 @@ def run(arguments: Sequence[str]) -> int:
     entry = benchmark(options.name)
     from atomtrain.benchmarks.common import BenchmarkOptions, report
 
+    if not entry.takes_device and (options.device or options.device_memory):
+        raise ConfigError(f"the benchmark {options.name!r} takes no --device; it chooses its own")
     settings = BenchmarkOptions(
-        quick=options.quick, out=options.out, json=options.json, peers=options.peers
+        quick=options.quick,
+        out=options.out,
+        json=options.json,
+        peers=options.peers,
+        device=options.device,
+        device_memory=options.device_memory,
     )
     report(entry.run(settings), json=options.json, out=options.out)
     return 0

@@ -125,6 +125,10 @@ class Carried:
         """
         value = value.detach()
         held = _Held()
+        if self._device.one_memory:
+            held.host = held.device = value
+            self._held[micro_batch, name] = held
+            return
         if save:
             source = value if is_dense(value) else value.contiguous()
             held.pooled = self._pool.take(source.nbytes)
@@ -146,6 +150,9 @@ class Carried:
         for name in names:
             held = self._held.get((micro_batch, name))
             if held is None or held.device is not None or not isinstance(held.host, Tensor):
+                continue
+            if self._device.one_memory:
+                held.device = held.host
                 continue
             flat = self._device.empty((held.host.numel(),), held.host.dtype)
             target = in_layout_of(flat, held.host)

@@ -105,6 +105,8 @@ def _order(event: Event, stream: torch.cuda.Stream) -> None:
 class CudaDevice:
     """A `Device` on a GPU, its memory capped at the budget."""
 
+    one_memory = False
+
     def __init__(
         self, index: int, memory_bytes: int | None = None, inject: Inject | None = None
     ) -> None:

@@ -30,8 +30,10 @@ class Device(Protocol):
     torch_device: torch.device
     generator: torch.Generator
     """The random numbers that operations on this device draw by default."""
+    one_memory: bool
+    """Host and device memory are one: slots are the arena, values stay where they are."""
     memory_bytes: int
-    """The budget, enforced."""
+    """The budget; enforced, unless memory is one."""
     reserved_bytes: int
     """Part of the budget that libraries take and plans cannot use."""
     load: Stream

@@ -16,6 +16,7 @@ from atomtrain.planning.machine import Machine
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.disk_profile import storage_rates
 from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.host_device import HostDevice
 from atomtrain.swapping.overhead import emulated_visit_s
 from atomtrain.swapping.probes import (
     Stolen,
@@ -28,6 +29,8 @@ from atomtrain.swapping.probes import (
 _STEALING_COPY_S = 0.01
 _QUICK_PARAMETERS = 1 << 18
 _ENOUGH_BYTES = 1 << 30
+_NO_TIME_PER_S = 1e18
+"""Rate of what takes no time: copies that nobody makes, updates that compute itself makes."""
 
 
 def measure_machine(device: Device, folder: Path | None = None) -> Machine:
@@ -37,6 +40,8 @@ def measure_machine(device: Device, folder: Path | None = None) -> Machine:
         device: Idle, with a quarter of its budget free.
         folder: Whose disk is measured; `None` is that of temporary files.
     """
+    if isinstance(device, HostDevice):
+        return _one_memory(device, update_parameters_per_s(), folder)
     with _quiet(device) as probe:
         pinned = link_rates(probe)
         emulated = isinstance(probe, EmulatedDevice)
@@ -74,6 +79,8 @@ def assumed_machine(device: Device) -> Machine:
     Raises:
         ConfigError: the GPU is not in the catalogue.
     """
+    if isinstance(device, HostDevice):
+        return _one_memory(device, update_parameters_per_s(_QUICK_PARAMETERS), None)
     if isinstance(device, EmulatedDevice):
         return Machine(
             name=device.name,
@@ -128,6 +135,23 @@ def _quiet(device: Device) -> Iterator[Device]:
         yield twin
     finally:
         twin.close()
+
+
+def _one_memory(device: HostDevice, parameters_per_s: float, folder: Path | None) -> Machine:
+    """Return a host that is its own device; its disk is measured if a folder is given."""
+    storage = None if folder is None else storage_rates(folder)
+    return Machine(
+        name=device.name,
+        load_bytes_per_s=_NO_TIME_PER_S,
+        unload_bytes_per_s=_NO_TIME_PER_S,
+        update_parameters_per_s=_NO_TIME_PER_S,
+        compute_s_per_update=1 / parameters_per_s,  # they share their cores
+        device_memory_bytes=budget_bytes(device),
+        host_memory_bytes=host_memory_bytes(),
+        host_copy_bytes_per_s=None if folder is None else host_copy_bytes_per_s(),
+        storage_read_bytes_per_s=storage.read_bytes_per_s if storage else None,
+        storage_write_bytes_per_s=storage.write_bytes_per_s if storage else None,
+    )
 
 
 def _stolen(device: Device, link_bytes_per_s: float) -> Stolen:

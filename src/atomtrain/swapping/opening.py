@@ -10,6 +10,7 @@ from torch import nn
 from atomtrain.analysis.costs import layer_costs
 from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
+from atomtrain.errors import ConfigError
 from atomtrain.planning.layout import Layout
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
@@ -54,8 +55,8 @@ def swap(
             for instance `lambda params: torch.optim.AdamW(params, lr=3e-4)`. It must update each
             parameter independently of the others, as those of `torch.optim` do.
         device_memory: Budget such as `"8GiB"`; see `open_device` for the default.
-        device: `auto`, `cuda`, `cuda:1` or `emulated:4GiB/s`; or an open device, which the engine
-            then owns (its budget counts, not `device_memory`).
+        device: `auto`, `cpu`, `cuda`, `cuda:1` or `emulated:4GiB/s`; or an open device, which the
+            engine then owns (its budget counts, not `device_memory`).
         loss: `loss(output)` or `loss(output, micro_batch)`; `None` takes the output's `.loss`. A
             micro-batch may then hold more than forward takes (targets), for the loss.
         layers: Paths of the modules that forward calls one after the other, each on what the one
@@ -109,6 +110,12 @@ def _open(
     )
     placement: Placement | None = None
     try:
+        if opened.one_memory and (options.host_layers or options.disk is not None):
+            what = "host_layers" if options.host_layers else "disk"
+            raise ConfigError(
+                f"with device='cpu' all layers compute on the host store itself; leave {what} out, "
+                "or choose device='emulated'"
+            )
         costs = layer_costs(chain, inputs, opened.torch_device)
         if options.head_pieces == "auto":
             chain = split_head_as_needed(chain, costs, opened.torch_device)
@@ -118,14 +125,31 @@ def _open(
         machine = machine_with_disk(profile.machine, options)
         states = None if options.disk is None else states_of(made)
         planner = Planner(
-            chain, costs, profile.times, machine, options, optimizer_bytes(made), states
+            chain,
+            costs,
+            profile.times,
+            machine,
+            options,
+            optimizer_bytes(made),
+            states,
+            opened.one_memory,
         )
         plan = planner.plan(options.micro_batches)
         layout = Layout(chain)
         if states is not None and plan.on_disk and options.disk is not None:
             placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
         store = HostStore(chain, layout, opened, placement, options.inject)
-        updates = Updates(chain, layout, store, made, options.clip_norm, options.inject, placement)
+        updates = Updates(
+            chain,
+            layout,
+            store,
+            made,
+            options.clip_norm,
+            options.inject,
+            placement,
+            # Nothing is pinned there, and what is not held need not be counted.
+            release=opened.one_memory,
+        )
     except BaseException:
         opened.close()
         if placement is not None:

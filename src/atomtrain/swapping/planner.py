@@ -31,6 +31,8 @@ class Planner:
     """Of all parameters; `None` if the optimizer does not tell."""
     states: States | None = None
     """The optimizer's state of each parameter, if part of it may lie on disk."""
+    one_memory: bool = False
+    """Whether the device is the host: then nothing is resident and no layer apart."""
 
     def plan(self, micro_batches: int, on_disk: OnDisk | None = None) -> Plan:
         """Return the best plan for steps of so many micro-batches.
@@ -48,7 +50,8 @@ class Planner:
             segments=self.options.segments,
             slots=self.options.slots,
             gradient_buffers=self.options.gradient_buffers,
-            host_layers=self.options.host_layers,
+            host_layers=0 if self.one_memory else self.options.host_layers,
+            resident=() if self.one_memory else None,
             activations=self.options.activations,
             optimizer_state_bytes=None if taken is None else sum(taken),
             disk=disk,

@@ -125,7 +125,7 @@ def _computing(device: Device) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def _assumed_times(device: Device, costs: ChainCosts) -> dict[str, LayerTime]:
-    if isinstance(device, EmulatedDevice):
+    if device.torch_device.type == "cpu":
         return estimated_times(costs, flops_per_s(device.torch_device, device.synchronize))
     exact = torch.get_float32_matmul_precision() == "highest"
     card = catalogue_gpu(device)

@@ -51,9 +51,13 @@ class Slots:
             chain, plan.resident_blocks, store, device, self._collector, self._first
         )
         slot, gradient = (plan.slot_bytes,), (plan.gradient_bytes,)
-        self._slots = [device.empty(slot, torch.uint8) for _ in range(plan.slots)]
+        one = device.one_memory
+        self._slots = [
+            store.parameters if one else device.empty(slot, torch.uint8) for _ in range(plan.slots)
+        ]
         self._gradients = [
-            device.empty(gradient, torch.uint8) for _ in range(plan.gradient_buffers)
+            store.gradients if one else device.empty(gradient, torch.uint8)
+            for _ in range(plan.gradient_buffers)
         ]
         self._free = [finished() for _ in self._gradients]
         self._pieces: dict[Layers, list[Piece]] = {}
@@ -118,7 +122,7 @@ class Slots:
         slot, source = self._slots[visit.slot], self._store.parameters
         copies = [
             Copy(slot[offset:][: stop - start], source[start:stop])
-            for start, stop, offset in self._pieces_of(visit.layers)
+            for start, stop, offset in self._moved_pieces(visit.layers)
         ]
         blocks = [b for b in self._layout.blocks_of(*visit.layers) if b not in self._residents]
         if visit.phase is not Phase.BACKWARD:
@@ -133,8 +137,15 @@ class Slots:
     def _pieces_of(self, layers: Layers) -> list[Piece]:
         """Return where the segment's blocks that are not resident lie in the arena and a slot."""
         if layers not in self._pieces:
-            self._pieces[layers] = self._layout.pieces(*layers, self._residents.blocks)
+            pieces = self._layout.pieces(*layers, self._residents.blocks)
+            if self._device.one_memory:  # the slot is the arena
+                pieces = [piece._replace(slot_bytes=piece.start_bytes) for piece in pieces]
+            self._pieces[layers] = pieces
         return self._pieces[layers]
+
+    def _moved_pieces(self, layers: Layers) -> list[Piece]:
+        """Return the pieces that are copied: none if the slot is the arena."""
+        return [] if self._device.one_memory else self._pieces_of(layers)
 
     def _leaves_of(self, visit: Visit) -> dict[int, Tensor]:
         """Return the segment's parameters as views of the slot, made once.
@@ -147,6 +158,10 @@ class Slots:
             for parameter, offset in self._places(visit.layers):
                 with torch.no_grad():
                     leaf = view_of(self._slots[visit.slot], offset, parameter)
+                if self._device.one_memory:
+                    # Updates write to other blocks of the arena while a graph holds this one, and
+                    # autograd counts the changes of a tensor for all views of it.
+                    leaf = leaf.data
                 leaf.requires_grad_(parameter.requires_grad)
                 if parameter.requires_grad:
                     leaf.register_post_accumulate_grad_hook(self._collector(id(parameter)))
@@ -221,7 +236,7 @@ class Slots:
             start, stop = self._layout.block_range(block)
             copies = [
                 Copy(buffer[p.slot_bytes :][: stop - start], self._store.gradients[start:stop])
-                for p in self._pieces_of(layers)
+                for p in self._moved_pieces(layers)
                 if p.start_bytes == start
             ]
             after = [self._device.mark(), *self._updates.arrivals_of(block)]
@@ -235,7 +250,7 @@ class Slots:
         buffer, gradients = self._gradients[visit.gradient], self._store.gradients
         copies = [
             Copy(gradients[start:stop], buffer[slot:][: stop - start])
-            for start, stop, slot in self._pieces_of(visit.layers)
+            for start, stop, slot in self._moved_pieces(visit.layers)
         ]
         leaving = self._residents.first_used_by(visit.layers)
         copies += [self._residents.unload_of(block) for block in leaving]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
@@ -12,6 +15,9 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.disk_parameters import DiskArena, StagedLoads
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.streams import Inject
+
+_MADVISE = ctypes.CDLL(None).madvise
+_MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostStore:
@@ -59,6 +65,17 @@ class HostStore:
         """End the thread that reads parameters, if there is one."""
         if self.loads is not None:
             self.loads.close()
+
+    def release_gradients(self, start_bytes: int, stop_bytes: int) -> None:
+        """Give the memory of a range of gradients back; it reads as zeros until it is written to.
+
+        Whole pages only. Not for memory that a device has pinned.
+        """
+        address = self.gradients.data_ptr()
+        first = -(-(address + start_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (address + stop_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            _MADVISE(first, last - first, mmap.MADV_DONTNEED)
 
 
 def require_data(chain: Chain) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -126,3 +127,27 @@ class Stream:
             # The job may hold the last reference to a device tensor: free it now, not at the
             # next job.
             del item
+
+
+class Wait:
+    """Waits of a computing thread that is the host's own, and how long they took."""
+
+    def __init__(self, inject: Inject | None = None) -> None:
+        self._inject = inject
+        self._wait_s = 0.0
+
+    def hold(self, event: Event) -> None:
+        """Block until the event is done; raises what its job raised."""
+        if self._inject is not None:
+            self._inject("compute")
+        if event.is_done():
+            event.wait()
+            return
+        started_s = time.perf_counter()
+        event.wait()
+        self._wait_s += time.perf_counter() - started_s
+
+    def take_s(self) -> float:
+        """Return the seconds waited since the last call."""
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return wait_s

@@ -39,15 +39,19 @@ class Updates:
         clip_norm: float | None,
         inject: Inject | None = None,
         placement: Placement | None = None,
+        release: bool = False,
     ) -> None:
         """`optimizer` is that of all parameters; its state stays empty.
 
-        With a `placement`, part of its workers' state lies on disk.
+        With a `placement`, part of its workers' state lies on disk; with `release`, the memory of
+        gradients is given back as soon as they are used.
         """
         self.optimizer = optimizer
         self._store, self._clip_norm = store, clip_norm
         self._blocks = _blocks(chain, layout)
         self._offsets = layout.offsets
+        self._ranges = [layout.block_range(block) for block in range(layout.blocks)]
+        self._release = release
         self._workers = [self._restricted(block) for block in self._blocks]
         self._owners = {
             id(parameter): worker
@@ -242,6 +246,8 @@ class Updates:
             worker.step()
             for parameter in members:
                 parameter.grad = None
+            if self._release:
+                self._store.release_gradients(*self._ranges[block])
 
         return update
 

@@ -34,6 +34,7 @@ _PIECES = (2, 4, 8, 16, 32, 64)
 def device_memory_of(options: TrainOptions, recipe: Recipe) -> str | None:
     """Return the device budget, `None` for the device's own default."""
     small = isinstance(recipe.sizes, GPTConfig) and recipe.model in _SMALL_BUDGETS
+    small = small and options.device != "cpu"
     if options.device_memory is not None or not small:
         return options.device_memory
     on_gpu = options.device.startswith("cuda") or (

@@ -59,13 +59,14 @@ class TrainOptions:
     steps: int | None = option(None, "Optimizer steps of each peer.", "N")
     device: str = option(
         "auto",
-        "auto, cuda, cuda:NUMBER, emulated or emulated:LINK such as emulated:4GiB/s.",
+        "auto, cpu (the host itself, nothing is copied), cuda, cuda:NUMBER, emulated or "
+        "emulated:LINK such as emulated:4GiB/s.",
         "DEVICE",
     )
     device_memory: str | None = option(
         None,
         "Device budget, such as 256MiB. Default: small for demo and tiny, else 90% of what the "
-        "GPU has free, or 1GiB for the emulated device.",
+        "GPU has free, all memory of the host for cpu, or 1GiB for the emulated device.",
         "SIZE",
     )
     host_memory: str | None = option(
