@@ -68,6 +68,9 @@ REGISTRY: dict[str, Benchmark] = {
     "averaging": Benchmark(
         "atomtrain.benchmarks.averaging", "a round of averaging against hivemind and the link"
     ),
+    "mistakes": Benchmark(
+        "atomtrain.benchmarks.mistakes", "how quickly and plainly mistakes are answered"
+    ),
     "churn": Benchmark(
         "atomtrain.benchmarks.churn", "training while peers are killed and new ones join"
     ),
