@@ -5,8 +5,9 @@ Importing this package is cheap: torch is imported when a name that needs it is 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from atomtrain.lazy import getter
 
 __version__ = "0.1.0"
 
@@ -18,15 +19,6 @@ if TYPE_CHECKING:
     from atomtrain.training.trainer import Trainer as Trainer
     from atomtrain.training.trainer_arguments import TrainerArguments as TrainerArguments
 
-_LAZY = {
-    "swap": "atomtrain.swapping.opening",
-    "Engine": "atomtrain.swapping.engine",
-    "Options": "atomtrain.swapping.options",
-    "Callback": "atomtrain.training.callbacks",
-    "Trainer": "atomtrain.training.trainer",
-    "TrainerArguments": "atomtrain.training.trainer_arguments",
-}
-
 __all__ = [
     "Callback",
     "Engine",
@@ -37,8 +29,14 @@ __all__ = [
     "swap",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'atomtrain' has no attribute {name!r}")
+__getattr__ = getter(
+    __name__,
+    {
+        "swap": "atomtrain.swapping.opening",
+        "Engine": "atomtrain.swapping.engine",
+        "Options": "atomtrain.swapping.options",
+        "Callback": "atomtrain.training.callbacks",
+        "Trainer": "atomtrain.training.trainer",
+        "TrainerArguments": "atomtrain.training.trainer_arguments",
+    },
+)

@@ -13,12 +13,13 @@ import pytest
 import atomtrain
 
 ROOT = Path(atomtrain.__file__).parent
-BASE = {"errors", "units", "events"}
+BASE = {"errors", "units", "events", "lazy"}
 # What each package may import of the others, beside the base and itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
     "events": set(),
+    "lazy": set(),
     "analysis": set(),
     "optimizers": set(),
     "planning": {"analysis"},

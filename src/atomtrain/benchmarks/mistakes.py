@@ -43,7 +43,7 @@ MISTAKES = (
     Mistake((*_TINY, "--device", "emulted"), "Did you mean 'emulated'?"),
     Mistake((*_TINY, "--device", "emulated:fast"), "4GiB/s"),
     Mistake((*_TINY, "--device-memory", "lots"), "--device-memory"),
-    Mistake((*_TINY, "--wire", "int3"), "Did you mean 'int4'?"),
+    Mistake((*_TINY, "--wire", "int3"), "Did you mean 'int"),
     Mistake((*_TINY, "--metrics", "tensorbord"), "Did you mean 'tensorboard'?"),
     Mistake((*_TINY, "--steps", "ten"), "--steps"),
     Mistake((*_TINY, "--steps", "-1"), "--steps must be at least 1"),
@@ -98,7 +98,7 @@ class Answer(NamedTuple):
 def run(options: BenchmarkOptions) -> dict[str, Any]:
     """Make every mistake (with `quick` every fourth) once; return the result."""
     mistakes = MISTAKES[::_QUICK_EVERY] if options.quick else MISTAKES
-    rows = []
+    rows: list[dict[str, Any]] = []
     for mistake in mistakes:
         answer = make(mistake)
         said = answer.stderr.strip() or answer.stdout.strip()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.cli.parsing import parse
-from atomtrain.errors import ConfigError
+from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.training.options import option
 
 _EXAMPLES = """\
@@ -46,6 +46,10 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("checkpoint",),
     )
+    if not options.checkpoint.is_dir():
+        raise CheckpointError(
+            f"{options.checkpoint} is not a folder; give a checkpoint or the folder of a run"
+        )
     import torch
 
     from atomtrain.models.sampling import sample

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
+from atomtrain.training.early import check_gpu_name, check_model_name
 from atomtrain.training.options import option
 from atomtrain.units import parse_bytes
 
@@ -93,6 +94,9 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("model",),
     )
+    check_model_name(options.model)
+    if options.gpu is not None:
+        check_gpu_name(options.gpu)
     with leaving_at_once():
         from atomtrain.planning.advice import Setting
         from atomtrain.planning.machine import save_machine

@@ -16,6 +16,7 @@ from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import COMPLAINT, complain, given_options, parser_of
 from atomtrain.errors import ConfigError
 from atomtrain.metrics.targets import parse_targets, require_packages
+from atomtrain.training.early import check_early
 from atomtrain.training.options import TrainOptions
 
 LOG_FILE = "peer.log"
@@ -34,6 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     options = options_of(arguments)
     require_packages(parse_targets(options.metrics))
+    check_early(options)
     if options.n_peers > 1:
         return _run_peers(options)
     return _run_peer(options)

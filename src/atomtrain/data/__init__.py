@@ -8,11 +8,16 @@ inputs, labels = sampler.batch(position)
 
 from __future__ import annotations
 
-from atomtrain.data.corpus import Corpus, Document, read_corpus
-from atomtrain.data.prepare import Prepared, default_cache, prepare
-from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, held_out_batches
-from atomtrain.data.tokenizer import SEPARATOR, Tokenizer, read_tokenizer
-from atomtrain.data.tokens import Tokens, bits_per_byte, open_tokens
+from typing import TYPE_CHECKING
+
+from atomtrain.lazy import getter
+
+if TYPE_CHECKING:
+    from atomtrain.data.corpus import Corpus, Document, read_corpus
+    from atomtrain.data.prepare import Prepared, default_cache, prepare
+    from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, held_out_batches
+    from atomtrain.data.tokenizer import SEPARATOR, Tokenizer, read_tokenizer
+    from atomtrain.data.tokens import Tokens, bits_per_byte, open_tokens
 
 __all__ = [
     "SEPARATOR",
@@ -32,3 +37,25 @@ __all__ = [
     "read_corpus",
     "read_tokenizer",
 ]
+
+__getattr__ = getter(
+    "atomtrain.data",
+    {
+        "Corpus": "atomtrain.data.corpus",
+        "Document": "atomtrain.data.corpus",
+        "read_corpus": "atomtrain.data.corpus",
+        "Prepared": "atomtrain.data.prepare",
+        "default_cache": "atomtrain.data.prepare",
+        "prepare": "atomtrain.data.prepare",
+        "Batch": "atomtrain.data.sampler",
+        "Sampler": "atomtrain.data.sampler",
+        "SamplerConfig": "atomtrain.data.sampler",
+        "held_out_batches": "atomtrain.data.sampler",
+        "SEPARATOR": "atomtrain.data.tokenizer",
+        "Tokenizer": "atomtrain.data.tokenizer",
+        "read_tokenizer": "atomtrain.data.tokenizer",
+        "Tokens": "atomtrain.data.tokens",
+        "bits_per_byte": "atomtrain.data.tokens",
+        "open_tokens": "atomtrain.data.tokens",
+    },
+)

@@ -103,6 +103,16 @@ def read_corpus(spec: str | None) -> Corpus:
     )
 
 
+def check_files(spec: str) -> None:
+    """Refuse what `read_corpus` would for want of files; reads none of them.
+
+    Raises:
+        DataError: no such file, an empty one, or a folder or pattern without files.
+    """
+    for _ in _match(spec):
+        pass
+
+
 def corpus_of_texts(name: str, texts: Iterable[str]) -> Corpus:
     """Return a corpus of strings in memory.
 

@@ -1,9 +1,17 @@
 """Models by name, and those of Hugging Face."""
 
-from atomtrain.models.gpt import GPT, GPTConfig, GPTOutput
-from atomtrain.models.hugging_face import HuggingFaceConfig
-from atomtrain.models.making import Sizes, make_empty, make_model, make_outline
-from atomtrain.models.presets import PRESETS, preset
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atomtrain.lazy import getter
+
+if TYPE_CHECKING:
+    from atomtrain.models.gpt import GPT, GPTOutput
+    from atomtrain.models.gpt_config import GPTConfig
+    from atomtrain.models.hugging_face import HuggingFaceConfig
+    from atomtrain.models.making import Sizes, make_empty, make_model, make_outline
+    from atomtrain.models.presets import PRESETS, preset
 
 __all__ = [
     "GPT",
@@ -17,3 +25,19 @@ __all__ = [
     "make_outline",
     "preset",
 ]
+
+__getattr__ = getter(
+    "atomtrain.models",
+    {
+        "GPT": "atomtrain.models.gpt",
+        "GPTConfig": "atomtrain.models.gpt_config",
+        "GPTOutput": "atomtrain.models.gpt",
+        "HuggingFaceConfig": "atomtrain.models.hugging_face",
+        "Sizes": "atomtrain.models.making",
+        "make_empty": "atomtrain.models.making",
+        "make_model": "atomtrain.models.making",
+        "make_outline": "atomtrain.models.making",
+        "PRESETS": "atomtrain.models.presets",
+        "preset": "atomtrain.models.presets",
+    },
+)

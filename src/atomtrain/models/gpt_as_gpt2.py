@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from atomtrain.errors import ConfigError
-from atomtrain.models.gpt import GPTConfig
+from atomtrain.models.gpt_config import GPTConfig
 
 _FIXED = {
     "embedding.token.weight": "transformer.wte.weight",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from atomtrain.models.gpt import GPT, GPTConfig
+from atomtrain.models.gpt import GPT
+from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
 
 Sizes = GPTConfig | HuggingFaceConfig

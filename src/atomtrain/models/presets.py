@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.models.gpt import GPTConfig
+from atomtrain.models.gpt_config import GPTConfig
 
 
 def _gpt3(layers: int, width: int, heads: int, head_width: int) -> GPTConfig:

@@ -19,8 +19,8 @@ from torch import Tensor
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.data import Tokenizer
 from atomtrain.errors import CheckpointError, ConfigError, nearest
-from atomtrain.models.gpt import GPTConfig
 from atomtrain.models.gpt_as_gpt2 import gpt2_config, gpt2_name, gpt2_tensor
+from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import CONFIG_FILE
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, nearest
 from atomtrain.units import parse_bytes
 
 NAME_MAX = 64
+WIRES = ("float16", "float32", "int8", "int4", "topk")
+"""Names of the codecs, told here so that a wrong one is refused at once; a test compares."""
 _RUNS = Path("runs")
 
 
@@ -247,9 +249,7 @@ class TrainOptions:
     def _check_swarm(self) -> None:
         """Refuse mistakes about the swarm before anything is prepared."""
         if self.wire is not None:
-            from atomtrain.swarm.codec import codec_named
-
-            codec_named(self.wire)
+            _check_wire(self.wire)
         if self.outer is not None:
             from atomtrain.swarm.outer import outer_named
 
@@ -292,6 +292,14 @@ class TrainOptions:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _check_wire(name: str) -> None:
+    if name not in WIRES:
+        raise ConfigError(
+            f"wire format {name!r} does not exist; choose one of {', '.join(WIRES)}."
+            + nearest(name, WIRES)
+        )
 
 
 def _check_name(flag: str, name: str) -> None:

@@ -1,0 +1,45 @@
+"""Names of devices, taken apart without torch, so that a wrong one is refused at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from atomtrain.errors import ConfigError, nearest
+from atomtrain.units import parse_rate
+
+DEFAULT_LINK_BYTES_PER_S = 4.0 * 2**30
+"""About PCIe 3.0 with 4 lanes: a slow but real link."""
+_KINDS = ("auto", "cpu", "cuda", "emulated")
+
+
+class DeviceName(NamedTuple):
+    """What a name says."""
+
+    kind: str
+    """`auto`, `cpu`, `cuda` or `emulated`."""
+    number: int = 0
+    """Which GPU."""
+    link_bytes_per_s: float = DEFAULT_LINK_BYTES_PER_S
+    """Of an emulated device."""
+
+
+def parse_device(name: str) -> DeviceName:
+    """Return what `auto`, `cpu`, `cuda`, `cuda:1`, `emulated` or `emulated:4GiB/s` says.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    kind, _, argument = name.partition(":")
+    if name in ("auto", "cpu"):
+        return DeviceName(kind)
+    if kind == "cuda":
+        if argument and not (argument.isascii() and argument.isdigit()):
+            raise ConfigError(f"device {name!r} is not a GPU; write cuda or cuda:NUMBER")
+        return DeviceName(kind, int(argument or 0))
+    if kind == "emulated":
+        link = parse_rate(argument, "link") if argument else DEFAULT_LINK_BYTES_PER_S
+        return DeviceName(kind, link_bytes_per_s=link)
+    raise ConfigError(
+        f"there is no device {name!r}.{nearest(kind, _KINDS)} "
+        "Devices: auto, cpu, cuda, cuda:NUMBER, emulated, emulated:LINK such as emulated:4GiB/s"
+    )
