@@ -59,6 +59,7 @@ class Problem(NamedTuple):
     disk_bytes_per_s: tuple[float, float] = (1e5, 1e5)
     """Reads and writes."""
     on_disk: OnDisk = ()
+    clips: bool = False
 
 
 class Holder(nn.Module):
@@ -96,6 +97,7 @@ def problems(draw: st.DrawFn, most_layers: int = 5) -> Problem:
         memory_share=draw(st.floats(0.0, 1.0)),
         disk_bytes_per_s=(draw(st.floats(1e3, 1e6)), draw(st.floats(1e3, 1e6))),
         on_disk=KINDS[: draw(st.sampled_from([0, 0, 1, 3]))],
+        clips=draw(st.booleans()),
     )
 
 
@@ -107,6 +109,7 @@ class Built(NamedTuple):
     times: dict[str, LayerTime]
     machine: Machine
     on_disk: OnDisk
+    clips: bool
 
     def space(self, request: Request) -> Space:
         layout = Layout(self.chain)
@@ -114,7 +117,14 @@ class Built(NamedTuple):
         count = request.micro_batches
         memory = MemoryModel(self.chain, self.costs, layout, count)
         costing = Costing(
-            self.chain, self.costs, self.times, self.machine, layout, count, disk=disk
+            self.chain,
+            self.costs,
+            self.times,
+            self.machine,
+            layout,
+            count,
+            disk=disk,
+            clips=self.clips,
         )
         return Space(self.chain, self.costs, layout, memory, costing, request)
 
@@ -160,7 +170,9 @@ def build(problem: Problem) -> Built:
         storage_write_bytes_per_s=problem.disk_bytes_per_s[1],
         storage_both_ways_share=0.7,
     )
-    return Built(chain, ChainCosts(tuple(costs), values), times, machine, problem.on_disk)
+    return Built(
+        chain, ChainCosts(tuple(costs), values), times, machine, problem.on_disk, problem.clips
+    )
 
 
 def compositions(layers: int) -> Iterator[tuple[int, ...]]:
@@ -255,7 +267,7 @@ def test_what_is_found_is_planned(problem: Problem) -> None:
         **{**built.machine.to_json(), "device_memory_bytes": max(1, least)}
     )
     disk = DiskRequest(states=two_moments(built.chain), on_disk=problem.on_disk)
-    request = dataclasses.replace(request, disk=disk)
+    request = dataclasses.replace(request, disk=disk, clips=problem.clips)
     made = make_plan(built.chain, built.costs, built.times, machine, request)
     assert made.on_disk == problem.on_disk
     assert made.device_peak_bytes == least

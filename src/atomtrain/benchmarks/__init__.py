@@ -42,6 +42,9 @@ REGISTRY: dict[str, Benchmark] = {
     "precision": Benchmark(
         "atomtrain.benchmarks.precision", "host memory and loss of bfloat16 with exact masters"
     ),
+    "disk": Benchmark(
+        "atomtrain.benchmarks.disk", "optimizer state and parameters on disk against in memory"
+    ),
     "network": Benchmark(
         "atomtrain.benchmarks.network", "ATOM against a pipeline on links from fast to slow"
     ),

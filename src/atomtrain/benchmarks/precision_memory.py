@@ -59,15 +59,15 @@ def measure(kind: Kind, case: MemoryCase) -> Result:
     # What libraries load and keep is there before the case begins.
     _trained(kind, MemoryCase(layers=2, width=64, vocabulary=64)).close()
     gc.collect()
-    before_bytes = _resident_bytes()
+    before_bytes = resident_bytes()
     engine = _trained(kind, case)
     engine.synchronize()
     gc.collect()
-    resident_bytes = _resident_bytes() - before_bytes
+    grown_bytes = resident_bytes() - before_bytes
     # A new peak begins with what is there.
     engine.device.reset_peak()
     device_bytes = engine.device.peak_bytes()
-    host_bytes = resident_bytes - device_bytes
+    host_bytes = grown_bytes - device_bytes
     result = {
         "parameters": engine.parameters,
         "measured_host_bytes": host_bytes,
@@ -116,7 +116,8 @@ def _batch(case: MemoryCase) -> dict[str, Tensor]:
     return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Return the resident set of this process."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name == "VmRSS":

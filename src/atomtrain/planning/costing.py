@@ -56,6 +56,8 @@ class VisitTable:
     read_s: Array
     write_s: Array
     stage_s: Array
+    ahead_s: Array
+    blocks: Array
 
     @cached_property
     def loading_s(self) -> Array:
@@ -88,10 +90,12 @@ class Costing:
         micro_batches: int,
         host_layers: int = 0,
         disk: DiskUse | None = None,
+        clips: bool = False,
     ) -> None:
         """`times` are for one micro-batch, by kind of layer; leading layers may be on the host.
 
-        Part of the state may be on disk. Its bytes are those of the same chain.
+        Part of the state may be on disk. Its bytes are those of the same chain. With that and
+        clipping no update begins before all gradients have arrived: they go on in the next forward.
 
         Raises:
             PlanError: a time is missing, negative or no number.
@@ -106,18 +110,20 @@ class Costing:
         self._crossing = micro_batches * np.array(crossing, float)
         self._updated = _updated(chain, layout)
         self._disk = disk if disk is not None and disk.on_disk else None
+        self.before = self._before() if clips and self._disk is not None else None
+        """What forward has to wait for of the step before, if anything."""
         self._bytes: dict[frozenset[int], tuple[Array, ...]] = {}
         self._tables: dict[tuple[Phase, Place, bool, bool], VisitTable] = {}
 
     def step(self, shape: Shape) -> StepTime:
         """Return the predicted step of a shape."""
         visits = training_visits(shape)
-        return predict(visits, self.visit_times(shape, visits))
+        return predict(visits, self.visit_times(shape, visits), self.before)
 
     def spans(self, shape: Shape) -> list[Span]:
         """Return the spans of the predicted step of a shape."""
         visits = training_visits(shape)
-        return step_spans(visits, self.visit_times(shape, visits))
+        return step_spans(visits, self.visit_times(shape, visits), self.before)
 
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
@@ -167,19 +173,23 @@ class Costing:
         share = machine.both_ways_share if backward else 1.0
         each_s = self.micro_batches * machine.copy_s
         read_s, write_s, stage_s = self._disk_s(phase, loaded, stored)
+        start, stop = np.indices(segment.shape)
+        later = self.before is not None
         return VisitTable(
             compute_s=compute_s
             + machine.compute_s_per_copied_byte * copied
             + machine.compute_s_per_update * updated,
             load_s=_copied_s(loaded, share * machine.load_bytes_per_s, machine.copy_s),
             unload_s=_copied_s(unloaded, share * machine.unload_bytes_per_s, machine.copy_s),
-            update_s=updated / machine.update_parameters_per_s,
+            update_s=nothing if later else updated / machine.update_parameters_per_s,
             # At least one copy for each micro-batch.
             fetch_s=_copied_s(fetched, machine.load_bytes_per_s, each_s),
             save_s=_copied_s(saved, machine.unload_bytes_per_s, each_s),
-            read_s=read_s,
-            write_s=write_s,
+            read_s=nothing if later else read_s,
+            write_s=nothing if later else write_s,
             stage_s=stage_s,
+            ahead_s=nothing + self._ahead_s(),
+            blocks=np.maximum(1.0, (stop - start).astype(float)),
         )
 
     def _byte_tables(self, resident: frozenset[int]) -> tuple[Array, ...]:
@@ -213,6 +223,23 @@ class Costing:
                     seeds = seeds + n_bytes * (used & (users[-1] >= stop))
             self._bytes[resident] = segment, coming, updated, seeds, stored
         return self._bytes[resident]
+
+    def _before(self) -> VisitTime:
+        """Return the updates of all blocks, with their disk."""
+        read_rate, write_rate = self._machine.storage_rates
+        share, n_bytes = self._machine.storage_both_ways_share, sum(self._on_disk())
+        return VisitTime(
+            update_s=sum(self._updated) / self._machine.update_parameters_per_s,
+            read_s=n_bytes / (share * read_rate),
+            write_s=n_bytes / (share * write_rate),
+        )
+
+    def _ahead_s(self) -> float:
+        """Return how long reads take for which there is memory before anything is updated."""
+        if self._disk is None:
+            return 0.0
+        read_rate, _ = self._machine.storage_rates
+        return sum(self._disk.slots) / read_rate
 
     def _on_disk(self) -> list[int]:
         """Return the bytes of each block that its update reads and writes on disk."""
@@ -275,12 +302,13 @@ def spans_of(
     micro_batches: int,
     states: States | None = None,
     on_disk: OnDisk = (),
+    clips: bool = False,
 ) -> list[Span]:
     """Return the predicted spans of one step of a plan's `shape`."""
     layout = Layout(chain)
     disk = disk_use(chain, layout, states or two_moments(chain), on_disk)
     first = shape.host_layers
-    costing = Costing(chain, costs, times, machine, layout, micro_batches, first, disk)
+    costing = Costing(chain, costs, times, machine, layout, micro_batches, first, disk, clips)
     return costing.spans(shape)
 
 

@@ -23,6 +23,7 @@ from atomtrain.planning.costing import Costing, VisitTable
 from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Shape
 from atomtrain.planning.space import Allowed, Family
+from atomtrain.planning.timeline import backlog_s
 
 Array = NDArray[np.float64]
 Starts = NDArray[np.intp]
@@ -78,6 +79,7 @@ class Optimum:
         self._hit = costing.table(Phase.BACKWARD, place, load=False)
         self._kept = costing.table(Phase.BACKWARD, place, load=False, keep=True)
         self._layers = len(costing.layer_forward_s)
+        self._backlog_s = 0.0 if costing.before is None else backlog_s(costing.before)
         self._most_load_s = 0.0
         self._starts: dict[bytes, Forward] = {}
         self._ahead_s = np.concatenate(([0.0], np.cumsum(costing.layer_forward_s)))
@@ -142,6 +144,7 @@ class Optimum:
             starts[at] = np.where(allowed.forward[at], ends.min(axis=0), np.inf)
         loads = turn.loading_s[:, count][None, :]
         turns = starts + (np.maximum(visit_s, loads) if self._overlap else visit_s + loads)
+        turns = np.maximum(turns, self._backlog_s)
         return Forward(starts, turns)
 
     def _begin(
@@ -152,7 +155,7 @@ class Optimum:
         one, two = (1, 2) if self._segments else (0, 0)
         for start in map(int, np.flatnonzero(allowed.turn)):
             if start == 0:
-                starts = np.array([self._turn.loading_s[0, self._layers]])
+                starts = np.maximum([self._turn.loading_s[0, self._layers]], self._backlog_s)
             else:
                 starts = forward.turns[:start, start]
             after = self._after_turn(start, starts)
@@ -179,12 +182,30 @@ class Optimum:
         table, stop = self._turn, self._layers
         compute = starts_s + table.visit_s[start, stop]
         unload = compute + table.unload_s[start, stop]
-        read = starts_s + table.read_s[start, stop]
-        update = np.maximum(unload, read) + table.update_s[start, stop]
-        write = update + table.write_s[start, stop]
+        read, update, write = self._updated(
+            (starts_s, np.zeros_like(unload), np.zeros_like(unload)), unload, table, start, stop
+        )
         load = starts_s if self._overlap else compute
         clocks = [compute, load, unload, np.zeros_like(load), update, read, write]
         return np.stack(clocks, axis=1)
+
+    def _updated(
+        self,
+        clocks: tuple[Array, Array, Array],
+        unloaded: Array,
+        table: VisitTable,
+        start: int | Starts,
+        stop: int,
+    ) -> tuple[Array, Array, Array]:
+        """Return the clocks of reads, updates and writes after a visit, as `step_spans` does."""
+        read, update, write = clocks
+        update_s, write_s = table.update_s[start, stop], table.write_s[start, stop]
+        blocks = table.blocks[start, stop]
+        begun = np.maximum(read, unloaded - table.ahead_s[start, stop])
+        read = begun + table.read_s[start, stop]
+        update = np.maximum(np.maximum(update, unloaded) + update_s, read + update_s / blocks)
+        first = np.maximum(write, unloaded + update_s / blocks)
+        return read, update, np.maximum(first + write_s, update + write_s / blocks)
 
     def _visit(self, clocks: Array, table: VisitTable, start: int | Starts, stop: int) -> Array:
         """Return the clocks after a backward visit.
@@ -201,15 +222,16 @@ class Optimum:
         empty = unload if self._family.gradient_buffers == 1 else before
         end = np.maximum(ready, empty) + table.visit_s[start, stop]
         unloaded = np.maximum(unload, end) + table.unload_s[start, stop]
-        read = read + (table.stage_s + table.read_s)[start, stop]
-        updated = np.maximum(np.maximum(update, unloaded), read) + table.update_s[start, stop]
+        read, updated, write = self._updated(
+            (read + table.stage_s[start, stop], update, write), unloaded, table, start, stop
+        )
         # A load that can start so early that it never holds compute up may as well start later.
         next_load = np.maximum(ready, end - self._most_load_s) if self._overlap else end
         after = np.empty((*end.shape, 7))
         after[..., _COMPUTE], after[..., _LOAD] = end, next_load
         after[..., _UNLOAD], after[..., _UPDATE] = unloaded, updated
         after[..., _READ] = read
-        after[..., _WRITE] = np.maximum(write, updated) + table.write_s[start, stop]
+        after[..., _WRITE] = write
         # An unload that is over before compute is free holds nobody up.
         single = self._family.gradient_buffers == 1
         after[..., _BEFORE] = 0.0 if single else np.maximum(unload, end)

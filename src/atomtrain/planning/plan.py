@@ -41,6 +41,8 @@ class Request:
     the parameters' own type."""
     disk: DiskRequest | None = None
     """What may lie on disk; `None`: nothing."""
+    clips: bool = False
+    """Whether no update begins before the norm of all gradients is known."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "segments", "slots", "gradient_buffers"):

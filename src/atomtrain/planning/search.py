@@ -114,7 +114,9 @@ class _Problem:
         disk = disk_use(self.chain, layout, states, on_disk)
         self._disk = disk_use(chain, Layout(chain), states, on_disk)
         self.memory = MemoryModel(self.chain, rest_costs, layout, count)
-        self.costing = Costing(self.chain, rest_costs, times, machine, layout, count, disk=disk)
+        self.costing = Costing(
+            self.chain, rest_costs, times, machine, layout, count, disk=disk, clips=request.clips
+        )
         self.space = Space(self.chain, rest_costs, layout, self.memory, self.costing, request)
         self._all = MemoryModel(chain, costs, Layout(chain), count, state_bytes, self._disk)
         self.host_s = 0.0

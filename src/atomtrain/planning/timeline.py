@@ -35,6 +35,10 @@ class VisitTime(NamedTuple):
     """Optimizer state to disk, after it."""
     stage_s: float = 0.0
     """Parameters from disk for the load; counts only if the visit loads."""
+    ahead_s: float = 0.0
+    """How much of the reading of state can be done before gradients arrive."""
+    blocks: float = 1.0
+    """Parts in which state is read, updated and written, one part after the other."""
 
     @property
     def visit_s(self) -> float:
@@ -79,11 +83,13 @@ class StepTime(NamedTuple):
         return max(busy, key=lambda name: busy[name])
 
 
-def predict(visits: Sequence[Visit], times: Sequence[VisitTime]) -> StepTime:
-    """Return the step that the visits make, given the seconds of each of them."""
+def predict(
+    visits: Sequence[Visit], times: Sequence[VisitTime], before: VisitTime | None = None
+) -> StepTime:
+    """Return the step that the visits make; arguments as for `step_spans`."""
     busy = dict.fromkeys(get_args(StreamName), 0.0)
     end_s = 0.0
-    for span in step_spans(visits, times):
+    for span in step_spans(visits, times, before):
         busy[span.stream] += span.end_s - span.start_s
         end_s = max(end_s, span.end_s)
     return StepTime(
@@ -96,12 +102,15 @@ def predict(visits: Sequence[Visit], times: Sequence[VisitTime]) -> StepTime:
     )
 
 
-def step_spans(visits: Sequence[Visit], times: Sequence[VisitTime]) -> list[Span]:
+def step_spans(
+    visits: Sequence[Visit], times: Sequence[VisitTime], before: VisitTime | None = None
+) -> list[Span]:
     """Return the spans of the step, in the order of the visits; those of no length too.
 
     Args:
         visits: Of a training step.
         times: The seconds of each visit.
+        before: Updates of the step before that its forward waits for, with their disk.
     """
     spans: list[Span] = []
     done: list[float] = []
@@ -120,6 +129,10 @@ def step_spans(visits: Sequence[Visit], times: Sequence[VisitTime]) -> list[Span
             begun = max(load, free) + max(0.0, time.stage_s - time.load_s)
             ready = load = add("load", visit, begun, time.load_s)
         start = max(compute, ready)
+        if visit.phase is Phase.TURN and before is not None:
+            start = max(start, backlog_s(before))
+            for one, length_s in before_spans(before):
+                add(one, visit, 0.0, length_s)
         if visit.load and time.stage_s > 0:
             if visit.phase is not Phase.BACKWARD:
                 read = max(read, ready - time.stage_s)
@@ -137,12 +150,32 @@ def step_spans(visits: Sequence[Visit], times: Sequence[VisitTime]) -> list[Span
         if visit.gradient is not None:
             unload = add("unload", visit, max(unload, compute), time.unload_s)
             released[visit.gradient] = unload
-            if time.read_s > 0:
-                read = add("read", visit, read, time.read_s)
-            update = add("update", visit, max(update, unload, read), time.update_s)
+            # Reads go ahead only as far as there is memory for them.
+            begun = max(read, unload - time.ahead_s)
+            read = add("read", visit, begun, time.read_s) if time.read_s > 0 else begun
+            first = unload + time.update_s / time.blocks
+            ends = max(max(update, unload) + time.update_s, read + time.update_s / time.blocks)
+            update = add("update", visit, ends - time.update_s, time.update_s)
+            ends = max(max(write, first) + time.write_s, update + time.write_s / time.blocks)
+            write = ends
             if time.write_s > 0:
-                write = add("write", visit, max(write, update), time.write_s)
+                add("write", visit, ends - time.write_s, time.write_s)
     return spans
+
+
+def backlog_s(before: VisitTime) -> float:
+    """Return how long updates of the step before take, one block after the other."""
+    return max(before.read_s, before.update_s, before.write_s)
+
+
+def before_spans(before: VisitTime) -> list[tuple[StreamName, float]]:
+    """Return the streams that updates of the step before keep busy, and for how long."""
+    lengths: list[tuple[StreamName, float]] = [
+        ("read", before.read_s),
+        ("update", before.update_s),
+        ("write", before.write_s),
+    ]
+    return [item for item in lengths if item[1] > 0]
 
 
 def label_of(visit: Visit) -> str:

@@ -24,6 +24,15 @@ class Placement(NamedTuple):
     states: States
 
 
+class DiskTraffic(NamedTuple):
+    """What went to and from the disk since the engine was opened."""
+
+    read_bytes: int
+    written_bytes: int
+    direct: bool
+    """Whether it went past the page cache; some file systems refuse that."""
+
+
 def machine_with_disk(machine: Machine, options: Options) -> Machine:
     """Return the machine with the host memory that may be used, and the rates of the disk.
 

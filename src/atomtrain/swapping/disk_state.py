@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from atomtrain.errors import DiskError
 from atomtrain.planning.disk import PAGE_BYTES, paged, tensors_on_disk
 from atomtrain.swapping.disk_file import aligned_empty
-from atomtrain.swapping.disk_placement import Placement
+from atomtrain.swapping.disk_placement import DiskTraffic, Placement
 from atomtrain.swapping.precision import KeepsMasters, Workers
 from atomtrain.swapping.store import HostStore, view_of
 from atomtrain.swapping.streams import Event, Inject, Job, Stream, finished
@@ -117,6 +117,12 @@ class DiskState:
         self._written = [finished() for _ in blocks]
         self._stranded: dict[int, Tensor] = {}
         self._failure: DiskError | None = None
+
+    @property
+    def traffic(self) -> DiskTraffic:
+        """What went to and from the disk so far."""
+        file = self._file
+        return DiskTraffic(file.read_bytes, file.written_bytes, file.direct)
 
     def has(self, block: int) -> bool:
         """Return whether the block is updated, and so has state."""

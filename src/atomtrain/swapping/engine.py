@@ -23,6 +23,7 @@ from atomtrain.planning.memory_map import Region, memory_map
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.timeline import Span
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.disk_placement import DiskTraffic
 from atomtrain.swapping.executor import Executor
 from atomtrain.swapping.fragments import Fragment, element_bytes, fragment_ranges
 from atomtrain.swapping.model_state import ModelState
@@ -137,6 +138,12 @@ class Engine:
     def predicted_spans(self) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""
         return self._planner.spans(self.plan)
+
+    @property
+    def disk(self) -> DiskTraffic | None:
+        """What went to and from the disk so far; `None` if nothing lies there."""
+        disk = self._updates.disk
+        return None if disk is None else disk.traffic
 
     def memory_map(self) -> list[Region]:
         """Return where the plan's memory goes, on host and device."""

@@ -55,6 +55,7 @@ class Planner:
             activations=self.options.activations,
             optimizer_state_bytes=None if taken is None else sum(taken),
             disk=disk,
+            clips=self.options.clip_norm is not None,
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
@@ -62,6 +63,6 @@ class Planner:
         """Return what the plan expects each stream to do in a step."""
         spans = spans_of(
             plan.shape, self.chain, self.costs, self.times, self.machine, plan.micro_batches,
-            self.states, plan.on_disk,
+            self.states, plan.on_disk, self.options.clip_norm is not None,
         )  # fmt: skip
         return tuple(span for span in spans if span.end_s > span.start_s)
