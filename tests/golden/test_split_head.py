@@ -109,7 +109,7 @@ def test_auto_is_a_resident_head_in_as_many_pieces() -> None:
     wide = dataclasses.replace(CONFIG, vocabulary=4096)
     model, steps = GPT(wide), token_steps(1)
     with swap(twin(model), steps[0][0], optimizer=adamw, head_pieces="auto") as engine:
-        pieces = engine._planner.chain.layers[-1].module.pieces
+        pieces = engine.planner.chain.layers[-1].module.pieces
         assert pieces > 1
         losses = [engine.step(micro_batches) for micro_batches in steps]
     reference = GPT(dataclasses.replace(wide, head_pieces=pieces))

@@ -28,7 +28,7 @@ from atomtrain.cli.main import main
 
 swap.QUICK = swap.SwapSetup(
     layers=6, width=96, vocabulary=64, sequence_tokens=24, sequences=1, micro_batches=3,
-    pairs=2, block_steps=2,
+    pairs=2, block_steps=2, link_pairs=1,
 )
 depth.QUICK = depth.DepthSetup(
     depths=(4, 12), width=64, vocabulary=64, sequence_tokens=16, device_memory_bytes=2 << 20,
@@ -39,7 +39,7 @@ raise SystemExit(main(["bench", *sys.argv[1:], "--quick"]))
 SWAP_KEYS = {
     "resident_step_s", "swapped_step_s", "speed_ratio", "link_wait_share", "device_peak_bytes",
     "device_budget_bytes", "state_bytes", "tokens_per_step", "bit_equal", "machine", "versions",
-    "parameters", "inputs", "plan",
+    "parameters", "inputs", "plan", "link_bound_share", "link_bound_bytes_per_s",
 }  # fmt: skip
 
 

@@ -61,6 +61,11 @@ class StorageTracker(TorchDispatchMode):
         # one in the middle of `adopt`, hence re-entrant.
         self._lock = threading.RLock()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled under it, and the wrapper would cost as much as the counting.
+        return False
+
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
         self.peak_bytes = self.live_bytes

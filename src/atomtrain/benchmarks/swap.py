@@ -62,6 +62,8 @@ class SwapSetup:
     """Pairs of one swapped and one resident block; at least 1."""
     block_steps: int = 1
     """Steps in a block; at least 1."""
+    link_pairs: int = 5
+    """Pairs on the link on which loading takes as long as computing; at least 1."""
     warmup_steps: int = 1
     """Steps of each before the first pair; at least 1."""
     seed: int = 0
@@ -77,10 +79,10 @@ class SwapSetup:
         return self.micro_batches * self.sequences * self.sequence_tokens
 
 
-QUICK = SwapSetup(layers=6, width=256, sequences=1, pairs=3, block_steps=2)
+QUICK = SwapSetup(layers=6, width=256, sequences=1, pairs=3, block_steps=2, link_pairs=2)
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A timed block of steps."""
 
     step_s: float
@@ -90,7 +92,7 @@ class _Block(NamedTuple):
     losses: list[float]
 
 
-class _Resident:
+class Resident:
     """The usual training loop, all in one memory."""
 
     def __init__(self, model: GPT, recomputed: int) -> None:
@@ -109,13 +111,13 @@ class _Resident:
         self.optimizer.step()
         return sum(losses) / len(losses)
 
-    def block(self, steps: Sequence[MicroBatches], early_stop: bool = False) -> _Block:
+    def block(self, steps: Sequence[MicroBatches], early_stop: bool = False) -> Block:
         """Run and time steps."""
         with set_checkpoint_early_stop(early_stop):
             started_s = time.perf_counter()
             losses = [self.step(step) for step in steps]
             elapsed_s = time.perf_counter() - started_s
-        return _Block(elapsed_s / len(steps), 0.0, losses)
+        return Block(elapsed_s / len(steps), 0.0, losses)
 
     def _loss(self, micro_batch: Mapping[str, Tensor]) -> Tensor:
         values = dict(micro_batch)
@@ -146,28 +148,31 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
     Raises:
         PlanError: the model cannot be trained within its share of the budget.
     """
+    from atomtrain.benchmarks import swap_link  # it imports this
+
     setup = setup or (QUICK if options.quick else SwapSetup())
     torch.manual_seed(setup.seed)
-    model = _model(setup)
+    model = model_of(setup)
     state_bytes = 4 * sum(p.numel() * p.element_size() for p in model.parameters())
     budget_bytes = int(state_bytes / setup.state_per_budget)
     twin = copy.deepcopy(model)
     with atomtrain.swap(
         model,
-        _step_data(setup)[0],
+        step_data(setup)[0],
         optimizer=fused_adamw,
         device=f"emulated:{int(setup.link_bytes_per_s)}B/s",
         device_memory=budget_bytes,
         options=atomtrain.Options(micro_batches=setup.micro_batches),
     ) as engine:
         progress(engine.plan.describe())
-        resident = _Resident(twin, recomputed=engine.plan.recomputed_layers)
-        measured = _alternate(setup, engine, resident)
+        resident = Resident(twin, recomputed=engine.plan.recomputed_layers)
+        measured = alternate(setup, engine, resident)
         bit_equal = measured.losses_equal and _same_state(engine, resident)
-        plan = engine.plan.to_json()
+        plan, planner = engine.plan.to_json(), engine.planner
     # Last, because it trains the twin further.
     early_stop = resident.block(_blocks(setup, setup.block_steps), early_stop=True)
     return {
+        **swap_link.run(setup, planner),
         **measured.keys(),
         "device_budget_bytes": budget_bytes,
         "state_bytes": state_bytes,
@@ -182,11 +187,11 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
     }
 
 
-class _Measured(NamedTuple):
+class Measured(NamedTuple):
     """All blocks of a run, in pairs."""
 
-    swapped: list[_Block]
-    resident: list[_Block]
+    swapped: list[Block]
+    resident: list[Block]
     device_peak_bytes: int
     losses_equal: bool
 
@@ -205,13 +210,13 @@ class _Measured(NamedTuple):
         }
 
 
-def _alternate(setup: SwapSetup, engine: atomtrain.Engine, resident: _Resident) -> _Measured:
+def alternate(setup: SwapSetup, engine: atomtrain.Engine, resident: Resident) -> Measured:
     """Run warm-up and pairs; which of the two comes first changes from pair to pair."""
     steps = _blocks(setup, setup.warmup_steps)
     peak_bytes = 0
     equal = _swapped_block(engine, steps).losses == resident.block(steps).losses
-    swapped: list[_Block] = []
-    plain: list[_Block] = []
+    swapped: list[Block] = []
+    plain: list[Block] = []
     for pair in range(setup.pairs):
         steps = _blocks(setup, setup.block_steps)
         if pair % 2 == 0:
@@ -227,10 +232,10 @@ def _alternate(setup: SwapSetup, engine: atomtrain.Engine, resident: _Resident) 
             f"pair {pair + 1} of {setup.pairs}: swapped {swapped[-1].step_s:.3f} s, "
             f"resident {plain[-1].step_s:.3f} s a step"
         )
-    return _Measured(swapped, plain, peak_bytes, equal)
+    return Measured(swapped, plain, peak_bytes, equal)
 
 
-def _swapped_block(engine: atomtrain.Engine, steps: Sequence[MicroBatches]) -> _Block:
+def _swapped_block(engine: atomtrain.Engine, steps: Sequence[MicroBatches]) -> Block:
     losses, wait_s = [], 0.0
     started_s = time.perf_counter()
     for step in steps:
@@ -241,10 +246,10 @@ def _swapped_block(engine: atomtrain.Engine, steps: Sequence[MicroBatches]) -> _
     engine.synchronize()
     ended_s = time.perf_counter()
     wait_s += ended_s - stepped_s
-    return _Block((ended_s - started_s) / len(steps), wait_s / len(steps), losses)
+    return Block((ended_s - started_s) / len(steps), wait_s / len(steps), losses)
 
 
-def _model(setup: SwapSetup) -> GPT:
+def model_of(setup: SwapSetup) -> GPT:
     heads = max(1, setup.width // 64)
     model = GPT(
         GPTConfig(
@@ -260,17 +265,17 @@ def _model(setup: SwapSetup) -> GPT:
     return model
 
 
-def _step_data(setup: SwapSetup) -> list[dict[str, Tensor]]:
+def step_data(setup: SwapSetup) -> list[dict[str, Tensor]]:
     shape = (setup.sequences, setup.sequence_tokens + 1)
     batches = (torch.randint(setup.vocabulary, shape) for _ in range(setup.micro_batches))
     return [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in batches]
 
 
 def _blocks(setup: SwapSetup, steps: int) -> list[list[dict[str, Tensor]]]:
-    return [_step_data(setup) for _ in range(steps)]
+    return [step_data(setup) for _ in range(steps)]
 
 
-def _same_state(engine: atomtrain.Engine, resident: _Resident) -> bool:
+def _same_state(engine: atomtrain.Engine, resident: Resident) -> bool:
     """Compare parameters and moments byte by byte."""
     state, moments = engine.state_dict(), engine.optimizer_state()
     if not all(_same_bits(state[n], t) for n, t in resident.model.state_dict().items()):

@@ -67,7 +67,9 @@ class Engine:
         self.recording = False
         """Whether steps note what each stream does, for `last_spans`."""
         self._record: Record | None = None
-        self._traced, self._planner, self._store, self._updates = traced, planner, store, updates
+        self._traced, self._store, self._updates = traced, store, updates
+        self.planner = planner
+        """What plans are made from: costs and times of the layers, rates of the machine."""
         present = () if updates.disk is None else (updates.disk.present,)
         self.masters = Masters(updates.worker_of, *present)
         """The parameters' values; call `synchronize` before."""
@@ -137,7 +139,7 @@ class Engine:
 
     def predicted_spans(self) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""
-        return self._planner.spans(self.plan)
+        return self.planner.spans(self.plan)
 
     @property
     def disk(self) -> DiskTraffic | None:
@@ -147,7 +149,7 @@ class Engine:
 
     def memory_map(self) -> list[Region]:
         """Return where the plan's memory goes, on host and device."""
-        planner = self._planner
+        planner = self.planner
         state_bytes = self.state_bytes - 2 * self._store.layout.total_bytes
         if self._updates.disk is not None:
             state_bytes -= self._updates.disk.use.saved_state_bytes
@@ -229,7 +231,7 @@ class Engine:
     @property
     def parameters(self) -> int:
         """Number of parameters, shared weights counted once."""
-        return sum(parameter.numel() for parameter in self._planner.chain.parameters)
+        return sum(parameter.numel() for parameter in self.planner.chain.parameters)
 
     @property
     def state_bytes(self) -> int:
@@ -239,15 +241,15 @@ class Engine:
         type.
         """
         streamed_bytes = 2 * self._store.layout.total_bytes
-        taken = self._planner.optimizer_bytes
+        taken = self.planner.optimizer_bytes
         return streamed_bytes + (streamed_bytes if taken is None else taken.state_bytes)
 
     def layers(self) -> dict[str, list[str]]:
         """Return the names of the parameters by layer; a shared weight is with its first layer."""
-        names = self._planner.chain.names
+        names = self.planner.chain.names
         seen: set[int] = set()
         layers: dict[str, list[str]] = {}
-        for layer in self._planner.chain.layers:
+        for layer in self.planner.chain.layers:
             fresh = {id(p): names[id(p)] for p in layer.parameters.values() if id(p) not in seen}
             seen.update(fresh)
             layers[layer.name] = list(fresh.values())
@@ -277,7 +279,7 @@ class Engine:
         self._check_whole()
         with self._guarded():
             self._updates.wait_for_range(start_bytes, stop_bytes)
-        store, chain = self._store, self._planner.chain
+        store, chain = self._store, self.planner.chain
         fragment = Fragment(chain, store.layout, store.parameters, start_bytes, stop_bytes)
         with fragment.view(self.masters) as values:
             yield values
@@ -289,7 +291,7 @@ class Engine:
         Raises:
             ConfigError: the model's parameters are not all of one of the two.
         """
-        return element_bytes(self._planner.chain)
+        return element_bytes(self.planner.chain)
 
     def close(self) -> None:
         """Finish pending updates and release device and threads; the model stays usable."""
@@ -325,7 +327,7 @@ class Engine:
         """Make a new plan if the step has more micro-batches than the plan was made for."""
         if micro_batches <= self.plan.micro_batches:
             return
-        plan = self._planner.plan(micro_batches, self.plan.on_disk)
+        plan = self.planner.plan(micro_batches, self.plan.on_disk)
         self.synchronize()
         with self._guarded():
             # The old slots must be gone before the new ones come, or both would count.
@@ -334,7 +336,7 @@ class Engine:
             self.plan = plan
 
     def _execute(self, plan: Plan) -> Executor:
-        planner = self._planner
+        planner = self.planner
         with self.device.computing():
             return Executor(
                 planner.chain, planner.costs, plan, self._store, self.device, self._updates

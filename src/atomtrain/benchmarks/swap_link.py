@@ -1,0 +1,80 @@
+"""The benchmark `swap` on a link so slow that loading takes as long as computing.
+
+There a step can take no less than the larger of the two: what resident training takes, and what
+the loaded bytes take. `link_bound_share` says how near to that bound a step is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+
+import torch
+
+import atomtrain
+from atomtrain.benchmarks import swap
+from atomtrain.benchmarks.common import Result, progress
+from atomtrain.swapping.planner import Planner
+from atomtrain.units import format_bytes
+
+_SLOWEST, _FASTEST = 1e5, 1e13
+_HALVINGS = 40
+_NEAR = 1.001
+
+
+def balanced(planner: Planner, micro_batches: int) -> float:
+    """Return the bytes a second at which the best plan loads for as long as it computes.
+
+    Found by bisection: a faster link loads for a shorter time, computing stays.
+    """
+    slow, fast = _SLOWEST, _FASTEST
+    for _ in range(_HALVINGS):
+        middle = (slow * fast) ** 0.5
+        machine = dataclasses.replace(
+            planner.machine, load_bytes_per_s=middle, unload_bytes_per_s=middle
+        )
+        found = dataclasses.replace(planner, machine=machine).plan(micro_batches)
+        if found.load_s > found.compute_s:
+            slow = middle
+        else:
+            fast = middle
+        if fast / slow < _NEAR:
+            break
+    return fast
+
+
+def run(setup: swap.SwapSetup, planner: Planner) -> Result:
+    """Measure in pairs with resident training; return the keys of this part."""
+    rate = balanced(planner, setup.micro_batches)
+    progress(f"on a link of {format_bytes(rate)}/s loading takes as long as computing")
+    torch.manual_seed(setup.seed)
+    model = swap.model_of(setup)
+    twin = copy.deepcopy(model)
+    with atomtrain.swap(
+        model,
+        swap.step_data(setup)[0],
+        optimizer=swap.fused_adamw,
+        device=f"emulated:{int(rate)}B/s",
+        device_memory=planner.machine.device_memory_bytes,
+        options=atomtrain.Options(micro_batches=setup.micro_batches),
+    ) as engine:
+        plan, machine = engine.plan, engine.planner.machine
+        resident = swap.Resident(twin, recomputed=plan.recomputed_layers)
+        setup = dataclasses.replace(setup, pairs=setup.link_pairs, block_steps=2)
+        measured = swap.alternate(setup, engine, resident)
+    loading_s = plan.load_s * machine.load_bytes_per_s / rate
+    bounds_s = [max(block.step_s, loading_s) for block in measured.resident]
+    shares = [
+        bound_s / block.step_s for bound_s, block in zip(bounds_s, measured.swapped, strict=True)
+    ]
+    return {
+        "link_bound_share": statistics.median(shares),
+        "link_bound_share_of_pairs": shares,
+        "link_bound_step_s": statistics.median(block.step_s for block in measured.swapped),
+        "link_bound_resident_step_s": statistics.median(b.step_s for b in measured.resident),
+        "link_bound_loading_s": loading_s,
+        "link_bound_bytes_per_s": rate,
+        "link_bound_predicted_share": max(plan.compute_s, plan.load_s) / plan.step_s,
+        "link_bound_plan": plan.to_json(),
+    }
