@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRAIN_ARGS ?=
 
-.PHONY: train test test-gpu lint types clean
+.PHONY: train test test-gpu lint types docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
@@ -24,6 +24,15 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+
+# The documentation site, in site/.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m atomtrain.cli.commands_page
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.installed-docs: $(VENV)/.installed pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
 
 $(VENV)/bin/pip:
 	./scripts/make-venv $(PYTHON) $(VENV)

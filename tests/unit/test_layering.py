@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,3 +119,11 @@ def test_lazy_names_are_there_and_unknown_ones_are_named() -> None:
         assert getattr(atomtrain, name) is not None
     with pytest.raises(AttributeError, match="'atomtrain' has no attribute 'swop'"):
         atomtrain.swop  # noqa: B018
+
+
+@pytest.mark.parametrize("package", ["atomtrain", "atomtrain.data", "atomtrain.models"])
+def test_lazy_names_are_not_those_of_modules(package: str) -> None:
+    """Importing a module would put it in the place of the name."""
+    names = set(importlib.import_module(package).__all__)
+    folder = ROOT.joinpath(*package.split(".")[1:])
+    assert not names & {path.stem for path in folder.iterdir()}

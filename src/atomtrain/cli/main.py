@@ -25,6 +25,7 @@ COMMANDS = {
     "swarm": "look at a swarm from outside: its status, and the way to a peer",
     "identity": "show a peer's id, and make its key",
     "doctor": "check this machine, and say what to change",
+    "completion": "complete commands and options in bash, zsh or fish",
     "bench": "measure; prints one JSON object with --json",
 }
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}

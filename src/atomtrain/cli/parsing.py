@@ -16,7 +16,7 @@ Options = TypeVar("Options")
 COMPLAINT = "atom: "
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Reports mistakes as `ConfigError` instead of usage and exit."""
 
     def error(self, message: str) -> NoReturn:
@@ -62,7 +62,7 @@ def parser_of(
     positional: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
     """Return the parser of a command line; `parse` says what the arguments are."""
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         description=about,
         epilog=f"examples:\n{examples}",

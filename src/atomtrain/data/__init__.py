@@ -14,7 +14,7 @@ from atomtrain.lazy import getter
 
 if TYPE_CHECKING:
     from atomtrain.data.corpus import Corpus, Document, read_corpus
-    from atomtrain.data.prepare import Prepared, default_cache, prepare
+    from atomtrain.data.preparing import Prepared, default_cache, prepare
     from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, held_out_batches
     from atomtrain.data.tokenizer import SEPARATOR, Tokenizer, read_tokenizer
     from atomtrain.data.tokens import Tokens, bits_per_byte, open_tokens
@@ -44,9 +44,9 @@ __getattr__ = getter(
         "Corpus": "atomtrain.data.corpus",
         "Document": "atomtrain.data.corpus",
         "read_corpus": "atomtrain.data.corpus",
-        "Prepared": "atomtrain.data.prepare",
-        "default_cache": "atomtrain.data.prepare",
-        "prepare": "atomtrain.data.prepare",
+        "Prepared": "atomtrain.data.preparing",
+        "default_cache": "atomtrain.data.preparing",
+        "prepare": "atomtrain.data.preparing",
         "Batch": "atomtrain.data.sampler",
         "Sampler": "atomtrain.data.sampler",
         "SamplerConfig": "atomtrain.data.sampler",

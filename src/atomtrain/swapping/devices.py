@@ -15,7 +15,6 @@ from atomtrain.swapping.streams import Inject
 from atomtrain.units import parse_bytes
 
 DEFAULT_EMULATED_BYTES = 1 << 30
-_KINDS = ("auto", "cpu", "cuda", "emulated")
 
 
 def open_device(
