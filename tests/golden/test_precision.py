@@ -76,7 +76,9 @@ def swap(model: nn.Module, example: Any, factory: Factory, **options: Any) -> at
         optimizer=lambda _: factory(model),
         device="emulated:1GiB/s",
         device_memory="64MiB",
-        options=atomtrain.Options(precision="bf16", profile=False, **options),
+        options=atomtrain.Options(
+            precision="bf16", profile=False, optimizer_on_device=False, **options
+        ),
     )
 
 

@@ -72,7 +72,7 @@ def swap(
         device="emulated:1GiB/s",
         device_memory="64MiB",
         loss=loss,
-        options=atomtrain.Options(**options),
+        options=atomtrain.Options(**{"optimizer_on_device": False, **options}),
     )
 
 

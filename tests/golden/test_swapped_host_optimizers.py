@@ -60,7 +60,7 @@ def swap(model: nn.Module, example: Any, factory: Any, **options: Any) -> atomtr
         optimizer=lambda _: factory(model),
         device="emulated:1GiB/s",
         device_memory="64MiB",
-        options=atomtrain.Options(**options),
+        options=atomtrain.Options(optimizer_on_device=False, **options),
     )
 
 

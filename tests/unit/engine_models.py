@@ -35,7 +35,7 @@ def swap(
         device="emulated:1000GB/s",
         device_memory=memory,
         loss=loss,
-        options=atomtrain.Options(**options),
+        options=atomtrain.Options(**{"optimizer_on_device": False, **options}),
     )
 
 

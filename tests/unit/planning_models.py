@@ -21,10 +21,12 @@ def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
     def plan(planner: Planner, micro_batches: int) -> Plan:
         layout = Layout(planner.chain)
         shape.check(len(planner.chain.layers), layout.blocks)
-        memory = MemoryModel(planner.chain, planner.costs, layout, micro_batches)
+        updates = planner.updates
+        memory = MemoryModel(planner.chain, planner.costs, layout, micro_batches, updates)
         costing = Costing(
-            planner.chain, planner.costs, planner.times, planner.machine, layout, micro_batches
-        )
+            planner.chain, planner.costs, planner.times, planner.machine, layout, micro_batches,
+            updates=updates,
+        )  # fmt: skip
         return plan_of(shape, memory, costing, planner.machine)
 
     monkeypatch.setattr(Planner, "plan", plan)
@@ -51,6 +53,8 @@ def random_shape(
     if resident is None:
         share = source.choice([0.0, 0.3, 0.7])
         resident = [block for block in range(blocks) if source.random() < share]
+    share = source.choice([0.0, 0.5, 1.0])
+    device = [block for block in resident if source.random() < share]
     return Shape(
         forward,
         backward,
@@ -60,6 +64,7 @@ def random_shape(
         tuple(resident),
         0,
         tuple(activations),
+        tuple(device),
     )
 
 

@@ -208,7 +208,8 @@ def test_each_change_changes_one_thing(tiny: Subject) -> None:
 
 
 def test_a_slow_link_is_the_first_thing_to_change(tiny: Subject) -> None:
-    setting = setting_of(tiny, "rtx-3090", load_bytes_per_s=1e6, unload_bytes_per_s=1e6)
+    rates = {"load_bytes_per_s": 1e6, "unload_bytes_per_s": 1e6}
+    setting = setting_of(tiny, "rtx-3090", device_memory_bytes=2 << 20, **rates)
     workload = dataclasses.replace(setting.workload, tokens_per_step=64)
     setting = dataclasses.replace(setting, workload=workload)
     forecast = forecaster(tiny)

@@ -191,7 +191,7 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
         if request.segments not in (None, len(backward) - 1):
             continue
         for forward in compositions(backward[-2]):
-            for resident in space.residents:
+            for resident, there in space.residencies:
                 slots = {min(k, len(forward)) for k in (1, 2)}
                 if request.slots:
                     slots = {min(request.slots, len(forward))}
@@ -205,7 +205,9 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
                             keep: tuple[Activation, ...] = ("keep", "recompute")
                             choices.append((*("recompute",) * (len(backward) - 3), *keep))
                     for activations in choices:
-                        shape = Shape(forward, backward, k, g, boundary, resident, 0, activations)  # type: ignore[arg-type]
+                        shape = Shape(
+                            forward, backward, k, g, boundary, resident, 0, activations, there
+                        )  # type: ignore[arg-type]
                         shape.check(count, layout.blocks)
                         yield shape
 

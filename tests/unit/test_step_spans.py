@@ -24,7 +24,14 @@ def engine_of(clip_norm: float | None = None) -> Engine:
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         device="emulated:1GiB/s",
         device_memory="4MiB",
-        options=Options(micro_batches=2, segments=4, slots=2, clip_norm=clip_norm, profile=False),
+        options=Options(
+            micro_batches=2,
+            segments=4,
+            slots=2,
+            clip_norm=clip_norm,
+            profile=False,
+            optimizer_on_device=False,
+        ),
     )
 
 

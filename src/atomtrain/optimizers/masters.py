@@ -63,7 +63,7 @@ def round_stream(values: Tensor) -> Tensor:
 def new_master(stream: Tensor, kind: str) -> dict[str, Tensor]:
     """Return the state of a master that is what its stream says."""
     if kind == "split":
-        return {KEYS[kind]: torch.zeros(stream.shape, dtype=torch.int16)}
+        return {KEYS[kind]: torch.zeros(stream.shape, dtype=torch.int16, device=stream.device)}
     return {KEYS[kind]: stream.detach().float()}
 
 
@@ -87,7 +87,7 @@ def read(stream: Tensor, stored: Tensor) -> Tensor:
     """Return the master as float32; of a `float32` master it is the memory itself."""
     if stored.dtype is torch.float32:
         return stored
-    values = torch.empty(stream.shape, dtype=torch.float32)
+    values = torch.empty(stream.shape, dtype=torch.float32, device=stream.device)
     join(stream.detach().view(-1), stored.view(-1), values.view(-1))
     return values
 

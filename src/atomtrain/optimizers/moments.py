@@ -58,7 +58,7 @@ def new_state(parameter: Tensor, kind: str) -> dict[str, Tensor]:
     state = {"step": torch.zeros((), dtype=torch.float32)}
     for key, dtype in _DTYPES[kind].items():
         shape = (blocks,) if key.endswith("_scale") else parameter.shape
-        state[key] = torch.zeros(shape, dtype=dtype)
+        state[key] = torch.zeros(shape, dtype=dtype, device=parameter.device)
     if kind == "int8":
         state["exp_avg_sq"].fill_(-128)  # what a block of zeros is encoded as
     return state
@@ -97,16 +97,15 @@ def adamw_update(
     """Update a parameter and its state by one step of AdamW (Loshchilov and Hutter 2019).
 
     Args:
-        parameter: Contiguous, on the CPU, float32 or the bfloat16 stream of a master; updated in
-            place.
-        gradient: Contiguous, of the same shape and type; read only.
+        parameter: Contiguous, float32 or the bfloat16 stream of a master; updated in place.
+        gradient: Contiguous, of the same shape, type and device; read only.
         state: As of `new_state`, with the master of a bfloat16 parameter; updated in place.
         group: With `lr`, `betas`, `eps`, `weight_decay`, `state` and `seed`; with `master` for
             bfloat16 parameters.
     """
     kind: str = group["state"]
     state["step"] += 1
-    kernel = _kernel(group, state["step"])
+    kernel = _kernel(group, state["step"].to(parameter.device))
     streamed = parameter.dtype is torch.bfloat16
     if kind == "float32" and not streamed:
         kernel(parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
@@ -132,10 +131,10 @@ def adamw_update(
 def _widened(stream: Tensor, gradient: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Return a slice's master (the memory itself if it is float32) and its gradient, as float32."""
     if stored.dtype is torch.float32:
-        (wide,) = _scratch(1, stream.numel(), "wide")
+        (wide,) = _scratch(1, stream.numel(), stream.device, "wide")
         values = stored
     else:
-        wide, values = _scratch(2, stream.numel(), "wide")
+        wide, values = _scratch(2, stream.numel(), stream.device, "wide")
         masters.join(stream, stored, values)
     return values, wide.copy_(gradient)
 
@@ -181,14 +180,15 @@ def _bfloat16_slice(
 ) -> None:
     count = parameter.numel()
     stored = [state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq")]
-    wide = _scratch(2, count)
+    wide = _scratch(2, count, parameter.device)
     for narrow, scratch in zip(stored, wide, strict=True):
         scratch.copy_(narrow)
     kernel(parameter, gradient, *wide)
     for which, narrow, scratch in zip((_FIRST, _SECOND), stored, wide, strict=True):
         # Less than a unit is added to the magnitude, whatever the sign; then it is cut off.
         bits = scratch.view(torch.int32)
-        bits.add_(randomness.offsets(count, *words, which)).bitwise_and_(_UPPER_HALF)
+        bits.add_(randomness.offsets(count, *words, which, device=bits.device))
+        bits.bitwise_and_(_UPPER_HALF)
         narrow.copy_(scratch)
 
 
@@ -203,19 +203,21 @@ def _int8_slice(
     count = parameter.numel()
     blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
     padded = (blocks.stop - blocks.start) * BLOCK
-    first, second, spare = _scratch(3, padded)
+    first, second, spare = _scratch(3, padded, parameter.device)
     codes1, codes2 = (state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq"))
     scales1, scales2 = state["exp_avg_scale"][blocks], state["exp_avg_sq_scale"][blocks]
     companding.decode_first(codes1, scales1, first, spare)
     companding.decode_second(codes2, scales2, second)
     kernel(parameter, gradient, first[:count], second[:count])
-    random1 = randomness.fractions(padded, *words, _FIRST)
-    random2 = randomness.fractions(padded, *words, _SECOND)
+    random1 = randomness.fractions(padded, *words, _FIRST, device=first.device)
+    random2 = randomness.fractions(padded, *words, _SECOND, device=first.device)
     companding.encode_first(first, codes1, scales1, random1, spare)
     companding.encode_second(second, codes2, scales2, random2)
 
 
 _MOMENT_BUFFERS = {"float32": 0, "bfloat16": 2, "int8": 3}
+_SCALE_BUFFERS = 4
+"""Of a float32 for each block of an 8 bit moment."""
 _UPDATES = {"float32": _float32_slice, "bfloat16": _bfloat16_slice, "int8": _int8_slice}
 
 
@@ -223,16 +225,20 @@ def scratch_bytes(parameter: Tensor, group: dict[str, Any]) -> int:
     """Return the scratch that updating a parameter needs, the same memory for all of them."""
     buffers = _MOMENT_BUFFERS[group["state"]]
     if parameter.dtype is torch.bfloat16:
-        buffers += 2 if group["master"] == "split" else 1
-    return 4 * buffers * min(SLICE, parameter.numel())
+        buffers += 2  # the gradient; the master, or its bits while it is rounded
+    count = min(SLICE, parameter.numel())
+    scales = _SCALE_BUFFERS * -(-count // BLOCK) if group["state"] == "int8" else 0
+    return 4 * (buffers * count + scales)
 
 
-def _scratch(buffers: int, count: int, purpose: str = "moments") -> list[Tensor]:
+def _scratch(
+    buffers: int, count: int, device: torch.device, purpose: str = "moments"
+) -> list[Tensor]:
     """Return float32 buffers of `count` elements that are this thread's own; contents are old."""
-    kept: list[Tensor] = _local.__dict__.setdefault(purpose, [])
+    kept: list[Tensor] = _local.__dict__.setdefault(f"{purpose} {device}", [])
     while len(kept) < buffers:
-        kept.append(torch.empty(0, dtype=torch.float32))
+        kept.append(torch.empty(0, dtype=torch.float32, device=device))
     for index in range(buffers):
         if kept[index].numel() < count:
-            kept[index] = torch.empty(count, dtype=torch.float32)
+            kept[index] = torch.empty(count, dtype=torch.float32, device=device)
     return [buffer[:count] for buffer in kept[:buffers]]

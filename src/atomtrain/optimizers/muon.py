@@ -119,26 +119,30 @@ class Muon(torch.optim.Optimizer):
 
     def state_parts_of(self, parameter: Tensor) -> dict[str, int]:
         """Return the bytes of each tensor of the parameter's state, now or later; no scalars."""
-        for group in self.param_groups:
-            if any(parameter is member for member in group["params"]):
-                if group["algorithm"] == "adamw":
-                    return part_bytes(parameter, group["state"])
-                return {"momentum_buffer": 4 * parameter.numel()}
-        raise ConfigError(f"a parameter of shape {list(parameter.shape)} is in no group of Muon")
+        group = self._group_of(parameter)
+        if group["algorithm"] == "adamw":
+            return part_bytes(parameter, group["state"])
+        return {"momentum_buffer": 4 * parameter.numel()}
 
     def scratch_bytes(self) -> int:
         """Return the bytes of memory that updates need for a while, beside the state."""
         return max(
-            (
-                scratch_bytes(p, {**group, "master": "float32"})
-                if group["algorithm"] == "adamw"
-                # The step ahead, its products and their squares.
-                else 4 * (3 * p.numel() + 2 * min(p.shape) ** 2)
-                for group in self.param_groups
-                for p in group["params"]
-            ),
+            (_scratch_bytes(p, group) for group in self.param_groups for p in group["params"]),
             default=0,
         )
+
+    def flops_of(self, parameter: Tensor) -> int:
+        """Return the FLOPs of the matrix products in a parameter's update."""
+        if self._group_of(parameter)["algorithm"] != "muon":
+            return 0
+        short, long = sorted(parameter.shape)
+        return _ITERATIONS * (4 * short * short * long + 2 * short**3)
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(parameter is member for member in group["params"]):
+                return group
+        raise ConfigError(f"a parameter of shape {list(parameter.shape)} is in no group of Muon")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, exactly."""
@@ -166,6 +170,14 @@ def orthogonal(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def _scratch_bytes(parameter: Tensor, group: dict[str, Any]) -> int:
+    if group["algorithm"] != "muon":
+        return scratch_bytes(parameter, group)
+    # What is made orthogonal, the iterate and the next one; its square and a polynomial of that.
+    short, _ = sorted(parameter.shape)
+    return 4 * (3 * parameter.numel() + 2 * short * short)
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ SLICE = 1 << 20
 """Most elements that one call may ask for. It is part of what defines the numbers: changing it
 changes every run with rounded moments."""
 _STARTS = 1 << 18
+_HOST = torch.device("cpu")
 _MASK = (1 << 64) - 1
 _INCREMENT = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -35,34 +36,42 @@ def hashed(*words: int) -> int:
     return value
 
 
-def offsets(count: int, *words: int) -> Tensor:
+def offsets(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
     """Return what stochastic rounding to bfloat16 adds to the bits of a float32.
 
     Args:
         count: At most `SLICE`.
         words: What the numbers depend on.
+        device: Where they are needed.
 
     Returns:
         `[count]` int32, uniform in 0 to 65535: less than a unit in the last place of bfloat16, so
         that cutting off afterwards leaves a value that bfloat16 holds exactly. Read only.
     """
     start = hashed(*words) % _STARTS
-    return _tables()[0][start : start + count]
+    return _tables_on(device)[0][start : start + count]
 
 
-def fractions(count: int, *words: int) -> Tensor:
+def fractions(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
     """Return what stochastic rounding to an integer adds before the floor.
 
     Args:
         count: At most `SLICE`.
         words: What the numbers depend on.
+        device: Where they are needed.
 
     Returns:
         `[count]` float32, uniform in the 4096 middles of 0 to 1: at least 2^-13 from either end,
         so that a whole number which is off by rounding errors still becomes itself. Read only.
     """
     start = hashed(*words) % _STARTS
-    return _tables()[1][start : start + count]
+    return _tables_on(device)[1][start : start + count]
+
+
+@functools.cache
+def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    whole, parts = _tables()
+    return whole.to(device), parts.to(device)
 
 
 @functools.cache

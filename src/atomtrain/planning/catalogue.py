@@ -18,6 +18,7 @@ from atomtrain.analysis.costs import ChainCosts, LayerCost
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.planning.machine import Machine
+from atomtrain.planning.updating import ADAMW_BYTES
 
 MATMUL_SHARE = {"fp32": 0.7, "tf32": 0.55, "fp16": 0.55, "bf16": 0.55}
 """Share of the peak FLOP/s that a layer reaches. Power limits hold vector units below the peak at
@@ -46,7 +47,7 @@ Micron and AMD, 2022); desktops do a little worse."""
 DEVICE_MEMORY_SHARE = 0.9
 """Share of the device's memory that is the default budget, as in `open_device`: the CUDA context,
 libraries and a desktop take the rest."""
-UPDATE_BYTES_PER_PARAMETER = 28
+UPDATE_BYTES_PER_PARAMETER = ADAMW_BYTES
 """Traffic of a fused AdamW in float32: reads parameter, gradient and two moments, writes all but
 the gradient."""
 _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
@@ -205,6 +206,9 @@ def machine_for(
         load_bytes_per_s=link_bytes_per_s,
         unload_bytes_per_s=link_bytes_per_s,
         update_parameters_per_s=host_bytes_per_s / UPDATE_BYTES_PER_PARAMETER,
+        device_update_parameters_per_s=(
+            MEMORY_SHARE * card.memory_bytes_per_s / UPDATE_BYTES_PER_PARAMETER
+        ),
         device_memory_bytes=device_memory_bytes,
         host_memory_bytes=host_memory_bytes,
         both_ways_share=BOTH_WAYS_SHARE,

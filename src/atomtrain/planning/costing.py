@@ -23,15 +23,14 @@ from atomtrain.planning.disk import (
     DiskUse,
     OnDisk,
     States,
-    blocks_by_parameter,
     disk_use,
-    two_moments,
 )
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.schedule import Phase, Visit, training_visits
 from atomtrain.planning.shape import Boundary, Shape
 from atomtrain.planning.timeline import Span, StepTime, VisitTime, predict, step_spans
+from atomtrain.planning.updating import UpdateModel, two_moments
 
 Array = NDArray[np.float64]
 
@@ -41,6 +40,25 @@ class Place(NamedTuple):
 
     resident: frozenset[int]
     boundary: Boundary
+    on_device: frozenset[int] = frozenset()
+    """Those of the resident blocks that are updated on the device."""
+
+
+class _Moved(NamedTuple):
+    """Sums over segments, `[start, stop]`."""
+
+    segment: Array
+    """Bytes in a slot."""
+    coming: Array
+    """Bytes of resident blocks that come from the host, and whose gradients leave."""
+    updated: Array
+    """What the host updates, in AdamW parameters."""
+    updated_there: Array
+    """What the device updates, in its AdamW parameters."""
+    seeds: Array
+    """Bytes of gradients that come back to be added to."""
+    stored: Array
+    """Bytes that updates read and write on disk."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +109,13 @@ class Costing:
         host_layers: int = 0,
         disk: DiskUse | None = None,
         clips: bool = False,
+        updates: UpdateModel | None = None,
     ) -> None:
         """`times` are for one micro-batch, by kind of layer; leading layers may be on the host.
 
         Part of the state may be on disk. Its bytes are those of the same chain. With that and
         clipping no update begins before all gradients have arrived: they go on in the next forward.
+        `updates` says what the optimizer takes; `None` is AdamW.
 
         Raises:
             PlanError: a time is missing, negative or no number.
@@ -108,11 +128,11 @@ class Costing:
         cuts = range(len(chain.layers) + 1)
         crossing = [sum(costs.values[n].n_bytes for n in chain.crossing(cut)) for cut in cuts]
         self._crossing = micro_batches * np.array(crossing, float)
-        self._updated = _updated(chain, layout)
+        self._updated = (updates or two_moments(chain)).of_blocks(chain, layout)
         self._disk = disk if disk is not None and disk.on_disk else None
         self.before = self._before() if clips and self._disk is not None else None
         """What forward has to wait for of the step before, if anything."""
-        self._bytes: dict[frozenset[int], tuple[Array, ...]] = {}
+        self._moved: dict[tuple[frozenset[int], frozenset[int]], _Moved] = {}
         self._tables: dict[tuple[Phase, Place, bool, bool], VisitTable] = {}
 
     def step(self, shape: Shape) -> StepTime:
@@ -127,7 +147,8 @@ class Costing:
 
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
-        place = Place(frozenset(shape.resident_blocks), shape.boundary)
+        resident, on_device = frozenset(shape.resident_blocks), frozenset(shape.device_blocks)
+        place = Place(resident, shape.boundary, on_device)
         times = []
         for visit in visits:
             table = self.table(visit.phase, place, load=visit.load, keep=visit.keep)
@@ -136,7 +157,7 @@ class Costing:
 
     def segment_bytes(self, resident: frozenset[int]) -> Array:
         """Return the slot bytes of all segments, `[start, stop]`."""
-        return self._byte_tables(resident)[0]
+        return self._moved_by(resident, frozenset()).segment
 
     def table(self, phase: Phase, place: Place, *, load: bool, keep: bool = False) -> VisitTable:
         """Return the seconds of a visit to each segment.
@@ -155,25 +176,27 @@ class Costing:
     def _table(self, phase: Phase, place: Place, load: bool, keep: bool) -> VisitTable:
         machine = self._machine
         backward = phase in (Phase.TURN, Phase.BACKWARD)
-        segment, coming, updated, seeds, stored = self._byte_tables(place.resident)
-        nothing = np.zeros_like(segment)
+        moved = self._moved_by(place.resident, place.on_device)
+        nothing = np.zeros_like(moved.segment)
         compute_s = _between(self.layer_backward_s if backward else self.layer_forward_s)
         if keep and backward:
             compute_s = np.maximum(compute_s - _between(self.layer_forward_s), 0.0)
         # Resident blocks come with the first of their users, and their gradients leave with it.
-        loaded = segment + (coming if phase is not Phase.BACKWARD else 0) if load else nothing
-        unloaded = segment + coming if backward else nothing
-        updated = updated if backward else nothing
+        coming = moved.coming if phase is not Phase.BACKWARD else 0
+        loaded = moved.segment + coming if load else nothing
+        unloaded = moved.segment + moved.coming if backward else nothing
+        updated = moved.updated if backward else nothing
         if backward:
-            compute_s = compute_s + seeds / machine.load_bytes_per_s
+            compute_s = compute_s + moved.seeds / machine.load_bytes_per_s
+            compute_s = compute_s + moved.updated_there / machine.device_update_rate
         compute_s = compute_s + self.micro_batches * machine.visit_s
         fetched, saved = self._moved_bytes(phase, place.boundary, keep)
         copied = loaded + unloaded + fetched + saved
         # In backward both directions of the link are busy.
         share = machine.both_ways_share if backward else 1.0
         each_s = self.micro_batches * machine.copy_s
-        read_s, write_s, stage_s = self._disk_s(phase, loaded, stored)
-        start, stop = np.indices(segment.shape)
+        read_s, write_s, stage_s = self._disk_s(phase, loaded, moved.stored)
+        start, stop = np.indices(nothing.shape)
         later = self.before is not None
         return VisitTable(
             compute_s=compute_s
@@ -192,44 +215,62 @@ class Costing:
             blocks=np.maximum(1.0, (stop - start).astype(float)),
         )
 
-    def _byte_tables(self, resident: frozenset[int]) -> tuple[Array, ...]:
-        """Return bytes in a slot, bytes of residents that come, parameters that are updated,
-        bytes of gradients that come back to be added to, and bytes that updates read and write on
-        disk; for all segments."""
-        if resident not in self._bytes:
+    def _moved_by(self, resident: frozenset[int], on_device: frozenset[int]) -> _Moved:
+        """Return what visits to all segments load, unload and update."""
+        key = resident, on_device
+        if key not in self._moved:
             layout, count = self._layout, len(self._layout.layers)
+            updates = self._updated[:count]
+            here = [0.0 if b in on_device else u.host_work for b, u in enumerate(updates)]
+            there = [u.device_work if b in on_device else 0.0 for b, u in enumerate(updates)]
             own = [layout.block_bytes(block) for block in range(count)]
-            segment = _between([n * (block not in resident) for block, n in enumerate(own)])
-            coming = _between([n * (block in resident) for block, n in enumerate(own)])
-            updated = _between(self._updated[:count])
-            on_disk = self._on_disk()
-            stored = _between(on_disk[:count])
-            seeds = np.zeros_like(segment)
-            start, stop = np.indices(segment.shape)
+            comes = [block in resident and block not in on_device for block in range(count)]
+            moved = _Moved(
+                segment=_between([n * (block not in resident) for block, n in enumerate(own)]),
+                coming=_between([n * comes[block] for block, n in enumerate(own)]),
+                updated=_between(here),
+                updated_there=_between(there),
+                seeds=np.zeros((count + 1, count + 1)),
+                stored=_between(self._on_disk()[:count]),
+            )
             for block in range(count, layout.blocks):
-                users, n_bytes = layout.users(block, self._first), layout.block_bytes(block)
-                if not users:
-                    continue
-                used = np.zeros(segment.shape, bool)
-                for user in users:
-                    used |= (start <= user) & (user < stop)
-                first = (start <= users[0]) & (users[0] < stop)
-                updated = updated + self._updated[block] * first
-                stored = stored + on_disk[block] * first
-                if block in resident:
-                    coming = coming + n_bytes * first
-                else:
-                    segment = segment + n_bytes * used
-                    seeds = seeds + n_bytes * (used & (users[-1] >= stop))
-            self._bytes[resident] = segment, coming, updated, seeds, stored
-        return self._bytes[resident]
+                moved = self._with_shared(moved, block, resident, on_device)
+            self._moved[key] = moved
+        return self._moved[key]
+
+    def _with_shared(
+        self, moved: _Moved, block: int, resident: frozenset[int], on_device: frozenset[int]
+    ) -> _Moved:
+        """Return the sums with what a shared weight adds to them."""
+        users, n_bytes = self._layout.users(block, self._first), self._layout.block_bytes(block)
+        if not users:
+            return moved
+        start, stop = np.indices(moved.segment.shape)
+        used = np.zeros(moved.segment.shape, bool)
+        for user in users:
+            used |= (start <= user) & (user < stop)
+        first = (start <= users[0]) & (users[0] < stop)
+        work = self._updated[block]
+        if block in on_device:
+            return moved._replace(updated_there=moved.updated_there + work.device_work * first)
+        moved = moved._replace(
+            updated=moved.updated + work.host_work * first,
+            stored=moved.stored + self._on_disk()[block] * first,
+        )
+        if block in resident:
+            return moved._replace(coming=moved.coming + n_bytes * first)
+        return moved._replace(
+            segment=moved.segment + n_bytes * used,
+            seeds=moved.seeds + n_bytes * (used & (users[-1] >= stop)),
+        )
 
     def _before(self) -> VisitTime:
         """Return the updates of all blocks, with their disk."""
         read_rate, write_rate = self._machine.storage_rates
         share, n_bytes = self._machine.storage_both_ways_share, sum(self._on_disk())
         return VisitTime(
-            update_s=sum(self._updated) / self._machine.update_parameters_per_s,
+            update_s=sum(u.host_work for u in self._updated)
+            / self._machine.update_parameters_per_s,
             read_s=n_bytes / (share * read_rate),
             write_s=n_bytes / (share * write_rate),
         )
@@ -279,15 +320,6 @@ class Costing:
         return below * (not keep) + above * on_host, below * on_host
 
 
-def _updated(chain: Chain, layout: Layout) -> list[int]:
-    """Return the trainable parameters of each block."""
-    counts = [0] * layout.blocks
-    block_of = blocks_by_parameter(chain, layout)
-    for parameter in chain.parameters:
-        counts[block_of[id(parameter)]] += parameter.numel() if parameter.requires_grad else 0
-    return counts
-
-
 def _copied_s(n_bytes: Array, bytes_per_s: float, start_s: float) -> Array:
     """Return the seconds of copies, with what they take beside their bytes."""
     return n_bytes / bytes_per_s + start_s * (n_bytes > 0)
@@ -303,12 +335,15 @@ def spans_of(
     states: States | None = None,
     on_disk: OnDisk = (),
     clips: bool = False,
+    updates: UpdateModel | None = None,
 ) -> list[Span]:
     """Return the predicted spans of one step of a plan's `shape`."""
     layout = Layout(chain)
-    disk = disk_use(chain, layout, states or two_moments(chain), on_disk)
+    disk = disk_use(chain, layout, states or {}, on_disk)
     first = shape.host_layers
-    costing = Costing(chain, costs, times, machine, layout, micro_batches, first, disk, clips)
+    costing = Costing(
+        chain, costs, times, machine, layout, micro_batches, first, disk, clips, updates
+    )
     return costing.spans(shape)
 
 

@@ -14,14 +14,13 @@ from atomtrain.planning.disk import DiskUse
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.shape import Shape
+from atomtrain.planning.updating import ADAMW_BYTES, UpdateModel
 
 _DENSE_GRADIENT_PASSES = 3
 """An embedding's backward writes a gradient of the whole matrix, which is then added: it is written
 once and read once, the sum is read and written, of which one overlaps."""
 _ROWS_PASSES = 6
 """Rows are read and written, copied out, and so are their gradients."""
-_UPDATE_BYTES_PER_PARAMETER = 28
-"""What AdamW moves; it tells the host memory's rate where nothing else does."""
 
 
 class Rest(NamedTuple):
@@ -63,6 +62,14 @@ def without(chain: Chain, costs: ChainCosts, host_layers: int) -> Rest:
     )
 
 
+def blocks_of_host(chain: Chain, rest: Chain, of_rest: Layout, host_layers: int) -> frozenset[int]:
+    """Return the blocks of the rest of which layers on the host use a part."""
+    used = {id(p) for layer in chain.layers[:host_layers] for p in layer.parameters.values()}
+    offsets = [of_rest.offsets[id(p)] for p in rest.parameters if id(p) in used]
+    ranges = [(block, *of_rest.block_range(block)) for block in range(of_rest.blocks)]
+    return frozenset(b for b, start, stop in ranges if any(start <= o < stop for o in offsets))
+
+
 def host_s(
     chain: Chain,
     costs: ChainCosts,
@@ -70,11 +77,14 @@ def host_s(
     machine: Machine,
     micro_batches: int,
     disk: DiskUse,
+    updates: UpdateModel,
 ) -> float:
     """Return what a step takes longer: the host's forward, backward and, after them, the update."""
+    if not host_layers:
+        return 0.0
     layers = costs.layers[:host_layers]
     update_rate = machine.update_parameters_per_s
-    bytes_per_s = machine.host_copy_bytes_per_s or _UPDATE_BYTES_PER_PARAMETER * update_rate
+    bytes_per_s = machine.host_copy_bytes_per_s or ADAMW_BYTES * update_rate
     dense = _DENSE_GRADIENT_PASSES * sum(cost.parameter_bytes for cost in layers)
     written = sum(costs.values[name].n_bytes for name in chain.writes(0, host_layers))
     moved_s = micro_batches * (dense + _ROWS_PASSES * written) / bytes_per_s
@@ -82,7 +92,9 @@ def host_s(
     if disk.on_disk:
         n_bytes = sum(sum(block) for block in disk.blocks[:host_layers])
         on_disk_s = sum(n_bytes / rate for rate in machine.storage_rates)
-    return moved_s + on_disk_s + sum(cost.parameters for cost in layers) / update_rate
+    used = {id(p) for layer in chain.layers[:host_layers] for p in layer.parameters.values()}
+    work = sum(one.host_work for key, one in updates.parameters.items() if key in used)
+    return moved_s + on_disk_s + work / update_rate
 
 
 def whole_shape(shape: Shape, chain: Chain, rest: Chain, host_layers: int) -> Shape:
@@ -91,14 +103,19 @@ def whole_shape(shape: Shape, chain: Chain, rest: Chain, host_layers: int) -> Sh
         return shape
     layout, of_rest = Layout(chain), Layout(rest)
     users = {b: layout.users(b, host_layers) for b in range(layout.blocks)}
-    resident: set[int] = set()
-    for block in shape.resident_blocks:
-        there = tuple(user + host_layers for user in of_rest.users(block))
-        # A weight that only one layer on the device uses is that layer's own there.
-        resident.update(b for b in users if users[b] == there and layout.block_bytes(b))
+
+    def whole(blocks: tuple[int, ...]) -> tuple[int, ...]:
+        found: set[int] = set()
+        for block in blocks:
+            there = tuple(user + host_layers for user in of_rest.users(block))
+            # A weight that only one layer on the device uses is that layer's own there.
+            found.update(b for b in users if users[b] == there and layout.block_bytes(b))
+        return tuple(sorted(found))
+
     return shape._replace(
         forward_bounds=tuple(bound + host_layers for bound in shape.forward_bounds),
         backward_bounds=tuple(bound + host_layers for bound in shape.backward_bounds),
-        resident_blocks=tuple(sorted(resident)),
+        resident_blocks=whole(shape.resident_blocks),
+        device_blocks=whole(shape.device_blocks),
         host_layers=host_layers,
     )

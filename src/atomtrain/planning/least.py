@@ -21,7 +21,7 @@ def least_device_bytes(space: Space) -> int:
 
 def _least_work(space: Space, family: Family, slot_bytes: int) -> float:
     """Return the least that the busiest visit needs beside slots of a given size."""
-    work = space.work(family.boundary)
+    work = space.work(family)
     sizes = space.costing.segment_bytes(frozenset(family.resident))
     fitting = np.triu(sizes <= slot_bytes, 1)
     turn = np.where(fitting[:, -1], work.turn, np.inf)

@@ -41,6 +41,8 @@ class Machine:
     not the computing processor's work."""
     compute_s_per_update: float = 0.0
     """Seconds that compute loses for each parameter that is updated meanwhile."""
+    device_update_parameters_per_s: float | None = None
+    """The same optimizer on the device; `None`: as on the host."""
     visit_s: float = 0.0
     """Seconds that compute spends on a micro-batch of a visit beside its layers: hand-overs to the
     streams and back. 0 where the device computes while the host prepares what comes next."""
@@ -90,6 +92,11 @@ class Machine:
                 "storage_read_bytes_per_s and storage_write_bytes_per_s of the machine"
             )
         return self.storage_read_bytes_per_s, self.storage_write_bytes_per_s
+
+    @property
+    def device_update_rate(self) -> float:
+        """AdamW parameters a second on the device."""
+        return self.device_update_parameters_per_s or self.update_parameters_per_s
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

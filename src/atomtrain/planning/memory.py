@@ -20,6 +20,7 @@ from atomtrain.planning.disk import DiskUse
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.schedule import Phase, training_visits
 from atomtrain.planning.shape import Boundary, Shape
+from atomtrain.planning.updating import UpdateModel, two_moments
 from atomtrain.planning.workspace import Workspaces
 
 PROCESS_BYTES = 8 << 20
@@ -43,14 +44,14 @@ class MemoryModel:
         costs: ChainCosts,
         layout: Layout,
         micro_batches: int,
-        optimizer_state_bytes: int | None = None,
+        updates: UpdateModel | None = None,
         disk: DiskUse | None = None,
     ) -> None:
+        """`updates` says what the optimizer takes; `None` is AdamW."""
         self._chain, self._costs, self._layout = chain, costs, layout
         self.micro_batches = micro_batches
-        self._optimizer_state_bytes = (
-            _two_moments_bytes(chain) if optimizer_state_bytes is None else optimizer_state_bytes
-        )
+        self._updates = updates or two_moments(chain)
+        self._updated = self._updates.of_blocks(chain, layout)
         self._disk = disk
         self._workspaces = Workspaces(chain, costs, layout)
         count = len(chain.layers)
@@ -75,12 +76,23 @@ class MemoryModel:
         """Buffers on the device, each storage once; those that forward changes also as they were
         for each micro-batch."""
 
+    @property
+    def updates_on_device(self) -> bool:
+        """Whether the optimizer can run on the device."""
+        return self._updates.device_scratch_bytes is not None
+
+    @property
+    def device_scratch_bytes(self) -> int:
+        """What an update on the device needs beside the state."""
+        return self._updates.device_scratch_bytes or 0
+
     def device_bytes(self, shape: Shape) -> int:
         """Return the peak on the device."""
         work = 0
-        kept = shape.kept
+        kept, there = shape.kept, bool(shape.device_blocks)
         for visit in training_visits(shape):
-            work = max(work, self.work_bytes(visit.phase, *visit.layers, shape.boundary, kept))
+            need = self.work_bytes(visit.phase, *visit.layers, shape.boundary, kept, there)
+            work = max(work, need)
         return work + self.held_bytes(shape)
 
     def held_bytes(self, shape: Shape) -> int:
@@ -89,13 +101,15 @@ class MemoryModel:
         return (
             shape.slots * sizes.slot_bytes
             + shape.gradient_buffers * sizes.gradient_bytes
-            + self.fixed_bytes(shape.resident_blocks)
+            + self.fixed_bytes(shape.resident_blocks, shape.device_blocks)
         )
 
-    def fixed_bytes(self, resident: Collection[int]) -> int:
+    def fixed_bytes(self, resident: Collection[int], on_device: Collection[int] = ()) -> int:
         """Return what is on the device whatever the partition."""
         # Each micro-batch's loss, a scalar, stays until the step ends.
         places = 2 * sum(self._layout.block_bytes(block) for block in resident)
+        if on_device:
+            places += sum(self._updated[block].device_bytes for block in on_device)
         return places + self.buffers_bytes + 8 * self.micro_batches
 
     def sizes(self, shape: Shape) -> Sizes:
@@ -114,7 +128,9 @@ class MemoryModel:
 
     def host_bytes(self, shape: Shape) -> int:
         """Return parameters, gradients, optimizer state, waiting values, and the rest."""
-        state, first = self._optimizer_state_bytes, shape.host_layers
+        first = shape.host_layers
+        # State that is on the device passes through the host too, when it is saved.
+        state = self._updates.host_bytes
         waiting = self._waiting_bytes(shape)
         # Gradients on their way to layers on the host, and what those make of one of them: as
         # large as the weights.
@@ -132,7 +148,13 @@ class MemoryModel:
         return 2 * self._layout.segment_bytes(index, index + 1) + work
 
     def work_bytes(
-        self, phase: Phase, start: int, stop: int, boundary: Boundary, kept: tuple[int, int] | None
+        self,
+        phase: Phase,
+        start: int,
+        stop: int,
+        boundary: Boundary,
+        kept: tuple[int, int] | None,
+        on_device: bool = False,
     ) -> int:
         """Return the peak of a visit beside what is held.
 
@@ -142,9 +164,12 @@ class MemoryModel:
             stop: The layer after its last one.
             boundary: Where values wait.
             kept: The segment whose graphs are kept, if any; it counts from its forward visit on.
+            on_device: Whether blocks are updated on the device.
         """
+        # When a visit is over, a block may be updated in place of the workspace.
+        scratch = self.device_scratch_bytes if on_device else 0
         if kept == (start, stop):
-            return self._kept_work_bytes(phase, start, stop, boundary)
+            return self._kept_work_bytes(phase, start, stop, boundary, scratch)
         waiting = 0
         if kept is not None and phase is Phase.TURN:
             waiting = self.kept_bytes(*kept)
@@ -161,7 +186,7 @@ class MemoryModel:
             # One value at a time is still being saved when the next micro-batch runs.
             leaving = max(self._largest[start + 1 : stop + 1])
             return inputs + standing + leaving + space.forward
-        inner = max(space.graph, space.backward)
+        inner = max(space.graph, space.backward, scratch)
         leaving, coming = self._given_gradients(start, stop)
         inputs += ahead * coming
         if phase is Phase.TURN:
@@ -175,7 +200,9 @@ class MemoryModel:
         leaving = max(leaving, self._largest[start], self._largest[stop])
         return inputs + ahead * (below + above) + leaving + inner
 
-    def _kept_work_bytes(self, phase: Phase, start: int, stop: int, boundary: Boundary) -> int:
+    def _kept_work_bytes(
+        self, phase: Phase, start: int, stop: int, boundary: Boundary, scratch: int
+    ) -> int:
         """Return the peak of a visit to a segment whose graphs are kept."""
         one = self._kept[stop] - self._kept[start]
         graphs = self.kept_bytes(start, stop)
@@ -185,7 +212,8 @@ class MemoryModel:
             return graphs - one + max(space.graph, one)
         above = self._crossing[stop]
         leaving, coming = self._given_gradients(start, stop)
-        inner = max(0, space.backward - one) + min(2, self.micro_batches) * coming
+        inner = max(0, space.backward - one, scratch - graphs)
+        inner += min(2, self.micro_batches) * coming
         if boundary == "device":
             return graphs + self.micro_batches * above + leaving + inner
         leaving = max(leaving, self._largest[start], self._largest[stop])
@@ -251,8 +279,3 @@ class MemoryModel:
 
     def _bytes(self, names: Iterable[str]) -> int:
         return sum(self._costs.values[name].n_bytes for name in names)
-
-
-def _two_moments_bytes(chain: Chain) -> int:
-    trainable = (parameter for parameter in chain.parameters if parameter.requires_grad)
-    return sum(2 * parameter.numel() * parameter.element_size() for parameter in trainable)

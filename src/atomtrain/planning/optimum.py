@@ -95,13 +95,28 @@ class Optimum:
         compute = ahead[starts] + back[-1] - saved.max(axis=0, initial=0.0)[starts]
         # A range loaded at once takes no longer than in parts.
         loads = self._turn.load_s[starts, self._layers] + self._forward.load_s[0, starts]
-        alone = np.zeros_like(loads)
-        if not self._overlap:
-            alone = loads + self._backward.load_s[0, starts]
-        if self._family.gradient_buffers == 1:
+        first, last = self._ends(allowed, starts)
+        alone = first + last
+        if not self._overlap:  # no load hides behind compute
+            alone = np.maximum(alone, loads + self._backward.load_s[0, starts] + last)
+        if self._family.gradient_buffers == 1:  # nor does an unload, but it may behind a load
             unloads = self._turn.unload_s[starts, self._layers] + self._backward.unload_s[0, starts]
-            alone = np.maximum(alone, unloads)
+            alone = np.maximum(alone, first + unloads)
         return float(np.maximum(compute + alone, loads).min())
+
+    def _ends(self, allowed: Allowed, starts: Starts) -> tuple[Array, Array]:
+        """Return what is before any compute and after it, at least, for each start of the turn:
+        the first load; the last unload and its update."""
+        turn, backward, count = self._turn, self._backward, self._layers
+        first = np.where(allowed.forward[0], self._forward.load_s[0], np.inf).min()
+        last = np.where(allowed.backward[0], backward.unload_s[0] + backward.update_s[0], np.inf)
+        kept = np.where(allowed.keep[0], self._kept.unload_s[0] + self._kept.update_s[0], np.inf)
+        tail = min(last.min(), kept.min())
+        whole = turn.unload_s[0, count] + turn.update_s[0, count]
+        return (
+            np.where(starts == 0, turn.load_s[0, count], first),
+            np.where(starts == 0, whole, tail),
+        )
 
     def best(self, allowed: Allowed, below_s: float = np.inf) -> Found | None:
         """Return the fastest allowed plan, or `None` if none is faster than `below_s`."""
@@ -293,6 +308,7 @@ class Optimum:
                 self._family.resident,
                 0,
                 tuple(activations),  # type: ignore[arg-type]
+                self._family.on_device,
             ),
         )
 

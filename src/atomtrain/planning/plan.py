@@ -10,6 +10,7 @@ from typing import Any
 from atomtrain.errors import PlanError, nearest
 from atomtrain.planning.disk import DiskRequest, OnDisk
 from atomtrain.planning.shape import Activation, Boundary, Shape
+from atomtrain.planning.updating import UpdateModel
 from atomtrain.units import format_bytes, format_seconds
 
 DAY_S = 86_400.0
@@ -36,9 +37,10 @@ class Request:
     host_layers: int | None = None
     """How many leading layers run on the host (0, or as many as only look up), or `None` for the
     planner's choice."""
-    optimizer_state_bytes: int | None = None
-    """Of all parameters, on the host, with the optimizer's scratch; `None`: AdamW's two moments in
-    the parameters' own type."""
+    device_blocks: tuple[int, ...] | None = None
+    """Resident blocks whose optimizer runs on the device, or `None` for the planner's choice."""
+    updates: UpdateModel | None = None
+    """What the optimizer takes; `None`: AdamW with two moments of the parameters' own type."""
     disk: DiskRequest | None = None
     """What may lie on disk; `None`: nothing."""
     clips: bool = False
@@ -64,6 +66,9 @@ class Plan:
     resident_blocks: tuple[int, ...]
     """Blocks that stay on the device during a step: loaded once, their gradients leave once. A
     number below that of the layers is a layer's own parameters, others are shared weights."""
+    device_blocks: tuple[int, ...]
+    """Those of the resident blocks whose optimizer runs on the device, state included: nothing of
+    them crosses the link in a step."""
     host_layers: int
     """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]
@@ -82,7 +87,8 @@ class Plan:
     device_memory_bytes: int
     """The budget."""
     host_bytes: int
-    """Parameters, gradients, optimizer state and values kept for backward."""
+    """Parameters, gradients, optimizer state and values kept for backward. State on the device
+    counts too: it passes through the host when it is saved."""
     on_disk: OnDisk
     """Kinds of state that are on disk, not in `host_bytes`."""
     disk_bytes: int
@@ -113,6 +119,7 @@ class Plan:
             self.resident_blocks,
             self.host_layers,
             self.activations,
+            self.device_blocks,
         )
 
     @property
@@ -171,7 +178,9 @@ class Plan:
         if self.host_layers:
             lines.append(f"on host    the first {self.host_layers} layers: only rows are loaded")
         if self.resident_blocks:
-            lines.append(f"resident   blocks {', '.join(map(str, self.resident_blocks))}")
+            lines.append(f"resident   blocks {_listed(self.resident_blocks)}")
+        if self.device_blocks:
+            lines.append(f"on device  optimizer of blocks {_listed(self.device_blocks)}")
         if kept := self.shape.kept:
             lines.append(f"kept       graphs of layers {kept[0]} to {kept[1] - 1}")
         disk = [f"disk       {disk_text(self)}"] if self.on_disk else []
@@ -199,6 +208,21 @@ def disk_text(plan: Plan) -> str:
         f"{', '.join(plan.on_disk)}: {format_bytes(plan.disk_bytes)}; {format_bytes(written)} "
         f"written a step, {format_bytes(a_day)} a day"
     )
+
+
+def _listed(blocks: tuple[int, ...]) -> str:
+    """Return for example `"0, 3 to 7"`."""
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and runs[-1][-1] == block - 1:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else _few(run) for run in runs)
+
+
+def _few(blocks: list[int]) -> str:
+    return ", ".join(map(str, blocks))
 
 
 def _sizes(bounds: tuple[int, ...]) -> str:

@@ -20,6 +20,7 @@ from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
 from atomtrain.planning.timeline import Span
+from atomtrain.planning.updating import UpdateModel
 
 LARGEST_MICRO_BATCH_TOKENS = 1 << 16
 """Far beyond the size from which a device's matrix units are busy."""
@@ -34,11 +35,18 @@ class Analysis(NamedTuple):
 
     chain: Chain
     costs: ChainCosts
+    updates: UpdateModel | None = None
+    """What the optimizer takes; `None` is AdamW."""
 
     @property
     def parameters(self) -> int:
         """Number of parameters, shared weights counted once."""
         return sum(parameter.numel() for parameter in self.chain.parameters)
+
+    @property
+    def update_work(self) -> float:
+        """What the optimizer updates, in AdamW parameters of the host."""
+        return self.parameters if self.updates is None else self.updates.host_work
 
     @property
     def parameter_bytes(self) -> int:
@@ -130,6 +138,7 @@ class Prospect:
             self.times,
             self.machine,
             self.plan.micro_batches,
+            updates=self.analysis.updates,
         )
 
     @property
@@ -155,7 +164,7 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
     for size in _sizes(workload, sequences):
         analysis = analyse(size)
         times = compute.estimate(analysis)
-        request = Request(micro_batches=-(-sequences // size))
+        request = Request(micro_batches=-(-sequences // size), updates=analysis.updates)
         try:
             plan = make_plan(analysis.chain, analysis.costs, times, machine, request)
         except PlanError:
@@ -202,7 +211,7 @@ def covering_tokens(
     back_s = max(
         load_s,
         analysis.parameter_bytes / machine.unload_bytes_per_s,
-        analysis.parameters / machine.update_parameters_per_s,
+        analysis.update_work / machine.update_parameters_per_s,
     )
 
     def covered(n: float) -> bool:

@@ -22,7 +22,7 @@ from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.costing import Costing
 from atomtrain.planning.disk import OnDisk, choices, disk_use
-from atomtrain.planning.host import host_choices, host_s, whole_shape, without
+from atomtrain.planning.host import blocks_of_host, host_choices, host_s, whole_shape, without
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
@@ -30,7 +30,8 @@ from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.optimum import Optimum
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.shape import Shape
-from atomtrain.planning.space import Allowed, Family, Space
+from atomtrain.planning.space import Family, Space
+from atomtrain.planning.updating import two_moments
 from atomtrain.units import format_bytes
 
 _EQUAL = 0.01
@@ -108,20 +109,31 @@ class _Problem:
     ) -> None:
         self.host_layers, self._whole, self._machine = host_layers, chain, machine
         self.chain, rest_costs = without(chain, costs, host_layers)
-        count, state_bytes = request.micro_batches, request.optimizer_state_bytes
+        count = request.micro_batches
+        if on_disk:  # what is updated on the device is all in memory
+            if request.device_blocks:
+                raise PlanError(
+                    "blocks that are updated on the device have no state on disk; leave one of "
+                    "them to the planner"
+                )
+            request = dataclasses.replace(request, device_blocks=())
+        # Of all parameters: who is not on the device is updated on the host.
+        updates = request.updates or two_moments(chain)
         layout = Layout(self.chain)
         states = request.disk.states if request.disk is not None else {}
         disk = disk_use(self.chain, layout, states, on_disk)
         self._disk = disk_use(chain, Layout(chain), states, on_disk)
-        self.memory = MemoryModel(self.chain, rest_costs, layout, count)
+        self.memory = MemoryModel(self.chain, rest_costs, layout, count, updates)
         self.costing = Costing(
-            self.chain, rest_costs, times, machine, layout, count, disk=disk, clips=request.clips
+            self.chain, rest_costs, times, machine, layout, count,
+            disk=disk, clips=request.clips, updates=updates,
+        )  # fmt: skip
+        host_used = blocks_of_host(chain, self.chain, layout, host_layers)
+        self.space = Space(
+            self.chain, rest_costs, layout, self.memory, self.costing, request, host_used
         )
-        self.space = Space(self.chain, rest_costs, layout, self.memory, self.costing, request)
-        self._all = MemoryModel(chain, costs, Layout(chain), count, state_bytes, self._disk)
-        self.host_s = 0.0
-        if host_layers:
-            self.host_s = host_s(chain, costs, host_layers, machine, count, self._disk)
+        self._all = MemoryModel(chain, costs, Layout(chain), count, updates, self._disk)
+        self.host_s = host_s(chain, costs, host_layers, machine, count, self._disk, updates)
         _check_request(self.space, layout)
 
     @cached_property
@@ -167,14 +179,14 @@ def _problems(
                 f"host_layers is {request.host_layers}; with this model it can be {allowed}: only "
                 "leading layers that look up in large tables can run on the host"
             )
-        if request.host_layers and request.resident:
+        if request.host_layers and (request.resident or request.device_blocks):
             raise PlanError(
                 "resident blocks cannot be fixed together with layers on the host; leave one of "
                 "them to the planner"
             )
         counts = [request.host_layers]
-    elif request.resident is not None:  # its blocks are those of all layers
-        counts = [0]
+    elif request.resident is not None or request.device_blocks:
+        counts = [0]  # their blocks are those of all layers
     fewest = request.segments or 1
     counts = [n for n in counts if n == counts[0] or len(chain.layers) - n >= fewest]
     return [_Problem(chain, costs, times, machine, request, n, on_disk) for n in counts]
@@ -200,7 +212,7 @@ def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machin
 
 def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batches: int) -> bool:
     """Return whether some plan fits the device that keeps values between segments there."""
-    request = Request(micro_batches=micro_batches, boundary="device")
+    request = Request(micro_batches=micro_batches, boundary="device", device_blocks=())
     # Times do not matter here.
     times = {cost.kind: LayerTime(0.0, 0.0) for cost in costs.layers}
     problems = _problems(chain, costs, times, _NO_MACHINE, request)
@@ -221,19 +233,24 @@ def least_budget_bytes(
 
 def fastest_of(space: Space, device_bytes: int) -> Choice | None:
     """Return a plan with the least predicted step time under a limit of device memory."""
-    tasks: list[tuple[float, int, Optimum, Allowed]] = []
+    promising: list[tuple[float, int, Family, Optimum]] = []
     for family in space.families:
-        optimum = Optimum(space.costing, family, space.request.segments)
-        for _, allowed in space.different(family, device_bytes):
-            tasks.append((optimum.bound_s(allowed), len(tasks), optimum, allowed))
+        loosest = space.loosest(family, device_bytes)
+        if loosest is not None:
+            optimum = Optimum(space.costing, family, space.request.segments)
+            promising.append((optimum.bound_s(loosest), len(promising), family, optimum))
     best: Choice | None = None
     # Those that promise most first: the others then end early.
-    for bound_s, _, optimum, allowed in sorted(tasks, key=lambda task: task[:2]):
-        if best is not None and bound_s >= best.step_s:
+    for family_bound_s, _, family, optimum in sorted(promising, key=lambda entry: entry[:2]):
+        if best is not None and family_bound_s >= best.step_s:
             break
-        found = optimum.best(allowed, np.inf if best is None else best.step_s)
-        if found is not None:
-            best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+        some = [allowed for _, allowed in space.different(family, device_bytes)]
+        for bound_s, index in sorted((optimum.bound_s(a), i) for i, a in enumerate(some)):
+            if best is not None and bound_s >= best.step_s:
+                break
+            found = optimum.best(some[index], np.inf if best is None else best.step_s)
+            if found is not None:
+                best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
     return best
 
 
@@ -264,8 +281,13 @@ def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int)
 
 def _leanest(space: Space, family: Family, device_bytes: int, limit_s: float) -> Choice | None:
     """Return the leanest plan of a family that takes at most `limit_s`, by bisection of memory."""
-    optimum = Optimum(space.costing, family, space.request.segments)
     below_s = float(np.nextafter(limit_s, np.inf))
+    loosest = space.loosest(family, device_bytes)
+    if loosest is None:
+        return None
+    optimum = Optimum(space.costing, family, space.request.segments)
+    if optimum.bound_s(loosest) >= below_s:
+        return None
     best: Choice | None = None
     low, high = 0, device_bytes
     limit = device_bytes
@@ -292,7 +314,15 @@ def _check_request(space: Space, layout: Layout) -> None:
             f"no partition has {segments} segments; this model's {layers} layers allow 1 to "
             f"{layers}"
         )
-    wrong = [b for b in space.request.resident or () if not 0 <= b < layout.blocks]
+    resident, there = space.request.resident, space.request.device_blocks
+    if there and not space.memory.updates_on_device:
+        raise PlanError(
+            "this optimizer cannot run on the device; leave its blocks to the host, or use one of "
+            "atomtrain.optimizers"
+        )
+    if there and resident is not None and not set(there) <= set(resident):
+        raise PlanError("blocks that are updated on the device must be resident too")
+    wrong = [b for b in (*(resident or ()), *(there or ())) if not 0 <= b < layout.blocks]
     if wrong:
         raise PlanError(
             f"there is no block {wrong[0]} to be resident; this model has 0 to {layout.blocks - 1}"

@@ -34,6 +34,9 @@ class Shape(NamedTuple):
     """How many leading layers run on the host; both partitions begin behind them."""
     activations: tuple[Activation, ...] = ()
     """One for each backward segment; empty means that all are recomputed."""
+    device_blocks: tuple[int, ...] = ()
+    """Those of the resident blocks whose optimizer runs on the device, so that nothing of them
+    crosses the link in a step."""
 
     @property
     def segments(self) -> int:
@@ -81,6 +84,12 @@ class Shape(NamedTuple):
         if list(resident) != sorted(set(resident)) or not all(0 <= b < blocks for b in resident):
             raise PlanError(
                 f"resident_blocks are {list(resident)}; they must rise within 0 to {blocks - 1}"
+            )
+        device = self.device_blocks
+        if list(device) != sorted(set(device)) or not set(device) <= set(resident):
+            raise PlanError(
+                f"device_blocks are {list(device)}; they must rise, and be among the resident "
+                f"blocks {list(resident)}"
             )
         if self.activations and len(self.activations) != self.segments:
             raise PlanError(

@@ -8,7 +8,10 @@ A plan of the space has
   there are segments to fill them;
 - values at the cuts on the device or on the host;
 - as resident blocks any of the shared weights and of the layers that are the only ones of their
-  kind (embedding, head), among the three largest of these;
+  kind (embedding, head), among the three largest of these, each updated on the host or on the
+  device;
+- or some of these and an eighth, two eighths, ..., all of the other blocks, evenly spread over the
+  chain, all of them updated on the device;
 - the graphs of the segment before the turn kept or not, if its weights still are in their slot
   and its layers change no buffers.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -37,9 +40,19 @@ Mask = NDArray[np.bool_]
 Bytes = NDArray[np.float64]
 
 _MOST_CANDIDATES = 3
+_SHARES = 8
+"""Into how many steps the number of other blocks on the device is divided."""
 _COMPARED = 3
 """With how many larger slot sizes one is compared; more would find few others to leave out."""
 _BOUNDARIES: tuple[Boundary, ...] = ("device", "host")
+
+
+class Residency(NamedTuple):
+    """Which blocks are resident."""
+
+    blocks: tuple[int, ...]
+    on_device: tuple[int, ...]
+    """Those whose optimizer runs on the device."""
 
 
 class Family(NamedTuple):
@@ -51,11 +64,13 @@ class Family(NamedTuple):
     boundary: Boundary
     whole: bool
     """Only the plan of a single segment; it fills one slot and one gradient buffer."""
+    on_device: tuple[int, ...] = ()
+    """Resident blocks that are updated on the device."""
 
     @property
     def place(self) -> Place:
         """What the seconds of visits depend on."""
-        return Place(frozenset(self.resident), self.boundary)
+        return Place(frozenset(self.resident), self.boundary, frozenset(self.on_device))
 
 
 class Work(NamedTuple):
@@ -99,11 +114,15 @@ class Space:
         memory: MemoryModel,
         costing: Costing,
         request: Request,
+        host_used: Collection[int] = (),
     ) -> None:
+        """`host_used` are blocks of which layers on the host use a part: not for the device."""
         self.layers = len(chain.layers)
         self.memory, self.costing, self.request = memory, costing, request
-        self._costs, self._layout = costs, layout
-        self._work: dict[Boundary, Work] = {}
+        self._costs, self._layout, self._host_used = costs, layout, host_used
+        self._sizes: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+        self._fixed: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        self._work: dict[tuple[Boundary, bool], Work] = {}
 
     @cached_property
     def families(self) -> list[Family]:
@@ -114,53 +133,103 @@ class Space:
         boundaries = (request.boundary,) if request.boundary else _BOUNDARIES
         several = self.layers > 1 and request.segments != 1
         families = []
-        for boundary, resident in itertools.product(boundaries, self.residents):
+        for boundary, (resident, there) in itertools.product(boundaries, self.residencies):
             if several:
                 families += [
-                    Family(resident, k, g, boundary, False)
+                    Family(resident, k, g, boundary, False, there)
                     for k, g in itertools.product(slots, buffers)
                 ]
             if request.segments in (None, 1):
-                families.append(Family(resident, 1, 1, boundary, True))
+                families.append(Family(resident, 1, 1, boundary, True, there))
         return families
 
     @cached_property
-    def residents(self) -> list[tuple[int, ...]]:
-        """The sets of resident blocks."""
-        if self.request.resident is not None:
-            return [tuple(sorted(self.request.resident))]
+    def residencies(self) -> list[Residency]:
+        """The sets of resident blocks, and which of them are updated on the device."""
+        request, fixed = self.request, self.request.device_blocks
+        if request.resident is not None:
+            return self._updated_anywhere(tuple(sorted(request.resident)))
+        candidates = self._awkward()
+        found = []
+        for chosen in _subsets(candidates):
+            blocks = sorted({*chosen, *(fixed or ())})
+            found += self._updated_anywhere(tuple(blocks))
+        if fixed is None and self.memory.updates_on_device:
+            found += self._spread(candidates)
+        return list(dict.fromkeys(found))
+
+    def _awkward(self) -> list[int]:
+        """Return the largest shared weights and layers that are the only ones of their kind."""
         kinds = Counter(cost.kind for cost in self._costs.layers)
         single = [i for i, cost in enumerate(self._costs.layers) if kinds[cost.kind] == 1]
         blocks = [*single, *range(self.layers, self._layout.blocks)]
         blocks = [block for block in blocks if self._layout.block_bytes(block)]
         blocks.sort(key=lambda block: (-self._layout.block_bytes(block), block))
-        candidates = sorted(blocks[:_MOST_CANDIDATES])
-        return [
-            chosen
-            for count in range(len(candidates) + 1)
-            for chosen in itertools.combinations(candidates, count)
-        ]
+        return sorted(blocks[:_MOST_CANDIDATES])
+
+    def _updated_anywhere(self, blocks: tuple[int, ...]) -> list[Residency]:
+        """Return every choice of who of the resident blocks is updated on the device."""
+        fixed = self.request.device_blocks
+        if fixed is not None:
+            return [Residency(blocks, tuple(sorted(fixed)))]
+        if not self.memory.updates_on_device:
+            return [Residency(blocks, ())]
+        able = [block for block in blocks if block not in self._host_used]
+        some = _subsets(able) if len(able) <= _MOST_CANDIDATES else [(), tuple(able)]
+        return [Residency(blocks, there) for there in some]
+
+    def _spread(self, candidates: Collection[int]) -> list[Residency]:
+        """Return those with more blocks on the device than the awkward ones."""
+        able = [b for b in range(self._layout.blocks) if b not in self._host_used]
+        others = [b for b in able if b not in candidates and self._layout.block_bytes(b)]
+        counts = sorted({-(-len(others) * share // _SHARES) for share in range(1, _SHARES + 1)})
+        found = []
+        for count, chosen in itertools.product(counts, _subsets([*candidates])):
+            if not count or not set(chosen) <= set(able):
+                continue
+            spread = [others[(2 * i + 1) * len(others) // (2 * count)] for i in range(count)]
+            blocks = tuple(sorted((*chosen, *spread)))
+            found.append(Residency(blocks, blocks))
+        return found
 
     def slot_sizes(self, family: Family) -> list[int]:
         """Return the slot sizes that plans of a family can have, in increasing order."""
-        sizes = self.costing.segment_bytes(frozenset(family.resident))
-        if family.whole:
-            return [int(sizes[0, -1])]
-        start, stop = np.triu_indices(self.layers + 1, 1)
-        single = max(int(sizes[i, i + 1]) for i in range(self.layers))
-        return [int(n) for n in np.unique(sizes[start, stop]) if n >= single]
+        key = family.resident, family.whole
+        if key not in self._sizes:
+            sizes = self.costing.segment_bytes(frozenset(family.resident))
+            if family.whole:
+                self._sizes[key] = [int(sizes[0, -1])]
+            else:
+                start, stop = np.triu_indices(self.layers + 1, 1)
+                single = max(int(sizes[i, i + 1]) for i in range(self.layers))
+                self._sizes[key] = [int(n) for n in np.unique(sizes[start, stop]) if n >= single]
+        return self._sizes[key]
 
     def held_bytes(self, family: Family, slot_bytes: int) -> int:
         """Return what is on the device whichever visit runs."""
-        buffers = (family.slots + family.gradient_buffers) * slot_bytes
-        return buffers + self.memory.fixed_bytes(family.resident)
+        key = family.resident, family.on_device
+        if key not in self._fixed:
+            self._fixed[key] = self.memory.fixed_bytes(*key)
+        return (family.slots + family.gradient_buffers) * slot_bytes + self._fixed[key]
+
+    def loosest(self, family: Family, device_bytes: int) -> Allowed | None:
+        """Return a superset of what a family allows under a limit; `None` if no plan fits."""
+        sizes = self.slot_sizes(family)
+        held = self.held_bytes(family, sizes[0])
+        if held >= device_bytes:
+            return None
+        found = self._within(family, sizes[-1], device_bytes - held)
+        return found if found.turn.any() else None
 
     def allowed(self, family: Family, slot_bytes: int, device_bytes: int) -> Allowed:
         """Return the segments with which a plan stays within a limit of device memory."""
         left = device_bytes - self.held_bytes(family, slot_bytes)
+        return self._within(family, slot_bytes, left)
+
+    def _within(self, family: Family, slot_bytes: int, left: int) -> Allowed:
         sizes = self.costing.segment_bytes(frozenset(family.resident))
         fitting = np.triu(sizes <= slot_bytes, 1)
-        work = self.work(family.boundary)
+        work = self.work(family)
         forward = fitting & (work.forward <= left)
         backward = fitting & (work.backward <= left)
         turn = fitting[:, -1] & (work.turn <= left)
@@ -185,28 +254,38 @@ class Space:
             seen.append(allowed)
             yield slot_bytes, allowed
 
-    def work(self, boundary: Boundary) -> Work:
-        """Return what visits need with values waiting at `boundary`."""
-        if boundary not in self._work:
-            self._work[boundary] = self._work_tables(boundary)
-        return self._work[boundary]
+    def work(self, family: Family) -> Work:
+        """Return what the visits of a family need."""
+        there = bool(family.on_device) and self.memory.device_scratch_bytes > 0
+        key = family.boundary, there
+        if key not in self._work:
+            self._work[key] = self._work_tables(*key)
+        return self._work[key]
 
-    def _work_tables(self, boundary: Boundary) -> Work:
+    def _work_tables(self, boundary: Boundary, there: bool) -> Work:
         count = self.layers
         forward, backward, kept, graphs = np.full((4, count + 1, count + 1), np.inf)
         turn = np.full(count + 1, np.inf)
         keeps = self.request.activations != "recompute"
         of = self.memory.work_bytes
         for start in range(count):
-            turn[start] = of(Phase.TURN, start, count, boundary, None)
+            turn[start] = of(Phase.TURN, start, count, boundary, None, there)
             for stop in range(start + 1, count + 1):
-                forward[start, stop] = of(Phase.FORWARD, start, stop, boundary, None)
-                backward[start, stop] = of(Phase.BACKWARD, start, stop, boundary, None)
+                forward[start, stop] = of(Phase.FORWARD, start, stop, boundary, None, there)
+                backward[start, stop] = of(Phase.BACKWARD, start, stop, boundary, None, there)
                 changes = any(c.changes_buffers for c in self._costs.layers[start:stop])
                 if keeps and stop < count and not changes:
                     both = (Phase.FORWARD, Phase.BACKWARD)
                     kept[start, stop] = max(
-                        of(phase, start, stop, boundary, (start, stop)) for phase in both
+                        of(phase, start, stop, boundary, (start, stop), there) for phase in both
                     )
                     graphs[start, stop] = self.memory.kept_bytes(start, stop)
         return Work(forward, backward, turn, kept, graphs)
+
+
+def _subsets(blocks: list[int]) -> list[tuple[int, ...]]:
+    return [
+        chosen
+        for count in range(len(blocks) + 1)
+        for chosen in itertools.combinations(blocks, count)
+    ]

@@ -56,7 +56,7 @@ def treatments(
         analysis = subject.analyse(1)
         times = compute_of(card, "fp32").estimate(analysis)
         found = _planned(subject, analysis, times, machine, request)
-        least_bytes = least_budget_bytes(*analysis, times, machine, request)
+        least_bytes = least_budget_bytes(analysis.chain, analysis.costs, times, machine, request)
         yield Treatment(text, least_bytes, found)
 
 

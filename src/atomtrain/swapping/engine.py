@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,7 +28,7 @@ from atomtrain.swapping.executor import Executor
 from atomtrain.swapping.fragments import Fragment, element_bytes, fragment_ranges
 from atomtrain.swapping.model_state import ModelState
 from atomtrain.swapping.planner import Planner
-from atomtrain.swapping.precision import Masters
+from atomtrain.swapping.precision import Masters, Part
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.tracing import Record
 from atomtrain.swapping.updates import Updates
@@ -70,8 +70,8 @@ class Engine:
         self._traced, self._store, self._updates = traced, store, updates
         self.planner = planner
         """What plans are made from: costs and times of the layers, rates of the machine."""
-        present = () if updates.disk is None else (updates.disk.present,)
-        self.masters = Masters(updates.worker_of, *present)
+        present = None if updates.disk is None else updates.disk.present
+        self.masters = Masters(updates.worker_of, present, self._wrote)
         """The parameters' values; call `synchronize` before."""
         self._state = ModelState(model, self.masters)
         self._broken: BaseException | None = None
@@ -134,7 +134,9 @@ class Engine:
 
         Blocks until the step's updates are done. Empty unless `recording` was set before the step.
         """
-        self.synchronize()
+        self._check_whole()
+        with self._guarded():
+            self._updates.wait()
         return () if self._record is None else self._record.spans()
 
     def predicted_spans(self) -> tuple[Span, ...]:
@@ -193,6 +195,7 @@ class Engine:
         self._check_whole()
         with self._guarded():
             self._updates.wait()
+            self._bring_to_host(range(self._store.layout.blocks), moments=True)
             self.device.synchronize()
             self._executor.buffers.to_host()
 
@@ -209,6 +212,8 @@ class Engine:
         """Replace parameters (masters included) and buffers; names and shapes must match."""
         self.synchronize()
         self._state.set_parameters_and_buffers(state)
+        for block in range(self._store.layout.blocks):
+            self._executor.slots.there.wrote(block, values=True)
         self.refresh_buffers()
 
     def refresh_buffers(self) -> None:
@@ -235,14 +240,15 @@ class Engine:
 
     @property
     def state_bytes(self) -> int:
-        """Host bytes of parameters, gradients and optimizer state.
+        """Bytes of parameters, gradients and optimizer state, wherever they lie.
 
         The state of an optimizer that does not tell is taken for two moments of the parameters'
         type.
         """
         streamed_bytes = 2 * self._store.layout.total_bytes
-        taken = self.planner.optimizer_bytes
-        return streamed_bytes + (streamed_bytes if taken is None else taken.state_bytes)
+        taken = self.planner.updates
+        assert taken is not None
+        return streamed_bytes + taken.host_bytes - taken.scratch_bytes
 
     def layers(self) -> dict[str, list[str]]:
         """Return the names of the parameters by layer; a shared weight is with its first layer."""
@@ -278,11 +284,14 @@ class Engine:
         """
         self._check_whole()
         with self._guarded():
-            self._updates.wait_for_range(start_bytes, stop_bytes)
+            blocks = self._updates.wait_for_range(start_bytes, stop_bytes)
+            self._bring_to_host(blocks, moments=False)
         store, chain = self._store, self.planner.chain
         fragment = Fragment(chain, store.layout, store.parameters, start_bytes, stop_bytes)
         with fragment.view(self.masters) as values:
             yield values
+        for block in blocks:
+            self._executor.slots.there.wrote(block, values=True)
 
     @property
     def element_bytes(self) -> int:
@@ -334,6 +343,15 @@ class Engine:
             del self._executor
             self._executor = self._execute(plan)
             self.plan = plan
+
+    def _bring_to_host(self, blocks: Iterable[int], *, moments: bool) -> None:
+        with self.device.computing():
+            self._executor.slots.there.to_host(blocks, moments=moments)
+
+    def _wrote(self, parameter: nn.Parameter, part: Part) -> None:
+        """Take note of what was written to the host's copy of a parameter."""
+        block, values = self._updates.block_of(parameter), part == "values"
+        self._executor.slots.there.wrote(block, values=values, moments=not values)
 
     def _execute(self, plan: Plan) -> Executor:
         planner = self.planner

@@ -75,6 +75,7 @@ class Executor:
             deliveries[self._host.layers] = self._host.blocks
         self._updates.begin_step(deliveries)
         losses = self._run(self._training, micro_batches)
+        self.slots.there.finish_step()
         self._updates.finish_step()
         self._random.finish()
         return losses
@@ -100,6 +101,7 @@ class Executor:
             tensors = self.slots.enter(index)
             with recorded_visit(self.record):
                 self._visit(visit, a_pass.routes.get(index), tensors)
+                self.slots.update(index)
             del tensors
             self.slots.leave(index)
         if self._plan.host_layers and training:

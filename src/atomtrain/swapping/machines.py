@@ -20,6 +20,7 @@ from atomtrain.swapping.host_device import HostDevice
 from atomtrain.swapping.overhead import emulated_visit_s
 from atomtrain.swapping.probes import (
     Stolen,
+    device_update_parameters_per_s,
     host_copy_bytes_per_s,
     link_rates,
     stolen,
@@ -48,6 +49,7 @@ def measure_machine(device: Device, folder: Path | None = None) -> Machine:
         # Ordinary memory is all that the emulated device knows.
         pageable = None if emulated else link_rates(probe, pinned=False)
         lost = _stolen(probe, pinned.load_bytes_per_s) if emulated else Stolen(0.0, 0.0)
+        there = device_update_parameters_per_s(probe)
     storage = storage_rates(folder or Path(tempfile.gettempdir()))
     return Machine(
         name=device.name,
@@ -59,6 +61,7 @@ def measure_machine(device: Device, folder: Path | None = None) -> Machine:
         both_ways_share=pinned.both_ways_share,
         compute_s_per_copied_byte=lost.s_per_copied_byte,
         compute_s_per_update=lost.s_per_update,
+        device_update_parameters_per_s=there,
         visit_s=emulated_visit_s() if emulated else 0.0,
         copy_s=pinned.copy_s,
         load_pageable_bytes_per_s=pageable.load_bytes_per_s if pageable else None,

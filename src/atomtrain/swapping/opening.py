@@ -21,13 +21,8 @@ from atomtrain.swapping.planner import Planner
 from atomtrain.swapping.precision import Narrowed
 from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
-from atomtrain.swapping.updates import (
-    OptimizerFactory,
-    Updates,
-    optimizer_bytes,
-    optimizer_of,
-    states_of,
-)
+from atomtrain.swapping.update_model import update_model
+from atomtrain.swapping.updates import OptimizerFactory, Updates, optimizer_of, states_of
 
 
 def swap(
@@ -124,16 +119,10 @@ def _open(
         made = optimizer_of(chain, optimizer)
         machine = machine_with_disk(profile.machine, options)
         states = None if options.disk is None else states_of(made)
-        planner = Planner(
-            chain,
-            costs,
-            profile.times,
-            machine,
-            options,
-            optimizer_bytes(made),
-            states,
-            opened.one_memory,
-        )
+        on_gpu = opened.torch_device.type == "cuda"
+        taken = update_model(made, chain, foreach=on_gpu)
+        times, one_memory = profile.times, opened.one_memory
+        planner = Planner(chain, costs, times, machine, options, taken, states, one_memory)
         plan = planner.plan(options.micro_batches)
         layout = Layout(chain)
         if states is not None and plan.on_disk and options.disk is not None:

@@ -31,6 +31,10 @@ class Options:
     activations: Literal["recompute"] | None = None
     """`"recompute"`: keep no graphs from forward to backward, whatever memory there is; `None`: the
     planner keeps those of one segment where that pays."""
+    optimizer_on_device: bool | None = None
+    """`True`: the whole model, its gradients and the optimizer's state stay on the device, as in
+    ordinary training; `False`: the optimizer runs on the host; `None`: the planner chooses for
+    each block."""
     clip_norm: float | None = None
     """Clip the global gradient norm, exactly, or `None`."""
     head_pieces: int | Literal["auto"] | None = None

@@ -10,12 +10,13 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.planning.costing import spans_of
 from atomtrain.planning.disk import DiskRequest, OnDisk, States, on_disk_up_to
+from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
 from atomtrain.planning.timeline import Span
+from atomtrain.planning.updating import UpdateModel
 from atomtrain.swapping.options import Options
-from atomtrain.swapping.updates import OptimizerBytes
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Planner:
     times: Mapping[str, LayerTime]
     machine: Machine
     options: Options
-    optimizer_bytes: OptimizerBytes | None = None
-    """Of all parameters; `None` if the optimizer does not tell."""
+    updates: UpdateModel | None = None
+    """What the optimizer takes; `None` is AdamW."""
     states: States | None = None
     """The optimizer's state of each parameter, if part of it may lie on disk."""
     one_memory: bool = False
@@ -39,21 +40,22 @@ class Planner:
 
         `on_disk` says what lies on disk already; `None` leaves it to options and planner.
         """
-        taken = self.optimizer_bytes
         if on_disk is None and self.options.on_disk is not None:
             on_disk = on_disk_up_to(self.options.on_disk)
         disk = None
         if self.states is not None:
             disk = DiskRequest(states=self.states, on_disk=on_disk)
+        resident, there = self._pinned()
         request = Request(
             micro_batches=micro_batches,
             segments=self.options.segments,
             slots=self.options.slots,
             gradient_buffers=self.options.gradient_buffers,
             host_layers=0 if self.one_memory else self.options.host_layers,
-            resident=() if self.one_memory else None,
             activations=self.options.activations,
-            optimizer_state_bytes=None if taken is None else sum(taken),
+            resident=resident,
+            device_blocks=there,
+            updates=self.updates,
             disk=disk,
             clips=self.options.clip_norm is not None,
         )
@@ -63,6 +65,17 @@ class Planner:
         """Return what the plan expects each stream to do in a step."""
         spans = spans_of(
             plan.shape, self.chain, self.costs, self.times, self.machine, plan.micro_batches,
-            self.states, plan.on_disk, self.options.clip_norm is not None,
+            self.states, plan.on_disk, self.options.clip_norm is not None, self.updates,
         )  # fmt: skip
         return tuple(span for span in spans if span.end_s > span.start_s)
+
+    def _pinned(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return the resident blocks, and those on the device, as far as the options fix them."""
+        if self.one_memory:
+            return (), ()
+        if self.options.optimizer_on_device is None:
+            return None, None
+        if not self.options.optimizer_on_device:
+            return None, ()
+        every = tuple(range(Layout(self.chain).blocks))
+        return every, every

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from atomtrain.errors import ConfigError
 
 PRECISIONS = ("bf16",)
+Part = Literal["values", "moments"]
+"""Parameters and masters, or the rest of the optimizer's state."""
+Wrote = Callable[[nn.Parameter, Part], None]
 Workers = Callable[[nn.Parameter], torch.optim.Optimizer | None]
 """Gives the optimizer that updates a parameter, `None` for one that is never updated."""
 Present = Callable[[nn.Parameter, Collection[str] | None, bool], AbstractContextManager[None]]
@@ -91,8 +94,12 @@ class Narrowed:
 class Masters:
     """The values of parameters: their own, or those of their masters in the optimizer's state."""
 
-    def __init__(self, worker_of: Workers, present: Present = _in_memory) -> None:
-        self._worker_of, self._present = worker_of, present
+    def __init__(
+        self, worker_of: Workers, present: Present | None = None, wrote: Wrote | None = None
+    ) -> None:
+        """`wrote` hears of every parameter that is written to, and which part of it."""
+        self._worker_of, self._present = worker_of, present or _in_memory
+        self._wrote = wrote or (lambda *_: None)
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter is the stream of a master."""
@@ -118,6 +125,7 @@ class Masters:
         assert keeper is not None
         with self._present(parameter, keeper.master_keys(), True):
             keeper.set_master(parameter, values)
+        self._wrote(parameter, "values")
 
     def read(self, parameter: nn.Parameter) -> Tensor:
         """Return the values; float32 of a master (shared memory, or a copy), else as they are."""
@@ -136,6 +144,7 @@ class Masters:
             own = values.to(torch.float32, copy=True).contiguous()
             with self._present(parameter, keeper.master_keys(), True):
                 keeper.set_master(parameter, own)
+        self._wrote(parameter, "values")
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's state without the master; shares memory, or copies what is on
@@ -156,6 +165,7 @@ class Masters:
             before = worker.state.get(parameter, {})
             kept = {key: value for key, value in before.items() if key in hidden}
             worker.state[parameter] = {**kept, **state}
+        self._wrote(parameter, "moments")
 
     def _keeper(self, parameter: nn.Parameter) -> KeepsMasters | None:
         if parameter.dtype is not torch.bfloat16:

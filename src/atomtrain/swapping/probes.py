@@ -100,6 +100,19 @@ def update_parameters_per_s(parameters: int = _PARAMETERS) -> float:
         stream.close()
 
 
+def device_update_parameters_per_s(device: Device, parameters: int = _PARAMETERS) -> float:
+    """Measure a fused AdamW in float32 on the device, where compute runs."""
+    with device.computing():
+        step = _optimizer_step(parameters, device.torch_device)
+
+        def finished() -> None:
+            step()
+            device.synchronize()
+
+        finished()
+        return parameters / _median([_timed(finished) for _ in range(_REPEATS)])
+
+
 def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
     """Measure what copies and updates cost computing on the same processor.
 
@@ -171,8 +184,8 @@ def _beside(other: Callable[[], None] | None) -> Iterator[Callable[[], int]]:
         thread.join()
 
 
-def _optimizer_step(parameters: int) -> Callable[[], None]:
-    parameter = torch.nn.Parameter(torch.zeros(parameters))
+def _optimizer_step(parameters: int, device: torch.device | None = None) -> Callable[[], None]:
+    parameter = torch.nn.Parameter(torch.zeros(parameters, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
 

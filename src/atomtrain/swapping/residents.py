@@ -1,12 +1,13 @@
 """Resident blocks: each has a place of its own on the device for parameters and for gradients.
 
 They come once a step, with the first segment that uses them; their gradients add up in place and
-leave once, with the last segment that adds to them (the first one again).
+leave once, with the last segment that adds to them (the first one again). What is updated on the
+device (`swapping/device_updates.py`) neither comes nor leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ class Residents:
         device: Device,
         collector: Callable[[int], Hook],
         first: int = 0,
+        on_device: Collection[int] = (),
     ) -> None:
         """Allocate; call inside `Device.computing`.
 
@@ -57,7 +59,9 @@ class Residents:
             device: Where the places are.
             collector: Makes the hook that takes a parameter's first gradient, by its `id`.
             first: The first layer that runs on the device.
+            on_device: Those of the blocks that are updated there.
         """
+        self._on_device = frozenset(on_device)
         self.blocks = frozenset(blocks)
         self.leaves: dict[int, Tensor] = {}
         """Every resident parameter on the device, by the parameter's `id`."""
@@ -69,8 +73,12 @@ class Residents:
     def __contains__(self, block: int) -> bool:
         return block in self.blocks
 
-    def first_used_by(self, layers: Layers) -> list[int]:
+    def moved_with(self, layers: Layers) -> list[int]:
         """Return the blocks that come with a segment in forward, and leave with it in backward."""
+        return [block for block in self.completed_by(layers) if block not in self._on_device]
+
+    def completed_by(self, layers: Layers) -> list[int]:
+        """Return the blocks whose first user is in a segment, the last one to add to gradients."""
         start, stop = layers
         first = {block: self._layout.users(block, self._first)[0] for block in self.blocks}
         return [block for block in sorted(self.blocks) if start <= first[block] < stop]
@@ -85,6 +93,15 @@ class Residents:
         start, stop = self._layout.block_range(block)
         return Copy(self._store.gradients[start:stop], self._places[block].gradients)
 
+    def save_of(self, block: int) -> Copy:
+        """Return the copy that takes a block's parameters to the host."""
+        place, store = self.load_of(block)
+        return Copy(store, place)
+
+    def gradient(self, block: int, key: int) -> Tensor:
+        """Return where a parameter's gradient adds up, by the parameter's `id`."""
+        return self._places[block].views[key]
+
     def expect(self, layers: Layers, waiting: dict[int, Tensor]) -> None:
         """Say where the first gradients of the segment's resident parameters go."""
         for block in self._layout.blocks_of(*layers):
@@ -95,7 +112,7 @@ class Residents:
 
     def release(self, layers: Layers) -> None:
         """Let go of the gradients that leave with a segment."""
-        for block in self.first_used_by(layers):
+        for block in self.completed_by(layers):
             for key in self._places[block].views:
                 self.leaves[key].grad = None
 

@@ -9,7 +9,8 @@ Hand-overs of a slot, each with the event that releases it:
 | gradient buffer | compute | unload stream | the unload's event, held by compute at its next use |
 | host gradients | unload stream | update stream | the unload's event |
 
-A resident block (`swapping/residents.py`) comes with the first segment that uses it.
+A resident block (`swapping/residents.py`) comes with the first segment that uses it, unless it is
+updated on the device.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.device_updates import DeviceUpdates
 from atomtrain.swapping.residents import Copy, Residents
 from atomtrain.swapping.store import HostStore, view_of
 from atomtrain.swapping.streams import Event, finished
@@ -48,8 +50,16 @@ class Slots:
         self._waiting: dict[int, Tensor] = {}
         self._first = plan.host_layers
         self._residents = Residents(
-            chain, plan.resident_blocks, store, device, self._collector, self._first
+            chain,
+            plan.resident_blocks,
+            store,
+            device,
+            self._collector,
+            self._first,
+            plan.device_blocks,
         )
+        self.there = DeviceUpdates(plan.device_blocks, self._residents, device, updates)
+        """Updates on the device."""
         slot, gradient = (plan.slot_bytes,), (plan.gradient_bytes,)
         one = device.one_memory
         self._slots = [
@@ -72,7 +82,8 @@ class Slots:
         return [
             block
             for block in self._layout.blocks_of(*layers)
-            if block not in self._residents or self._layout.users(block, self._first)[0] >= start
+            if block not in self._updates.on_device
+            and (block not in self._residents or self._layout.users(block, self._first)[0] >= start)
         ]
 
     def begin(self, visits: Sequence[Visit]) -> None:
@@ -81,6 +92,7 @@ class Slots:
         self._loads = {}
         self._touched.clear()
         self._advance(-1)
+        self.there.begin()
 
     def enter(self, index: int) -> Tensors:
         """Wait until the visit's segment is in its slot; return its tensors, ready for use."""
@@ -95,6 +107,12 @@ class Slots:
             {name: leaves[id(p)] for name, p in layer.parameters.items()}
             for layer in self._chain.layers[slice(*visit.layers)]
         ]
+
+    def update(self, index: int) -> None:
+        """Update what is updated on the device and has its whole gradient now."""
+        visit = self._visits[index]
+        if visit.gradient is not None:
+            self.there.completed(visit.layers, self._touched)
 
     def leave(self, index: int) -> None:
         """Hand the slot over to the next load and the gradients to the host."""
@@ -126,9 +144,11 @@ class Slots:
         ]
         blocks = [b for b in self._layout.blocks_of(*visit.layers) if b not in self._residents]
         if visit.phase is not Phase.BACKWARD:
-            coming = self._residents.first_used_by(visit.layers)
+            coming = self._residents.moved_with(visit.layers)
             copies += [self._residents.load_of(block) for block in coming]
             blocks += coming
+        if not blocks:  # all of it is updated on the device
+            return finished()
         ready = [self._updates.updated[block] for block in blocks]
         if self._store.loads is not None:
             return self._store.loads.submit(copies, ready, free, label_of(visit))
@@ -252,16 +272,17 @@ class Slots:
             Copy(gradients[start:stop], buffer[slot:][: stop - start])
             for start, stop, slot in self._moved_pieces(visit.layers)
         ]
-        leaving = self._residents.first_used_by(visit.layers)
+        leaving = self._residents.moved_with(visit.layers)
         copies += [self._residents.unload_of(block) for block in leaving]
 
         def unload() -> None:
             for target, source in copies:
                 self._device.copy_out(target, source)
 
-        event = self._device.unload.submit(unload, [self._device.mark()])
-        self._free[visit.gradient] = event
         delivered = self.delivered(visit.layers)
+        after = [self._device.mark()]
+        event = self._device.unload.submit(unload, after) if delivered else finished()
+        self._free[visit.gradient] = event
         self._updates.arrived(visit.layers, delivered, event, self._touched)
 
     def _in(self, copies: Sequence[Copy]) -> Callable[[], None]:

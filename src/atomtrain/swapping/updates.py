@@ -8,7 +8,7 @@ into the next step, yet no gradient is ever stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +49,11 @@ class Updates:
         self.optimizer = optimizer
         self._store, self._clip_norm = store, clip_norm
         self._blocks = _blocks(chain, layout)
+        self._block_of = {id(p): b for b, members in enumerate(self._blocks) for p in members}
         self._offsets = layout.offsets
         self._ranges = [layout.block_range(block) for block in range(layout.blocks)]
         self._release = release
-        self._workers = [self._restricted(block) for block in self._blocks]
+        self._workers = [self.restricted(block) for block in range(len(self._blocks))]
         self._owners = {
             id(parameter): worker
             for worker in self._workers
@@ -68,6 +69,14 @@ class Updates:
         # Schedulers warn unless `step` of this very object was called; its workers' is.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.updated: list[Event] = [finished() for _ in self._blocks]
+        self.on_device: frozenset[int] = frozenset()
+        """Blocks that are updated there, not here."""
+        self.hyperparameters: Sequence[Mapping[str, Any]] = []
+        """Of each group, as they were when the step began."""
+        self.clipped = finished()
+        """Done when the last step's factor is known."""
+        self.scale: list[Tensor] = []
+        """The factor by which clipping scales the last step's gradients, once it is known."""
         self._waiting: list[set[Layers]] = []
         self._touched: set[int] = set()
         self._arrived: list[list[Event]] = []
@@ -88,7 +97,7 @@ class Updates:
         self._measured = []
         self._norms = {}
         # Read now, on the caller's thread: a scheduler may change them while updates still run.
-        self._hyperparameters = [
+        self.hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
@@ -134,10 +143,13 @@ class Updates:
         """Submit what had to wait for all gradients; never blocks."""
         if self._clip_norm is None:
             return
-        scale: list[Tensor] = []
-        clip = self.stream.submit(self._clip_job(self._norms, scale), self._measured)
+        scale = self.scale = list[Tensor]()
+        clip = self._clip_job(self._norms, scale)
+        self.clipped = self.stream.submit(clip, self._measured)
         for block in range(len(self._blocks)):
-            self.updated[block] = self._submit(block, scale, [clip], self._labels[block])
+            if block not in self.on_device:
+                after = [self.clipped]
+                self.updated[block] = self._submit(block, scale, after, self._labels[block])
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -157,19 +169,37 @@ class Updates:
 
     def wait(self) -> None:
         """Block until all updates are applied."""
+        self.clipped.wait()
         for event in self.updated:
             event.wait()
         if self.disk is not None:
             self.disk.wait()
 
-    def wait_for_range(self, start_bytes: int, stop_bytes: int) -> None:
-        """Block until the blocks that overlap a range of the arena are updated."""
+    def wait_for_range(self, start_bytes: int, stop_bytes: int) -> list[int]:
+        """Block until the blocks that overlap a range of the arena are updated; return them."""
+        blocks = []
         for block, members in enumerate(self._blocks):
             ranges = [(self._offsets[id(p)], p.numel() * p.element_size()) for p in members]
             if any(at < stop_bytes and at + size > start_bytes for at, size in ranges):
                 self.updated[block].wait()
                 if self.disk is not None:
                     self.disk.wait(block)
+                blocks.append(block)
+        return blocks
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self._clip_norm is not None
+
+    def measured(self, norms: Mapping[int, Tensor], event: Event) -> None:
+        """Take note of norms of gradients on the device, on the host once `event` is done."""
+        self._norms.update(norms)
+        self._measured.append(event)
+
+    def block_of(self, parameter: nn.Parameter) -> int:
+        """Return the block that a parameter belongs to."""
+        return self._block_of[id(parameter)]
 
     def worker_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer | None:
         """Return the optimizer that updates a parameter and holds its state, if one does."""
@@ -182,12 +212,24 @@ class Updates:
             self.disk.close()
         self._store.close()
 
-    def _restricted(self, block: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
-        """Return the same optimizer for one block only, with state of its own."""
-        members = {id(p) for p in block}
+    def restricted(
+        self, block: int, copies: Mapping[int, Tensor] | None = None
+    ) -> torch.optim.Optimizer | None:
+        """Return the same optimizer for one block only, with state of its own.
+
+        Args:
+            block: Which one.
+            copies: By the parameter's `id`, what is updated in its place; `None`: itself.
+
+        Returns:
+            `None` if nothing of the block is ever updated.
+        """
+        members = {id(p) for p in self._blocks[block]}
         groups = []
         for index, group in enumerate(self.optimizer.param_groups):
             inside = [p for p in group["params"] if id(p) in members]
+            if copies is not None:
+                inside = [copies[id(p)] for p in inside]
             groups.append({**group, "params": inside, "_group": index})
         groups = [group for group in groups if group["params"]]
         if not groups:
@@ -231,7 +273,7 @@ class Updates:
 
     def _update_job(self, block: int, scale: list[Tensor] | None) -> Callable[[], None]:
         worker, members = self._workers[block], self._blocks[block]
-        hyperparameters, touched = self._hyperparameters, self._touched
+        hyperparameters, touched = self.hyperparameters, self._touched
 
         def update() -> None:
             if worker is None:
@@ -275,19 +317,6 @@ class Updates:
         return clip
 
 
-@runtime_checkable
-class KnowsItsState(Protocol):
-    """An optimizer that knows how much memory it takes."""
-
-    def state_bytes_of(self, parameter: Tensor) -> int:
-        """Return the bytes of a parameter's state, now or later."""
-        ...
-
-    def scratch_bytes(self) -> int:
-        """Return the bytes that updates need beside the state."""
-        ...
-
-
 def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimizer:
     """Return what the factory makes of all trainable parameters (host tensors).
 
@@ -303,22 +332,6 @@ def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimiz
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer=... must return a torch.optim.Optimizer, not {optimizer!r}")
     return optimizer
-
-
-class OptimizerBytes(NamedTuple):
-    """What an optimizer takes on the host."""
-
-    state_bytes: int
-    scratch_bytes: int
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes | None:
-    """Return what the optimizer takes for all parameters, `None` if it does not know."""
-    if not isinstance(optimizer, KnowsItsState):
-        return None
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state_bytes = sum(optimizer.state_bytes_of(parameter) for parameter in parameters)
-    return OptimizerBytes(state_bytes, optimizer.scratch_bytes())
 
 
 @runtime_checkable
