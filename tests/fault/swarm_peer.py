@@ -52,6 +52,8 @@ def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
         discoverable=settings.get("discoverable", False),
         local_steps_per_round=settings.get("local_steps", 8),
         outer_momentum=settings.get("momentum", 0.0),
+        transport=settings.get("transport", "streams"),
+        wire="float32" if "transport" in settings else "float16",
         expiry_s=settings.get("expiry_s", 5.0),
         connect_s=5.0,
         stall_s=5.0,

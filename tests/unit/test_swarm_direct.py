@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.swarm.direct import OFFER_BYTES, Direct, Offer
-from atomtrain.swarm.libp2p import host_of
 from atomtrain.swarm.messages import BadMessage, Propose
 from atomtrain.swarm.secure import Agreement, SecureChannel
-from atomtrain.swarm.transport import CHUNK_BYTES, Channel, LinkLost
+from atomtrain.swarm.transport import CHUNK_BYTES, Channel, LinkLost, host_of
 
 
 def _pair(secrets: tuple[bytes, bytes] = (b"s" * 32, b"s" * 32)) -> tuple[Channel, Channel]:

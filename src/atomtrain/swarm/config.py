@@ -18,6 +18,7 @@ from atomtrain.swarm.outer import OuterUpdate
 PROTOCOL = 3
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
+TRANSPORTS = ("streams", "gloo")
 _FRAGMENTS_MAX = 100_000
 _ELEMENTS_MAX = 1 << 40
 
@@ -61,6 +62,9 @@ class SwarmConfig:
     comes back with the next anchor. 0 to 1."""
     wire: str = "float16"
     """How changes travel: `float16`, `float32`, `int8`, `int4` or `topk`; see `codec`."""
+    transport: str = "streams"
+    """How rounds move their data: `streams` (encrypted, judged, of any wire format), or `gloo`, for
+    fast networks whose every machine is trusted; see `gloo`."""
     norm_limit: float = 10.0
     """Contributions above this multiple of the group's median norm are rejected; 0 (none is), or
     at least 2. See `guards`."""
@@ -111,6 +115,7 @@ class SwarmConfig:
         overlap = self.overlap_weight
         _check(0 <= overlap <= 1, "overlap_weight", overlap, "0 to 1")
         codec_named(self.wire)
+        check_transport(self.transport, self.wire, clipped=self.mean == "clipped")
         limit = self.norm_limit
         _check(limit == 0 or 2 <= limit < math.inf, "norm_limit", limit, "0, or at least 2")
         _check(
@@ -125,6 +130,33 @@ class SwarmConfig:
             "round_ceiling_s",
             self.round_ceiling_s,
             "at least round_floor_s",
+        )
+
+
+def check_transport(name: str, wire: str | None, *, clipped: bool) -> None:
+    """Check that rounds can move data this way, with this wire format (None: its default).
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    allowed = " or ".join(TRANSPORTS) + nearest(name, TRANSPORTS)
+    _check(name in TRANSPORTS, "transport", name, allowed)
+    if name == "gloo":
+        _require_gloo()
+        if clipped or wire not in (None, "float32"):
+            raise ConfigError(
+                f"--transport gloo adds numbers up itself: plain means of float32, not "
+                f"{'clipped ones' if clipped else wire}; leave --wire and --clipped-mean out"
+            )
+
+
+def _require_gloo() -> None:
+    import torch.distributed
+
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        raise ConfigError(
+            "--transport gloo needs a PyTorch with torch.distributed and Gloo, and this one has "
+            "none; install another build, or leave the option out"
         )
 
 
@@ -147,6 +179,8 @@ class Rules:
     """See `AnchorStore`."""
     wire: str = "float16"
     """Name of the codec."""
+    transport: str = "streams"
+    """One of `TRANSPORTS`."""
     norm_limit: float = 10.0
     """See `Guard`."""
     mean: str = "plain"
@@ -161,6 +195,7 @@ class Rules:
             outer_momentum=config.outer_momentum,
             overlap_weight=config.overlap_weight,
             wire=config.wire,
+            transport=config.transport,
             norm_limit=config.norm_limit,
             mean=config.mean,
         )

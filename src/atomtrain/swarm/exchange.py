@@ -84,16 +84,10 @@ class Exchange:
         Raises:
             BadMessage: the group is not one this member can be in.
         """
-        members = begin.members
-        if setup.peer_id not in members or len(set(members)) != len(members):
-            raise BadMessage("the group does not contain this member, or one of them twice")
-        if {len(begin.weights), len(begin.late)} != {len(members)} or begin.exchange_s <= 0:
-            raise BadMessage("the group has no weights or no time")
+        self._me = checked_place(setup, begin)
         self._setup = setup
         self._begin = begin
-        self._me = members.index(setup.peer_id)
-        if begin.weights[self._me] != setup.snapshot.weight:
-            raise BadMessage("the leader changed this member's weight")
+        members = begin.members
         elements = setup.snapshot.values.numel()
         self._each = slices_per_member(elements, len(members))
         self._lanes = lanes_per_owner(len(members), self._each)
@@ -276,6 +270,23 @@ class Exchange:
         return self._setup.guard.mean_too_large(
             mean_rms, own_rms, usual_rms, weights[self._me], weights
         )
+
+
+def checked_place(setup: ExchangeSetup, begin: Begin) -> int:
+    """Return this member's index in the group.
+
+    Raises:
+        BadMessage: the group is not one this member can be in.
+    """
+    members = begin.members
+    if setup.peer_id not in members or len(set(members)) != len(members):
+        raise BadMessage("the group does not contain this member, or one of them twice")
+    if {len(begin.weights), len(begin.late)} != {len(members)} or begin.exchange_s <= 0:
+        raise BadMessage("the group has no weights or no time")
+    place = members.index(setup.peer_id)
+    if begin.weights[place] != setup.snapshot.weight:
+        raise BadMessage("the leader changed this member's weight")
+    return place
 
 
 async def together(*work: Coroutine[Any, Any, None]) -> None:

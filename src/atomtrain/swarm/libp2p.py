@@ -18,7 +18,7 @@ from atomtrain.swarm.config import SwarmConfig
 from atomtrain.swarm.daemon import Daemon, DaemonConfig
 from atomtrain.swarm.direct import OFFER_BYTES, Direct
 from atomtrain.swarm.identity import Identity
-from atomtrain.swarm.transport import Channel, Handler, LinkLost, StreamChannel
+from atomtrain.swarm.transport import Channel, Handler, LinkLost, StreamChannel, host_of
 
 _log = logging.getLogger("atomtrain.swarm")
 _PROTOCOL_NAME = "/atom/swarm/1"
@@ -196,13 +196,6 @@ def reachable(addresses: list[str]) -> str:
     tcp = [address for address in addresses if "/tcp/" in address and "p2p-circuit" not in address]
     outside = [address for address in tcp if not address.startswith("/ip4/127.")]
     return (outside or tcp or addresses)[0]
-
-
-def host_of(address: str) -> str:
-    """Return the host that a TCP address without relay names, else an empty string."""
-    parts = address.split("/")
-    plain = len(parts) > 3 and parts[1] in ("ip4", "dns4") and parts[3] == "tcp"
-    return parts[2] if plain and "p2p-circuit" not in parts else ""
 
 
 def _listening(config: SwarmConfig, ask: Callable[[str], Awaitable[bytes]]) -> Direct | None:

@@ -29,6 +29,7 @@ from atomtrain.swarm.codec import all_finite
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.exchange import Exchange, ExchangeResult, ExchangeSetup
+from atomtrain.swarm.gloo import GlooExchange
 from atomtrain.swarm.leading import exchange_bytes
 from atomtrain.swarm.messages import (
     Abandon,
@@ -42,7 +43,7 @@ from atomtrain.swarm.messages import (
 )
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.slices import Span, slice_spans
-from atomtrain.swarm.transport import Channel, Inbox, LinkLost, MessageT
+from atomtrain.swarm.transport import Channel, Inbox, LinkLost, MessageT, host_of
 
 
 class _Over(Exception):  # noqa: N818 - the ordinary end of a round without a result
@@ -70,7 +71,7 @@ class Membering:
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         self._inbox = Inbox(channel)
-        self.exchange: Exchange | None = None
+        self.exchange: Exchange | GlooExchange | None = None
         self.exchange_known = asyncio.Event()
         self.in_doubt: Snapshot | None = None
         self.begin: Begin | None = None
@@ -151,7 +152,11 @@ class Membering:
             excluded=context.standing.excluded(self.invite.round_index),
             on_unreachable=context.roster.suspect,
         )
-        self.exchange = Exchange(setup, begin)
+        self.exchange = (
+            GlooExchange(setup, begin, host_of(context.transport.address))
+            if context.manifest.rules.transport == "gloo"
+            else Exchange(setup, begin)
+        )
         self.in_doubt = snapshot
         self.exchange_known.set()
         started_s = self._loop.time()

@@ -213,6 +213,14 @@ class Contribution(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Meeting(Message):
+    """With Gloo, in place of means: where the members of the round meet."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mean(Message):
     """The owner's answer: the mean over `contributors` (indices in the group) follows.
 

@@ -289,3 +289,10 @@ class Directory(Protocol):
         There has been a stream to the other peer. Returns whether it answered.
         """
         ...
+
+
+def host_of(address: str) -> str:
+    """Return the host that a TCP address without relay names, else an empty string."""
+    parts = address.split("/")
+    plain = len(parts) > 3 and parts[1] in ("ip4", "dns4") and parts[3] == "tcp"
+    return parts[2] if plain and "p2p-circuit" not in parts else ""

@@ -136,6 +136,12 @@ class TrainOptions:
         "the run. Default: float16.",
         "FORMAT",
     )
+    transport: str | None = option(
+        None,
+        "How rounds move their data: streams (encrypted), or gloo, for a fast network whose every "
+        "machine is trusted; set by who starts the run. Default: streams.",
+        "NAME",
+    )
     outer: str | None = option(
         None,
         "What a round does with the mean change: nesterov (momentum that fits the steps between "
@@ -250,6 +256,10 @@ class TrainOptions:
         """Refuse mistakes about the swarm before anything is prepared."""
         if self.wire is not None:
             _check_wire(self.wire)
+        if self.transport is not None:
+            from atomtrain.swarm.config import check_transport
+
+            check_transport(self.transport, self.wire, clipped=self.clipped_mean)
         if self.outer is not None:
             from atomtrain.swarm.outer import outer_named
 

@@ -155,7 +155,8 @@ def swarm_config(
         local_steps_per_round=steps_per_round,
         outer_learning_rate=outer.learning_rate,
         outer_momentum=outer.momentum,
-        wire=options.wire or "float16",
+        wire=options.wire or ("float32" if options.transport == "gloo" else "float16"),
+        transport=options.transport or "streams",
         mean="clipped" if options.clipped_mean else "plain",
         key_path=options.run_key,
         allow_path=options.allow,
@@ -189,6 +190,7 @@ def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
         options,
         wire=options.wire or rules.get("wire"),
         outer=options.outer or outer,
+        transport=options.transport or rules.get("transport"),
         clipped_mean=options.clipped_mean or rules.get("mean") == "clipped",
         measured_rounds=options.measured_rounds or measured,
     )
