@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from atomtrain.models import GPT
-from atomtrain.models.gpt import GPTConfig
+from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import decay_groups
 from atomtrain.swarm.anchors import Anchor, AnchorStore, Merge, Snapshot, Stamp, whole
 from atomtrain.swarm.codec import codec_named, decode_span, decoded, encode_span
