@@ -1,0 +1,57 @@
+"""What is installed: code, recipes, the web page, figures of hardware; and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEEDED = (
+    "atomtrain/py.typed",
+    "atomtrain/recipes/pretrain-small.yaml",
+    "atomtrain/dashboard/static/app.js",
+    "atomtrain/dashboard/static/index.html",
+    "atomtrain/dashboard/static/style.css",
+    "atomtrain/planning/hardware.json",
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+        cwd=ROOT, capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+    return folder
+
+
+def test_the_wheel_has_everything_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for needed in NEEDED:
+        assert needed in names
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"atomtrain", next(top for top in tops if top.endswith(".dist-info"))}
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".safetensors")]
+
+
+def test_the_sources_are_complete(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    for needed in ("pyproject.toml", "Makefile", "mkdocs.yml", "Containerfile", "docs/index.md",
+                   "examples/trainer.py", "tests/unit/test_packaging.py"):  # fmt: skip
+        assert needed in names
+    assert {f"src/{needed}" for needed in NEEDED} <= names
+
+
+def test_dependencies_stay_few() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert len(project["dependencies"]) <= 10
