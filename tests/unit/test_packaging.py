@@ -35,7 +35,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_everything_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
     for needed in NEEDED:
         assert needed in names
     tops = {name.split("/")[0] for name in names}
@@ -45,7 +46,8 @@ def test_the_wheel_has_everything_and_nothing_else(built: Path) -> None:
 
 def test_the_sources_are_complete(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     for needed in ("pyproject.toml", "Makefile", "mkdocs.yml", "Containerfile", "docs/index.md",
                    "examples/trainer.py", "tests/unit/test_packaging.py"):  # fmt: skip
         assert needed in names
