@@ -123,8 +123,8 @@ def test_an_optimizer_without_masters_is_refused_and_the_model_is_as_before() ->
 def test_types_that_cannot_be_narrowed_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'0.weight' is torch.float64; convert the model"):
         swap(mlp().double())
-    with pytest.raises(ConfigError, match="precision must be 'bf16', or None"):
-        atomtrain.Options(precision="fp16")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="precision must be 'bf16' or 'fp16', or None"):
+        atomtrain.Options(precision="fp8")  # type: ignore[arg-type]
 
 
 def test_a_model_of_mixed_types_has_no_fragments() -> None:

@@ -157,7 +157,7 @@ def test_arguments_of_transformers_keep_their_meaning() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"fp16": True}, {"deepspeed": "x.json"}, {"optim": "sgd"}, {"lr_scheduler_type": "polynomial"},
+    [{"deepspeed": "x.json"}, {"optim": "sgd"}, {"lr_scheduler_type": "polynomial"},
      {"eval_steps": 0.1}],
     ids=str,
 )  # fmt: skip

@@ -21,7 +21,7 @@ from atomtrain.optimizers.moments import (
 )
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, *masters.STREAMS)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -32,11 +32,16 @@ class AdamW(torch.optim.Optimizer):
     are rounded at random by a pure function of seed, step and position, so a run gives the same
     bits whatever the number of threads, and goes on with the same bits when it is resumed.
 
-    A bfloat16 parameter is the stream of an exact float32 master (`atomtrain.optimizers.masters`),
-    which lies in the state. At first it is the parameter's own value, or what `set_master` says.
+    A parameter of bfloat16 or float16 is the stream of an exact float32 master
+    (`atomtrain.optimizers.masters`), which lies in the state. At first it is the parameter's own
+    value, or what `set_master` says.
 
     Each parameter is updated independently of all others, as the engine requires.
     """
+
+    gradient_factor = 1.0
+    """What gradients of parameters with masters are multiplied by, as float32, before they are
+    used: where the loss was scaled, its inverse."""
 
     def __init__(
         self,
@@ -52,7 +57,7 @@ class AdamW(torch.optim.Optimizer):
         """Make the optimizer; each argument but the first is the default of parameter groups.
 
         Args:
-            params: Contiguous float32 or bfloat16 parameters on the CPU, or groups of them.
+            params: Contiguous parameters of float32, bfloat16 or float16 on the CPU, or groups.
             lr: Learning rate; at least 0.
             betas: Decay of the first and the second moment a step; at least 0, below 1.
             eps: Added to the denominator; above 0.
@@ -85,6 +90,8 @@ class AdamW(torch.optim.Optimizer):
         try:
             _check_group(group)
             check_parameters(group["params"], _DTYPES)
+            for parameter in group["params"]:
+                masters.check_stream(parameter.dtype, group["master"])
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -103,7 +110,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    update_one(self.state, parameter, group)
+                    update_one(self.state, parameter, group, self.gradient_factor)
         return loss
 
     @torch.no_grad()
@@ -146,7 +153,7 @@ class AdamW(torch.optim.Optimizer):
         """Return the bytes of each tensor of the parameter's state, now or later; no scalars."""
         group = self._group_of(parameter)
         parts = part_bytes(parameter, group["state"])
-        if parameter.dtype is torch.bfloat16:
+        if parameter.dtype in masters.STREAMS:
             master = group["master"]
             parts[masters.KEYS[master]] = int(masters.MASTER_BYTES[master]) * parameter.numel()
         return parts
@@ -186,13 +193,16 @@ class AdamW(torch.optim.Optimizer):
 
 
 def update_one(
-    states: dict[Tensor, dict[str, Any]], parameter: Tensor, group: dict[str, Any]
+    states: dict[Tensor, dict[str, Any]],
+    parameter: Tensor,
+    group: dict[str, Any],
+    gradient_factor: float = 1.0,
 ) -> None:
     """Make the state of a parameter if there is none, check it, and update by AdamW."""
     assert parameter.grad is not None
     gradient = check_gradient(parameter.grad)
     state = states[parameter]
-    streamed = parameter.dtype is torch.bfloat16
+    streamed = parameter.dtype in masters.STREAMS
     if not state and streamed:
         state.update(masters.new_master(parameter, group["master"]))
     if "step" not in state:
@@ -200,7 +210,7 @@ def update_one(
     check_state(state, group["state"])
     if streamed:
         masters.check_stored(state, parameter, group["master"])
-    adamw_update(parameter, gradient, state, group)
+    adamw_update(parameter, gradient, state, group, gradient_factor)
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Exact masters of bfloat16 parameters: float32, or the 16 bits that bfloat16 leaves out.
+"""Exact masters of parameters of 16 bits: float32, or the 16 bits that bfloat16 leaves out.
 
 A *stream* is what the device gets: the parameter, in bfloat16. Its *master* is the float32 value
 that updates add to; without it, updates smaller than half a unit in the last place of bfloat16
@@ -24,6 +24,8 @@ NaN stays NaN where arithmetic made it; patterns of NaN that are made by hand co
 their stream need not be NaN.
 
 Both masters hold the same values, so training with either gives the same bits.
+
+A stream can be float16 as well, of a `float32` master only; it is rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ KEYS = {"float32": "master", "split": "rest"}
 """Where a parameter's state has its master, by format."""
 _DTYPES = {"float32": torch.float32, "split": torch.int16}
 _HALF = 1 << 15
+STREAMS = (torch.bfloat16, torch.float16)
+"""Types of parameters that have masters."""
 
 
 def check_master(name: object) -> None:
@@ -49,6 +53,15 @@ def check_master(name: object) -> None:
         raise ConfigError(
             f"master {name!r} is no format of masters.{nearest(str(name), KEYS)} "
             f"Formats: {', '.join(KEYS)}"
+        )
+
+
+def check_stream(dtype: torch.dtype, kind: str) -> None:
+    """Raise a `ConfigError` if parameters of a type cannot have masters of a format."""
+    if dtype is torch.float16 and kind == "split":
+        raise ConfigError(
+            "a split master is what bfloat16 leaves out of a float32; parameters of float16 need "
+            "master='float32'"
         )
 
 
@@ -99,7 +112,7 @@ def write(stream: Tensor, stored: Tensor, values: Tensor) -> None:
             stored.copy_(values)
     else:
         stored.copy_(values.contiguous().view(torch.int32))
-    stream.copy_(round_stream(values))
+    stream.copy_(round_stream(values) if stream.dtype is torch.bfloat16 else values)
 
 
 def join(stream: Tensor, rest: Tensor, out: Tensor) -> None:
@@ -120,9 +133,12 @@ def part(values: Tensor, stream: Tensor, rest: Tensor | None) -> None:
 
     Args:
         values: `[n]` float32; overwritten if `rest` is given.
-        stream: `[n]` bfloat16.
+        stream: `[n]` bfloat16, or float16 if there is no rest.
         rest: `[n]` int16, or `None` for a master that is `values` itself.
     """
+    if stream.dtype is torch.float16:
+        stream.copy_(values)
+        return
     bits = values.view(torch.int32)
     if rest is not None:
         rest.copy_(bits)  # conversion cuts off the upper half

@@ -92,7 +92,11 @@ def check_state(state: dict[str, Any], kind: str) -> None:
 
 
 def adamw_update(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    gradient_factor: float = 1.0,
 ) -> None:
     """Update a parameter and its state by one step of AdamW (Loshchilov and Hutter 2019).
 
@@ -102,11 +106,12 @@ def adamw_update(
         state: As of `new_state`, with the master of a bfloat16 parameter; updated in place.
         group: With `lr`, `betas`, `eps`, `weight_decay`, `state` and `seed`; with `master` for
             bfloat16 parameters.
+        gradient_factor: What the gradient of a stream is multiplied by, in float32.
     """
     kind: str = group["state"]
     state["step"] += 1
     kernel = _kernel(group, state["step"].to(parameter.device))
-    streamed = parameter.dtype is torch.bfloat16
+    streamed = parameter.dtype in masters.STREAMS
     if kind == "float32" and not streamed:
         kernel(parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
         return
@@ -118,7 +123,7 @@ def adamw_update(
         part = slice(start, min(start + SLICE, flat.numel()))
         values, wide = flat[part], flat_gradient[part]
         if stored is not None:
-            values, wide = _widened(values, wide, stored[part])
+            values, wide = _widened(values, wide, stored[part], gradient_factor)
         # The gradient's bits keep parameters of one size from sharing their random numbers,
         # without naming or numbering parameters.
         salt = int(wide[0].view(torch.int32))
@@ -128,7 +133,9 @@ def adamw_update(
             masters.part(values, flat[part], stored[part] if split else None)
 
 
-def _widened(stream: Tensor, gradient: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+def _widened(
+    stream: Tensor, gradient: Tensor, stored: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
     """Return a slice's master (the memory itself if it is float32) and its gradient, as float32."""
     if stored.dtype is torch.float32:
         (wide,) = _scratch(1, stream.numel(), stream.device, "wide")
@@ -136,7 +143,8 @@ def _widened(stream: Tensor, gradient: Tensor, stored: Tensor) -> tuple[Tensor, 
     else:
         wide, values = _scratch(2, stream.numel(), stream.device, "wide")
         masters.join(stream, stored, values)
-    return values, wide.copy_(gradient)
+    wide.copy_(gradient)
+    return values, wide if factor == 1.0 else wide.mul_(factor)
 
 
 def _kernel(group: dict[str, Any], step: Tensor) -> Kernel:
@@ -224,7 +232,7 @@ _UPDATES = {"float32": _float32_slice, "bfloat16": _bfloat16_slice, "int8": _int
 def scratch_bytes(parameter: Tensor, group: dict[str, Any]) -> int:
     """Return the scratch that updating a parameter needs, the same memory for all of them."""
     buffers = _MOMENT_BUFFERS[group["state"]]
-    if parameter.dtype is torch.bfloat16:
+    if parameter.dtype in masters.STREAMS:
         buffers += 2  # the gradient; the master, or its bits while it is rounded
     count = min(SLICE, parameter.numel())
     scales = _SCALE_BUFFERS * -(-count // BLOCK) if group["state"] == "int8" else 0

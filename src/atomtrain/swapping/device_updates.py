@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.precision import KeepsMasters
+from atomtrain.swapping.precision import PRECISIONS, KeepsMasters
 from atomtrain.swapping.residents import Copy, Residents
 from atomtrain.swapping.store import view_of
-from atomtrain.swapping.updates import Updates
+from atomtrain.swapping.updates import Decision, ScalesGradients, Updates
 
 _NORM_BYTES = 8
 
@@ -96,12 +96,14 @@ class DeviceUpdates:
                 continue
             here = frozenset(id(p) for p in self._updates.members(block) if id(p) in touched)
             pending = _Pending(block, here, self._updates.hyperparameters)
-            if not self._updates.clips:
-                self._update(pending, [])
+            if not self._updates.waits:
+                self._update(pending, Decision())
                 continue
             self._pending.append(pending)
             for key in here:
                 gradient = self._residents.gradient(block, key)
+                if self._updates.loss_scale is not None:  # as the update takes it
+                    gradient = gradient.float()
                 self._norms[key] = torch.linalg.vector_norm(gradient, 2.0)
 
     def finish_step(self) -> None:
@@ -122,9 +124,9 @@ class DeviceUpdates:
         """Do the updates that waited for the global norm."""
         if not self._pending:
             return
-        self._device.hold(self._updates.clipped)
+        self._device.hold(self._updates.decided)
         for pending in self._pending:
-            self._update(pending, self._updates.scale)
+            self._update(pending, self._updates.decision)
         self._pending = []
 
     def to_host(self, blocks: Iterable[int], *, moments: bool = True) -> None:
@@ -158,18 +160,20 @@ class DeviceUpdates:
             at.device_values &= not values
             at.device_moments &= not moments
 
-    def _update(self, pending: _Pending, scale: Sequence[Tensor]) -> None:
+    def _update(self, pending: _Pending, decision: Decision) -> None:
         block, touched, hyperparameters = pending
         worker = self._workers[block]
-        if worker is None:  # nothing of the block is ever updated
+        if worker is None or decision.skip:  # None: nothing of the block is ever updated
             return
+        if isinstance(worker, ScalesGradients):
+            worker.gradient_factor = decision.factor
         for group in worker.param_groups:
             group.update(hyperparameters[group["_group"]])
         leaves = [(id(p), self._residents.leaves[id(p)]) for p in self._updates.members(block)]
         for key, leaf in leaves:
             leaf.grad = self._residents.gradient(block, key) if key in touched else None
-            if leaf.grad is not None and scale:
-                leaf.grad.mul_(scale[0])
+            if leaf.grad is not None and decision.coefficient is not None:
+                leaf.grad.mul_(decision.coefficient)
         worker.step()
         for _, leaf in leaves:
             leaf.grad = None
@@ -238,7 +242,7 @@ class DeviceUpdates:
 
 
 def _master_keys(owner: torch.optim.Optimizer, parameter: nn.Parameter) -> frozenset[str]:
-    if parameter.dtype is torch.bfloat16 and isinstance(owner, KeepsMasters):
+    if parameter.dtype in PRECISIONS.values() and isinstance(owner, KeepsMasters):
         return owner.master_keys()
     return frozenset()
 

@@ -26,6 +26,7 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.disk_placement import DiskTraffic
 from atomtrain.swapping.executor import Executor
 from atomtrain.swapping.fragments import Fragment, element_bytes, fragment_ranges
+from atomtrain.swapping.loss_scale import LossScale
 from atomtrain.swapping.model_state import ModelState
 from atomtrain.swapping.planner import Planner
 from atomtrain.swapping.precision import Masters, Part
@@ -128,6 +129,16 @@ class Engine:
             device_peak_bytes=self.device.peak_bytes(),
         )
         return loss
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """By what the loss is multiplied, and how many steps were skipped; `None` but in float16.
+
+        Waits until the last step has decided; `LossScale.state` and `load_state` save and restore.
+        """
+        with self._guarded():
+            self._updates.scale_of_loss()
+        return self._updates.loss_scale
 
     def last_spans(self) -> tuple[Span, ...]:
         """Return what each stream did in the last step, in seconds from any common zero.

@@ -225,7 +225,10 @@ class Executor:
             loss = graph.values[self._chain.loss]
             self._losses.append(loss.detach())
             with torch.enable_grad():
-                roots.append(loss / self._count)
+                mean = loss / self._count
+                # Asked for as late as possible: the step before may still be deciding.
+                scale = self._updates.scale_of_loss()
+                roots.append(mean if scale == 1.0 else mean * scale)
             seeds.append(None)
             del loss
         for name, root in begun.items():

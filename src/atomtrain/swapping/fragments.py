@@ -33,19 +33,19 @@ def fragment_ranges(layout: Layout) -> list[tuple[int, int]]:
 
 
 def element_bytes(chain: Chain) -> int:
-    """Return the bytes of a parameter in the arena: 4 of float32, 2 of bfloat16.
+    """Return the bytes of a parameter in the arena: 4 of float32, 2 of bfloat16 or float16.
 
     Raises:
-        ConfigError: the parameters are not all of one of the two.
+        ConfigError: the parameters are not all of one of them.
     """
     types = {parameter.dtype for parameter in chain.parameters}
     if types == {torch.float32}:
         return _FLOAT32_BYTES
-    if types == {torch.bfloat16}:
+    if types in ({torch.bfloat16}, {torch.float16}):
         return _FLOAT32_BYTES // 2
     raise ConfigError(
         f"the model mixes {', '.join(sorted(map(str, types)))}; fragments are of models whose "
-        "parameters are all float32 or all bfloat16: convert it with model.float()"
+        "parameters are all of one type of 32 or 16 bits: convert it with model.float()"
     )
 
 

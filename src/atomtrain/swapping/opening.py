@@ -16,6 +16,7 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.disk_placement import Placement, machine_with_disk, placed
 from atomtrain.swapping.engine import Engine
+from atomtrain.swapping.loss_scale import LossScale
 from atomtrain.swapping.options import Options
 from atomtrain.swapping.planner import Planner
 from atomtrain.swapping.precision import Narrowed
@@ -39,7 +40,7 @@ def swap(
     """Return an engine that trains `model` within a device budget.
 
     The model's parameters move into the host store; the model can still be read (for instance with
-    `state_dict`) after `Engine.synchronize`. With `precision="bf16"` it becomes bfloat16, and
+    `state_dict`) after `Engine.synchronize`. With a `precision` it becomes that, and
     `Engine.state_dict` has the float32 masters.
 
     Args:
@@ -68,7 +69,7 @@ def swap(
     options = options or Options()
     if options.precision is None:
         return _open(model, example, optimizer, device_memory, device, loss, layers, options)
-    narrowed = Narrowed(model)
+    narrowed = Narrowed(model, options.precision)
     try:
         engine = _open(model, example, optimizer, device_memory, device, loss, layers, options)
     except BaseException:
@@ -138,6 +139,11 @@ def _open(
             placement,
             # Nothing is pinned there, and what is not held need not be counted.
             release=opened.one_memory,
+            loss_scale=(
+                LossScale(options.loss_scale, options.loss_scale_steps)
+                if options.precision == "fp16"
+                else None
+            ),
         )
     except BaseException:
         opened.close()

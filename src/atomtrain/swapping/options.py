@@ -8,6 +8,7 @@ from typing import Literal
 
 from atomtrain.errors import ConfigError
 from atomtrain.planning.disk import on_disk_up_to
+from atomtrain.swapping.loss_scale import FIRST_SCALE, STEPS_TO_DOUBLE, check_scale
 from atomtrain.swapping.precision import check_precision
 from atomtrain.swapping.streams import Inject
 from atomtrain.units import parse_bytes
@@ -42,9 +43,14 @@ class Options:
     less memory and a third more arithmetic there, and the result differs in its last bits. `None`
     leaves the head as the model has it, `"auto"` takes the fewest that make it need no more memory
     than other layers."""
-    precision: Literal["bf16"] | None = None
+    precision: Literal["bf16", "fp16"] | None = None
     """`"bf16"`: stream and compute in bfloat16, with exact float32 masters in the optimizer's
-    state (`atomtrain.optimizers.AdamW` keeps them). `None`: as the model is."""
+    state (`atomtrain.optimizers.AdamW` keeps them). `"fp16"`: in float16, with a loss that is
+    scaled. `None`: as the model is."""
+    loss_scale: float = FIRST_SCALE
+    """With `fp16`: by what the loss is multiplied at first, a power of two."""
+    loss_scale_steps: int = STEPS_TO_DOUBLE
+    """With `fp16`: after how many steps without overflow the scale is doubled; at least 1."""
     host_memory: str | int | None = None
     """Host memory that parameters, gradients and optimizer state may take, such as `"8GiB"`, or
     `None` for all that the machine has."""
@@ -61,10 +67,16 @@ class Options:
     inject: Inject | None = None
     """Called before each job of each stream; tests delay transfers with it."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether updates wait for the norm of all gradients: to clip, or to find overflows."""
+        return self.clip_norm is not None or self.precision == "fp16"
+
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
         check_precision(self.precision)
+        check_scale(self.loss_scale, self.loss_scale_steps)
         if self.host_memory is not None:
             parse_bytes(self.host_memory, "host memory")
         if self.on_disk is not None:

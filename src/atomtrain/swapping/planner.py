@@ -57,7 +57,7 @@ class Planner:
             device_blocks=there,
             updates=self.updates,
             disk=disk,
-            clips=self.options.clip_norm is not None,
+            clips=self.options.waits,
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
@@ -65,7 +65,7 @@ class Planner:
         """Return what the plan expects each stream to do in a step."""
         spans = spans_of(
             plan.shape, self.chain, self.costs, self.times, self.machine, plan.micro_batches,
-            self.states, plan.on_disk, self.options.clip_norm is not None, self.updates,
+            self.states, plan.on_disk, self.options.waits, self.updates,
         )  # fmt: skip
         return tuple(span for span in spans if span.end_s > span.start_s)
 

@@ -1,6 +1,7 @@
-"""Computing in bfloat16 with exact float32 masters in the optimizer's state.
+"""Computing in 16 bits with exact float32 masters in the optimizer's state.
 
-With `precision="bf16"` the model's parameters become bfloat16: what the arena holds, the link
+With `precision="bf16"` the model's parameters become bfloat16 (with `"fp16"` float16, and the loss
+is scaled, `swapping/loss_scale.py`): what the arena holds, the link
 carries and the device computes with. They are the *streams* of float32 masters, which the optimizer
 keeps and updates; after each update it writes the stream from the master. So everything between
 arena and device stays as it is for a model that is bfloat16 by itself.
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
 
-PRECISIONS = ("bf16",)
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type that is computed in, by name."""
 Part = Literal["values", "moments"]
 """Parameters and masters, or the rest of the optimizer's state."""
 Wrote = Callable[[nn.Parameter, Part], None]
@@ -51,26 +53,28 @@ class KeepsMasters(Protocol):
 class Narrowed:
     """A model whose parameters were made bfloat16, with what they were before."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Make parameters and saved buffers of `model` bfloat16, in place.
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        """Make parameters and saved buffers of `model` 16 bits wide, in place.
 
         Buffers that are not saved (tables that the model computes, such as rotary frequencies) stay
         as they are, as in a model that is loaded with `dtype=bfloat16`.
 
         Raises:
-            ConfigError: a parameter is neither float32 nor bfloat16; nothing is changed.
+            ConfigError: a parameter is neither float32 nor of that type; nothing is changed.
         """
+        narrow = PRECISIONS[precision]
         for name, parameter in model.named_parameters():
-            if parameter.is_floating_point() and parameter.dtype not in _TAKEN:
+            if parameter.is_floating_point() and parameter.dtype not in (torch.float32, narrow):
                 raise ConfigError(
-                    f"precision='bf16' takes models of float32 or bfloat16, {name!r} is "
+                    f"precision={precision!r} takes models of float32 or "
+                    f"{str(narrow).removeprefix('torch.')}, {name!r} is "
                     f"{parameter.dtype}; convert the model with model.float()"
                 )
         self._parameters = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
         self._buffers = [(buffer, buffer.data) for buffer in _saved_buffers(model)]
         for tensor, data in (*self._parameters, *self._buffers):
             tensor.grad = None
-            tensor.data = data.to(torch.bfloat16)
+            tensor.data = data.to(narrow)
 
     def give_masters(self, masters: Masters) -> None:
         """Hand what the parameters that are updated were before to the optimizer; call once.
@@ -106,7 +110,7 @@ class Masters:
         return self._keeper(parameter) is not None
 
     def requires(self, parameter: nn.Parameter) -> bool:
-        """Return whether a bfloat16 parameter needs a master: whether it is ever updated.
+        """Return whether a parameter of 16 bits needs a master: whether it is ever updated.
 
         Raises:
             ConfigError: it needs one, but its optimizer keeps none.
@@ -114,7 +118,7 @@ class Masters:
         worker = self._worker_of(parameter)
         if worker is not None and not self.has(parameter):
             raise ConfigError(
-                "precision='bf16' needs an optimizer that keeps float32 masters, "
+                "computing in 16 bits needs an optimizer that keeps float32 masters, "
                 f"{type(worker).__name__} does not; use atomtrain.optimizers.AdamW"
             )
         return worker is not None
@@ -168,7 +172,7 @@ class Masters:
         self._wrote(parameter, "moments")
 
     def _keeper(self, parameter: nn.Parameter) -> KeepsMasters | None:
-        if parameter.dtype is not torch.bfloat16:
+        if parameter.dtype not in PRECISIONS.values():
             return None
         worker = self._worker_of(parameter)
         return worker if isinstance(worker, KeepsMasters) else None
@@ -178,11 +182,9 @@ def check_precision(precision: object) -> None:
     """Raise a `ConfigError` if it is none that a model can be swapped with."""
     if precision is not None and precision not in PRECISIONS:
         raise ConfigError(
-            f"precision must be 'bf16', or None for the model's own type, not {precision!r}"
+            f"precision must be 'bf16' or 'fp16', or None for the model's own type, not "
+            f"{precision!r}"
         )
-
-
-_TAKEN = (torch.float32, torch.bfloat16)
 
 
 def _own(data: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ into the next step, yet no gradient is ever stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +21,7 @@ from atomtrain.planning.layout import Layout
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.disk_state import DiskState
+from atomtrain.swapping.loss_scale import LossScale
 from atomtrain.swapping.precision import KeepsMasters
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
@@ -40,6 +42,7 @@ class Updates:
         inject: Inject | None = None,
         placement: Placement | None = None,
         release: bool = False,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """`optimizer` is that of all parameters; its state stays empty.
 
@@ -53,6 +56,8 @@ class Updates:
         self._offsets = layout.offsets
         self._ranges = [layout.block_range(block) for block in range(layout.blocks)]
         self._release = release
+        self.loss_scale = loss_scale
+        """By what the loss is multiplied; a step whose gradients overflow is skipped."""
         self._workers = [self.restricted(block) for block in range(len(self._blocks))]
         self._owners = {
             id(parameter): worker
@@ -73,10 +78,10 @@ class Updates:
         """Blocks that are updated there, not here."""
         self.hyperparameters: Sequence[Mapping[str, Any]] = []
         """Of each group, as they were when the step began."""
-        self.clipped = finished()
-        """Done when the last step's factor is known."""
-        self.scale: list[Tensor] = []
-        """The factor by which clipping scales the last step's gradients, once it is known."""
+        self.decided = finished()
+        """Done when all of the last step's gradients have been looked at."""
+        self.decision = Decision()
+        """What is true of the last step's updates, once `decided` is done."""
         self._waiting: list[set[Layers]] = []
         self._touched: set[int] = set()
         self._arrived: list[list[Event]] = []
@@ -132,8 +137,8 @@ class Updates:
             self._waiting[block].discard(layers)
             if self._waiting[block]:
                 continue
-            if self._clip_norm is None:
-                self.updated[block] = self._submit(block, None, self._arrived[block])
+            if not self.waits:
+                self.updated[block] = self._submit(block, Decision(), self._arrived[block])
             else:
                 self._measured.append(
                     self.stream.submit(self._norm_job(block), self._arrived[block])
@@ -141,15 +146,24 @@ class Updates:
 
     def finish_step(self) -> None:
         """Submit what had to wait for all gradients; never blocks."""
-        if self._clip_norm is None:
+        if not self.waits:
             return
-        scale = self.scale = list[Tensor]()
-        clip = self._clip_job(self._norms, scale)
-        self.clipped = self.stream.submit(clip, self._measured)
+        decision = self.decision = Decision()
+        self.decided = self.stream.submit(self._decide_job(self._norms, decision), self._measured)
         for block in range(len(self._blocks)):
             if block not in self.on_device:
-                after = [self.clipped]
-                self.updated[block] = self._submit(block, scale, after, self._labels[block])
+                after, label = [self.decided], self._labels[block]
+                self.updated[block] = self._submit(block, decision, after, label)
+
+    def scale_of_loss(self) -> float:
+        """Return by what this step's loss is multiplied; waits until the step before has decided.
+
+        1 if losses are not scaled.
+        """
+        if self.loss_scale is None:
+            return 1.0
+        self.decided.wait()
+        return self.loss_scale.scale
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -169,7 +183,7 @@ class Updates:
 
     def wait(self) -> None:
         """Block until all updates are applied."""
-        self.clipped.wait()
+        self.decided.wait()
         for event in self.updated:
             event.wait()
         if self.disk is not None:
@@ -188,9 +202,9 @@ class Updates:
         return blocks
 
     @property
-    def clips(self) -> bool:
-        """Whether gradients are clipped."""
-        return self._clip_norm is not None
+    def waits(self) -> bool:
+        """Whether updates wait for the norm of all gradients: to clip, or to find overflows."""
+        return self._clip_norm is not None or self.loss_scale is not None
 
     def measured(self, norms: Mapping[int, Tensor], event: Event) -> None:
         """Take note of norms of gradients on the device, on the host once `event` is done."""
@@ -242,7 +256,7 @@ class Updates:
 
     def _expected(self, deliveries: Mapping[Layers, Iterable[int]]) -> Iterable[int]:
         """Return the blocks in the order in which they will be updated."""
-        if self._clip_norm is not None:
+        if self.waits:
             return range(len(self._blocks))
         waiting = [set(layers) for layers in self._waiting]
         order = []
@@ -256,12 +270,12 @@ class Updates:
     def _submit(
         self,
         block: int,
-        scale: list[Tensor] | None,
+        decision: Decision,
         after: Sequence[Event],
         label: str | None = None,
     ) -> Event:
         """Queue the update of a block; return its event."""
-        job = self._update_job(block, scale)
+        job = self._update_job(block, decision)
         if self.disk is None or not self.disk.has(block):
             return self.stream.submit(job, after, label)
         members, touched = self._blocks[block], self._touched
@@ -271,19 +285,21 @@ class Updates:
 
         return self.disk.submit(self.stream, block, job, after, label, changes)
 
-    def _update_job(self, block: int, scale: list[Tensor] | None) -> Callable[[], None]:
+    def _update_job(self, block: int, decision: Decision) -> Callable[[], None]:
         worker, members = self._workers[block], self._blocks[block]
         hyperparameters, touched = self.hyperparameters, self._touched
 
         def update() -> None:
-            if worker is None:
+            if worker is None or decision.skip:
                 return
+            if isinstance(worker, ScalesGradients):
+                worker.gradient_factor = decision.factor
             for group in worker.param_groups:
                 group.update(hyperparameters[group["_group"]])
             for parameter in members:
                 gradient = self._store.gradient(parameter) if id(parameter) in touched else None
-                if gradient is not None and scale:
-                    gradient.mul_(scale[0])
+                if gradient is not None and decision.coefficient is not None:
+                    gradient.mul_(decision.coefficient)
                 parameter.grad = gradient
             worker.step()
             for parameter in members:
@@ -295,26 +311,58 @@ class Updates:
 
     def _norm_job(self, block: int) -> Callable[[], None]:
         members, norms, touched = self._blocks[block], self._norms, self._touched
+        wide = self.loss_scale is not None
 
         def measure() -> None:
             for parameter in members:
                 if id(parameter) in touched:
                     gradient = self._store.gradient(parameter)
+                    if wide:  # as the update takes it
+                        gradient = gradient.float()
                     norms[id(parameter)] = torch.linalg.vector_norm(gradient, 2.0)
 
         return measure
 
-    def _clip_job(self, norms: dict[int, Tensor], scale: list[Tensor]) -> Callable[[], None]:
-        def clip() -> None:
+    def _decide_job(self, norms: dict[int, Tensor], decision: Decision) -> Callable[[], None]:
+        def decide() -> None:
             # The same operations in the same order as torch.nn.utils.clip_grad_norm_.
             ordered = [norms[id(p)] for p in self._model_order if id(p) in norms]
             if not ordered:
                 return
             total = torch.linalg.vector_norm(torch.stack(ordered), 2.0)
+            if self.loss_scale is not None:
+                decision.factor = 1 / self.loss_scale.scale
+                total = total * decision.factor
+                decision.skip = not bool(torch.isfinite(total))
+                self.loss_scale.decide(finite=not decision.skip)
+            if self._clip_norm is None:
+                return
             self.gradient_norm = float(total)
-            scale.append(torch.clamp((self._clip_norm or 0.0) / (total + 1e-6), max=1.0))
+            coefficient = torch.clamp(self._clip_norm / (total + 1e-6), max=1.0)
+            if self.loss_scale is None:
+                decision.coefficient = coefficient
+            else:  # the gradients stay as they are: in float16 they would be rounded again
+                decision.factor *= float(coefficient)
 
-        return clip
+        return decide
+
+
+@dataclass
+class Decision:
+    """What all gradients of a step together say about its updates; known before any begins."""
+
+    coefficient: Tensor | None = None
+    """What gradients are multiplied by, in their own type."""
+    factor: float = 1.0
+    """What they are multiplied by as float32, by the optimizer."""
+    skip: bool = False
+
+
+@runtime_checkable
+class ScalesGradients(Protocol):
+    """An optimizer that multiplies gradients by a factor, in float32, before it uses them."""
+
+    gradient_factor: float
 
 
 def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimizer:

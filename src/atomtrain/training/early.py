@@ -18,7 +18,7 @@ from atomtrain.training.options import TrainOptions
 
 # Tables of the same names are where they are used; a test compares.
 OPTIMIZERS = ("adamw", "adamw-bfloat16", "adamw-int8", "muon")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 _SEPARATOR = "@"
 _LAN = "lan"

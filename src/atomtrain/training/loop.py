@@ -24,7 +24,7 @@ from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.training.folders import CHECKPOINTS
 from atomtrain.training.picture import loss_picture
 from atomtrain.training.setup import Session
-from atomtrain.training.state import SWARM_SHARD, shards_of
+from atomtrain.training.state import SWARM_SHARD, loss_scale_of, shards_of
 from atomtrain.training.swarm_file import SwarmFile
 from atomtrain.training.telling import announce, tell_timeline, trace_last_step
 
@@ -228,6 +228,7 @@ class Loop:
             "tokens": session.tokens,
             "micro_batch": session.fit.micro_batch,
             "head_pieces": session.fit.head_pieces,
+            "loss_scale": loss_scale_of(session.engine),
             "data": session.text.data,
             "text_sha256": session.text.sha256,
             "run": session.run,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ _FORMATS = {
 """Format of AdamW's moments by the optimizer's name."""
 SMALLEST_STATE = "adamw-int8"
 """The optimizer that takes the least memory."""
-_PARAMETER_AND_GRADIENT_BYTES = {"fp32": 8, "bf16": 4}
+_PARAMETER_AND_GRADIENT_BYTES = {"fp32": 8, "bf16": 4, "fp16": 4}
 """By precision."""
 _MASTERS = {"adamw": "float32", "adamw-bfloat16": "float32", "adamw-int8": "split"}
 """Format of the masters with precision bf16, by the optimizer's name: both give the same bits, and
@@ -55,9 +55,10 @@ def check_precision(precision: str, optimizer: str) -> None:
             f"{nearest(precision, _PARAMETER_AND_GRADIENT_BYTES)} "
             f"Precisions: {', '.join(_PARAMETER_AND_GRADIENT_BYTES)}"
         )
-    if precision == "bf16" and optimizer not in _MASTERS:
+    if precision != "fp32" and optimizer not in _MASTERS:
         raise ConfigError(
-            f"the optimizer {optimizer!r} keeps no float32 masters, which precision bf16 needs; "
+            f"the optimizer {optimizer!r} keeps no float32 masters, which precision {precision} "
+            "needs; "
             f"choose one of {', '.join(_MASTERS)}, or precision fp32"
         )
 
@@ -67,9 +68,19 @@ def host_bytes_per_parameter(name: str, precision: str = "fp32") -> float:
 
     For `muon` it is the most: a matrix that Muon updates takes 4 bytes less.
     """
-    masters = MASTER_BYTES[_MASTERS[name]] if precision == "bf16" else 0.0
+    masters = 0.0 if precision == "fp32" else MASTER_BYTES[_master_format(name, precision)]
     moments = BYTES_PER_PARAMETER[_FORMATS[name]]
     return _PARAMETER_AND_GRADIENT_BYTES[precision] + masters + moments
+
+
+def _master_format(name: str, precision: str) -> str:
+    """Return the format of the masters; only bfloat16 can be split off a float32."""
+    return "float32" if precision == "fp16" else _MASTERS[name]
+
+
+def precision_of(name: str) -> Literal["bf16", "fp16"] | None:
+    """Return what the engine calls a recipe's precision."""
+    return None if name == "fp32" else cast(Literal["bf16", "fp16"], name)
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -86,6 +97,6 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         groups,
         state=_FORMATS[recipe.optimizer],
         seed=recipe.seed,
-        master=_MASTERS[recipe.optimizer],
+        master=_master_format(recipe.optimizer, recipe.precision),
         **options,
     )

@@ -105,8 +105,8 @@ class TrainOptions:
     )
     precision: str | None = option(
         None,
-        "fp32, or bf16: bfloat16 on the link and in compute, with exact float32 masters on the "
-        "host. Default: fp32.",
+        "fp32, or bf16 or fp16: 16 bits on the link and in compute, with exact float32 masters on "
+        "the host; with fp16 the loss is scaled. Default: fp32.",
         "NAME",
     )
     schedule: str | None = option(

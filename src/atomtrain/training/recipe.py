@@ -60,7 +60,7 @@ class Recipe:
     schedule: str = "cosine"
     """Kind of `Schedule`; all but `constant` end at a tenth of the peak."""
     precision: str = "fp32"
-    """`fp32`, or `bf16`: bfloat16 parameters with float32 masters."""
+    """`fp32`, or `bf16` or `fp16`: parameters of 16 bits with float32 masters."""
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)

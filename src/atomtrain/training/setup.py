@@ -21,6 +21,7 @@ from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
+from atomtrain.swapping.precision import PRECISIONS
 from atomtrain.training.budgets import (
     Fit,
     check_host_memory,
@@ -31,7 +32,7 @@ from atomtrain.training.budgets import (
 )
 from atomtrain.training.folders import check_directory, make_directory
 from atomtrain.training.objective import Objective, objective_of
-from atomtrain.training.optimizing import make_optimizer
+from atomtrain.training.optimizing import make_optimizer, precision_of
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import (
     EngineFragments,
@@ -117,8 +118,8 @@ def _assemble(
     objective = objective_of(recipe.sizes)
     # Everything that can be refused is refused before the weights take memory.
     outline = make_outline(recipe.sizes)
-    if recipe.precision == "bf16":
-        outline.to(torch.bfloat16)
+    if recipe.precision in PRECISIONS:
+        outline.to(PRECISIONS[recipe.precision])
     check_host_memory(outline, recipe, options)
     device = open_device(options.device, memory)
     try:
@@ -180,7 +181,7 @@ def _open_engine(
             micro_batches=recipe.sequences // fit.micro_batch,
             clip_norm=recipe.clip_norm,
             head_pieces=fit.head_pieces,
-            precision="bf16" if recipe.precision == "bf16" else None,
+            precision=precision_of(recipe.precision),
             profile=not options.no_profile,
             host_memory=options.host_memory,
             disk=options.disk,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,11 @@ def shards_of(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield "buffers", {f"{name}/{PARAMETER}": value for name, value in buffers.items()}
 
 
+def loss_scale_of(engine: Engine) -> dict[str, Any] | None:
+    """Return what a checkpoint keeps of the loss scale, `None` if losses are not scaled."""
+    return None if engine.loss_scale is None else engine.loss_scale.state()
+
+
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     """Put a checkpoint's tensors back into the engine.
 
@@ -67,6 +73,8 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
             }
         )
     engine.refresh_buffers()
+    if engine.loss_scale is not None and checkpoint.meta.get("loss_scale") is not None:
+        engine.loss_scale.load_state(checkpoint.meta["loss_scale"])
 
 
 def _put(_: str, target: Tensor, tensor: Tensor) -> None:

@@ -24,7 +24,8 @@ from atomtrain.swapping.options import Options
 from atomtrain.training.callbacks import Callback, Course
 from atomtrain.training.files import EVENTS_FILE
 from atomtrain.training.notebook import History, PlanView
-from atomtrain.training.state import restore, shards_of
+from atomtrain.training.optimizing import precision_of
+from atomtrain.training.state import loss_scale_of, restore, shards_of
 from atomtrain.training.trainer_arguments import TrainerArguments, arguments_from
 
 CHECKPOINTS = "checkpoints"
@@ -231,7 +232,7 @@ class Trainer:
             options=Options(
                 micro_batches=args.micro_batches,
                 clip_norm=args.clip_norm,
-                precision="bf16" if args.precision == "bf16" else None,
+                precision=precision_of(args.precision),
                 profile=args.profile,
             ),
         )
@@ -294,7 +295,11 @@ class Trainer:
 
     def _save(self, events: EventLog, folder: Path) -> None:
         started_s = time.monotonic()
-        meta = {"losses": self.course.losses, "evaluations": self.course.evaluations}
+        meta = {
+            "losses": self.course.losses,
+            "evaluations": self.course.evaluations,
+            "loss_scale": loss_scale_of(self.engine),
+        }
         path = save(folder / CHECKPOINTS, self.course.step, shards_of(self.engine), meta)
         events.emit(
             "checkpoint",

@@ -13,7 +13,6 @@ _SCHEDULES = {"linear": ("linear", 0.0), "cosine": ("cosine", 0.0), "constant": 
 """Kind and last factor of transformers' schedules, by their name there."""
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 _ONLY_DEFAULT = {
-    "fp16": False,
     "deepspeed": None,
     "label_smoothing_factor": 0.0,
     "group_by_length": False,
@@ -49,7 +48,7 @@ class TrainerArguments:
     clip_norm: float | None = 1.0
     """Global gradient norm, clipped exactly; `None`: not clipped."""
     precision: str = "fp32"
-    """`fp32` or `bf16`."""
+    """`fp32`, `bf16` or `fp16`."""
     evaluate_every: int | None = None
     """Steps between evaluations, or `None` for one at the end."""
     checkpoint_every: int | None = None
@@ -67,8 +66,8 @@ class TrainerArguments:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if not self.epochs > 0:
             raise ConfigError(f"epochs must be above 0, not {self.epochs}")
-        if self.precision not in ("fp32", "bf16"):
-            raise ConfigError(f"precision must be fp32 or bf16, not {self.precision!r}")
+        if self.precision not in ("fp32", "bf16", "fp16"):
+            raise ConfigError(f"precision must be fp32, bf16 or fp16, not {self.precision!r}")
 
     def schedule_of(self, steps: int) -> Schedule:
         """Return the learning rate's schedule in a run of so many steps."""
@@ -124,7 +123,7 @@ def arguments_from(given: Any) -> TrainerArguments:
         weight_decay=given.weight_decay,
         betas=(given.adam_beta1, given.adam_beta2),
         clip_norm=given.max_grad_norm or None,
-        precision="bf16" if given.bf16 else "fp32",
+        precision="bf16" if given.bf16 else "fp16" if getattr(given, "fp16", False) else "fp32",
         evaluate_every=_every(given, "eval"),
         checkpoint_every=_every(given, "save"),
         seed=given.seed,
