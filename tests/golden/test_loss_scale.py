@@ -155,6 +155,12 @@ def test_steps_that_overflow_are_not_made(seed: int) -> None:
     assert 0 < len(resident.skipped) < STEPS
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_steps_that_overflow_are_not_made_on_the_device_either(clip_norm: float | None) -> None:
+    resident = check(TOO_LARGE, 2, optimizer_on_device=True, clip_norm=clip_norm)
+    assert 0 < len(resident.skipped) < STEPS
+
+
 def test_the_scale_grows_again() -> None:
     resident = check(256.0, steps_to_double=2)
     assert resident.scale == 1024.0
