@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "checkpoint": set(),
     "metrics": set(),
-    "dashboard": {"training"},
+    "dashboard": {"training", "swarm"},
     "simulation": {"planning", "swarm", "analysis"},
 }
 ENGINE = ("analysis", "optimizers", "planning", "swapping")

@@ -9,14 +9,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
 from atomtrain.training.options import option
 
+if TYPE_CHECKING:
+    from atomtrain.dashboard.source import Source
+
 _EXAMPLES = """\
   atom dashboard runs/mine                 all peers of a run on this machine
   atom dashboard runs/mine/peer-0          one of them, and the swarm as it sees it
+  atom dashboard mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...   a swarm, through any peer
   atom dashboard runs/mine --host 0.0.0.0  for other machines too; prints an address with a token"""
 _LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
 
@@ -25,13 +30,18 @@ _LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
 class DashboardOptions:
     """What a user can say to `atom dashboard`."""
 
-    target: str = option(None, "Folder of a run or of a peer.", "FOLDER")
+    target: str = option(
+        None, "Folder of a run or of a peer, or RUN@ADDRESS of any peer of a swarm.", "TARGET"
+    )
     host: str = option(
         "127.0.0.1",
         "IP address to listen on. Beyond this machine a token is asked for.",
         "IP",
     )
     port: int = option(8686, "TCP port to listen on; 0 is any free one.", "N")
+    run_key: Path | None = option(
+        None, "With an address: file with the run's key, if it has one.", "FILE"
+    )
     token: str | None = option(
         None, "Token that visitors must know. Default: a random one, beyond this machine.", "TEXT"
     )
@@ -65,9 +75,8 @@ def run(arguments: Sequence[str]) -> int:
         positional=("target",),
     )
     from atomtrain.dashboard.server import application, missing_extra
-    from atomtrain.dashboard.source import FolderSource
 
-    source = FolderSource(Path(options.target))
+    source = _source(options)
     token = options.token or (None if options.is_local else secrets.token_hex(16))
     hosts = frozenset((*_LOCAL, options.host)) if options.is_local else None
     app = application(source, token=token, hosts=hosts)
@@ -87,6 +96,18 @@ def run(arguments: Sequence[str]) -> int:
         )
         uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _source(options: DashboardOptions) -> Source:
+    from atomtrain.dashboard.source import FolderSource
+
+    if "@" not in options.target:
+        return FolderSource(Path(options.target))
+    from atomtrain.cli.swarm import outside_config, pasted_addresses
+    from atomtrain.dashboard.remote import SwarmSource
+
+    run_name, addresses = pasted_addresses(options.target)
+    return SwarmSource(outside_config(run_name, options.run_key, None), addresses)
 
 
 def _listening(options: DashboardOptions) -> socket.socket:

@@ -88,7 +88,7 @@ def _status(arguments: Sequence[str]) -> int:
         examples="  atom swarm status runs/mine", positional=("target",),
     )  # fmt: skip
     run_name, addresses = _target(options.target)
-    config = _config(run_name, options.run_key, options.identity)
+    config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
         import hivemind  # noqa: F401
 
@@ -108,11 +108,11 @@ def _ping(arguments: Sequence[str]) -> int:
         examples="  atom swarm ping mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...",
         positional=("address",),
     )  # fmt: skip
-    run_name, addresses = _pasted(options.address)
+    run_name, addresses = pasted_addresses(options.address)
     from atomtrain.swarm.probe import diagnose, place_of
 
     place_of(addresses[0])
-    config = _config(run_name, options.run_key, options.identity)
+    config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
         import hivemind  # noqa: F401
 
@@ -127,7 +127,7 @@ def _ping(arguments: Sequence[str]) -> int:
 def _target(target: str) -> tuple[str, tuple[str, ...]]:
     """Return run and addresses of what the user named."""
     if "@" in target:
-        return _pasted(target)
+        return pasted_addresses(target)
     from atomtrain.swarm.known import PEERS_FILE, read_known
 
     folder = Path(target)
@@ -144,7 +144,7 @@ def _target(target: str) -> tuple[str, tuple[str, ...]]:
     raise ConfigError(f"{target!r} is neither RUN@ADDRESS nor a folder; check it")
 
 
-def _pasted(text: str) -> tuple[str, tuple[str, ...]]:
+def pasted_addresses(text: str) -> tuple[str, tuple[str, ...]]:
     from atomtrain.swarm.probe import place_of
 
     named = [entry.strip().rpartition("@") for entry in text.split(",")]
@@ -158,7 +158,7 @@ def _pasted(text: str) -> tuple[str, tuple[str, ...]]:
     return runs.pop(), tuple(address for _, _, address in named)
 
 
-def _config(run_name: str, key: Path | None, identity: Path | None) -> SwarmConfig:
+def outside_config(run_name: str, key: Path | None, identity: Path | None) -> SwarmConfig:
     from atomtrain.swarm import SwarmConfig
     from atomtrain.swarm.assembly import admission_of
 

@@ -113,7 +113,12 @@ function listen() {
     table.apply(JSON.parse(message.data));
     drawSoon();
   });
-  stream.addEventListener("ready", () => form.setText(at("connection"), "live"));
+  stream.addEventListener("ready", () => {
+    form.setText(at("connection"), "live");
+    // A swarm that is seen from outside has a table of peers, and no run to show.
+    const runs = [...peers.values()].some((peer) => peer.newest.run_started);
+    if (!runs && table.rows.size && !location.hash) location.hash = "swarm";
+  });
   stream.onerror = () => form.setText(at("connection"), "connection lost, trying again");
 }
 
@@ -230,7 +235,7 @@ function drawSwarm(peer) {
   const state = `swarm ${peer?.name} ${own.length} ${own.at(-1)?.time_s}`;
   if (drawn === state) return;
   drawn = state;
-  form.setText(at("rounds-note"), own.length ? `Rounds that ${peer.name} took part in, newest first.` : "No rounds yet.");
+  form.setText(at("rounds-note"), own.length ? `Rounds that ${peer.name} took part in, newest first.` : "No rounds yet, as far as is known here.");
   rounds.draw(own);
 }
 

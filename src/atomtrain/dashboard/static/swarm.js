@@ -9,7 +9,7 @@ const COLUMNS = [
   { id: "behind", name: "behind", text: behindOf, value: (row) => row.behind, number: true },
   { id: "speed", name: "tokens/s", text: (row) => count(row.tokens_per_s), value: (row) => row.tokens_per_s, number: true },
   { id: "share", name: "share of tokens", text: (row, all) => percent(all.tokens ? row.tokens / all.tokens : 0), value: (row) => row.tokens, number: true },
-  { id: "link", name: "link", text: (row) => rate(row.link_bytes_per_s), value: (row) => row.link_bytes_per_s ?? -1, number: true },
+  { id: "link", name: "link free", text: (row) => rate(row.free_bytes_per_s), value: (row) => row.free_bytes_per_s ?? -1, number: true },
   { id: "way", name: "reached", text: wayOf, value: wayOf },
   { id: "seen", name: "last news", text: (row, all) => agoOf(row, all), value: (row) => row.seen_s ?? 0, number: true },
 ];
