@@ -191,7 +191,7 @@ def _call() -> RoundCall:
     )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(st.integers(0, 10**9))
 def test_leader_under_any_schedule(seed: int) -> None:
     """It always ends by its deadlines; who is told to commit held every committed slice alike."""

@@ -74,6 +74,9 @@ REGISTRY: dict[str, Benchmark] = {
     "mistakes": Benchmark(
         "atomtrain.benchmarks.mistakes", "how quickly and plainly mistakes are answered"
     ),
+    "join": Benchmark(
+        "atomtrain.benchmarks.join", "a newcomer's download over a link, and what others notice"
+    ),
     "churn": Benchmark(
         "atomtrain.benchmarks.churn", "training while peers are killed and new ones join"
     ),

@@ -1,8 +1,8 @@
-"""A peer's process for `atom bench network`: does what it is told, one JSON object a line.
+"""A peer's process for `atom bench network` and `join`: does what it is told.
 
-It is told `{"do": NAME, ...}` on standard input and answers `{"ok": {...}}` or `{"error": "..."}`
-on standard output. When standard input ends, so does the process, whatever it is doing: no peer
-outlives the benchmark.
+It is told `{"do": NAME, ...}`, one JSON object a line, on standard input and answers
+`{"ok": {...}}` or `{"error": "..."}` on standard output. When standard input ends, so does the
+process, whatever it is doing: no peer outlives the benchmark.
 """
 
 from __future__ import annotations
@@ -92,6 +92,10 @@ def main() -> None:
         from atomtrain.benchmarks.averaging_peers import AveragingPeer, HivemindPeer
 
         method = AveragingPeer() if kind == "averaging" else HivemindPeer()
+    elif kind == "join":
+        from atomtrain.benchmarks.join_peer import JoinPeer
+
+        method = JoinPeer()
     else:
         from atomtrain.benchmarks.network_gloo import GlooPeer
 

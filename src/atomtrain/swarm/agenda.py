@@ -14,6 +14,8 @@ MEASURED = 0
 _BUSY_SHARE = 0.8
 _STEPS_MAX = 500
 _STEPS_UNMEASURED = 30
+_ROUND_MAX = 1 << 48
+_LEAP_MAX = 1 << 20
 
 
 def lead_order(run: str, round_index: int, peers: Iterable[str]) -> list[str]:
@@ -74,8 +76,11 @@ class Agenda:
         self._steps += steps
 
     def observe(self, next_round: int) -> None:
-        """Hear that others have `next_round` before them."""
-        if next_round > self.next_round:
+        """Hear that others have `next_round` before them.
+
+        A claim far beyond what any swarm reaches is ignored: numbers must not run out.
+        """
+        if self.next_round < next_round <= max(self.next_round, _ROUND_MAX) + _LEAP_MAX:
             self.next_round = next_round
             self._attempts = 0
 
@@ -109,6 +114,8 @@ class Agenda:
             return f"busy in round {self._running}"
         if round_index < self.next_round:
             return f"round {round_index} is over"
+        if round_index > max(self.next_round, _ROUND_MAX) + _LEAP_MAX:
+            return f"there will be no round {round_index}"
         return ""
 
     def begin(self, round_index: int, round_id: str) -> None:

@@ -63,6 +63,8 @@ class LeaderRound:
         self.deadline_s = now_s + call.answer_s
         self.group: tuple[str, ...] = ()
         self.newer_round = 0
+        self.late: set[str] = set()
+        """Members that said nothing by a deadline."""
         self._waiting = set(members)
         self._ready: dict[str, Ready] = {}
         self._held: dict[str, Held] = {}
@@ -110,6 +112,7 @@ class LeaderRound:
     def on_tick(self, now_s: float) -> Outgoing:
         """Look at the clock."""
         if self.phase is not Phase.DONE and now_s >= self.deadline_s:
+            self.late |= self._waiting
             for member in self._waiting:
                 self._refusals.setdefault(member, "too late")
             self._waiting.clear()

@@ -36,14 +36,15 @@ class Leading:
         # Members that are behind fetch the whole anchor before they answer.
         anchor_bytes = 4 * context.manifest.fragment_elements[fragment]
         anchor_bytes *= 2 if context.desk.store.momentum else 1
-        behind = [r.fetch_bytes_per_s for r in members if is_behind(r.stamps[fragment], stamp)]
+        waited_for = [r for r in members if context.roster.patient_with(r.peer_id, round_index)]
+        behind = [r.fetch_bytes_per_s for r in waited_for if is_behind(r.stamps[fragment], stamp)]
         fetch_s = context.timing.fetch_s(anchor_bytes, behind)
         call = RoundCall(
             round_id=f"{round_index}-{context.peer_id[-8:]}-{context.random_id()}",
             round_index=round_index,
             fragment=fragment,
             version=0 if stamp is None else stamp.version,
-            answer_s=fetch_s + context.timing.answer_s(record.step_s for record in members),
+            answer_s=fetch_s + context.timing.answer_s(record.step_s for record in waited_for),
             exchange_s=lambda group: context.timing.exchange_s(
                 exchange_bytes(context, fragment, group)
             ),
@@ -63,6 +64,8 @@ class Leading:
                 await self._send(await self._next())
             # Members close their streams when they have read the decision.
             await asyncio.wait(talks, timeout=self._context.config.stall_s)
+            for member in self._round.late:
+                self._context.roster.was_late(member, self._round.call.round_index)
         finally:
             for talk in talks:
                 talk.cancel()

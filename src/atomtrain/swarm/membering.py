@@ -105,6 +105,8 @@ class Membering:
         begin = await self._expect(Begin, self.invite.answer_s + self._context.timing.floor_s)
         if begin.round_id != self.invite.round_id:
             raise BadMessage("the leader began another round")
+        if begin.exchange_s > self._context.config.round_ceiling_s:
+            raise BadMessage(f"the leader allows {begin.exchange_s:.0f} s for an exchange")
         self.begin = begin
         if self._context.codec.feedback:
             lost = await self._context.offload(torch.zeros_like, snapshot.values)

@@ -11,6 +11,7 @@ from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord, PeerStatus, best_stamps
 
 _log = logging.getLogger("atomtrain.swarm")
+_IMPATIENT_ROUNDS = 16
 
 
 class Holder(NamedTuple):
@@ -39,6 +40,7 @@ class Roster:
         self._suspects: dict[str, float] = {}
         self._sequences: dict[str, float] = {}
         self._left: set[str] = set()
+        self._late: dict[str, int] = {}
         self.addresses: dict[str, tuple[str, ...]] = {}
         """Where peers that were members once, and did not say goodbye, can be dialled."""
 
@@ -99,6 +101,14 @@ class Roster:
         record = self._records.get(peer_id)
         if record is not None:
             self._suspects[peer_id] = record.sequence
+
+    def was_late(self, peer_id: str, round_index: int) -> None:
+        """Note that a member did not answer in the time that this peer, leading, gave it."""
+        self._late[peer_id] = round_index
+
+    def patient_with(self, peer_id: str, round_index: int) -> bool:
+        """Say whether a member's claims of being slow count: not soon after it came too late."""
+        return round_index >= self._late.get(peer_id, -_IMPATIENT_ROUNDS) + _IMPATIENT_ROUNDS
 
     def reachable(self, record: PeerRecord) -> bool:
         """Say whether nothing failed with this peer since its last record."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from atomtrain.errors import SwarmError
@@ -186,10 +187,10 @@ class Rounds:
         agenda = self._context.agenda
         agenda_is_free = agenda.running is None and self._leading is None
         reason = ""
-        if message.round_index < agenda.next_round:
-            reason = f"round {message.round_index} is over"
-        elif not agenda_is_free:
+        if not agenda_is_free and message.round_index >= agenda.next_round:
             reason = "a round is under way"
+        elif refusal := agenda.refusal(message.round_index):
+            reason = refusal
         else:
             self._lead(message.round_index)
         return Proposed(accepted=not reason, round_index=agenda.next_round, reason=reason)
@@ -198,7 +199,9 @@ class Rounds:
         """Follow an invitation to the round's end; say whether the last word was this peer's."""
         agenda = self._context.agenda
         fragment = agenda.fragment(invite.round_index)
-        refusal = await self._ripe(invite, fragment)
+        ceiling_s = self._context.config.round_ceiling_s
+        invite = replace(invite, answer_s=min(invite.answer_s, ceiling_s))
+        refusal = await self._stranger(channel.remote, invite) or await self._ripe(invite, fragment)
         if refusal:
             await channel.send(Decline(reason=refusal, round_index=agenda.next_round))
             return True
@@ -219,6 +222,20 @@ class Rounds:
                 self._repairer.doubts[fragment] = (invite.round_id, membering.in_doubt)
         return False
 
+    async def _stranger(self, leader: str, invite: Invite) -> str:
+        """Return why a leader is none, or an empty string.
+
+        Only members call to rounds, and in their own name: ids of rounds are never used twice.
+        """
+        roster, directory = self._context.roster, self._context.directory
+        if not invite.round_id.startswith(f"{invite.round_index}-{leader[-8:]}-"):
+            return "that is not the id of a round that it leads"
+        if leader != self._context.peer_id and not roster.sees(leader):
+            roster.update(await directory.records())
+            if not roster.sees(leader):
+                return "its leader has no membership record"
+        return ""
+
     async def _ripe(self, invite: Invite, fragment: int) -> str:
         """Wait until this peer is free for a round; return why not, or an empty string.
 
@@ -233,7 +250,7 @@ class Rounds:
             async with asyncio.timeout(invite.answer_s / 2):
                 while self.active and invite.round_index >= agenda.next_round:
                     if agenda.running is None and fragment not in self._repairer.busy:
-                        return ""
+                        return agenda.refusal(invite.round_index)
                     if invite.round_index == agenda.running_round:
                         break
                     self._repairer.freed.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors import Anchor
@@ -40,7 +41,8 @@ from atomtrain.swarm.transport import Channel, LinkLost
 from atomtrain.swarm.usage import Usage
 
 _log = logging.getLogger("atomtrain.swarm")
-_STREAMS_MAX = 1024
+_STREAMS, _STREAMS_EACH = 1024, 128
+"""Incoming streams served at once, in all and from one peer."""
 _OPENING = (AskManifest, AskStatus, Ping, Propose, Invite, Contribution)
 
 
@@ -58,7 +60,7 @@ class Service:
         self._responder: Responder | None = None
         self._usage = Usage(time.monotonic)
         self._publish_soon = asyncio.Event()
-        self._streams = 0
+        self._streams: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Serve streams, publish, and read the membership records once before returning."""
@@ -167,9 +169,9 @@ class Service:
 
     async def _serve(self, channel: Channel) -> None:
         """Serve one incoming stream to its end; the edge of its task."""
-        self._streams += 1
+        self._streams[channel.remote] += 1
         try:
-            if self._streams > _STREAMS_MAX:
+            if self._streams[channel.remote] > _STREAMS_EACH or self._streams.total() > _STREAMS:
                 raise BadMessage("too many streams at once")
             answered_last = await self._answer(channel)
             if answered_last:  # closing before the other side has read all might cut it short
@@ -179,7 +181,8 @@ class Service:
         except Exception:  # noqa: BLE001 - the edge of the stream's task
             _log.exception("serving a stream of peer %s failed", channel.remote[-8:])
         finally:
-            self._streams -= 1
+            self._streams[channel.remote] -= 1
+            self._streams += Counter()  # forgets those without streams
             channel.close()
 
     async def _answer(self, channel: Channel) -> bool:

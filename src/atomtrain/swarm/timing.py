@@ -3,11 +3,12 @@
 | wait | deadline |
 |---|---|
 | a member's answer to an invitation | 2 of the slowest member's steps, and a fetch |
-| fetching an anchor | as an exchange of its size; twice what the slowest behind has shown to need |
+| fetching an anchor | as an exchange of its size, or twice what the slowest behind has needed |
 | exchange of all slices | 4 times what the slowest of recent rounds would take, and the floor |
 | slices of contributors, at their owner | half of the exchange |
 | the leader's decision | the exchange and the floor |
 
+Claims of being slow count up to 8 times the usual step, and 20 times the usual fetch.
 Before the first exchange, the configured slowest link stands in for the measurement.
 """
 
@@ -21,6 +22,8 @@ _EXCHANGES = 4.0
 _REMEMBERED = 8
 _OUTLIERS = 1
 _FETCHES = 2.0
+_SLOWER, _SLOWER_FETCH = 8.0, 20.0
+"""A member that claims to be so many times slower than is usual is not waited for any longer."""
 _TELLING_BYTES = 1 << 10
 
 
@@ -41,7 +44,11 @@ class RoundTiming:
 
     def answer_s(self, step_s: Iterable[float]) -> float:
         """Return how long members with these step times may take to hand over a snapshot."""
-        return self._bounded(self.floor_s + _STEPS * max(step_s, default=0.0))
+        steps = sorted(step_s)
+        if not steps:
+            return self._bounded(self.floor_s)
+        slowest_s = min(steps[-1], _SLOWER * steps[len(steps) // 2])
+        return self._bounded(self.floor_s + _STEPS * slowest_s)
 
     def fetch_s(self, anchor_bytes: int, rates_bytes_per_s: Iterable[float]) -> float:
         """Return how long members may take to fetch an anchor; 0 is a rate not measured yet.
@@ -50,8 +57,9 @@ class RoundTiming:
         is left behind for good.
         """
         slowest = min((rate for rate in rates_bytes_per_s if rate > 0), default=0.0)
+        usual_s = self.exchange_s(anchor_bytes)
         needed_s = _FETCHES * anchor_bytes / slowest if slowest else 0.0
-        return self._bounded(max(self.exchange_s(anchor_bytes), needed_s))
+        return self._bounded(max(usual_s, min(needed_s, _SLOWER_FETCH * usual_s)))
 
     def exchange_s(self, wire_bytes: int) -> float:
         """Return how long a member may take to move `wire_bytes` each way."""

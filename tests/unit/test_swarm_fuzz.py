@@ -1,0 +1,208 @@
+"""Bytes from the network: whatever they are, a value or a typed error, and little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swarm_virtual import run_virtual
+from test_swarm_membership import ALICE, record_of
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm import lan, messages
+from atomtrain.swarm.codec import codec_named, encode_span
+from atomtrain.swarm.config import Manifest, Rules
+from atomtrain.swarm.fetching import origin_of
+from atomtrain.swarm.identity import Identity
+from atomtrain.swarm.memory import channel_pair
+from atomtrain.swarm.messages import AnchorHeader, BadMessage, Message
+from atomtrain.swarm.records import PeerRecord
+from atomtrain.swarm.status import receive_status
+from atomtrain.swarm.transport import LinkLost
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=12)
+    | st.just("x" * 5000),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "int": st.integers(0, 2**53),
+    "float": st.floats(0, 2.0**53),
+    "str": st.text(max_size=20),
+    "bool": st.booleans(),
+    "tuple[int, ...]": st.lists(st.integers(0, 99), max_size=5).map(tuple),
+    "tuple[str, ...]": st.lists(st.text(max_size=9), max_size=5).map(tuple),
+    "tuple[bool, ...]": st.lists(st.booleans(), max_size=5).map(tuple),
+}
+KINDS = sorted(Message._known.values(), key=lambda kind: kind.__name__)
+
+
+def any_message() -> st.SearchStrategy[Message]:
+    return st.sampled_from(KINDS).flatmap(
+        lambda kind: st.builds(
+            kind, **{field.name: FIELDS[str(field.type)] for field in dataclasses.fields(kind)}
+        )
+    )
+
+
+def spoilt(data: bytes, draw: Callable[[st.SearchStrategy[Any]], Any]) -> bytes:
+    """Return a JSON object with one of its values, or its bytes, changed."""
+    if draw(st.booleans()):
+        position = draw(st.integers(0, len(data) - 1))
+        return data[:position] + draw(st.binary(max_size=3)) + data[position + 1 :]
+    body = json.loads(data)
+    key = draw(st.sampled_from(sorted(body)))
+    if draw(st.booleans()):
+        body[key] = draw(JSON_VALUES)
+    else:
+        del body[key]
+    return json.dumps(body).encode()
+
+
+@settings(max_examples=400, deadline=None)
+@given(any_message())
+def test_every_message_comes_back(message: Message) -> None:
+    assert messages.decode(messages.encode(message)) == message
+
+
+@settings(max_examples=400, deadline=None)
+@given(any_message(), st.data())
+def test_spoilt_messages(message: Message, data: st.DataObject) -> None:
+    wrong = spoilt(messages.encode(message), data.draw)
+    try:
+        found = messages.decode(wrong)
+    except BadMessage:
+        return
+    for field in dataclasses.fields(found):
+        value = getattr(found, field.name)
+        assert not isinstance(value, int | float) or 0 <= value <= 2**53
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_spoilt_records(data: st.DataObject) -> None:
+    wrong = spoilt(record_of(ALICE).encode(), data.draw)
+    try:
+        found = PeerRecord.decode(ALICE.peer_id, wrong, 2)
+    except BadMessage:
+        return
+    assert len(found.stamps) == 2
+    PeerRecord.decode(ALICE.peer_id, found.encode(), 2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_spoilt_manifests(data: st.DataObject) -> None:
+    wrong = spoilt(Manifest("run", (3, 4), {"a": 1}, Rules()).encode(), data.draw)
+    try:
+        found = Manifest.decode(wrong)
+    except (SwarmError, ValueError) as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return
+    assert all(0 < n <= 1 << 40 for n in found.fragment_elements)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.text("0123 -x", max_size=6))),
+    st.lists(st.text(max_size=3), max_size=4),
+)
+def test_any_origin_of_an_anchor(parts: list[tuple[int, int, str]], members: list[str]) -> None:
+    header = AnchorHeader(
+        fragment=0, version=1, tokens=1, digest="d", start_bytes=0, round_id="r",
+        members=tuple(members), starts=tuple(p[0] for p in parts),
+        stops=tuple(p[1] for p in parts), contributors=tuple(p[2] for p in parts),
+    )  # fmt: skip
+    try:
+        origin = origin_of(header, 40)
+    except BadMessage:
+        return
+    assert all(0 <= p.span.start <= p.span.stop <= 40 for p in origin.parts)
+    assert all(p.contributors <= set(members) for p in origin.parts)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.binary(max_size=60), JSON_VALUES.map(lambda v: json.dumps(v).encode())))
+def test_datagrams(data: bytes) -> None:
+    for read in (lan.told, lan.asked_for):
+        with pytest.raises(BadMessage):
+            read(data)
+    with pytest.raises(BadMessage):
+        lan.asked_for(data.ljust(lan.QUESTION_BYTES)[: lan.QUESTION_BYTES])
+
+
+@given(st.data())
+def test_spoilt_answers_of_the_local_network(data: st.DataObject) -> None:
+    peer_id = Identity(bytes(range(32))).peer_id
+    found = lan.Found("run", "name", f"/ip4/10.0.0.1/tcp/1/p2p/{peer_id}", 3)
+    assert lan.told(lan.answer(found)) == found
+    try:
+        read = lan.told(spoilt(lan.answer(found), data.draw))
+    except BadMessage:
+        return
+    assert read.address.isprintable()
+    assert (read.run + read.name).isprintable()
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "int8", "int4", "topk"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_spoilt_values(name: str, data: st.DataObject) -> None:
+    codec = codec_named(name)
+    noise = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    (piece,) = encode_span(codec, torch.randn(700, generator=noise))
+    wrong = bytearray(piece)
+    for _ in range(data.draw(st.integers(1, 9))):
+        wrong[data.draw(st.integers(0, len(wrong) - 1))] = data.draw(st.integers(0, 255))
+    guarded = torch.full((702,), 7.0)
+    with contextlib.suppress(BadMessage):  # its size is always right: the receiver reckons it
+        codec.decode(wrong, guarded[1:701])
+    assert guarded[0] == guarded[701] == 7.0, "it wrote outside"
+
+
+@pytest.mark.parametrize("head", [b"\xff\xff\xff\xff", b"\x00\x10\x00\x01", b"\x7f\x00\x00\x00"])
+def test_announced_sizes_take_no_memory(head: bytes) -> None:
+    async def scenario() -> None:
+        mine, theirs = channel_pair("me", "them", stall_s=1.0)
+        await theirs.send_bytes(head)
+        tracemalloc.start()
+        try:
+            with pytest.raises(BadMessage):
+                await mine.receive_any(1.0)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+    run_virtual(scenario)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**53), st.binary(max_size=30))
+def test_any_status(announced: int, content: bytes) -> None:
+    async def scenario() -> None:
+        mine, theirs = channel_pair("me", "them", stall_s=1.0)
+        await theirs.send(messages.StatusHeader(bytes_count=min(announced, 1 << 24)))
+        await theirs.send_bytes(content)
+        theirs.close()
+        try:
+            assert isinstance(await receive_status(mine, 1.0), dict)
+        except (BadMessage, LinkLost):
+            await asyncio.sleep(0)
+
+    run_virtual(scenario)
