@@ -105,28 +105,27 @@ class Vandal:
             Propose(round_index=number),
             Invite(round_id=rng.choice([own_id, *ids]), round_index=index,
                    fragment=index % 2, version=number, answer_s=float(number)),
-            Contribution(round_id=rng.choice(ids), slice_index=rng.randint(0, 3),
-                         has_values=rng.random() < 0.5),
+            _some(Contribution, round_id=rng.choice(ids)),
             AskAnchor(fragment=rng.randint(0, 3), digest="", start_bytes=number),
-            Begin(round_id=rng.choice(ids), members=names, weights=(1, 1, number), exchange_s=1.0,
-                  **_rest(Begin, "round_id", "members", "weights", "exchange_s")),
+            _some(Begin, round_id=rng.choice(ids), members=names, weights=(1, 1, number),
+                  exchange_s=1.0),
             Commit(slices=(0, 1, 2)),
-            Ready(version=number, tokens=number, digest="x", weight=number,
-                  **_rest(Ready, "version", "tokens", "digest", "weight")),
+            _some(Ready, version=number, tokens=number, digest="x", weight=number),
             Held(digests=("x", "y")),
-            Mean(contributors=(0, 1), digest="x"),
+            _some(Mean, contributors=(0, 1), digest="x"),
             AskManifest(), AskStatus(), Ping(bytes_count=number),
         ])  # fmt: skip
 
 
-def _rest(kind: type[Message], *given_names: str) -> dict[str, object]:
-    """Return empty values for the fields that this test does not care for."""
-    empty = {"int": 0, "str": "", "bool": False, "float": 0.0}
-    return {
+def _some(kind: type[Message], **given_values: object) -> Message:
+    """Return a message with these values, and empty ones for the rest."""
+    empty = {"int": 0, "str": "", "bool": True, "float": 0.0}
+    rest = {
         field.name: empty.get(str(field.type), ())
         for field in dataclasses.fields(kind)
-        if field.name not in given_names
+        if field.name not in given_values
     }
+    return kind(**rest, **given_values)
 
 
 @settings(max_examples=12, deadline=None, phases=(Phase.reuse, Phase.generate))  # no long search
