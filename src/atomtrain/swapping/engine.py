@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from atomtrain.analysis.trace import MicroBatch, Traced
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.planning.memory_map import Region, memory_map
 from atomtrain.planning.plan import Plan
+from atomtrain.planning.schedule import Visit
 from atomtrain.planning.timeline import Span
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.disk_placement import DiskTraffic
@@ -46,6 +47,15 @@ class StepReport:
     device_peak_bytes: int
 
 
+class SegmentDone(NamedTuple):
+    """A segment's visit that compute has been given in full."""
+
+    phase: str
+    """`forward`, `turn` (forward and backward at once), `backward`, or `evaluate`."""
+    layers: tuple[str, ...]
+    """Names of the segment's layers."""
+
+
 class Engine:
     """Trains a swapped model. Not thread-safe: one thread drives it.
 
@@ -67,6 +77,9 @@ class Engine:
         self.last: StepReport | None = None
         self.recording = False
         """Whether steps note what each stream does, for `last_spans`."""
+        self.on_segment: Callable[[SegmentDone], None] | None = None
+        """Called after each segment's visit, in steps and evaluations, on the caller's thread. What
+        it raises ends the step and the engine with it, as any other error in a step."""
         self._record: Record | None = None
         self._traced, self._store, self._updates = traced, store, updates
         self.planner = planner
@@ -80,7 +93,7 @@ class Engine:
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
         self._release = weakref.finalize(self, _release, updates, device)
         try:
-            self._executor = self._execute(plan)
+            self._executor: Executor | None = self._execute(plan)
         except BaseException:
             self._release()
             raise
@@ -118,7 +131,7 @@ class Engine:
         started_s = time.perf_counter()
         self.device.reset_peak()
         with self._guarded(), self.device.computing(), self._recorded():
-            losses = self._executor.train(batches)
+            losses = self._running.train(batches)
             loss = _mean(losses)
             del losses
         self.device.synchronize()
@@ -187,7 +200,7 @@ class Engine:
                 losses: list[Tensor] = []
                 most = self.plan.micro_batches
                 for first in range(0, len(batches), most):
-                    losses += self._executor.evaluate(batches[first : first + most])
+                    losses += self._running.evaluate(batches[first : first + most])
                 loss = _mean(losses)
                 del losses
             self.device.take_wait_s()
@@ -204,6 +217,8 @@ class Engine:
                 model is a step ahead of the rest, and must not be taken for a model.
         """
         self._check_whole()
+        if self._executor is None:  # closed: it was done before
+            return
         with self._guarded():
             self._updates.wait()
             self._bring_to_host(range(self._store.layout.blocks), moments=True)
@@ -223,13 +238,13 @@ class Engine:
         """Replace parameters (masters included) and buffers; names and shapes must match."""
         self.synchronize()
         self._state.set_parameters_and_buffers(state)
-        for block in range(self._store.layout.blocks):
-            self._executor.slots.there.wrote(block, values=True)
+        self._wrote_blocks(range(self._store.layout.blocks))
         self.refresh_buffers()
 
     def refresh_buffers(self) -> None:
         """Bring the model's buffers to the device again, after they were changed on the host."""
-        self._executor.buffers.from_host()
+        if self._executor is not None:
+            self._executor.buffers.from_host()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer state by parameter name, such as `exp_avg`; shares memory.
@@ -301,8 +316,7 @@ class Engine:
         fragment = Fragment(chain, store.layout, store.parameters, start_bytes, stop_bytes)
         with fragment.view(self.masters) as values:
             yield values
-        for block in blocks:
-            self._executor.slots.there.wrote(block, values=True)
+        self._wrote_blocks(blocks)
 
     @property
     def element_bytes(self) -> int:
@@ -314,14 +328,19 @@ class Engine:
         return element_bytes(self.planner.chain)
 
     def close(self) -> None:
-        """Finish pending updates and release device and threads; the model stays usable."""
+        """Finish pending updates; give back device memory, gradients and threads, at once.
+
+        The model stays usable, and so do `state_dict` and `optimizer_state`, unless part of the
+        state lies on disk. Leaving a `with` block closes the engine.
+        """
         if self._closed:
             return
-        self._closed = True
         try:
             if self._broken is None:
                 self.synchronize()
         finally:
+            self._closed = True
+            self._executor = None  # and with it slots, gradient buffers and resident blocks
             self._release()
 
     def __enter__(self) -> Engine:
@@ -351,25 +370,49 @@ class Engine:
         self.synchronize()
         with self._guarded():
             # The old slots must be gone before the new ones come, or both would count.
-            del self._executor
+            self._executor = None
             self._executor = self._execute(plan)
             self.plan = plan
 
     def _bring_to_host(self, blocks: Iterable[int], *, moments: bool) -> None:
-        with self.device.computing():
-            self._executor.slots.there.to_host(blocks, moments=moments)
+        if self._executor is not None:
+            with self.device.computing():
+                self._executor.slots.there.to_host(blocks, moments=moments)
+
+    def _wrote_blocks(self, blocks: Iterable[int]) -> None:
+        """Take note of what was written to the host's copies of parameters."""
+        for block in blocks if self._executor is not None else ():
+            self._running.slots.there.wrote(block, values=True)
 
     def _wrote(self, parameter: nn.Parameter, part: Part) -> None:
         """Take note of what was written to the host's copy of a parameter."""
         block, values = self._updates.block_of(parameter), part == "values"
-        self._executor.slots.there.wrote(block, values=values, moments=not values)
+        if self._executor is not None:
+            self._executor.slots.there.wrote(block, values=values, moments=not values)
+
+    @property
+    def _running(self) -> Executor:
+        if self._executor is None:
+            raise ConfigError("the engine is closed; call atomtrain.swap again")
+        return self._executor
 
     def _execute(self, plan: Plan) -> Executor:
         planner = self.planner
         with self.device.computing():
-            return Executor(
+            executor = Executor(
                 planner.chain, planner.costs, plan, self._store, self.device, self._updates
             )
+        engine = weakref.ref(self)  # no cycle, so that a forgotten engine goes at once
+
+        def visited(visit: Visit) -> None:
+            there = engine()
+            if there is not None and there.on_segment is not None:
+                layers = planner.chain.layers[slice(*visit.layers)]
+                names = tuple(layer.name for layer in layers)
+                there.on_segment(SegmentDone(visit.phase.value, names))
+
+        executor.visited = visited
+        return executor
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -379,13 +422,13 @@ class Engine:
         holders = (device.load, device.fetch, device.unload, device.save, *self._updates.streams)
         for holder in holders:
             holder.record = self._record
-        self._executor.record = self._record
+        self._running.record = self._record
         try:
             yield
         finally:
             for holder in holders:
                 holder.record = None
-            self._executor.record = None
+            self._running.record = None
 
     def _check_whole(self) -> None:
         if self._broken is not None:

@@ -7,7 +7,7 @@ compute stream.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,8 @@ class Executor:
         self._count = 0
         self.record: Record | None = None
         """Where visits are noted, or `None`."""
+        self.visited: Callable[[Visit], None] | None = None
+        """Called after each visit, on the computing thread."""
 
     def train(self, micro_batches: Sequence[Values]) -> list[Tensor]:
         """Run forward and backward; gradients go to `Updates`. Return the losses (0-d)."""
@@ -104,6 +106,8 @@ class Executor:
                 self.slots.update(index)
             del tensors
             self.slots.leave(index)
+            if self.visited is not None:
+                self.visited(visit)
         if self._plan.host_layers and training:
             self._host.backward([self._gradients_for_host(i) for i in range(self._count)])
         self._values.clear()

@@ -46,10 +46,30 @@ class ModelState:
         """Replace the optimizer's state but for masters, by parameter name.
 
         Raises:
-            ConfigError: the model has no such parameter.
+            ConfigError: the model has no such parameter, or it has another shape; then nothing is
+                replaced.
         """
         parameters = dict(self._model.named_parameters())
         for name, values in state.items():
             if name not in parameters:
                 raise ConfigError(f"optimizer state names {name!r}, which the model does not have")
+            _check_shapes(name, parameters[name], values)
+        for name, values in state.items():
             self._masters.set_moments(parameters[name], values)
+
+
+_ELEMENTWISE = (
+    "exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg",
+    "grad_avg", "sum", "acc_delta", "prev",
+)  # fmt: skip
+"""Keys of torch's and ATOM's optimizers whose tensors have the parameter's shape."""
+
+
+def _check_shapes(name: str, parameter: Tensor, values: Mapping[str, Any]) -> None:
+    for key in _ELEMENTWISE:
+        value = values.get(key)
+        if isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise ConfigError(
+                f"optimizer state {key!r} of {name!r} has shape {list(value.shape)}, the parameter "
+                f"has {list(parameter.shape)}; load the state of this very model"
+            )

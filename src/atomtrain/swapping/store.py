@@ -62,9 +62,11 @@ class HostStore:
         return self._gradient_views[id(parameter)]
 
     def close(self) -> None:
-        """End the thread that reads parameters, if there is one."""
+        """Give up the gradients, and end the thread that reads parameters, if there is one."""
         if self.loads is not None:
             self.loads.close()
+        self._gradient_views.clear()
+        self.gradients = self.gradients[:0].clone()
 
     def release_gradients(self, start_bytes: int, stop_bytes: int) -> None:
         """Give the memory of a range of gradients back; it reads as zeros until it is written to.
