@@ -15,6 +15,8 @@ const COLUMNS = [
 ];
 const MOST_IN_MATRIX = 24;
 const MOST_ROUNDS = 60;
+const ROWS_A_FRAME = 120;
+const COLLATOR = new Intl.Collator(undefined, { numeric: true });
 
 function stateOf(row) {
   return row.reachable === false ? "unreachable" : row.state;
@@ -77,24 +79,44 @@ export class PeerTable {
     this.now = message.time_s;
   }
 
+  // Draws some rows a frame, so that a table of thousands never makes the page stutter.
   draw() {
     const all = { now: this.now, tokens: 0 };
     for (const row of this.rows.values()) all.tokens += row.tokens || 0;
-    for (const [id, row] of this.rows) this.drawRow(id, row, all);
+    this.waiting = [...this.rows.keys()];
+    this.all = all;
+    if (!this.working) this.drawSome();
+  }
+
+  drawSome() {
+    this.working = true;
+    for (const id of this.waiting.splice(0, ROWS_A_FRAME)) {
+      const row = this.rows.get(id);
+      if (row) this.drawRow(id, row, this.all);
+    }
+    if (this.waiting.length) {
+      requestAnimationFrame(() => this.drawSome());
+      return;
+    }
+    this.working = false;
     for (const [id, shown] of this.shown) {
       if (this.rows.has(id)) continue;
       shown.remove();
       this.shown.delete(id);
     }
+    this.place(this.order());
+  }
+
+  order() {
     const column = COLUMNS.find((one) => one.id === this.sorted.id);
     const sign = this.sorted.down ? -1 : 1;
-    const order = [...this.rows.entries()].sort(([idA, a], [idB, b]) => {
-      const [left, right] = [column.value(a), column.value(b)];
+    const keyed = [...this.shown.entries()].map(([id, shown]) => [column.value(this.rows.get(id)), id, shown]);
+    keyed.sort(([left, idA], [right, idB]) => {
       const by = typeof left === "number" && typeof right === "number" ? left - right
-        : String(left).localeCompare(String(right), undefined, { numeric: true });
+        : COLLATOR.compare(String(left), String(right));
       return sign * by || (idA < idB ? -1 : 1);
     });
-    this.place(order.map(([id]) => this.shown.get(id)));
+    return keyed.map(([, , shown]) => shown);
   }
 
   drawRow(id, row, all) {
