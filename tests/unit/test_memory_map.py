@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from engine_models import gpt, swap, tokens
@@ -35,3 +36,18 @@ def test_regions_add_up_to_the_plan(monkeypatch: pytest.MonkeyPatch, seed: int) 
     assert abs(held - waiting - state_bytes) < len(regions)
     labels = [r.label for r in regions if r.kind == "parameters" and r.label.startswith("segment")]
     assert len(labels) == plan.segments
+
+
+@pytest.mark.parametrize("kind", ["moments", "parameters"])
+def test_what_is_on_disk_is_not_on_the_host(tmp_path: Path, kind: str) -> None:
+    model, example = gpt(4, 16, 0.0), tokens(2, 9)
+    with swap(model, example, micro_batches=2, disk=tmp_path, on_disk=kind) as engine:
+        plan, regions = engine.plan, engine.memory_map()
+    total = {place: 0 for place in ("host", "disk", "device")}
+    for region in regions:
+        total[region.place] += region.bytes
+    assert plan.disk_bytes > 0
+    assert abs(total["disk"] - plan.disk_bytes) < len(regions)
+    assert abs(total["host"] - plan.host_bytes) < len(regions)
+    stored = {region.kind for region in regions if region.place == "disk"}
+    assert ("parameters" in stored) == (kind == "parameters")

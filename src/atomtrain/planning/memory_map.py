@@ -1,4 +1,4 @@
-"""Where a plan's memory goes, region by region: on the host, and on the device at its peak."""
+"""Where a plan's memory goes, region by region: host, disk, and the device at its peak."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from atomtrain.planning.plan import Plan
 class Region(NamedTuple):
     """One piece of memory."""
 
-    place: Literal["host", "device"]
+    place: Literal["host", "disk", "device"]
     kind: str
-    """`parameters`, `gradients`, `optimizer` or `waiting` on the host; `slot`, `gradient`,
-    `resident`, `work` or `free` on the device."""
+    """`parameters`, `gradients`, `optimizer` or `waiting` on the host, the first and the third also
+    on a disk; `slot`, `gradient`, `resident`, `work` or `free` on the device."""
     label: str
     """Which segment, slot or block it holds, for people."""
     bytes: int
@@ -47,6 +47,11 @@ def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int) -> Iterator[Re
     total = max(1, layout.total_bytes)
     for label, size in parts:
         yield Region("host", "optimizer", label, optimizer_state_bytes * size // total)
+    if plan.on_disk:
+        stored = layout.total_bytes if "parameters" in plan.on_disk else 0
+        if stored:
+            yield from (Region("disk", "parameters", label, size) for label, size in parts)
+        yield Region("disk", "optimizer", "moments, masters", max(0, plan.disk_bytes - stored))
     held = len(in_memory) * layout.total_bytes + optimizer_state_bytes
     waiting = max(0, plan.host_bytes - held)
     yield Region("host", "waiting", "values between segments, staging, process", waiting)

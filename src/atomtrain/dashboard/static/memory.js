@@ -1,4 +1,4 @@
-// Where memory goes: one bar for the host, one for the device, region by region.
+// Where memory goes: one bar for the host, one for a disk, one for the device, region by region.
 
 import { bytes, element, key, shape } from "./format.js";
 
@@ -11,7 +11,7 @@ const HEIGHT = 54;
 
 // regions: [{place, kind, label, bytes}, ...]; returns elements to show.
 export function memoryMap(regions, width) {
-  return ["host", "device"].flatMap((place) => {
+  return ["host", "disk", "device"].flatMap((place) => {
     const own = regions.filter((region) => region.place === place && region.bytes > 0);
     return own.length ? [bar(place, own, width)] : [];
   });
