@@ -44,6 +44,18 @@ def test_three_peers_average_and_agree() -> None:
     run_virtual(scenario)
 
 
+def test_rounds_that_hold_progress_back_lose_nothing() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((50, 31), seed=1, overlap_weight=0.5, outer_momentum=0.5)
+        for name in ("a", "b", "c"):
+            await simulation.add(name, step_s=0.5)
+        await asyncio.sleep(30)
+        assert any(len(r.contributors) == 3 for r in simulation.peers["a"].reports)
+        assert await _settle(simulation, 20)
+
+    run_virtual(scenario)
+
+
 def test_what_is_beyond_the_anchor_is_what_was_not_merged_yet() -> None:
     """Nothing is lost, nothing counts twice."""
 

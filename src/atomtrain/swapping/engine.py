@@ -318,6 +318,17 @@ class Engine:
             yield values
         self._wrote_blocks(blocks)
 
+    def fragment_places(self, start_bytes: int, stop_bytes: int) -> list[tuple[nn.Parameter, int]]:
+        """Return the parameters of a range of the host's parameters, each with its first element.
+
+        Raises:
+            ConfigError: the model's parameters are not all float32, nor all bfloat16.
+        """
+        store = self._store
+        return Fragment(
+            self.planner.chain, store.layout, store.parameters, start_bytes, stop_bytes
+        ).places
+
     @property
     def element_bytes(self) -> int:
         """Bytes of a parameter in the host store: 4 of float32, 2 of bfloat16.

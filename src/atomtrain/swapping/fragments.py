@@ -63,6 +63,11 @@ class Fragment:
             if start_bytes <= layout.offsets[id(parameter)] < stop_bytes and parameter.numel()
         ]
 
+    @property
+    def places(self) -> list[tuple[nn.Parameter, int]]:
+        """Every parameter with its first element in the range."""
+        return list(self._places)
+
     @contextmanager
     def view(self, masters: Masters) -> Iterator[Tensor]:
         """Give the parameters in one buffer: the arena itself, or masters that go back at the end.

@@ -16,6 +16,7 @@ _STEPS_MAX = 500
 _STEPS_UNMEASURED = 30
 _ROUND_MAX = 1 << 48
 _LEAP_MAX = 1 << 20
+_ROUNDING = 1e-6
 
 
 def lead_order(run: str, round_index: int, peers: Iterable[str]) -> list[str]:
@@ -37,8 +38,14 @@ class Agenda:
     repeated: its fragment's turn comes again, and nothing is lost until then.
     """
 
-    def __init__(self, *, fragments: int, local_steps_per_round: int) -> None:
-        """Start at round 0; `local_steps_per_round` may be `MEASURED`, see `pace`."""
+    def __init__(
+        self, *, fragments: int, local_steps_per_round: int, target_tokens: int = 0
+    ) -> None:
+        """Start at round 0; `local_steps_per_round` may be `MEASURED`, see `pace`.
+
+        With `target_tokens` a round is due when all peers together have had so many; see `share`.
+        """
+        self._target_tokens = target_tokens
         self.next_round = 0
         self.running_round = -1
         self._fragments = fragments
@@ -70,6 +77,16 @@ class Agenda:
             return
         most = max(1, _STEPS_MAX // self._fragments)
         self._steps_per_fragment = min(max(1, math.ceil(round_s / (_BUSY_SHARE * step_s))), most)
+
+    def share(self, tokens_per_s: float, step_s: float) -> None:
+        """Take the speed of all members together, and the time of this peer's steps.
+
+        Where a target is set, the steps from round to round become as many as this peer makes
+        while all together have that many tokens. Whoever comes to the end first proposes.
+        """
+        if self._target_tokens and tokens_per_s > 0 and step_s > 0:
+            tokens = tokens_per_s * step_s * (1 + _ROUNDING)
+            self._steps_per_fragment = max(1, math.ceil(self._target_tokens / tokens))
 
     def add_steps(self, steps: int) -> None:
         """Count local steps."""

@@ -91,6 +91,8 @@ class Snapshot:
     """Tokens since this peer's last contribution to the fragment."""
     tokens_seen: int
     """This peer's token count at the snapshot."""
+    gradient: bool = False
+    """`values` are the contribution itself: a mean gradient."""
     late: bool = False
     """Part of the change was learnt before an anchor that was made without it."""
     residual: torch.Tensor | None = None
@@ -101,7 +103,11 @@ class Snapshot:
     def contribution(self, span: Span) -> torch.Tensor:
         """Return what the peer has to give in a span: its change, and its residual."""
         start, stop = span
-        change = self.values[start:stop] - self.anchor.values[start:stop]
+        change = (
+            self.values[start:stop].clone()
+            if self.gradient
+            else self.values[start:stop] - self.anchor.values[start:stop]
+        )
         return change if self.residual is None else change.add_(self.residual[start:stop])
 
 
@@ -135,15 +141,22 @@ class AnchorStore:
     """
 
     def __init__(
-        self, fragment_elements: tuple[int, ...], momentum: bool, overlap_weight: float = 1.0
+        self,
+        fragment_elements: tuple[int, ...],
+        momentum: int,
+        overlap_weight: float = 1.0,
+        *,
+        gradients: bool = False,
     ) -> None:
-        """Make a store without anchors; `momentum`: anchors have a velocity.
+        """Make a store without anchors; `momentum`: how many rows their velocity has, 0 for none.
 
+        With `gradients` contributions are gradients, and parameters are always those of the anchor.
         `overlap_weight` is the share of what was learnt while a round went on that a merge leaves
         in the parameters; the rest joins the residual, and comes back with the next anchor.
         """
         self.fragment_elements = fragment_elements
         self.momentum = momentum
+        self.gradients = gradients
         self._overlap_weight = overlap_weight
         self.tokens_seen = 0
         self._anchors: list[Anchor | None] = [None] * len(fragment_elements)
@@ -165,7 +178,7 @@ class AnchorStore:
 
     def fresh(self, values: torch.Tensor, *, version: int, tokens: int) -> Anchor:
         """Return an anchor with zero velocity; hashes `values`."""
-        velocity = torch.zeros_like(values) if self.momentum else None
+        velocity = torch.zeros(self.momentum * values.numel()) if self.momentum else None
         return Anchor(values, velocity, Stamp(version, tokens, digest_of(values, velocity)))
 
     def check_size(self, fragment: int, local: torch.Tensor) -> None:
@@ -204,7 +217,9 @@ class AnchorStore:
         values = into.copy_(local.detach())
         anchor, residual = self.anchor(fragment), self._residuals[fragment]
         late = self._measured_from[fragment] < anchor.stamp.version
-        return Snapshot(fragment, values, anchor, weight, self.tokens_seen, late, residual)
+        return Snapshot(
+            fragment, values, anchor, weight, self.tokens_seen, self.gradients, late, residual
+        )
 
     def merge(self, merge: Merge, local: torch.Tensor) -> None:
         """Put the new anchor in place and move `local`; progress since the snapshot is kept.
@@ -216,6 +231,13 @@ class AnchorStore:
         restart drops both.
         """
         old, new = self.anchor(merge.fragment).values, merge.anchor.values
+        if self.gradients and not merge.restart:
+            local.copy_(new)
+            self._tokens_merged[merge.fragment] = self.tokens_seen
+            if merge.snapshot is not None and merge.contributed:
+                self._advance_residual(merge.snapshot, merge.contributed)
+            self.place(merge.fragment, merge.anchor)
+            return
         if merge.restart:
             local.copy_(new)
             self._tokens_merged[merge.fragment] = self.tokens_seen
@@ -314,7 +336,7 @@ class AnchorStore:
             self.check_size(fragment, values)
             if digest_of(values, velocity) != digest:
                 raise SwarmError(f"anchor {fragment} of the checkpoint is damaged: wrong hash")
-            if self.momentum == (velocity is not None):
+            if self.momentum * values.numel() == (0 if velocity is None else velocity.numel()):
                 kept = None if velocity is None else velocity.detach().clone()
                 anchor = Anchor(values, kept, Stamp(version, tokens, digest))
             else:  # the run's outer update has changed since

@@ -53,7 +53,14 @@ def build_service(
     """
     admission = admission_of(config, transport.peer_id)
     rules = manifest.rules
-    store = AnchorStore(manifest.fragment_elements, rules.outer_momentum > 0, rules.overlap_weight)
+    gradients = rules.average == "gradient"
+    store = AnchorStore(
+        manifest.fragment_elements,
+        # AdamW's two moments; the step itself comes from whoever trains.
+        2 if gradients else rules.outer.rows,
+        rules.overlap_weight,
+        gradients=gradients,
+    )
     services: list[Service] = []
     known = KnownPeers(config.run, config.peers_path)
     roster = Roster(admission, len(manifest.fragment_elements), manifest.digest[:16])
@@ -73,6 +80,7 @@ def build_service(
         agenda=Agenda(
             fragments=len(manifest.fragment_elements),
             local_steps_per_round=manifest.rules.local_steps_per_round,
+            target_tokens=rules.target_batch_tokens if gradients else 0,
         ),
         timing=RoundTiming(
             floor_s=config.round_floor_s,
@@ -81,6 +89,7 @@ def build_service(
         ),
         codec=codec_named(manifest.rules.wire),
         standing=Standing(),
+        updates=[rules.outer],
         offload=thread.offload,
         random_id=lambda: secrets.token_hex(4),
         clock=clock,

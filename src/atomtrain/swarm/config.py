@@ -19,6 +19,8 @@ PROTOCOL = 3
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 TRANSPORTS = ("streams", "gloo")
+AVERAGES = ("local", "gradient")
+"""What rounds average, the default first: changes of local steps, or gradients."""
 _FRAGMENTS_MAX = 100_000
 _ELEMENTS_MAX = 1 << 40
 
@@ -62,6 +64,10 @@ class SwarmConfig:
     comes back with the next anchor. 0 to 1."""
     wire: str = "float16"
     """How changes travel: `float16`, `float32`, `int8`, `int4` or `topk`; see `codec`."""
+    average: str = "local"
+    """What rounds average: changes of `local` steps, or the `gradient`; see `gradients`."""
+    target_batch_tokens: int = 0
+    """With `gradient`: tokens of all peers together from one step to the next; at least 1."""
     transport: str = "streams"
     """How rounds move their data: `streams` (encrypted, judged, of any wire format), or `gloo`, for
     fast networks whose every machine is trusted; see `gloo`."""
@@ -116,6 +122,14 @@ class SwarmConfig:
         _check(0 <= overlap <= 1, "overlap_weight", overlap, "0 to 1")
         codec_named(self.wire)
         check_transport(self.transport, self.wire, clipped=self.mean == "clipped")
+        allowed = " or ".join(AVERAGES) + nearest(self.average, AVERAGES)
+        _check(self.average in AVERAGES, "average", self.average, allowed)
+        _check(
+            (self.target_batch_tokens > 0) == (self.average == "gradient"),
+            "target_batch_tokens",
+            self.target_batch_tokens,
+            "at least 1 with gradient averaging, 0 without",
+        )
         limit = self.norm_limit
         _check(limit == 0 or 2 <= limit < math.inf, "norm_limit", limit, "0, or at least 2")
         _check(
@@ -179,6 +193,10 @@ class Rules:
     """See `AnchorStore`."""
     wire: str = "float16"
     """Name of the codec."""
+    average: str = "local"
+    """One of `AVERAGES`."""
+    target_batch_tokens: int = 0
+    """Tokens of a step of all peers together, with `gradient`."""
     transport: str = "streams"
     """One of `TRANSPORTS`."""
     norm_limit: float = 10.0
@@ -196,6 +214,8 @@ class Rules:
             overlap_weight=config.overlap_weight,
             wire=config.wire,
             transport=config.transport,
+            average=config.average,
+            target_batch_tokens=config.target_batch_tokens,
             norm_limit=config.norm_limit,
             mean=config.mean,
         )

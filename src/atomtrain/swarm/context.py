@@ -17,6 +17,7 @@ from atomtrain.swarm.desk import Desk
 from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.messages import Open
+from atomtrain.swarm.outer import Update
 from atomtrain.swarm.owning import Offload
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.timing import RoundTiming
@@ -38,6 +39,8 @@ class Context:
     timing: RoundTiming
     codec: Codec
     standing: Standing
+    updates: list[Update]
+    """The one update that rounds apply; replaced before the first round where training makes it."""
     offload: Offload
     random_id: Callable[[], str]
     """Returns a short text that no other call returns."""

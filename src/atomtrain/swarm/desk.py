@@ -11,10 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from atomtrain.swarm.anchors import AnchorStore, FragmentAccess, Merge, Snapshot, Stamp
+
+if TYPE_CHECKING:
+    from atomtrain.swarm.gradients import GradientAccess
 
 _log = logging.getLogger("atomtrain.swarm")
 
@@ -135,7 +139,10 @@ class Desk:
             )
             merges = self._merge_all(access)
             for fragment, (into, deliver) in self._wanted.items():
-                with access.view(fragment) as local:
+                lent = access.view(fragment)
+                if self.store.gradients:
+                    lent = cast("GradientAccess", access).gradient(fragment)
+                with lent as local:
                     deliver(self.store.snapshot(fragment, local, into))
             self._wanted.clear()
             reports = list(self._reports)
@@ -145,9 +152,12 @@ class Desk:
 
     def merge_now(self, merge: Merge, access: FragmentAccess) -> None:
         """Merge at once; for the training thread itself."""
-        with self._lock, access.view(merge.fragment) as local:
-            self.store.check_size(merge.fragment, local)
-            self.store.merge(merge, local)
+        with self._lock:
+            with access.view(merge.fragment) as local:
+                self.store.check_size(merge.fragment, local)
+                self.store.merge(merge, local)
+            if self.store.gradients:
+                cast("GradientAccess", access).forget(merge.fragment)
 
     def _merge_all(self, access: FragmentAccess) -> int:
         count = len(self._merges)

@@ -185,7 +185,8 @@ class Fetcher:
         if header.start_bytes:
             raise BadMessage(f"peer {channel.remote[-8:]} sent the rest of something else")
         values = torch.empty(elements)
-        velocity = torch.empty(elements) if context.desk.store.momentum else None
+        rows = context.desk.store.momentum
+        velocity = torch.empty(rows * elements) if rows else None
         self._partial[fragment] = partial = Partial(header, values, velocity)
         return partial
 

@@ -35,7 +35,7 @@ class Leading:
         stamp = best_known(context.desk.stamp(fragment), context.roster.best()[fragment])
         # Members that are behind fetch the whole anchor before they answer.
         anchor_bytes = 4 * context.manifest.fragment_elements[fragment]
-        anchor_bytes *= 2 if context.desk.store.momentum else 1
+        anchor_bytes *= 1 + context.desk.store.momentum
         waited_for = [r for r in members if context.roster.patient_with(r.peer_id, round_index)]
         behind = [r.fetch_bytes_per_s for r in waited_for if is_behind(r.stamps[fragment], stamp)]
         fetch_s = context.timing.fetch_s(anchor_bytes, behind)

@@ -41,7 +41,7 @@ from atomtrain.swarm.messages import (
     Invite,
     Ready,
 )
-from atomtrain.swarm.outer import OuterUpdate
+from atomtrain.swarm.outer import Place, Update, rows_of
 from atomtrain.swarm.slices import Span, slice_spans
 from atomtrain.swarm.transport import Channel, Inbox, LinkLost, MessageT, host_of
 
@@ -197,8 +197,8 @@ class Membering:
         )
 
     def _conclude(self, decided: Decided) -> tuple[Merge, RoundReport]:
-        outer = self._context.manifest.rules.outer
-        merge = merge_of(decided, outer, self._context.peer_id)
+        update = self._context.updates[0]
+        merge = merge_of(decided, update, self._context.peer_id)
         means = [m for j in set(decided.commit.slices) if (m := decided.result.means[j])]
         self._context.standing.observe_means(
             merge.fragment,
@@ -240,7 +240,7 @@ class Membering:
         )
 
 
-def merge_of(decided: Decided, outer: OuterUpdate, peer_id: str) -> Merge:
+def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
     """Return the new anchor that a decision makes of the old one, and how to merge it.
 
     All members compute the same bits: same old anchor, same decoded means, same operations.
@@ -257,12 +257,13 @@ def merge_of(decided: Decided, outer: OuterUpdate, peer_id: str) -> Merge:
             continue
         mean = decided.result.means[j]
         assert mean is not None
-        outer.apply(
+        update.apply(
             old.values[start:stop],
             mean.values,
-            None if velocity is None else velocity[start:stop],
+            rows_of(velocity, update.rows, Span(start, stop)),
             _on_time_share(begin, mean.contributors),
             out=values[start:stop],
+            place=Place(snapshot.fragment, start, old.stamp.version),
         )
         parts.append(
             Part(Span(start, stop), frozenset(begin.members[i] for i in mean.contributors))

@@ -7,15 +7,58 @@ multiply-add, whose use depends on the processor, and no reduction, whose order 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 from atomtrain.errors import ConfigError, nearest
+from atomtrain.swarm.slices import Span
 
 OUTERS = ("nesterov", "mean")
 """Names of outer updates, the default first."""
+OVERLAP_WEIGHTS = {"nesterov": 0.5, "mean": 1.0}
+"""By name: share of what is learnt during a round that its merge leaves in the parameters."""
 LONG_STEPS = 100
 """Local steps from which on a round's change is a smooth enough gradient for full momentum."""
+
+
+class Place(NamedTuple):
+    """Which elements an update is applied to."""
+
+    fragment: int
+    start: int
+    """First element in the fragment."""
+    version: int
+    """Of the anchor that is updated."""
+
+
+class Update(Protocol):
+    """What a round applies to an anchor."""
+
+    @property
+    def rows(self) -> int:
+        """How many numbers each element has besides its value, such as a velocity."""
+        ...
+
+    def apply(
+        self,
+        anchor: torch.Tensor,
+        mean: torch.Tensor,
+        velocity: torch.Tensor | None,
+        on_time_share: float = 1.0,
+        out: torch.Tensor | None = None,
+        *,
+        place: Place,
+    ) -> None:
+        """Write the new anchor to `out`, and change `velocity` in place.
+
+        All are 1-D float32 of one length, but for `velocity`, which has as many rows as `rows`
+        says, and is 1-D with a single one. The same bits on every machine.
+        """
+        ...
+
+
+_ANYWHERE = Place(0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +79,11 @@ class OuterUpdate:
     momentum: float = 0.0
     """Share of the last change that is kept; at least 0, below 1. 0 needs no velocity."""
 
+    @property
+    def rows(self) -> int:
+        """One with momentum: the velocity."""
+        return int(self.momentum > 0)
+
     def apply(
         self,
         anchor: torch.Tensor,
@@ -43,6 +91,8 @@ class OuterUpdate:
         velocity: torch.Tensor | None,
         on_time_share: float = 1.0,
         out: torch.Tensor | None = None,
+        *,
+        place: Place = _ANYWHERE,
     ) -> None:
         """Write the new anchor to `out` (default: `anchor`), and change `velocity` in place.
 
@@ -79,5 +129,13 @@ def outer_named(name: str, local_steps: int, fragments: int) -> OuterUpdate:
     if name == "mean":
         return OuterUpdate()
     if local_steps < LONG_STEPS:
-        return OuterUpdate(learning_rate=0.7, momentum=0.5)
+        return OuterUpdate(learning_rate=0.5, momentum=0.5)
     return OuterUpdate(learning_rate=0.7 if fragments == 1 else 0.4, momentum=0.9)
+
+
+def rows_of(velocity: torch.Tensor | None, rows: int, span: Span) -> torch.Tensor | None:
+    """Return the part of a fragment's velocity that belongs to a span, as `Update.apply` has it."""
+    if velocity is None:
+        return None
+    part = velocity.view(rows, -1)[:, span.start : span.stop]
+    return part[0] if rows == 1 else part

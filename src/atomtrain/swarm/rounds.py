@@ -8,9 +8,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.agenda import lead_order
-from atomtrain.swarm.anchors import Merge, Snapshot, whole
+from atomtrain.swarm.anchors import Anchor, Merge, Snapshot, Stamp, digest_of, whole
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.leading import Leading
@@ -25,6 +27,7 @@ from atomtrain.swarm.messages import (
     Propose,
     Proposed,
 )
+from atomtrain.swarm.outer import Place, rows_of
 from atomtrain.swarm.repair import Repairer
 from atomtrain.swarm.tasks import Tasks
 from atomtrain.swarm.transport import Channel, LinkLost
@@ -81,6 +84,8 @@ class Rounds:
         members = self._context.roster.training()
         step_s = min((record.step_s for record in members if record.step_s > 0), default=0.0)
         agenda.pace(max((record.round_s for record in members), default=0.0), step_s)
+        progress = self._context.desk.progress
+        agenda.share(sum(record.tokens_per_s for record in members), progress.step_s)
         agenda.add_steps(steps)
         now_s = asyncio.get_running_loop().time()
         free = self._leading is None and not self._proposing
@@ -176,11 +181,29 @@ class Rounds:
 
     def _follow_local(self, snapshot: Snapshot) -> Merge:
         old = snapshot.anchor.stamp
+        if snapshot.gradient:
+            return self._step_alone(snapshot)
         anchor = self._context.desk.store.fresh(
             snapshot.values, version=old.version + 1, tokens=old.tokens + snapshot.weight
         )
         spans = whole(snapshot.values.numel())
         return Merge(snapshot.fragment, anchor, (), snapshot, spans)
+
+    def _step_alone(self, snapshot: Snapshot) -> Merge:
+        old, update = snapshot.anchor, self._context.updates[0]
+        values = torch.empty_like(old.values)
+        velocity = None if old.velocity is None else old.velocity.clone()
+        everything = whole(values.numel())
+        update.apply(
+            old.values,
+            snapshot.contribution(everything[0]),
+            rows_of(velocity, update.rows, everything[0]),
+            out=values,
+            place=Place(snapshot.fragment, 0, old.stamp.version),
+        )
+        tokens = old.stamp.tokens + snapshot.weight
+        stamp = Stamp(old.stamp.version + 1, tokens, digest_of(values, velocity))
+        return Merge(snapshot.fragment, Anchor(values, velocity, stamp), (), snapshot, everything)
 
     def consider(self, message: Propose) -> Proposed:
         """Answer a proposal, and lead the round if it is due."""

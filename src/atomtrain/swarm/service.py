@@ -93,6 +93,11 @@ class Service:
         await self._tasks.cancel_all()
         await self.context.transport.close()
 
+    @property
+    def busy(self) -> bool:
+        """A round is under way here that does not wait for the trainer; from any thread."""
+        return self._rounds.moving
+
     def set_training(self) -> None:
         """Take part in rounds from now on."""
         self.state = TRAINING

@@ -25,6 +25,7 @@ from atomtrain.swarm.directory import DhtDirectory
 from atomtrain.swarm.joining import connect_any
 from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.libp2p import Libp2pTransport
+from atomtrain.swarm.outer import Update
 from atomtrain.swarm.records import PeerStatus
 from atomtrain.swarm.service import Service
 from atomtrain.swarm.threads import LoopThread
@@ -71,8 +72,16 @@ class Swarm:
         self._left = False
 
     @classmethod
-    def found(cls, config: SwarmConfig, manifest: Manifest, access: FragmentAccess) -> Swarm:
+    def found(
+        cls,
+        config: SwarmConfig,
+        manifest: Manifest,
+        access: FragmentAccess,
+        update: Update | None = None,
+    ) -> Swarm:
         """Start a run: the anchors are the current parameters, version 0.
+
+        `update` is the step that gradients are for, where they are averaged: see `use_update`.
 
         Raises:
             SwarmError: the port is in use, or the parameters do not fit the manifest.
@@ -91,6 +100,8 @@ class Swarm:
                 admission = admission_of(config, transport.peer_id)
                 directory = await DhtDirectory.create(transport, admission, clock, ())
                 service = build_service(config, manifest, transport, directory, thread, clock)
+                if update is not None:
+                    service.context.updates[0] = update
                 service.context.desk.store.adopt_local(access)
                 service.set_training()
                 await service.start()
@@ -144,6 +155,23 @@ class Swarm:
             thread.stop()
             raise
         return cls(config, thread, service)
+
+    def use_update(self, update: Update) -> None:
+        """Say what rounds apply, in a run that averages gradients; before `download`.
+
+        It must compute the same bits on all peers.
+        """
+        self._service.context.updates[0] = update
+
+    @property
+    def version(self) -> int:
+        """Lowest version of any of this peer's anchors; with gradients, the steps made."""
+        return min((s.version for s in self._desk.store.stamps() if s is not None), default=0)
+
+    @property
+    def awaited(self) -> bool:
+        """A round that this peer has given its part to has not ended: with gradients, wait."""
+        return self._service.busy
 
     def download(self, access: FragmentAccess) -> Progress:
         """Fetch all anchors, write them to the model, and take part in rounds from now on.

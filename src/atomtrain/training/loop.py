@@ -22,6 +22,7 @@ from atomtrain.models.sampling import sample
 from atomtrain.swapping.engine import StepReport
 from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.training.folders import CHECKPOINTS
+from atomtrain.training.gradients import GradientFragments
 from atomtrain.training.picture import loss_picture
 from atomtrain.training.setup import Session
 from atomtrain.training.state import SWARM_SHARD, loss_scale_of, shards_of
@@ -37,6 +38,7 @@ _MOST_LOSS = 700.0
 _SAMPLE_TOKENS = 60
 _SAMPLE_S = 20.0
 _SAMPLES = 3
+_WAIT_S = 0.002
 _LEAVE_S = 20.0
 
 
@@ -63,9 +65,12 @@ class Loop:
             if session.fine_tunes and session.step == 0:
                 self._evaluate(_GLANCE_SEQUENCES)  # where it starts from
             while session.step < recipe.steps and not self._stop:
+                before = session.step
                 micro_batches = self._batch()
                 loss = self._train_or_save(micro_batches)
                 rounds = self._average()
+                if session.step == before:
+                    continue  # gradients are still being gathered
                 self._log(loss, rounds)
                 if self._shown:
                     tell_timeline(session, self._events)
@@ -77,7 +82,7 @@ class Loop:
 
     def _batch(self) -> list[dict[str, torch.Tensor]]:
         session = self._session
-        batch = session.sampler.batch(session.step)
+        batch = session.sampler.batch(self._position)
         return session.objective.micro_batches(batch, session.fit.micro_batch)
 
     def _train(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
@@ -86,14 +91,26 @@ class Loop:
         for group in session.engine.optimizer.param_groups:
             group["lr"] = rate
         # A pure function of run, peer and step, so that resuming needs no generator's state.
-        key = f"{session.recipe.seed}/{session.name}/{session.step}".encode()
+        key = f"{session.recipe.seed}/{session.name}/{self._position}".encode()
         torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
         self._shown = self._is_shown()
         session.engine.recording = session.options.trace is not None or self._shown
         loss = session.engine.step(micro_batches)
-        session.step += 1
+        if isinstance(session.fragments, GradientFragments):
+            session.fragments.note_step()
+            session.step += session.swarm is None
+        else:
+            session.step += 1
         session.tokens += session.recipe.tokens_per_step
         return loss
+
+    @property
+    def _position(self) -> int:
+        """Index of the next batch among this peer's."""
+        session = self._session
+        if isinstance(session.fragments, GradientFragments):  # several make a step
+            return session.tokens // session.recipe.tokens_per_step
+        return session.step
 
     def _train_or_save(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
         """Train a step; if the disk below host memory refuses to go on, save what there is."""
@@ -120,13 +137,26 @@ class Loop:
         # A newcomer or a resumed peer tells at first how far it is: whoever joins through it goes
         # on from there.
         steps, self._told_step = session.step - self._told_step, session.step
+        together = isinstance(session.fragments, GradientFragments)
         reports = session.swarm.boundary(
-            steps=steps,
+            steps=1 if together else steps,
             tokens=tokens,
             tokens_per_s=tokens / step_s,
             step_s=step_s,
             access=session.fragments,
         )
+        while together and session.swarm.awaited and not self._stop:
+            # This peer's part is given; what it learnt meanwhile would be of old parameters.
+            time.sleep(_WAIT_S)
+            reports += session.swarm.boundary(
+                steps=0,
+                tokens=0,
+                tokens_per_s=tokens / step_s,
+                step_s=step_s,
+                access=session.fragments,
+            )
+        if together:
+            session.step = session.swarm.version
         held = session.swarm.state_dict().meta if reports else {}
         names = {peer.peer_id: peer.name for peer in session.swarm.peers()} if reports else {}
         for report in reports:

@@ -20,7 +20,7 @@ from atomtrain.optimizers import (
 if TYPE_CHECKING:
     from atomtrain.training.recipe import Recipe
 
-_BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.95)
 """As GPT-3 (Brown et al. 2020, appendix B)."""
 _FORMATS = {
     "adamw": "float32",
@@ -88,7 +88,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     options: dict[str, Any] = {
         "lr": recipe.learning_rate,
         "weight_decay": recipe.weight_decay,
-        "betas": _BETAS,
+        "betas": BETAS,
     }
     if recipe.optimizer == "muon":
         return Muon(muon_groups(model, recipe.weight_decay), **options)

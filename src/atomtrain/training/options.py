@@ -136,6 +136,16 @@ class TrainOptions:
         "the run. Default: float16.",
         "FORMAT",
     )
+    average: str | None = option(
+        None,
+        "What peers average: local (the change of --local-steps steps, in the background) or "
+        "gradient (all gather a batch of --target-batch-tokens, then step together); set by who "
+        "starts the run. Default: local.",
+        "WAY",
+    )
+    target_batch_tokens: int | None = option(
+        None, "With --average gradient: tokens of all peers together in one step.", "N"
+    )
     transport: str | None = option(
         None,
         "How rounds move their data: streams (encrypted), or gloo, for a fast network whose every "
@@ -256,6 +266,7 @@ class TrainOptions:
         """Refuse mistakes about the swarm before anything is prepared."""
         if self.wire is not None:
             _check_wire(self.wire)
+        _check_average(self.average, self.target_batch_tokens)
         if self.transport is not None:
             from atomtrain.swarm.config import check_transport
 
@@ -302,6 +313,21 @@ class TrainOptions:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _check_average(average: str | None, target_tokens: int | None) -> None:
+    ways = ("local", "gradient")
+    if average is not None and average not in ways:
+        raise ConfigError(
+            f"--average {average!r} does not exist; choose {' or '.join(ways)}."
+            + nearest(average, ways)
+        )
+    if target_tokens is not None and target_tokens < 1:
+        raise ConfigError(f"--target-batch-tokens must be at least 1, not {target_tokens}")
+    if (average == "gradient") != (target_tokens is not None):
+        raise ConfigError(
+            "--average gradient and --target-batch-tokens N belong together: give both, or neither"
+        )
 
 
 def _check_wire(name: str) -> None:

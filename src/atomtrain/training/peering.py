@@ -125,7 +125,7 @@ def swarm_config(
     """
     from atomtrain.swarm import SwarmConfig
     from atomtrain.swarm.known import PEERS_FILE
-    from atomtrain.swarm.outer import OUTERS, outer_named
+    from atomtrain.swarm.outer import OUTERS, OVERLAP_WEIGHTS, outer_named
 
     steps_per_round = 0 if options.measured_rounds else local_steps
     outer = outer_named(options.outer or OUTERS[0], steps_per_round, fragments)
@@ -155,8 +155,11 @@ def swarm_config(
         local_steps_per_round=steps_per_round,
         outer_learning_rate=outer.learning_rate,
         outer_momentum=outer.momentum,
+        overlap_weight=OVERLAP_WEIGHTS[options.outer or OUTERS[0]],
         wire=options.wire or ("float32" if options.transport == "gloo" else "float16"),
         transport=options.transport or "streams",
+        average=options.average or "local",
+        target_batch_tokens=options.target_batch_tokens or 0,
         mean="clipped" if options.clipped_mean else "plain",
         key_path=options.run_key,
         allow_path=options.allow,
@@ -191,6 +194,8 @@ def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
         wire=options.wire or rules.get("wire"),
         outer=options.outer or outer,
         transport=options.transport or rules.get("transport"),
+        average=options.average or rules.get("average"),
+        target_batch_tokens=options.target_batch_tokens or rules.get("target_batch_tokens") or None,
         clipped_mean=options.clipped_mean or rules.get("mean") == "clipped",
         measured_rounds=options.measured_rounds or measured,
     )

@@ -31,6 +31,12 @@ from atomtrain.training.budgets import (
     find_fit,
 )
 from atomtrain.training.folders import check_directory, make_directory
+from atomtrain.training.gradients import (
+    GradientCollector,
+    GradientFragments,
+    averages_gradients,
+    step_of,
+)
 from atomtrain.training.objective import Objective, objective_of
 from atomtrain.training.optimizing import make_optimizer, precision_of
 from atomtrain.training.options import TrainOptions
@@ -130,10 +136,11 @@ def _assemble(
     except BaseException:
         device.close()
         raise
-    engine = _open_engine(model, recipe, device, fit, objective, options)
+    gradients = averages_gradients(options, source)
+    engine = _open_engine(model, recipe, device, fit, objective, options, gradients=gradients)
     engine.recording = options.trace is not None
     try:
-        fragments = _fragments(engine, options, source)
+        fragments = GradientFragments(engine) if gradients else _fragments(engine, options, source)
         if source.weights is not None:
             source.weights.load(engine)
         if source.checkpoint is not None:
@@ -170,11 +177,13 @@ def _open_engine(
     fit: Fit,
     objective: Objective,
     options: TrainOptions,
+    *,
+    gradients: bool,
 ) -> Engine:
     return swap(
         model,
         example_of(recipe, fit.micro_batch, objective),
-        optimizer=lambda _: make_optimizer(model, recipe),
+        optimizer=GradientCollector if gradients else lambda _: make_optimizer(model, recipe),
         device=device,
         loss=objective.loss,
         options=Options(
@@ -235,6 +244,9 @@ def _enter_swarm(session: Session, source: Source) -> None:
                 f"the run {session.run!r} divides its model otherwise than this version does; "
                 "use the version of atomtrain that its founder uses"
             )
+        if isinstance(session.fragments, GradientFragments):
+            recipe = Recipe.from_json(session.swarm.manifest.payload["recipe"])
+            session.swarm.use_update(step_of(recipe, session.model, session.fragments))
         if checkpoint is not None and saved:
             session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
             session.swarm.rebase(session.fragments)
@@ -242,6 +254,9 @@ def _enter_swarm(session: Session, source: Source) -> None:
             session.swarm.download(session.fragments)
             steps = [peer.steps for peer in session.swarm.peers() if not peer.is_self]
             session.step = max([session.step, *steps])
+        if isinstance(session.fragments, GradientFragments):
+            session.fragments.forget(0)
+            session.step = session.swarm.version
         return
     if options.run is None and not saved:
         return
@@ -259,7 +274,11 @@ def _enter_swarm(session: Session, source: Source) -> None:
         session.run, recipe, tokenizer.to_json(), tokenizer.separator_text,
         session.fragments.elements,
     )  # fmt: skip
-    session.swarm = Swarm.found(config, manifest, session.fragments)
+    update = None
+    if isinstance(session.fragments, GradientFragments):
+        update = step_of(recipe, session.model, session.fragments)
+        session.fragments.forget(0)
+    session.swarm = Swarm.found(config, manifest, session.fragments, update)
     if saved and checkpoint is not None:
         session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
 
