@@ -37,7 +37,7 @@ def labels(folder: Path) -> PeerLabels:
 
 
 def test_an_event_tells_its_metrics() -> None:
-    assert values_of(STEP) == {"step": 3.0, "loss": 2.5, "tokens_per_s": 10.0}
+    assert values_of(STEP) == {"steps": 3.0, "loss": 2.5, "tokens_per_s": 10.0}
     assert math.isnan(values_of({"event": "step", "loss": math.nan})["loss"])
     assert values_of({"event": "step", "step_s": math.inf}) == {}
     assert values_of({"event": "evaluation", "loss": 1.0}) == {"held_out_loss": 1.0}
@@ -170,8 +170,8 @@ def test_the_feed_writes_in_order_beside_training(
     recorder.go.set()
     feed.close()
     assert recorder.written == [
-        (1, {"step": 1.0, "loss": 1.0}),
-        (2, {"step": 2.0, "loss": 2.0}),
+        (1, {"steps": 1.0, "loss": 1.0}),
+        (2, {"steps": 2.0, "loss": 2.0}),
         (2, {"round_contributors": 2.0}),
     ]
     assert recorder.closed

@@ -22,7 +22,7 @@ class Metric(NamedTuple):
 
 
 METRICS = (
-    Metric("step", "steps", "step", "step", "Optimizer steps done."),
+    Metric("steps", "steps", "step", "step", "Optimizer steps done."),
     Metric("loss", "nats per token", "step", "loss", "Training loss of the step."),
     Metric("tokens_total", "tokens", "step", "tokens_total", "Tokens this peer trained on."),
     Metric("tokens_per_s", "tokens/s", "step", "tokens_per_s", "Speed of the step."),
