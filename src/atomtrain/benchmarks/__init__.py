@@ -68,6 +68,12 @@ REGISTRY: dict[str, Benchmark] = {
     "finetune": Benchmark(
         "atomtrain.benchmarks.finetune", "SmolLM2-135M fine-tuned on a device of 256 MiB, exported"
     ),
+    "swarm": Benchmark(
+        "atomtrain.benchmarks.swarm", "training slowed down by averaging in the background"
+    ),
+    "outer": Benchmark(
+        "atomtrain.benchmarks.outer", "loss of averaged and of poisoned peers at equal tokens"
+    ),
     "averaging": Benchmark(
         "atomtrain.benchmarks.averaging", "a round of averaging against hivemind and the link"
     ),

@@ -44,7 +44,7 @@ class AveragingSetup:
     slow_round_trip_s: float = 0.05
     probe_bytes: int = 25_000_000
     part_bytes: tuple[int, ...] = (1 << 19, 1 << 21)
-    """hivemind: sizes of parts that are tried; its default is the first."""
+    """hivemind: sizes of parts that are tried, its default first; none: it is left out."""
 
     def __post_init__(self) -> None:
         if self.peers < 2 or self.rounds < 1 or self.slow_rounds < 0:
@@ -112,32 +112,72 @@ def _measure(
         rate = _probe(ours, setup, hosts)
         progress(f"{where}: raw TCP {rate / 1e6:.1f} Mbit/s")
         _enter(ours, setup, hosts, link_bytes_per_s)
-        with Peers("hivemind", network, setup.peers, folder, group=True) as theirs:
-            theirs.tell_all("hello", _START_S)
-            first = theirs.tell(0, "enter", _START_S, address=hosts[0], join=[])
-            for index in range(1, setup.peers):
-                theirs.tell(index, "enter", _START_S, address=hosts[index], join=first["addresses"])
-            our_rounds: list[Result] = []
-            their_rounds: dict[str, list[float]] = {}
-            within_s = 20.0 + 20 * setup.moved_bytes / link_bytes_per_s
-            for part_bytes in setup.part_bytes:
-                theirs.tell_all(
-                    "average", _START_S, lambda rank: {"rank": rank},
-                    elements=setup.elements, peers=setup.peers, part_bytes=part_bytes,
-                )  # fmt: skip
-                each = -(-rounds // len(setup.part_bytes))
+        our_rounds: list[Result] = []
+        their_rounds: dict[str, list[float]] = {}
+        within_s = 20.0 + 20 * setup.moved_bytes / link_bytes_per_s
+        with _Hivemind(setup, network, hosts, folder) as theirs:
+            each = -(-rounds // max(1, len(setup.part_bytes)))
+            for part_bytes in setup.part_bytes or (0,):
+                theirs.open(part_bytes)
                 for index in range(each + 1):
                     one = _round(ours, setup, within_s)
-                    theirs.tell_all("assemble", within_s + 30, patience_s=within_s)
-                    other = _round(theirs, setup, within_s)
-                    text = f"ATOM {one['round_s']:.2f} s, hivemind {other['round_s']:.2f} s"
+                    other_s = theirs.round_s(within_s)
+                    text = f"ATOM {one['round_s']:.2f} s, hivemind {other_s or 0:.2f} s"
                     progress(f"{where}, parts of {part_bytes >> 10} KiB: {text}")
                     if index:
                         our_rounds.append(one)
-                        their_rounds.setdefault(str(part_bytes), []).append(other["round_s"])
-            theirs.tell_all("leave", _START_S)
+                        if other_s is not None:
+                            their_rounds.setdefault(str(part_bytes), []).append(other_s)
         ours.tell_all("leave", _START_S)
     return _result(setup, rate, our_rounds, their_rounds)
+
+
+class _Hivemind:
+    """Peers with hivemind's averager, if it is to be measured; a context that ends them."""
+
+    def __init__(
+        self, setup: AveragingSetup, network: Network | None, hosts: list[str], folder: Path
+    ) -> None:
+        self._setup = setup
+        self._peers: Peers | None = None
+        if setup.part_bytes:
+            self._peers = Peers("hivemind", network, setup.peers, folder, group=True)
+            self._start(self._peers, hosts)
+
+    def __enter__(self) -> _Hivemind:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._peers is not None:
+            with self._peers:
+                if kind is None:
+                    self._peers.tell_all("leave", _START_S)
+
+    def open(self, part_bytes: int) -> None:
+        """Have averagers that send parts of this size."""
+        if self._peers is not None:
+            self._peers.tell_all(
+                "average", _START_S, lambda rank: {"rank": rank},
+                elements=self._setup.elements, peers=self._setup.peers, part_bytes=part_bytes,
+            )  # fmt: skip
+
+    def round_s(self, within_s: float) -> float | None:
+        """Average once; return the seconds, or None if it is not to be measured."""
+        if self._peers is None:
+            return None
+        self._peers.tell_all("assemble", within_s + 30, patience_s=within_s)
+        return float(_round(self._peers, self._setup, within_s)["round_s"])
+
+    def _start(self, peers: Peers, hosts: list[str]) -> None:
+        try:
+            peers.tell_all("hello", _START_S)
+            first = peers.tell(0, "enter", _START_S, address=hosts[0], join=[])
+            for index in range(1, self._setup.peers):
+                join = first["addresses"]
+                peers.tell(index, "enter", _START_S, address=hosts[index], join=join)
+        except BaseException:
+            peers.close()
+            raise
 
 
 def _probe(ours: Peers, setup: AveragingSetup, hosts: list[str]) -> float:
@@ -173,14 +213,14 @@ def _result(
     setup: AveragingSetup, rate: float, ours: list[Result], theirs: dict[str, list[float]]
 ) -> Result:
     round_s = statistics.median(one["round_s"] for one in ours)
-    hivemind_s = min(statistics.median(times) for times in theirs.values())
+    hivemind_s = min((statistics.median(times) for times in theirs.values()), default=None)
     floor_s = 8 * setup.moved_bytes / rate
     return {
         "round_s": round_s,
         "floor_s": floor_s,
         "hivemind_round_s": hivemind_s,
         "link_bits_per_s": rate,
-        "times_as_fast_as_hivemind": hivemind_s / round_s,
+        "times_as_fast_as_hivemind": None if hivemind_s is None else hivemind_s / round_s,
         "times_the_floor": round_s / floor_s,
         "sent_bytes_per_peer": max(one["sent_bytes"] for one in ours),
         "all_round_s": [one["round_s"] for one in ours],

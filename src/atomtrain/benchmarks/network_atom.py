@@ -156,9 +156,10 @@ class AtomPeer:
         return self.setup.sequences_per_peer * self.setup.sequence_tokens
 
     def _train_step(self) -> tuple[float, list[RoundReport]]:
-        assert self._swarm is not None
         loss = self.engine.step(self._batches())
         assert self.engine.last is not None
+        if self._swarm is None:
+            return loss, []
         step_s = self.engine.last.step_s
         reports = self._swarm.boundary(
             steps=1,

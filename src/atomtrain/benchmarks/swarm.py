@@ -1,0 +1,134 @@
+"""Benchmark `swarm`: how much averaging in the background slows training down.
+
+Peers in namespaces of their own, joined by links of a given rate, train the same swapped model:
+alone, then as a swarm (`local`, low-bit wire), then alone again. All train at the same time in all
+three windows, so they share the machine's cores alike, and what is left of the difference is what
+averaging costs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
+from atomtrain.benchmarks.network_model import ModelSetup
+from atomtrain.benchmarks.network_peers import Peers
+from atomtrain.benchmarks.shaping import Link, Network
+from atomtrain.errors import ConfigError
+
+_START_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmSetup:
+    """Inputs of the benchmark."""
+
+    peers: int = 4
+    link_bits_per_s: float = 1e8
+    model: ModelSetup = field(default_factory=ModelSetup)
+    micro_batch: int = 16
+    device_memory_bytes: int = 64 << 20
+    device_link_bytes_per_s: float = 1e9
+    local_steps: int = 30
+    wire: str = "int4"
+    settle_s: float = 8.0
+    """Training before each window."""
+    window_s: float = 25.0
+
+    def __post_init__(self) -> None:
+        if self.peers < 2 or self.window_s <= 0:
+            raise ConfigError(f"a swarm takes at least 2 peers and a window, not {self.peers}")
+
+
+QUICK = SwarmSetup(
+    peers=2,
+    model=ModelSetup(layers=2, width=64, vocabulary=256, sequences_per_peer=16),
+    micro_batch=8,
+    local_steps=8,
+    settle_s=2.0,
+    window_s=4.0,
+)
+
+
+def run(options: BenchmarkOptions, setup: SwarmSetup | None = None) -> Result:
+    """Measure, and return the keys of the benchmarks' contract.
+
+    Raises:
+        ConfigError: this machine or user cannot make network namespaces.
+        PeerError: a peer failed.
+    """
+    setup = setup or (QUICK if options.quick else SwarmSetup())
+    with (
+        tempfile.TemporaryDirectory(prefix="atom-swarm-") as folder,
+        Network(setup.peers) as network,
+        Peers("atom", network, setup.peers, Path(folder)) as peers,
+    ):
+        network.shape(Link(bits_per_s=setup.link_bits_per_s))
+        peers.tell_all("hello", _START_S)
+        peers.tell_all(
+            "open", _START_S, lambda index: {"seed": index},
+            model=setup.model.to_json(), micro_batch=setup.micro_batch,
+            device_link_bytes_per_s=setup.device_link_bytes_per_s,
+            device_memory_bytes=setup.device_memory_bytes,
+        )  # fmt: skip
+        alone = [_window(peers, setup, "alone")]
+        _enter(peers, setup, network)
+        together = _window(peers, setup, "as a swarm")
+        peers.tell_all("leave", _START_S)
+        alone.append(_window(peers, setup, "alone again"))
+    return {**_result(alone, together), "inputs": asdict(setup), **description()}
+
+
+def _window(peers: Peers, setup: SwarmSetup, what: str) -> list[Result]:
+    begin_s = time.monotonic() + 0.5
+    start_s = begin_s + setup.settle_s
+    until_s = start_s + setup.window_s
+    replies = peers.tell_all(
+        "train", until_s - begin_s + _START_S,
+        begin_s=begin_s, start_s=start_s, until_s=until_s, least_steps=2,
+    )  # fmt: skip
+    progress(f"{what}: {_tokens_per_s(replies):.0f} tokens/s a peer")
+    return replies
+
+
+def _enter(peers: Peers, setup: SwarmSetup, network: Network) -> None:
+    join = None
+    for index in range(setup.peers):
+        reply = peers.tell(
+            index, "enter", _START_S, run="bench", peers=setup.peers,
+            address=network.address(index), join=join, local_steps=setup.local_steps,
+            link_bytes_per_s=setup.link_bits_per_s / 16, wire=setup.wire,
+        )  # fmt: skip
+        join = join or reply["address"]
+
+
+def _tokens_per_s(replies: list[Result]) -> float:
+    rates = [float(r["tokens"]) / (r["ended_s"] - r["started_s"]) for r in replies]
+    return float(statistics.mean(rates))
+
+
+def _result(alone: list[list[Result]], together: list[Result]) -> Result:
+    alone_tokens_per_s = statistics.mean(map(_tokens_per_s, alone))
+    peer_tokens_per_s = _tokens_per_s(together)
+    rounds = sum(reply["averaged"] for reply in together)
+    outcomes: dict[str, Any] = {}
+    for reply in together:
+        for outcome, count in reply["rounds"].items():
+            outcomes[outcome] = outcomes.get(outcome, 0) + count
+    sent_bytes = sum(reply["sent_bytes"] for reply in together)
+    times_s = [round_s for reply in together for round_s in reply["round_s"]]
+    return {
+        "alone_tokens_per_s": alone_tokens_per_s,
+        "peer_tokens_per_s": peer_tokens_per_s,
+        "slowdown_share": 1 - peer_tokens_per_s / alone_tokens_per_s,
+        "wire_bytes_per_round": sent_bytes / rounds if rounds else None,
+        "alone_windows_tokens_per_s": [_tokens_per_s(window) for window in alone],
+        "rounds_per_peer": rounds / len(together),
+        "round_s": statistics.median(times_s) if times_s else None,
+        "outcomes": outcomes,
+    }
