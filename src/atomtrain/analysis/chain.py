@@ -62,6 +62,9 @@ class Chain:
     loss: str
     names: Mapping[int, str] = field(repr=False)
     """The model's own name of each parameter, by `id`; a shared weight has its first name."""
+    gradient_factor: int = 1
+    """Bytes of a gradient over those of its parameter: 2 where those of parameters of 16 bits add
+    up in float32."""
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -184,10 +184,11 @@ class Costing:
         # Resident blocks come with the first of their users, and their gradients leave with it.
         coming = moved.coming if phase is not Phase.BACKWARD else 0
         loaded = moved.segment + coming if load else nothing
-        unloaded = moved.segment + moved.coming if backward else nothing
+        wide = self._layout.gradient_factor
+        unloaded = wide * (moved.segment + moved.coming) if backward else nothing
         updated = moved.updated if backward else nothing
         if backward:
-            compute_s = compute_s + moved.seeds / machine.load_bytes_per_s
+            compute_s = compute_s + wide * moved.seeds / machine.load_bytes_per_s
             compute_s = compute_s + moved.updated_there / machine.device_update_rate
         compute_s = compute_s + self.micro_batches * machine.visit_s
         fetched, saved = self._moved_bytes(phase, place.boundary, keep)

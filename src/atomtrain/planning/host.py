@@ -57,7 +57,7 @@ def without(chain: Chain, costs: ChainCosts, host_layers: int) -> Rest:
     used = {name for layer in rest for name in layer.reads}
     inputs = tuple(n for n in (*chain.inputs, *chain.writes(0, host_layers)) if n in used)
     return Rest(
-        Chain(rest, inputs, chain.loss, chain.names),
+        Chain(rest, inputs, chain.loss, chain.names, chain.gradient_factor),
         ChainCosts(costs.layers[host_layers:], costs.values),
     )
 

@@ -2,7 +2,7 @@
 
 All layers lie one after the other in a flat host buffer, the *arena*, so that any segment is one
 contiguous range and is loaded by one copy. Weights that several layers share lie behind them, one
-range each. Gradients use the same table.
+range each. Gradients use the same table, times `gradient_factor`.
 
 A *block* is what is updated at once: a layer's own parameters, or one shared weight.
 """
@@ -39,6 +39,8 @@ class Layout:
     """Offsets of all parameters of a chain; the same for every peer that trains the same model."""
 
     def __init__(self, chain: Chain) -> None:
+        self.gradient_factor = chain.gradient_factor
+        """What offsets and sizes are multiplied by for gradients."""
         self.offsets: dict[int, int] = {}
         """Byte offset of each parameter in the arena, by the parameter's `id`."""
         self.layers: list[tuple[int, int]] = []
@@ -72,6 +74,11 @@ class Layout:
             return self.layers[block]
         shared = self.shared[block - len(self.layers)]
         return shared.start_bytes, shared.stop_bytes
+
+    def gradient_range(self, block: int) -> tuple[int, int]:
+        """Return where a block's gradients lie in the arena of gradients, in bytes."""
+        start, stop = self.block_range(block)
+        return self.gradient_factor * start, self.gradient_factor * stop
 
     def block_bytes(self, block: int) -> int:
         """Return the bytes of a block."""

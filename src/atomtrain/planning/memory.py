@@ -107,7 +107,10 @@ class MemoryModel:
     def fixed_bytes(self, resident: Collection[int], on_device: Collection[int] = ()) -> int:
         """Return what is on the device whatever the partition."""
         # Each micro-batch's loss, a scalar, stays until the step ends.
-        places = 2 * sum(self._layout.block_bytes(block) for block in resident)
+        each = 1 + self._layout.gradient_factor
+        places = each * sum(self._layout.block_bytes(block) for block in resident)
+        if self._layout.gradient_factor > 1:  # one gradient at a time is widened
+            places += max(4 * parameter.numel() for parameter in self._chain.parameters)
         if on_device:
             places += sum(self._updated[block].device_bytes for block in on_device)
         return places + self.buffers_bytes + 8 * self.micro_batches
@@ -115,7 +118,7 @@ class MemoryModel:
     def sizes(self, shape: Shape) -> Sizes:
         """Return the bytes of a slot and of a gradient buffer.
 
-        They are equal: each takes the largest segment of both partitions. So any two partitions go
+        Each takes the largest segment of both partitions. So any two partitions go
         together, which keeps the search for the best pair of them exact.
         """
         resident = frozenset(shape.resident_blocks)
@@ -124,7 +127,7 @@ class MemoryModel:
             *itertools.pairwise(shape.backward_bounds),
         )
         largest = max(self._layout.segment_bytes(*pair, resident) for pair in pairs)
-        return Sizes(largest, largest)
+        return Sizes(largest, self._layout.gradient_factor * largest)
 
     def host_bytes(self, shape: Shape) -> int:
         """Return parameters, gradients, optimizer state, waiting values, and the rest."""
@@ -138,14 +141,16 @@ class MemoryModel:
         waiting += sum(cost.parameter_bytes for cost in self._costs.layers[:first])
         if self._disk is not None:
             state += self._disk.staging_bytes - self._disk.saved_bytes
-        return 2 * self._layout.total_bytes + state + waiting + PROCESS_BYTES
+        arenas = 1 + self._layout.gradient_factor
+        return arenas * self._layout.total_bytes + state + waiting + PROCESS_BYTES
 
     def least_layer_bytes(self, index: int) -> int:
         """Return the least device bytes with which the layer alone could be a segment."""
         boundaries: tuple[Boundary, ...] = ("device", "host")
         phase = Phase.TURN if index + 1 == len(self._chain.layers) else Phase.BACKWARD
         work = min(self.work_bytes(phase, index, index + 1, b, None) for b in boundaries)
-        return 2 * self._layout.segment_bytes(index, index + 1) + work
+        each = 1 + self._layout.gradient_factor
+        return each * self._layout.segment_bytes(index, index + 1) + work
 
     def work_bytes(
         self,

@@ -43,7 +43,8 @@ def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int) -> Iterator[Re
     parts = list(_parts(layout, plan))
     in_memory = ("gradients",) if "parameters" in plan.on_disk else ("parameters", "gradients")
     for kind in in_memory:
-        yield from (Region("host", kind, label, size) for label, size in parts)
+        each = layout.gradient_factor if kind == "gradients" else 1
+        yield from (Region("host", kind, label, each * size) for label, size in parts)
     total = max(1, layout.total_bytes)
     for label, size in parts:
         yield Region("host", "optimizer", label, optimizer_state_bytes * size // total)
@@ -52,7 +53,8 @@ def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int) -> Iterator[Re
         if stored:
             yield from (Region("disk", "parameters", label, size) for label, size in parts)
         yield Region("disk", "optimizer", "moments, masters", max(0, plan.disk_bytes - stored))
-    held = len(in_memory) * layout.total_bytes + optimizer_state_bytes
+    arenas = len(in_memory) - 1 + layout.gradient_factor
+    held = arenas * layout.total_bytes + optimizer_state_bytes
     waiting = max(0, plan.host_bytes - held)
     yield Region("host", "waiting", "values between segments, staging, process", waiting)
 
@@ -90,7 +92,7 @@ def _device(chain: Chain, layout: Layout, plan: Plan) -> Iterator[Region]:
             if block < len(chain.layers)
             else f"weight shared by layers {', '.join(map(str, layout.users(block)))}"
         )
-        size = 2 * layout.block_bytes(block)
+        size = (1 + layout.gradient_factor) * layout.block_bytes(block)
         regions.append(Region("device", "resident", f"{name} with its gradient", size))
     yield from regions
     held = sum(region.bytes for region in regions)

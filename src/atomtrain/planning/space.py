@@ -210,7 +210,8 @@ class Space:
         key = family.resident, family.on_device
         if key not in self._fixed:
             self._fixed[key] = self.memory.fixed_bytes(*key)
-        return (family.slots + family.gradient_buffers) * slot_bytes + self._fixed[key]
+        gradients = family.gradient_buffers * self._layout.gradient_factor
+        return (family.slots + gradients) * slot_bytes + self._fixed[key]
 
     def loosest(self, family: Family, device_bytes: int) -> Allowed | None:
         """Return a superset of what a family allows under a limit; `None` if no plan fits."""

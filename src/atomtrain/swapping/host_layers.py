@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.swapping.carried import HostPool, Saved
+from atomtrain.swapping.gradients import accept_wide
 from atomtrain.swapping.store import HostStore, view_of
 from atomtrain.swapping.updates import Updates
 
@@ -62,6 +63,8 @@ class HostLayers:
             key: parameter.detach().requires_grad_(training and parameter.requires_grad)
             for key, parameter in self._unique.items()
         }
+        for leaf in self._leaves.values():
+            accept_wide(leaf, self._store.layout.gradient_factor)
         results = []
         for micro_batch in micro_batches:
             # Copies: backward runs when the caller may already fill his with the next batch.

@@ -16,6 +16,7 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.disk_placement import Placement, machine_with_disk, placed
 from atomtrain.swapping.engine import Engine
+from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.swapping.loss_scale import LossScale
 from atomtrain.swapping.options import Options
 from atomtrain.swapping.planner import Planner
@@ -100,6 +101,7 @@ def _open(
     chain = traced.chain
     if isinstance(options.head_pieces, int):
         chain = split_head(chain, options.head_pieces)
+    chain = with_gradients_in(chain, options.gradient_dtype)
     require_data(chain)
     opened = (
         open_device(device, device_memory, options.inject) if isinstance(device, str) else device

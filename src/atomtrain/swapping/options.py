@@ -47,6 +47,9 @@ class Options:
     """`"bf16"`: stream and compute in bfloat16, with exact float32 masters in the optimizer's
     state (`atomtrain.optimizers.AdamW` keeps them). `"fp16"`: in float16, with a loss that is
     scaled. `None`: as the model is."""
+    gradient_dtype: Literal["float32"] | None = None
+    """`"float32"`: gradients of parameters of 16 bits add up, cross the link and wait on the host
+    as float32; `None`: in the parameters' own type."""
     loss_scale: float = FIRST_SCALE
     """With `fp16`: by what the loss is multiplied at first, a power of two."""
     loss_scale_steps: int = STEPS_TO_DOUBLE
@@ -76,6 +79,11 @@ class Options:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
         check_precision(self.precision)
+        if self.gradient_dtype not in (None, "float32"):
+            raise ConfigError(
+                f"gradient_dtype must be 'float32', or None for the parameters' own type, not "
+                f"{self.gradient_dtype!r}"
+            )
         check_scale(self.loss_scale, self.loss_scale_steps)
         if self.host_memory is not None:
             parse_bytes(self.host_memory, "host memory")

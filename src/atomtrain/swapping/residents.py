@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.store import HostStore, view_of
+from atomtrain.swapping.gradients import accept_wide
+from atomtrain.swapping.store import HostStore, gradient_view, view_of
 
 Hook = Callable[[Tensor], None]
 
@@ -32,7 +33,7 @@ class _Place(NamedTuple):
     """One block on the device."""
 
     parameters: Tensor  # [block_bytes] uint8
-    gradients: Tensor  # [block_bytes] uint8
+    gradients: Tensor  # [gradient_factor * block_bytes] uint8
     views: dict[int, Tensor]
     """Where each parameter's gradient adds up, by the parameter's `id`."""
 
@@ -90,7 +91,7 @@ class Residents:
 
     def unload_of(self, block: int) -> Copy:
         """Return the copy that takes a block's gradients to the host."""
-        start, stop = self._layout.block_range(block)
+        start, stop = self._layout.gradient_range(block)
         return Copy(self._store.gradients[start:stop], self._places[block].gradients)
 
     def save_of(self, block: int) -> Copy:
@@ -121,16 +122,18 @@ class Residents:
     ) -> _Place:
         n_bytes = self._layout.block_bytes(block)
         parameters = device.empty((n_bytes,), torch.uint8)
-        gradients = device.empty((n_bytes,), torch.uint8)
+        factor = self._layout.gradient_factor
+        gradients = device.empty((factor * n_bytes,), torch.uint8)
         views = {}
         for parameter in self._members(chain, block):
             offset = self._layout.offsets[id(parameter)] - self._layout.block_range(block)[0]
             with torch.no_grad():
                 leaf = view_of(parameters, offset, parameter)
             leaf.requires_grad_(parameter.requires_grad)
+            accept_wide(leaf, factor)
             if parameter.requires_grad:
                 leaf.register_post_accumulate_grad_hook(collector(id(parameter)))
-                views[id(parameter)] = view_of(gradients, offset, parameter)
+                views[id(parameter)] = gradient_view(gradients, offset, parameter, factor)
             self.leaves[id(parameter)] = leaf
         return _Place(parameters, gradients, views)
 

@@ -28,8 +28,9 @@ from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.device_updates import DeviceUpdates
+from atomtrain.swapping.gradients import accept_wide
 from atomtrain.swapping.residents import Copy, Residents
-from atomtrain.swapping.store import HostStore, view_of
+from atomtrain.swapping.store import HostStore, gradient_view, view_of
 from atomtrain.swapping.streams import Event, finished
 from atomtrain.swapping.updates import Updates
 
@@ -183,6 +184,7 @@ class Slots:
                     # autograd counts the changes of a tensor for all views of it.
                     leaf = leaf.data
                 leaf.requires_grad_(parameter.requires_grad)
+                accept_wide(leaf, self._layout.gradient_factor)
                 if parameter.requires_grad:
                     leaf.register_post_accumulate_grad_hook(self._collector(id(parameter)))
                 leaves[id(parameter)] = leaf
@@ -234,7 +236,7 @@ class Slots:
         for parameter, offset in self._places(visit.layers):
             if not parameter.requires_grad:
                 continue
-            gradient = view_of(buffer, offset, parameter)
+            gradient = gradient_view(buffer, offset, parameter, self._layout.gradient_factor)
             if id(parameter) in seeded:
                 leaves[id(parameter)].grad = gradient
             else:
@@ -253,11 +255,16 @@ class Slots:
             if block in self._residents or not self._updates.has_gradient(block):
                 continue
             seeded.update(id(parameter) for parameter in self._updates.members(block))
-            start, stop = self._layout.block_range(block)
+            at, _ = self._layout.block_range(block)
+            start, stop = self._layout.gradient_range(block)
+            wide = self._layout.gradient_factor
             copies = [
-                Copy(buffer[p.slot_bytes :][: stop - start], self._store.gradients[start:stop])
+                Copy(
+                    buffer[wide * p.slot_bytes :][: stop - start],
+                    self._store.gradients[start:stop],
+                )
                 for p in self._moved_pieces(layers)
-                if p.start_bytes == start
+                if p.start_bytes == at
             ]
             after = [self._device.mark(), *self._updates.arrivals_of(block)]
             events.append(self._device.load.submit(self._in(copies), after))
@@ -268,9 +275,13 @@ class Slots:
     def _unload_gradients(self, visit: Visit) -> None:
         assert visit.gradient is not None
         buffer, gradients = self._gradients[visit.gradient], self._store.gradients
+        wide = self._layout.gradient_factor
         copies = [
             Copy(gradients[start:stop], buffer[slot:][: stop - start])
-            for start, stop, slot in self._moved_pieces(visit.layers)
+            for start, stop, slot in (
+                (wide * p.start_bytes, wide * p.stop_bytes, wide * p.slot_bytes)
+                for p in self._moved_pieces(visit.layers)
+            )
         ]
         leaving = self._residents.moved_with(visit.layers)
         copies += [self._residents.unload_of(block) for block in leaving]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
@@ -14,6 +15,7 @@ from atomtrain.planning.layout import Layout
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.disk_parameters import DiskArena, StagedLoads
 from atomtrain.swapping.disk_placement import Placement
+from atomtrain.swapping.gradients import accept_wide
 from atomtrain.swapping.streams import Inject
 
 _MADVISE = ctypes.CDLL(None).madvise
@@ -46,15 +48,17 @@ class HostStore:
         else:
             self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
             self.parameters.zero_()
-        self.gradients = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
+        factor = layout.gradient_factor
+        self.gradients = device.host_empty(factor * layout.total_bytes)  # [...] uint8
         self._gradient_views: dict[int, Tensor] = {}
         for parameter in chain.parameters:
             view = view_of(self.parameters, layout.offsets[id(parameter)], parameter)
             view.copy_(parameter.data)
             # The old storage dies here, so host memory never holds a second copy of the model.
             parameter.data = view
-            self._gradient_views[id(parameter)] = view_of(
-                self.gradients, layout.offsets[id(parameter)], parameter
+            accept_wide(parameter, factor)
+            self._gradient_views[id(parameter)] = gradient_view(
+                self.gradients, layout.offsets[id(parameter)], parameter, factor
             )
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -114,3 +118,22 @@ def in_layout_of(flat: Tensor, like: Tensor) -> Tensor:
     if like.is_contiguous() or not is_dense(like):
         return flat.view(like.shape)
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+
+def gradient_view(
+    buffer: Tensor, offset_bytes: int, parameter: nn.Parameter, factor: int
+) -> Tensor:
+    """Return a parameter's gradient in a uint8 buffer, with the parameter's strides.
+
+    Args:
+        buffer: Of gradients.
+        offset_bytes: Where the parameter lies in its own buffer.
+        parameter: Any; what is not trained has no gradient, but a place.
+        factor: Bytes of a gradient over those of its parameter.
+    """
+    if factor == 1 or not parameter.requires_grad:
+        return view_of(buffer, factor * offset_bytes, parameter)
+    like = torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=torch.float32, device="meta"
+    )
+    return view_of(buffer, factor * offset_bytes, like)

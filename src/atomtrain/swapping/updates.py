@@ -54,7 +54,7 @@ class Updates:
         self._blocks = _blocks(chain, layout)
         self._block_of = {id(p): b for b, members in enumerate(self._blocks) for p in members}
         self._offsets = layout.offsets
-        self._ranges = [layout.block_range(block) for block in range(layout.blocks)]
+        self._ranges = [layout.gradient_range(block) for block in range(layout.blocks)]
         self._release = release
         self.loss_scale = loss_scale
         """By what the loss is multiplied; a step whose gradients overflow is skipped."""
