@@ -6,9 +6,13 @@ Reads its settings as one JSON object from the command line; writes one JSON obj
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
+import random
+import resource
+import signal
 import sys
 import threading
 import time
@@ -54,6 +58,7 @@ def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
         outer_momentum=settings.get("momentum", 0.0),
         transport=settings.get("transport", "streams"),
         wire="float32" if "transport" in settings else "float16",
+        key_path=Path(settings["key"]) if "key" in settings else None,
         expiry_s=settings.get("expiry_s", 5.0),
         connect_s=5.0,
         stall_s=5.0,
@@ -79,6 +84,52 @@ def set_clock(off_s: float) -> None:
         time.time = lambda: right() + off_s  # type: ignore[assignment]
 
 
+def misbehave(kind: str) -> None:
+    """Have this process do harm to rounds, or to its own files, from now on."""
+    from atomtrain.swarm.exchange import Exchange
+    from atomtrain.swarm.owning import OwnedSlice
+
+    encode, own = Exchange._encode_change, OwnedSlice._encode
+    first: list[Any] = []
+
+    def corrupt(self: Exchange, *what: Any) -> Any:
+        data, square = encode(self, *what)
+        return memoryview(bytearray(random.randbytes(len(data)))), square
+
+    def replay(self: Exchange, *what: Any) -> Any:
+        data, square = encode(self, *what)
+        first.append(data) if not first else None
+        return (first[0] if len(first[0]) == len(data) else data), square
+
+    def false_mean(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        return own(self, contributors, mean * 1e6)
+
+    if kind == "corrupt":
+        Exchange._encode_change = corrupt  # type: ignore[method-assign]
+    elif kind == "replay":
+        Exchange._encode_change = replay  # type: ignore[method-assign]
+    elif kind == "false mean":
+        OwnedSlice._encode = false_mean  # type: ignore[method-assign]
+    elif kind == "full disk":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def flood(swarm: Swarm) -> None:
+    """Open streams to all others as fast as can be, and say nothing on them."""
+    context = swarm._service.context
+
+    async def open_all() -> None:
+        while True:
+            for peer_id in list(context.roster.members):
+                if peer_id != context.peer_id:
+                    with contextlib.suppress(SwarmError):
+                        await context.open(peer_id)
+            await asyncio.sleep(0.001)
+
+    swarm._thread.submit(open_all())
+
+
 def daemon_pid(swarm: Swarm) -> int:
     return swarm._service.context.transport.daemon_pid
 
@@ -90,7 +141,12 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     until_s = time.monotonic() + settings.get("run_s", 60.0)
     said_s = 0.0
     longest_s = 0.0
+    fault, fault_file = settings.get("fault", ""), Path(settings.get("fault_file", "/"))
     while not ended.is_set() and time.monotonic() < until_s:
+        if fault and fault_file.exists():
+            say("fault", fault=fault)
+            flood(swarm) if fault == "flood" else misbehave(fault)
+            step_s, fault = (20 * step_s if fault == "slow" else step_s), ""
         time.sleep(step_s)
         vectors.step(settings["target"])
         begun_s = time.monotonic()

@@ -43,7 +43,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -73,6 +73,8 @@ class ChurnSetup:
     """Peers at any time; at least 2."""
     kills: int = 20
     """At least 1."""
+    at_once: int = 1
+    """Peers that are killed at the same time; fewer than `peers`. One that trains is left."""
     pause_s: tuple[float, float] = (1.0, 6.0)
     """Least and most seconds from a newcomer's first step, or from its start, to the next kill;
     above 0."""
@@ -89,6 +91,9 @@ class ChurnSetup:
     def __post_init__(self) -> None:
         if self.peers < 2 or self.kills < 1:
             raise ConfigError(f"at least 2 peers and 1 kill, not {self.peers} and {self.kills}")
+        if not 0 < self.at_once < self.peers:
+            raise ConfigError(f"1 to {self.peers - 1} of them can be killed at once, not "
+                              f"{self.at_once}")  # fmt: skip
         if not 0 < self.pause_s[0] <= self.pause_s[1]:
             raise ConfigError(f"pause_s must be two ascending positive times, not {self.pause_s}")
 
@@ -107,6 +112,8 @@ def run(options: BenchmarkOptions, setup: ChurnSetup | None = None) -> Result:
         SwarmError: the peers could not be started at all.
     """
     setup = setup or (QUICK if options.quick else ChurnSetup())
+    wanted = {"peers": options.peers, "kills": options.kills, "at_once": options.at_once}
+    setup = replace(setup, **{key: value for key, value in wanted.items() if value is not None})
     data = _text()
     with tempfile.TemporaryDirectory(prefix="atom-churn-") as folder, _terminable():
         arguments = _arguments(setup, data)
@@ -148,19 +155,23 @@ class _Churn:
 
     def churn(self) -> None:
         """Kill and replace."""
-        for kill in range(self.setup.kills):
+        killed = 0
+        while killed < self.setup.kills:
             pause_s = self.chance.uniform(*self.setup.pause_s)
             if self.chance.random() >= self.setup.early_share:
                 self._wait_for_newcomers()
             self.crowd.wait(lambda: False, pause_s)
             self._replace_the_dead()
-            victim = self._victim()
-            state = "training" if victim.training else "joining"
-            self.crowd.kill(victim)
-            newcomer = self._start_newcomer()
+            victims = []
+            for _ in range(min(self.setup.at_once, self.setup.kills - killed)):
+                victim = self._victim()
+                victims.append(f"{victim.name} ({'training' if victim.training else 'joining'})")
+                self.crowd.kill(victim)
+            killed += len(victims)
+            newcomers = [self._start_newcomer().name for _ in victims]
             progress(
-                f"{self._elapsed_s():4.0f} s: kill {kill + 1} of {self.setup.kills}: {victim.name} "
-                f"({state}); {newcomer.name} joins"
+                f"{self._elapsed_s():4.0f} s: kill {killed} of {self.setup.kills}: "
+                f"{', '.join(victims)}; {', '.join(newcomers)} joins"
             )
         self._wait_for_newcomers()
         self.crowd.wait(lambda: False, self.setup.settle_s)

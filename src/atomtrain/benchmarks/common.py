@@ -36,6 +36,10 @@ class BenchmarkOptions:
     """Also write the JSON object to this file."""
     peers: int | None = None
     """Number of peers, for benchmarks that let one choose."""
+    kills: int | None = None
+    """Peers to kill, for benchmarks that do."""
+    at_once: int | None = None
+    """Peers to kill at the same time."""
     device: str | None = None
     """`cpu` or `cuda`, for benchmarks that take it; `None` is the benchmark's choice."""
     device_memory: str | None = None

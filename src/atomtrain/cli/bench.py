@@ -27,7 +27,13 @@ class BenchOptions:
     json: bool = option(False, "Print exactly one JSON object instead of a table.")
     quick: bool = option(False, "Smaller and shorter: under a minute.")
     out: Path | None = option(None, "Also write the JSON object to this file.", "FILE")
-    peers: int | None = option(None, "With network: number of peers. Default: 2.", "N")
+    peers: int | None = option(
+        None, "With network (default: 2) and churn (default: 3): number of peers.", "N"
+    )
+    kills: int | None = option(None, "With churn: peers to kill. Default: 20.", "N")
+    at_once: int | None = option(
+        None, "With churn: peers to kill at the same time. Default: 1.", "N"
+    )
     device: str | None = option(
         None, "With offloaders: cpu or cuda. Default: cuda if there is one.", "DEVICE"
     )
@@ -62,6 +68,8 @@ def run(arguments: Sequence[str]) -> int:
         out=options.out,
         json=options.json,
         peers=options.peers,
+        kills=options.kills,
+        at_once=options.at_once,
         device=options.device,
         device_memory=options.device_memory,
     )

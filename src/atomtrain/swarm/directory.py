@@ -15,12 +15,13 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.clock import SwarmClock
 from atomtrain.swarm.identity import Identity
-from atomtrain.swarm.libp2p import Libp2pTransport
+from atomtrain.swarm.libp2p import Libp2pTransport, peer_of
 from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.signing import open_record, sign_record
 
 _REPLICAS = 8
 _START_S = 15.0
+_GREETINGS = 3
 _CLOCK_TOLERATED_S = 1.0
 
 
@@ -71,7 +72,21 @@ class DhtDirectory:
                 f"no peer of run {admission.run!r} answered for the membership records: "
                 f"{str(error)[:200] or type(error).__name__}; try again, or another peer's address"
             ) from error
-        return cls(node, transport.identity, admission, clock)
+        directory = cls(node, transport.identity, admission, clock)
+        if through and not await directory._met(through):
+            raise SwarmError(
+                f"no peer of run {admission.run!r} answered for the membership records; try again, "
+                "or another peer's address"
+            )
+        return directory
+
+    async def _met(self, through: tuple[str, ...]) -> bool:
+        """Say whether a node at one of these addresses answers; on a busy machine not at once."""
+        for _ in range(_GREETINGS):
+            for address in through:
+                if await self.introduce(peer_of(address)):
+                    return True
+        return False
 
     async def publish(self, record: bytes, expiry_s: float) -> None:
         """Store this peer's record."""

@@ -1,0 +1,122 @@
+"""Every fault against every role, with real processes: the others go on, and hold the same.
+
+Takes ten minutes, so it runs on request only: `pytest -m matrix tests/fault`. Every member of a
+round contributes to all slices and reduces some: `corrupt` and `replay` spoil what a peer
+contributes, `false mean` what it reduces, the others hit both. The two roles differ in whom a fault
+hits: the peer that founded the run, and through which all came, or one that joined.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from swarm_processes import PeerProcess
+
+pytestmark = pytest.mark.matrix
+SENT = ("corrupt", "replay", "false mean", "flood", "slow", "full disk")
+
+
+@pytest.fixture
+def peers() -> Iterator[list[PeerProcess]]:
+    started: list[PeerProcess] = []
+    yield started
+    printed = [peer.finish() for peer in started]
+    assert "Traceback" not in "".join(printed)
+
+
+class Trio:
+    """Three peers that average, of which one will have a fault."""
+
+    def __init__(self, peers: list[PeerProcess], role: str, folder: Path, fault: str) -> None:
+        settings = {"target": 1.0, "expiry_s": 4.0, "round_floor_s": 2.0}
+        self.start_fault = folder / "start"
+        start = str(self.start_fault)
+        sick = {"fault": fault, "fault_file": start} if fault in SENT else {}
+        sick |= {"clock_off_s": 3600.0} if fault == "clock" else {}
+        sick |= {"identity": str(folder / "key"), "peers_file": str(folder / "peers.json")}
+        first = PeerProcess(**settings, **(sick if role == "founder" else {}))
+        peers.append(first)
+        self.address = first.wait_ready()
+        others = [
+            PeerProcess(**settings, join=[self.address], **one)
+            for one in ({}, {} if role == "founder" else sick)
+        ]
+        peers += others
+        for other in others:
+            other.wait_ready()
+        self.victim, *self.healthy = [first, *others] if role == "founder" else [
+            others[1], first, others[0],
+        ]  # fmt: skip
+        self.settings, self.sick = settings, sick
+        self.wait_averaged({first, *others})
+
+    def wait_averaged(self, members: set[PeerProcess], within_s: float = 40.0) -> None:
+        """Wait for a round of these members, seen by a healthy one."""
+        wanted = {member.peer_id for member in members}
+        seen_by = self.healthy[0]
+        seen_by.wait_for(
+            "round", within_s, lambda said: wanted <= set(said["contributors"]), seen_by.now
+        )
+
+    def check(self) -> None:
+        """The healthy ones average, hold the same, and learn what they shall."""
+        self.wait_averaged(set(self.healthy))
+        until_s = time.monotonic() + 20
+        while True:
+            last = [peer.lines("state")[-1] for peer in self.healthy]
+            if len({str(state["versions"]) for state in last}) == 1:
+                assert len({str(state["digests"]) for state in last}) == 1
+                break
+            assert time.monotonic() < until_s, last
+            time.sleep(0.1)
+        for state in last:
+            assert all(abs(mean - 1.0) < 0.5 for mean in state["means"]), state
+
+
+@pytest.mark.parametrize("role", ["founder", "newcomer"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "restart", "clock", *SENT])
+def test_fault(peers: list[PeerProcess], tmp_path: Path, fault: str, role: str) -> None:
+    trio = Trio(peers, role, tmp_path, fault)
+    victim = trio.victim
+    if fault in SENT:
+        trio.start_fault.touch()
+        victim.wait_for("fault", 30)
+    elif fault != "clock":
+        time.sleep(1.0)
+        victim.signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    trio.check()
+    if fault == "stop":
+        time.sleep(10.0)  # longer than records live
+        victim.signal(signal.SIGCONT)
+        trio.wait_averaged({victim, *trio.healthy})
+    if fault == "restart":
+        again = PeerProcess(**trio.settings, **trio.sick, rejoin=True)
+        peers.append(again)
+        again.wait_ready()
+        assert again.peer_id == victim.peer_id
+        trio.wait_averaged({again, *trio.healthy})
+    if fault in ("slow", "full disk", "clock", "flood"):
+        trio.wait_averaged({victim, *trio.healthy})
+    trio.check()
+
+
+def test_wrong_key(peers: list[PeerProcess], tmp_path: Path) -> None:
+    for name in ("right", "wrong"):
+        (tmp_path / name).write_text(f"the {name} secret of this run")
+    right, wrong = str(tmp_path / "right"), str(tmp_path / "wrong")
+    first = PeerProcess(target=1.0, key=right)
+    peers.append(first)
+    address = first.wait_ready()
+    for key in ({"key": wrong}, {}):
+        stranger = PeerProcess(target=5.0, join=[address], **key)
+        peers.append(stranger)
+        assert "admits only peers that know" in stranger.wait_for("error")["text"]
+    friend = PeerProcess(target=1.0, join=[address], key=right)
+    peers.append(friend)
+    friend.wait_ready()
+    both = {first.peer_id, friend.peer_id}
+    first.wait_for("round", 30, lambda said: set(said["contributors"]) == both, first.now)
