@@ -49,7 +49,7 @@ def say(kind: str, **fields: Any) -> None:
 def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
     config = SwarmConfig(
         run=settings["run"],
-        listen_host="127.0.0.1",
+        listen_host=settings.get("host", "127.0.0.1"),
         join=tuple(settings.get("join", ())),
         identity_path=Path(settings["identity"]) if "identity" in settings else None,
         peers_path=Path(settings["peers_file"]) if "peers_file" in settings else None,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,16 @@ Said = dict[str, Any]
 class PeerProcess:
     """A peer that runs `swarm_peer.py`."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, within: Sequence[str] = (), **settings: Any) -> None:
+        """`within`: what comes before the command, such as what enters a network namespace."""
         script = Path(__file__).with_name("swarm_peer.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps({"run": "fault", "run_s": 120, **settings})],
+            [
+                *within,
+                sys.executable,
+                str(script),
+                json.dumps({"run": "fault", "run_s": 120, **settings}),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -112,8 +112,12 @@ def run(options: BenchmarkOptions, setup: ChurnSetup | None = None) -> Result:
         SwarmError: the peers could not be started at all.
     """
     setup = setup or (QUICK if options.quick else ChurnSetup())
-    wanted = {"peers": options.peers, "kills": options.kills, "at_once": options.at_once}
-    setup = replace(setup, **{key: value for key, value in wanted.items() if value is not None})
+    setup = replace(
+        setup,
+        peers=options.peers or setup.peers,
+        kills=options.kills or setup.kills,
+        at_once=options.at_once or setup.at_once,
+    )
     data = _text()
     with tempfile.TemporaryDirectory(prefix="atom-churn-") as folder, _terminable():
         arguments = _arguments(setup, data)
