@@ -1,4 +1,7 @@
-"""Peers in network namespaces: one that nobody can dial, and a network that is cut and made whole."""
+"""Peers in network namespaces: one that nobody can dial; a network that is cut and made whole.
+
+Run with the fault matrix, as root: `pytest -m matrix tests/fault`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from atomtrain.benchmarks.shaping import Network
 from atomtrain.errors import ConfigError
 
 pytestmark = [
+    pytest.mark.matrix,
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0 or bool(os.environ.get("CI")), reason="needs root"),
 ]
