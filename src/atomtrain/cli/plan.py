@@ -18,12 +18,14 @@ from atomtrain.training.options import option
 from atomtrain.units import parse_bytes
 
 if TYPE_CHECKING:
+    from atomtrain.planning.machine import Machine
     from atomtrain.reporting.place import Place
 
 _EXAMPLES = """\
   atom plan gpt3-13b --gpu rtx-3090 --host-memory 256GiB
   atom plan gpt3-175b --gpu h100 --host-memory 4TiB --picture plan.png --trace plan.json
   atom plan models/llama-3-70b --gpu a100-80gb --host-memory 2TiB --tokens-per-step 65536
+  atom plan gpt3-13b --gpu rtx-4090 --host-memory 96GiB --disk nvme-pcie4
   atom plan gpt3-small                              this machine, measured
   atom plan gpt3-xl --gpu rtx-3090 --save mine.json
   atom plan gpt3-xl --gpu rtx-3090 --machine mine.json --json"""
@@ -47,6 +49,18 @@ class PlanOptions:
     )
     device_memory: str | None = option(
         None, "Device budget, such as 8GiB. Default: 90% of the GPU's memory.", "SIZE"
+    )
+    disk: str | None = option(
+        None,
+        "Disk for state that host memory cannot hold: a name of the catalogue (nvme-pcie3, "
+        "nvme-pcie4, nvme-pcie5), or a folder of this machine, which is measured.",
+        "DISK",
+    )
+    on_disk: str | None = option(
+        None,
+        "State that is on disk: nothing, moments, or parameters (and moments). Default: as little "
+        "as host memory demands.",
+        "KIND",
     )
     context: int | None = option(
         None, "Tokens of a sequence. Default: the model's, at most 4096 from a file.", "N"
@@ -80,6 +94,8 @@ class PlanOptions:
         for name in ("host_memory", "device_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), "--" + name.replace("_", "-"))
+        if self.on_disk is not None and self.disk is None:
+            raise ConfigError(f"--on-disk {self.on_disk} needs --disk DISK")
         if self.tf32 and self.gpu is None:
             raise ConfigError("--tf32 needs --gpu NAME: this machine is measured as torch is set")
 
@@ -110,11 +126,15 @@ def run(arguments: Sequence[str]) -> int:
     for name in ("save", "picture", "trace"):
         require_writable(getattr(options, name), f"--{name}")
     place = _place(options)
+    if options.disk is not None:
+        place = place._replace(machine=_with_disk(place.machine, options.disk))
     model = subject(options.model, options.context, options.head_pieces)
     workload = Workload(
         context_tokens=model.context_tokens,
         tokens_per_step=options.tokens_per_step,
         micro_batch=options.micro_batch,
+        disk=options.disk is not None,
+        on_disk=options.on_disk,
     )
     dtype = "tf32" if options.tf32 else "fp32"
     setting = Setting(machine=place.machine, workload=workload, card=place.card, dtype=dtype)
@@ -155,3 +175,14 @@ def _place(options: PlanOptions) -> Place:
         host_bytes = budgets.get("host_memory_bytes", host(card.host).most_memory_bytes)
         place = Place(machine_for(card, host_bytes), card)
     return place._replace(machine=dataclasses.replace(machine or place.machine, **budgets))
+
+
+def _with_disk(machine: Machine, text: str) -> Machine:
+    """Return the machine with a disk of the catalogue, or with that of a folder, measured."""
+    from atomtrain.planning.disks import DISKS, disk
+    from atomtrain.swapping.disk_profile import disk_rates
+
+    folder = Path(text)
+    if text.lower() in DISKS or not folder.is_dir():
+        return disk(text).of(machine)
+    return disk_rates(folder).of(machine)

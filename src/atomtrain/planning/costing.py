@@ -29,7 +29,7 @@ from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.schedule import Phase, Visit, training_visits
 from atomtrain.planning.shape import Boundary, Shape
-from atomtrain.planning.timeline import Span, StepTime, VisitTime, predict, step_spans
+from atomtrain.planning.timeline import DiskWork, Span, StepTime, VisitTime, predict, step_spans
 from atomtrain.planning.updating import UpdateModel, two_moments
 
 Array = NDArray[np.float64]
@@ -57,8 +57,6 @@ class _Moved(NamedTuple):
     """What the device updates, in its AdamW parameters."""
     seeds: Array
     """Bytes of gradients that come back to be added to."""
-    stored: Array
-    """Bytes that updates read and write on disk."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,7 @@ class VisitTable:
     update_s: Array
     fetch_s: Array
     save_s: Array
-    read_s: Array
-    write_s: Array
     stage_s: Array
-    ahead_s: Array
-    blocks: Array
 
     @cached_property
     def loading_s(self) -> Array:
@@ -130,20 +124,20 @@ class Costing:
         self._crossing = micro_batches * np.array(crossing, float)
         self._updated = (updates or two_moments(chain)).of_blocks(chain, layout)
         self._disk = disk if disk is not None and disk.on_disk else None
-        self.before = self._before() if clips and self._disk is not None else None
-        """What forward has to wait for of the step before, if anything."""
+        self.disk = None if self._disk is None else self._disk_work(self._disk, clips)
+        """What updates take where state is on disk."""
         self._moved: dict[tuple[frozenset[int], frozenset[int]], _Moved] = {}
         self._tables: dict[tuple[Phase, Place, bool, bool], VisitTable] = {}
 
     def step(self, shape: Shape) -> StepTime:
         """Return the predicted step of a shape."""
         visits = training_visits(shape)
-        return predict(visits, self.visit_times(shape, visits), self.before)
+        return predict(visits, self.visit_times(shape, visits), self.disk)
 
     def spans(self, shape: Shape) -> list[Span]:
         """Return the spans of the predicted step of a shape."""
         visits = training_visits(shape)
-        return step_spans(visits, self.visit_times(shape, visits), self.before)
+        return step_spans(visits, self.visit_times(shape, visits), self.disk)
 
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
@@ -196,9 +190,7 @@ class Costing:
         # In backward both directions of the link are busy.
         share = machine.both_ways_share if backward else 1.0
         each_s = self.micro_batches * machine.copy_s
-        read_s, write_s, stage_s = self._disk_s(phase, loaded, moved.stored)
-        start, stop = np.indices(nothing.shape)
-        later = self.before is not None
+        later = self.disk is not None and self.disk.clips
         return VisitTable(
             compute_s=compute_s
             + machine.compute_s_per_copied_byte * copied
@@ -209,11 +201,7 @@ class Costing:
             # At least one copy for each micro-batch.
             fetch_s=_copied_s(fetched, machine.load_bytes_per_s, each_s),
             save_s=_copied_s(saved, machine.unload_bytes_per_s, each_s),
-            read_s=nothing if later else read_s,
-            write_s=nothing if later else write_s,
-            stage_s=stage_s,
-            ahead_s=nothing + self._ahead_s(),
-            blocks=np.maximum(1.0, (stop - start).astype(float)),
+            stage_s=self._stage_s(backward, loaded),
         )
 
     def _moved_by(self, resident: frozenset[int], on_device: frozenset[int]) -> _Moved:
@@ -232,7 +220,6 @@ class Costing:
                 updated=_between(here),
                 updated_there=_between(there),
                 seeds=np.zeros((count + 1, count + 1)),
-                stored=_between(self._on_disk()[:count]),
             )
             for block in range(count, layout.blocks):
                 moved = self._with_shared(moved, block, resident, on_device)
@@ -254,10 +241,7 @@ class Costing:
         work = self._updated[block]
         if block in on_device:
             return moved._replace(updated_there=moved.updated_there + work.device_work * first)
-        moved = moved._replace(
-            updated=moved.updated + work.host_work * first,
-            stored=moved.stored + self._on_disk()[block] * first,
-        )
+        moved = moved._replace(updated=moved.updated + work.host_work * first)
         if block in resident:
             return moved._replace(coming=moved.coming + n_bytes * first)
         return moved._replace(
@@ -265,46 +249,30 @@ class Costing:
             seeds=moved.seeds + n_bytes * (used & (users[-1] >= stop)),
         )
 
-    def _before(self) -> VisitTime:
-        """Return the updates of all blocks, with their disk."""
+    def _disk_work(self, use: DiskUse, clips: bool) -> DiskWork:
+        """Return what all updates take."""
         read_rate, write_rate = self._machine.storage_rates
-        share, n_bytes = self._machine.storage_both_ways_share, sum(self._on_disk())
-        return VisitTime(
-            update_s=sum(u.host_work for u in self._updated)
-            / self._machine.update_parameters_per_s,
-            read_s=n_bytes / (share * read_rate),
+        share, n_bytes = self._machine.storage_both_ways_share, sum(map(sum, use.blocks))
+        # In backward parameters are read for the device too.
+        loads = sum(block.parameters for block in use.blocks)
+        worked = sum(block.host_work for block in self._updated)
+        return DiskWork(
+            read_s=(n_bytes + loads * (not clips)) / (share * read_rate),
+            update_s=worked / self._machine.update_parameters_per_s,
             write_s=n_bytes / (share * write_rate),
+            ahead_s=sum(use.slots) / read_rate,
+            blocks=sum(1 for block in use.blocks if sum(block)),
+            clips=clips,
         )
 
-    def _ahead_s(self) -> float:
-        """Return how long reads take for which there is memory before anything is updated."""
-        if self._disk is None:
-            return 0.0
+    def _stage_s(self, backward: bool, loaded: Array) -> Array:
+        """Return the seconds in which what visits load is read from disk."""
+        if self._disk is None or "parameters" not in self._disk.on_disk:
+            return np.zeros_like(loaded)
         read_rate, _ = self._machine.storage_rates
-        return sum(self._disk.slots) / read_rate
-
-    def _on_disk(self) -> list[int]:
-        """Return the bytes of each block that its update reads and writes on disk."""
-        if self._disk is None:
-            return [0] * self._layout.blocks
-        return [sum(block) for block in self._disk.blocks]
-
-    def _disk_s(self, phase: Phase, loaded: Array, stored: Array) -> tuple[Array, Array, Array]:
-        """Return the seconds in which visits read and write state, and read what they load."""
-        nothing = np.zeros_like(stored)
-        if self._disk is None:
-            return nothing, nothing, nothing
-        read_rate, write_rate = self._machine.storage_rates
-        backward = phase in (Phase.TURN, Phase.BACKWARD)
         # In backward the disk reads and writes at once.
         share = self._machine.storage_both_ways_share if backward else 1.0
-        staged = loaded if "parameters" in self._disk.on_disk else nothing
-        stored = stored if backward else nothing
-        return (
-            stored / (share * read_rate),
-            stored / (share * write_rate),
-            staged / (share * read_rate),
-        )
+        return loaded / (share * read_rate)
 
     def _moved_bytes(self, phase: Phase, boundary: Boundary, keep: bool) -> tuple[Array, Array]:
         """Return what visits fetch and save of values and their gradients.

@@ -35,6 +35,7 @@ class Disk:
         """Return a machine with this disk."""
         return dataclasses.replace(
             machine,
+            name=f"{machine.name}, {self.title}",
             storage_read_bytes_per_s=self.read_bytes_per_s,
             storage_write_bytes_per_s=self.write_bytes_per_s,
             storage_both_ways_share=self.both_ways_share,

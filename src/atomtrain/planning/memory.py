@@ -132,17 +132,21 @@ class MemoryModel:
     def host_bytes(self, shape: Shape) -> int:
         """Return parameters, gradients, optimizer state, waiting values, and the rest."""
         first = shape.host_layers
-        # State that is on the device passes through the host too, when it is saved.
-        state = self._updates.host_bytes
         waiting = self._waiting_bytes(shape)
         # Gradients on their way to layers on the host, and what those make of one of them: as
         # large as the weights.
         waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
         waiting += sum(cost.parameter_bytes for cost in self._costs.layers[:first])
-        if self._disk is not None:
-            state += self._disk.staging_bytes - self._disk.saved_bytes
+        return self.state_bytes + waiting + PROCESS_BYTES
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, gradients, optimizer state, and staging memory for what is on disk."""
         arenas = 1 + self._layout.gradient_factor
-        return arenas * self._layout.total_bytes + state + waiting + PROCESS_BYTES
+        kept = arenas * self._layout.total_bytes + self._updates.host_bytes
+        if self._disk is None:
+            return kept
+        return kept + self._disk.staging_bytes - self._disk.saved_bytes
 
     def least_layer_bytes(self, index: int) -> int:
         """Return the least device bytes with which the layer alone could be a segment."""

@@ -7,14 +7,15 @@ start of the visit before, and the turn's earliest start is a shortest path over
 Turn. All that backward needs of forward is when the turn starts, and which segment is in the other
 slot: that one is not loaded again if backward's next segment is the same.
 
-Backward. The rest depends on seven clocks only: when compute, the next load, the last two unloads,
-the updates, and the disk's reads and writes can go on. A later clock never makes a step end sooner,
-so of two ways to the same cut the one that is later (or equal) in every clock can be forgotten.
+Backward. The rest depends on six clocks only: when compute, the next load, the last two unloads and
+the updates can go on, and when the first gradients were on the host, from where on a disk works. A
+later clock never makes a step end sooner, so of two ways to the same cut the one that is later (or
+equal) in every clock can be forgotten.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +24,13 @@ from atomtrain.planning.costing import Costing, VisitTable
 from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Shape
 from atomtrain.planning.space import Allowed, Family
-from atomtrain.planning.timeline import backlog_s
 
 Array = NDArray[np.float64]
 Starts = NDArray[np.intp]
-_COMPUTE, _LOAD, _UNLOAD, _BEFORE, _UPDATE, _READ, _WRITE = range(7)
+_COMPUTE, _LOAD, _UNLOAD, _BEFORE, _UPDATE, _FIRST = range(6)
 _SLACK = 1 + 1e-12
+_LESS = 1 - 1e-12
+"""Sums in another order differ by less; they are no difference."""
 
 
 class _Turn(NamedTuple):
@@ -43,7 +45,7 @@ class _Turn(NamedTuple):
 class _Labels(NamedTuple):
     """Ways to reach a cut in backward, none of them better than another in all clocks."""
 
-    clocks: Array  # [n, 7] seconds
+    clocks: Array  # [n, 6] seconds
     parents: list[tuple[int, int, int] | _Turn]
     """The cut, the number of segments so far (0 where it does not matter) and the index of the
     label that each one came from."""
@@ -79,7 +81,8 @@ class Optimum:
         self._hit = costing.table(Phase.BACKWARD, place, load=False)
         self._kept = costing.table(Phase.BACKWARD, place, load=False, keep=True)
         self._layers = len(costing.layer_forward_s)
-        self._backlog_s = 0.0 if costing.before is None else backlog_s(costing.before)
+        self._disk = costing.disk
+        self._backlog_s = 0.0 if costing.disk is None else costing.disk.backlog_s
         self._most_load_s = 0.0
         self._starts: dict[bytes, Forward] = {}
         self._ahead_s = np.concatenate(([0.0], np.cumsum(costing.layer_forward_s)))
@@ -102,7 +105,12 @@ class Optimum:
         if self._family.gradient_buffers == 1:  # nor does an unload, but it may behind a load
             unloads = self._turn.unload_s[starts, self._layers] + self._backward.unload_s[0, starts]
             alone = np.maximum(alone, first + unloads)
-        return float(np.maximum(compute + alone, loads).min())
+        least = np.maximum(compute + alone, loads)
+        if self._disk is not None:
+            # The first gradients come after forward and the turn.
+            first = ahead[starts] + back[-1] - back[starts]
+            least = np.maximum(least, first + self._disk.working_s)
+        return float(least.min())
 
     def _ends(self, allowed: Allowed, starts: Starts) -> tuple[Array, Array]:
         """Return what is before any compute and after it, at least, for each start of the turn:
@@ -134,7 +142,7 @@ class Optimum:
             (float(value), key, index)
             for key, here in done.items()
             if key[0] == 0 and (self._segments or 0) == key[1]
-            for index, value in enumerate(here.clocks[:, [_UPDATE, _WRITE]].max(axis=1))
+            for index, value in enumerate(self._step_ends(here.clocks))
         ]
         if not ends or min(ends)[0] >= below_s:
             return None
@@ -175,7 +183,7 @@ class Optimum:
                 starts = forward.turns[:start, start]
             after = self._after_turn(start, starts)
             first = int(np.argmin(starts))
-            if after[first, _COMPUTE] + self._back_s[start] <= below_s * _SLACK:
+            if self._hopeful(after[[first]], self._back_s[start], below_s)[0]:
                 turn = _Turn(start, None, False)
                 _add(labels, (start, one), _Labels(after[[first]], [turn]))
             if start == 0 or not self._overlap:
@@ -186,67 +194,61 @@ class Optimum:
             ):
                 lows = np.flatnonzero(which[:start, start] & np.isfinite(starts))
                 clocks = self._visit(after[lows], table, lows, start)
-                hopeful = clocks[:, _COMPUTE] + self._back_s[lows] <= below_s * _SLACK
+                hopeful = self._hopeful(clocks, self._back_s[lows], below_s)
                 for row in map(int, np.flatnonzero(hopeful)):
                     turn = _Turn(start, int(lows[row]), keep)
                     _add(labels, (int(lows[row]), two), _Labels(clocks[[row]], [turn]))
         return labels
 
     def _after_turn(self, start: int, starts_s: Array) -> Array:
-        """Return the clocks after the turn for each time at which it may start, `[n, 7]`."""
+        """Return the clocks after the turn for each time at which it may start, `[n, 6]`."""
         table, stop = self._turn, self._layers
         compute = starts_s + table.visit_s[start, stop]
         unload = compute + table.unload_s[start, stop]
-        read, update, write = self._updated(
-            (starts_s, np.zeros_like(unload), np.zeros_like(unload)), unload, table, start, stop
-        )
+        update = unload + table.update_s[start, stop]
         load = starts_s if self._overlap else compute
-        clocks = [compute, load, unload, np.zeros_like(load), update, read, write]
+        clocks = [compute, load, unload, np.zeros_like(load), update, unload]
         return np.stack(clocks, axis=1)
 
-    def _updated(
-        self,
-        clocks: tuple[Array, Array, Array],
-        unloaded: Array,
-        table: VisitTable,
-        start: int | Starts,
-        stop: int,
-    ) -> tuple[Array, Array, Array]:
-        """Return the clocks of reads, updates and writes after a visit, as `step_spans` does."""
-        read, update, write = clocks
-        update_s, write_s = table.update_s[start, stop], table.write_s[start, stop]
-        blocks = table.blocks[start, stop]
-        begun = np.maximum(read, unloaded - table.ahead_s[start, stop])
-        read = begun + table.read_s[start, stop]
-        update = np.maximum(np.maximum(update, unloaded) + update_s, read + update_s / blocks)
-        first = np.maximum(write, unloaded + update_s / blocks)
-        return read, update, np.maximum(first + write_s, update + write_s / blocks)
+    def _hopeful(self, clocks: Array, left_s: Any, below_s: float) -> NDArray[np.bool_]:
+        """Return which labels can still end below a limit, with so much compute left at least."""
+        working_s = 0.0 if self._disk is None else self._disk.working_s
+        ends = np.maximum(clocks[:, _COMPUTE] + left_s, clocks[:, _FIRST] + working_s)
+        hopeful: NDArray[np.bool_] = ends <= below_s * _SLACK
+        return hopeful
+
+    def _step_ends(self, clocks: Array) -> Array:
+        """Return when steps end."""
+        if self._disk is None:
+            return clocks[:, _UPDATE]
+        updated = clocks[:, _UPDATE] + self._disk.last_s
+        ends: Array = np.maximum(updated, clocks[:, _FIRST] + self._disk.working_s)
+        return ends
 
     def _visit(self, clocks: Array, table: VisitTable, start: int | Starts, stop: int) -> Array:
         """Return the clocks after a backward visit.
 
         Args:
-            clocks: `[n, 7]`, or `[n, 1, 7]` with several segments.
+            clocks: `[n, 6]`, or `[n, 1, 6]` with several segments.
             table: Seconds of the visit.
             start: First layer of the segment, or those of several.
             stop: The layer after its last one.
         """
-        compute, load, unload, before, update, read, write = (clocks[..., i] for i in range(7))
+        compute, load, unload, before, update, first = (clocks[..., i] for i in range(6))
         loaded = load + table.loading_s[start, stop]
         ready = np.maximum(compute, loaded)
         empty = unload if self._family.gradient_buffers == 1 else before
         end = np.maximum(ready, empty) + table.visit_s[start, stop]
         unloaded = np.maximum(unload, end) + table.unload_s[start, stop]
-        read, updated, write = self._updated(
-            (read + table.stage_s[start, stop], update, write), unloaded, table, start, stop
-        )
+        updated = np.maximum(update, unloaded) + table.update_s[start, stop]
         # A load that can start so early that it never holds compute up may as well start later.
         next_load = np.maximum(ready, end - self._most_load_s) if self._overlap else end
-        after = np.empty((*end.shape, 7))
+        after = np.empty((*end.shape, 6))
         after[..., _COMPUTE], after[..., _LOAD] = end, next_load
         after[..., _UNLOAD], after[..., _UPDATE] = unloaded, updated
-        after[..., _READ] = read
-        after[..., _WRITE] = write
+        # A disk that is done before compute holds nobody up.
+        working_s = 0.0 if self._disk is None else self._disk.working_s
+        after[..., _FIRST] = np.maximum(first, end - working_s)
         # An unload that is over before compute is free holds nobody up.
         single = self._family.gradient_buffers == 1
         after[..., _BEFORE] = 0.0 if single else np.maximum(unload, end)
@@ -264,7 +266,7 @@ class Optimum:
         """Add the labels that one more segment makes of those at a cut."""
         if self._segments is not None and count >= self._segments:
             return
-        hopeful = np.flatnonzero(here.clocks[:, _COMPUTE] + self._back_s[cut] <= below_s * _SLACK)
+        hopeful = np.flatnonzero(self._hopeful(here.clocks, self._back_s[cut], below_s))
         starts = np.flatnonzero(allowed.backward[:, cut])
         if not hopeful.size or not starts.size:
             return
@@ -342,8 +344,9 @@ def _pareto(parts: list[_Labels]) -> _Labels:
         return _Labels(clocks, parents)
     order = np.lexsort(clocks.T[::-1])
     left, kept = order, []
+    less = clocks * _LESS
     while left.size:
         # The first in order is beaten by none that is left.
         kept.append(int(left[0]))
-        left = left[1:][(clocks[left[1:]] < clocks[left[0]]).any(axis=1)]
+        left = left[1:][(clocks[left[1:]] < less[left[0]]).any(axis=1)]
     return _Labels(clocks[kept], [parents[index] for index in kept])

@@ -6,6 +6,7 @@ analysed and planned, and the fastest in tokens per second wins.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import ConfigError, PlanError
 from atomtrain.planning.costing import spans_of
+from atomtrain.planning.disk import DiskRequest, on_disk_up_to, two_moments
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
@@ -86,6 +88,10 @@ class Workload:
     """Sequences of a micro-batch, or `None` for the fastest."""
     least_micro_batch: int = 1
     """Smaller ones are not tried."""
+    disk: bool = False
+    """Whether state may lie on the machine's disk."""
+    on_disk: str | None = None
+    """Up to which kind of state it does then, or `None` for as little as host memory demands."""
 
     def __post_init__(self) -> None:
         for name in ("context_tokens", "tokens_per_step", "micro_batch", "least_micro_batch"):
@@ -138,6 +144,8 @@ class Prospect:
             self.times,
             self.machine,
             self.plan.micro_batches,
+            two_moments(self.analysis.chain),
+            self.plan.on_disk,
             updates=self.analysis.updates,
         )
 
@@ -164,7 +172,11 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
     for size in _sizes(workload, sequences):
         analysis = analyse(size)
         times = compute.estimate(analysis)
-        request = Request(micro_batches=-(-sequences // size), updates=analysis.updates)
+        request = Request(
+            micro_batches=-(-sequences // size),
+            updates=analysis.updates,
+            disk=_disk_request(analysis, workload),
+        )
         try:
             plan = make_plan(analysis.chain, analysis.costs, times, machine, request)
         except PlanError:
@@ -185,7 +197,20 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
         if _most_to_gain(analysis.costs, times, compute.flops_per_s) < _HELPS:
             break
     assert best is not None
+    if workload.tokens_per_step is None and best.plan.disk_s > best.plan.compute_s:
+        # Compute covers the link, but not the disk.
+        more = math.ceil(best.plan.disk_s / (COMPUTE_SHARE * best.plan.compute_s))
+        tokens = more * best.tokens_per_step
+        covering = dataclasses.replace(workload, tokens_per_step=tokens)
+        return prospect(analyse, compute, machine, covering)
     return best
+
+
+def _disk_request(analysis: Analysis, workload: Workload) -> DiskRequest | None:
+    if not workload.disk:
+        return None
+    on_disk = None if workload.on_disk is None else on_disk_up_to(workload.on_disk)
+    return DiskRequest(states=two_moments(analysis.chain), on_disk=on_disk)
 
 
 def _most_to_gain(costs: ChainCosts, times: Mapping[str, LayerTime], flops_per_s: float) -> float:

@@ -68,8 +68,12 @@ def make_plan(
     """
     plan = None
     # More on disk is never faster, so the least that fits the host is the best.
-    for on_disk in choices(request.disk):
-        plan = _best(_problems(chain, costs, times, machine, request, on_disk), machine)
+    possible = choices(request.disk)
+    for on_disk in possible:
+        problems = _problems(chain, costs, times, machine, request, on_disk)
+        if on_disk != possible[-1] and problems[0].least_host_bytes > machine.host_memory_bytes:
+            continue  # no need to search for plans that cannot fit
+        plan = _best(problems, machine)
         if plan.host_bytes <= machine.host_memory_bytes:
             return plan
     assert plan is not None
@@ -135,6 +139,11 @@ class _Problem:
         self._all = MemoryModel(chain, costs, Layout(chain), count, updates, self._disk)
         self.host_s = host_s(chain, costs, host_layers, machine, count, self._disk, updates)
         _check_request(self.space, layout)
+
+    @property
+    def least_host_bytes(self) -> int:
+        """What any plan takes of host memory, and most take more."""
+        return self._all.state_bytes
 
     @cached_property
     def fastest(self) -> Choice | None:

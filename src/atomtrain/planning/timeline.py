@@ -29,21 +29,45 @@ class VisitTime(NamedTuple):
     """Values and their gradients, host to device."""
     save_s: float = 0.0
     """Values and their gradients, device to host."""
-    read_s: float = 0.0
-    """Optimizer state from disk, before the update."""
-    write_s: float = 0.0
-    """Optimizer state to disk, after it."""
     stage_s: float = 0.0
     """Parameters from disk for the load; counts only if the visit loads."""
-    ahead_s: float = 0.0
-    """How much of the reading of state can be done before gradients arrive."""
-    blocks: float = 1.0
-    """Parts in which state is read, updated and written, one part after the other."""
 
     @property
     def visit_s(self) -> float:
         """How long the visit lasts: values move while others are computed with."""
         return max(self.compute_s, self.fetch_s, self.save_s)
+
+
+class DiskWork(NamedTuple):
+    """What updates of a step take where state is on disk, for all blocks together."""
+
+    read_s: float
+    update_s: float
+    write_s: float
+    ahead_s: float
+    """How much of the reading there is memory for before anything is updated."""
+    blocks: int
+    """Parts that are read, updated and written one after the other."""
+    clips: bool
+    """Whether all that comes after the last gradient, so that the next forward waits for it."""
+
+    @property
+    def backlog_s(self) -> float:
+        """How long the next forward has at least to wait for its last block."""
+        return max(self.read_s, self.update_s, self.write_s) if self.clips else 0.0
+
+    @property
+    def working_s(self) -> float:
+        """How long a step goes on at least after its first gradients are on the host."""
+        if self.clips:
+            return 0.0
+        busiest_s = max(self.write_s, self.read_s - self.ahead_s)
+        return busiest_s + (self.update_s + self.write_s) / max(1, self.blocks)
+
+    @property
+    def last_s(self) -> float:
+        """How long the last block is written after its update."""
+        return 0.0 if self.clips else self.write_s / max(1, self.blocks)
 
 
 class Span(NamedTuple):
@@ -84,12 +108,12 @@ class StepTime(NamedTuple):
 
 
 def predict(
-    visits: Sequence[Visit], times: Sequence[VisitTime], before: VisitTime | None = None
+    visits: Sequence[Visit], times: Sequence[VisitTime], disk: DiskWork | None = None
 ) -> StepTime:
     """Return the step that the visits make; arguments as for `step_spans`."""
     busy = dict.fromkeys(get_args(StreamName), 0.0)
     end_s = 0.0
-    for span in step_spans(visits, times, before):
+    for span in step_spans(visits, times, disk):
         busy[span.stream] += span.end_s - span.start_s
         end_s = max(end_s, span.end_s)
     return StepTime(
@@ -103,19 +127,19 @@ def predict(
 
 
 def step_spans(
-    visits: Sequence[Visit], times: Sequence[VisitTime], before: VisitTime | None = None
+    visits: Sequence[Visit], times: Sequence[VisitTime], disk: DiskWork | None = None
 ) -> list[Span]:
     """Return the spans of the step, in the order of the visits; those of no length too.
 
     Args:
         visits: Of a training step.
         times: The seconds of each visit.
-        before: Updates of the step before that its forward waits for, with their disk.
+        disk: What updates take where state is on disk.
     """
     spans: list[Span] = []
     done: list[float] = []
     released: dict[int, float] = {}  # when each gradient buffer is empty again
-    compute = load = unload = update = read = write = 0.0
+    compute = load = unload = update = first = 0.0
 
     def add(stream: StreamName, visit: Visit, start_s: float, length_s: float) -> float:
         spans.append(Span(stream, label_of(visit), start_s, start_s + length_s))
@@ -129,16 +153,10 @@ def step_spans(
             begun = max(load, free) + max(0.0, time.stage_s - time.load_s)
             ready = load = add("load", visit, begun, time.load_s)
         start = max(compute, ready)
-        if visit.phase is Phase.TURN and before is not None:
-            start = max(start, backlog_s(before))
-            for one, length_s in before_spans(before):
+        if visit.phase is Phase.TURN and disk is not None and disk.clips:
+            start = max(start, disk.backlog_s)
+            for one, length_s in _updating(disk):
                 add(one, visit, 0.0, length_s)
-        if visit.load and time.stage_s > 0:
-            if visit.phase is not Phase.BACKWARD:
-                read = max(read, ready - time.stage_s)
-            read = add("read", visit, read, time.stage_s)
-        if visit.phase is Phase.TURN:
-            read = max(read, start)  # nearly all reads of state wait for memory until then
         if visit.gradient is not None:
             start = max(start, released.get(visit.gradient, 0.0))
         for stream, length_s in (("fetch", time.fetch_s), ("save", time.save_s)):
@@ -150,32 +168,18 @@ def step_spans(
         if visit.gradient is not None:
             unload = add("unload", visit, max(unload, compute), time.unload_s)
             released[visit.gradient] = unload
-            # Reads go ahead only as far as there is memory for them.
-            begun = max(read, unload - time.ahead_s)
-            read = add("read", visit, begun, time.read_s) if time.read_s > 0 else begun
-            first = unload + time.update_s / time.blocks
-            ends = max(max(update, unload) + time.update_s, read + time.update_s / time.blocks)
-            update = add("update", visit, ends - time.update_s, time.update_s)
-            ends = max(max(write, first) + time.write_s, update + time.write_s / time.blocks)
-            write = ends
-            if time.write_s > 0:
-                add("write", visit, ends - time.write_s, time.write_s)
+            update = add("update", visit, max(update, unload), time.update_s)
+            first = unload if visit.phase is Phase.TURN else first
+    if disk is not None and not disk.clips:
+        ends = max(update + disk.last_s, first + disk.working_s)
+        add("read", visits[-1], max(0.0, first - disk.ahead_s), disk.read_s)
+        add("write", visits[-1], ends - disk.write_s, disk.write_s)
     return spans
 
 
-def backlog_s(before: VisitTime) -> float:
-    """Return how long updates of the step before take, one block after the other."""
-    return max(before.read_s, before.update_s, before.write_s)
-
-
-def before_spans(before: VisitTime) -> list[tuple[StreamName, float]]:
-    """Return the streams that updates of the step before keep busy, and for how long."""
-    lengths: list[tuple[StreamName, float]] = [
-        ("read", before.read_s),
-        ("update", before.update_s),
-        ("write", before.write_s),
-    ]
-    return [item for item in lengths if item[1] > 0]
+def _updating(disk: DiskWork) -> list[tuple[StreamName, float]]:
+    """Return the streams that updates keep busy, and for how long."""
+    return [("read", disk.read_s), ("update", disk.update_s), ("write", disk.write_s)]
 
 
 def label_of(visit: Visit) -> str:

@@ -31,7 +31,11 @@ def least_fitting(setting: Setting, forecast: Callable[[Setting], Prospect]) -> 
     """Return the least device and host memory that would do; `None` if no GPU is large enough."""
     budgets = {int(DEVICE_MEMORY_SHARE * card.memory_bytes) for card in GPUS.values()}
     given = setting.machine.device_memory_bytes
-    workload = dataclasses.replace(setting.workload, micro_batch=setting.workload.micro_batch or 1)
+    workload = dataclasses.replace(
+        setting.workload,
+        micro_batch=setting.workload.micro_batch or 1,
+        on_disk="parameters" if setting.workload.disk else None,
+    )
     for budget in sorted({given, *(b for b in budgets if b > given)}):
         machine = dataclasses.replace(
             setting.machine, device_memory_bytes=budget, host_memory_bytes=_ENDLESS_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from atomtrain.planning.plan import Plan
+from atomtrain.planning.plan import Plan, disk_text
 from atomtrain.planning.prospect import Prospect
 from atomtrain.reporting.picture import Caption
 from atomtrain.reporting.report import Report
@@ -91,13 +91,15 @@ def _model(report: Report) -> list[tuple[str, str]]:
 
 def _memory(report: Report) -> list[tuple[str, str]]:
     plan, machine = report.prospect.plan, report.prospect.machine
+    kinds = "" if plan.on_disk else f" ({_STATE_BYTES_PER_PARAMETER} of them float32 state)"
+    on_disk = [("on disk", disk_text(plan))] if plan.on_disk else []
     return [
         (
             "host",
             f"{format_bytes(plan.host_bytes)} of {format_bytes(machine.host_memory_bytes)}: "
-            f"{report.host_bytes_per_parameter:.1f} bytes a parameter "
-            f"({_STATE_BYTES_PER_PARAMETER} of them float32 state)",
+            f"{report.host_bytes_per_parameter:.1f} bytes a parameter{kinds}",
         ),
+        *on_disk,
         (
             "device",
             f"{format_bytes(plan.device_peak_bytes)} peak of "

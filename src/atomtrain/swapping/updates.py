@@ -257,7 +257,7 @@ class Updates:
     def _expected(self, deliveries: Mapping[Layers, Iterable[int]]) -> Iterable[int]:
         """Return the blocks in the order in which they will be updated."""
         if self.waits:
-            return range(len(self._blocks))
+            return [block for block in range(len(self._blocks)) if block not in self.on_device]
         waiting = [set(layers) for layers in self._waiting]
         order = []
         for layers, blocks in deliveries.items():

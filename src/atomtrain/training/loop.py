@@ -61,6 +61,7 @@ class Loop:
         """Train; return `completed` or `interrupted`."""
         session, recipe = self._session, self._session.recipe
         announce(session, self._events)
+        self._warn_of_buffers()
         with self._interruptible():
             if session.fine_tunes and session.step == 0:
                 self._evaluate(_GLANCE_SEQUENCES)  # where it starts from
@@ -79,6 +80,16 @@ class Loop:
                 if self._due(recipe.checkpoint_every):
                     self._checkpoint()
             return self._finish("interrupted" if self._stop else "completed")
+
+    def _warn_of_buffers(self) -> None:
+        """Say it if reads and writes of state on disk cannot go past the page cache."""
+        disk = self._session.engine.disk
+        if disk is not None and not disk.direct:
+            self._events.emit(
+                "warning",
+                message=f"the file system of {self._session.options.disk} refuses direct reads and "
+                "writes; they go through the page cache",
+            )
 
     def _batch(self) -> list[dict[str, torch.Tensor]]:
         session = self._session
