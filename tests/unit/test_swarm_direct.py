@@ -205,6 +205,23 @@ def test_a_restarted_peer_is_asked_again_and_without_a_way_there_is_none() -> No
     asyncio.run(scenario())
 
 
+def test_a_firewall_that_swallows_everything_is_given_up_on_in_time() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:  # accepts, says nothing
+            offers = {"deaf": Offer(port=deaf.getsockname()[1], token="ab" * 32).encode()}
+
+            async def ask(peer_id: str) -> bytes:
+                return offers[peer_id]
+
+            client = Direct("127.0.0.1", 0, 5.0, ask, patience_s=0.2)
+            assert await client.open("deaf", ()) is None
+            async with asyncio.timeout(10):
+                assert await client.open("deaf", ["127.0.0.1"] * 5) is None
+            client.close()
+
+    asyncio.run(scenario())
+
+
 def test_hosts_of_addresses() -> None:
     assert host_of("/ip4/1.2.3.4/tcp/5/p2p/Q") == "1.2.3.4"
     assert host_of("/dns4/a.example/tcp/5/p2p/Q") == "a.example"

@@ -36,7 +36,6 @@ _NAME_BYTES = 16
 _TOKENS_MAX = 8192
 _GREETINGS_MAX = 256
 _GREETING_S = 10.0
-_CONNECT_S = 3.0
 _AVOID_S = 60.0
 
 
@@ -80,10 +79,16 @@ class Direct:
     """One peer's straight streams: a listener, and the way to those of others."""
 
     def __init__(
-        self, host: str, port: int, stall_s: float, ask: Callable[[str], Awaitable[bytes]]
+        self,
+        host: str,
+        port: int,
+        stall_s: float,
+        ask: Callable[[str], Awaitable[bytes]],
+        patience_s: float = 3.0,
     ) -> None:
         """Listen on `host`; `port` 0 is any free one.
 
+        Opening a stream takes `patience_s` at most, also where a firewall swallows everything.
         `ask` returns what a peer answers, over a stream that proves its identity and this peer's,
         to the question for an offer; it raises `LinkLost`.
 
@@ -91,7 +96,7 @@ class Direct:
             OSError: the port is in use.
         """
         self._ask = ask
-        self._stall_s = stall_s
+        self._stall_s, self._patience_s = stall_s, patience_s
         self._listener = socket.create_server((host, port), backlog=128)
         self._listener.setblocking(False)
         self._given: dict[str, Offer] = {}  # by peer
@@ -120,15 +125,16 @@ class Direct:
 
     async def open(self, peer_id: str, hosts: Iterable[str]) -> Channel | None:
         """Return a stream to a peer at one of `hosts`, or None if there is no straight way now."""
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._avoid_until_s.get(peer_id, 0.0):
+        loop, hosts = asyncio.get_running_loop(), tuple(hosts)
+        if not hosts or loop.time() < self._avoid_until_s.get(peer_id, 0.0):
             return None
         known = self._offers.get(peer_id)
         try:
-            if known is not None:
-                with contextlib.suppress(OSError):
-                    return await self._connect(peer_id, hosts, known)
-            return await self._connect(peer_id, hosts, await self._asked(peer_id, known))
+            async with asyncio.timeout(self._patience_s):
+                if known is not None:
+                    with contextlib.suppress(OSError):
+                        return await self._connect(peer_id, hosts, known)
+                return await self._connect(peer_id, hosts, await self._asked(peer_id, known))
         except (OSError, LinkLost, BadMessage) as error:  # TimeoutError is an OSError
             _log.info("no straight stream to peer %s (%s)", peer_id[-8:], error)
             self._offers.pop(peer_id, None)
@@ -144,16 +150,16 @@ class Direct:
     async def _asked(self, peer_id: str, stale: Offer | None) -> Offer:
         async with self._asking.setdefault(peer_id, asyncio.Lock()):
             if self._offers.get(peer_id) is stale:
-                async with asyncio.timeout(_GREETING_S):
-                    self._offers[peer_id] = Offer.decode(await self._ask(peer_id))
+                self._offers[peer_id] = Offer.decode(await self._ask(peer_id))
             return self._offers[peer_id]
 
-    async def _connect(self, peer_id: str, hosts: Iterable[str], offer: Offer) -> Channel:
+    async def _connect(self, peer_id: str, hosts: tuple[str, ...], offer: Offer) -> Channel:
         """Open a stream; raises `OSError`."""
         failed = OSError("it has no address")
+        share_s = self._patience_s / (len(hosts) + 1)
         for host in hosts:
             try:
-                async with asyncio.timeout(_CONNECT_S):
+                async with asyncio.timeout(share_s):
                     return await self._connect_to(peer_id, host, offer)
             except TimeoutError:
                 failed = OSError(f"{host}:{offer.port} does not answer")

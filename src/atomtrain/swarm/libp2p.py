@@ -202,7 +202,8 @@ def _listening(config: SwarmConfig, ask: Callable[[str], Awaitable[bytes]]) -> D
     """Return this peer's straight streams: at the port after the daemon's, if that was chosen."""
     for port in dict.fromkeys((config.listen_port and config.listen_port + 1, 0)):
         try:
-            return Direct(config.listen_host, port, config.stall_s, ask)
+            # What is left of the deadline is for the daemon's stream.
+            return Direct(config.listen_host, port, config.stall_s, ask, config.connect_s / 3)
         except (OSError, OverflowError) as error:
             _log.warning("no straight streams at port %d: %s", port, error)
     return None
