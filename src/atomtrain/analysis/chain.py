@@ -39,7 +39,7 @@ class Layer:
 
     def run(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
         """Call the module with `tensors` in place of its parameters and buffers."""
-        result = torch.func.functional_call(self.module, dict(tensors), tuple(values))
+        result = self.call(tensors, values)
         written = (
             (result,)
             if len(self.writes) == 1 and not isinstance(result, tuple | list)
@@ -51,6 +51,10 @@ class Layer:
                 f"{len(self.writes)} were expected: {', '.join(self.writes)}"
             )
         return written
+
+    def call(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> Any:
+        """Return what the module returns with `tensors` as its parameters and buffers."""
+        return torch.func.functional_call(self.module, dict(tensors), tuple(values))
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,9 @@ class Options:
     on_disk: Literal["nothing", "moments", "masters", "parameters"] | None = None
     """Which state is on disk: all kinds up to this one. `None`: as little as host memory demands.
     """
+    compile: bool = False
+    """Compile one template for each kind of layer with `torch.compile`; on `cuda` and `cpu`. The
+    result differs in its last bits from that of a model that is not compiled."""
     profile: bool = True
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache). Else a GPU's rates come from the catalogue, and the emulated device's from the
