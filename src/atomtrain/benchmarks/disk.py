@@ -51,7 +51,10 @@ class DiskSetup:
 
 
 QUICK = DiskSetup(
-    case=DiskCase(layers=4, width=512, vocabulary=2048, steps=3, micro_batches=2), rows=ROWS[:3]
+    case=DiskCase(
+        layers=4, width=512, vocabulary=2048, steps=3, micro_batches=2, device_memory="40MiB"
+    ),
+    rows=ROWS[:3],
 )
 
 
