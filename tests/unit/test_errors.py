@@ -18,7 +18,9 @@ def test_every_error_is_of_the_family_and_has_an_exit_code_that_is_no_success() 
     assert len(FAMILY) >= 9
     for kind in FAMILY:
         assert kind.exit_code in (1, 2)
-        assert str(kind("what, allowed, next")) == "what, allowed, next"
+        given = "what, allowed, next"
+        told = [given] if kind is errors.RecipeFileError else given  # it has one line a mistake
+        assert str(kind(told)) == given
         assert kind.__doc__
 
 
