@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"analysis"},
     "swapping": {"analysis", "planning"},
     "models": {"analysis"},
-    "reporting": {"analysis", "planning", "swapping", "models"},
+    "reporting": {"analysis", "planning", "swapping", "models", "optimizers"},
     "swarm": set(),
     "data": set(),
     "checkpoint": set(),

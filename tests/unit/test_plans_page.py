@@ -17,6 +17,7 @@ def test_the_page_is_the_generator_s_text_with_a_row_for_each_model_and_gpu() ->
     text = PAGE.read_text(encoding="utf-8")
     assert text.startswith(plans_page._INTRODUCTION)
     assert plans_page._TREATMENTS in text
+    assert plans_page._HOST_MEMORY in text
     for card in plans_page.CARDS:
         table = text.partition(f"## {gpu(card).title}\n")[2].partition("\n## ")[0]
         rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()]
@@ -33,8 +34,8 @@ def test_rows_are_complete_for_models_that_fit_and_for_those_that_do_not() -> No
 def test_treatments_are_planned_with_one_sequence_a_micro_batch() -> None:
     found = list(treatments(subject("tiny", 16), gpu("rtx-3090"), 1 << 30, 2))
     assert [item.text for item in found] == [
-        "none", "embedding on the host", "resident where it pays", "head in 8 pieces",
-        "all, where they pay",
+        "none", "embedding on the host", "resident where it pays",
+        "optimizer on the device where it pays", "head in 8 pieces", "all, where they pay",
     ]  # fmt: skip
     for item in found:
         assert not isinstance(item.found, PlanError)
@@ -43,7 +44,7 @@ def test_treatments_are_planned_with_one_sequence_a_micro_batch() -> None:
         if item.text == "embedding on the host":
             assert item.found.plan.host_layers == 1
             assert loaded_bytes(item.found) < loaded_bytes(found[0].found)
-        elif item.found.plan.host_layers == 0:
+        elif item.found.plan.host_layers == 0 and not item.found.plan.device_blocks:
             assert loaded_bytes(item.found) >= item.found.analysis.parameter_bytes
         if item.text in ("none", "embedding on the host", "head in 8 pieces"):
             assert item.found.plan.resident_blocks == ()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -163,6 +164,7 @@ def build(problem: Problem) -> Built:
         load_bytes_per_s=problem.load_bytes_per_s,
         unload_bytes_per_s=problem.unload_bytes_per_s,
         update_parameters_per_s=problem.update_parameters_per_s,
+        device_update_parameters_per_s=3 * problem.update_parameters_per_s,
         compute_s_per_copied_byte=problem.copy_cost,
         device_memory_bytes=1 << 40,
         host_memory_bytes=1 << 40,
@@ -196,6 +198,8 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
                 if request.slots:
                     slots = {min(request.slots, len(forward))}
                 buffers = {min(g, len(backward) - 1) for g in (1, 2)}
+                if request.gradient_buffers:
+                    buffers = {min(request.gradient_buffers, len(backward) - 1)}
                 for k, g, boundary in itertools.product(slots, buffers, ("device", "host")):
                     choices: list[tuple[Activation, ...]] = [("recompute",) * (len(backward) - 1)]
                     ends = backward[-3:-1]
@@ -227,8 +231,35 @@ REQUESTS = [{}, {}, {}, {"segments": 1}, {"segments": 2}, {"segments": 3}, {"slo
 def test_the_search_equals_brute_force(problem: Problem, fixed: dict[str, int]) -> None:
     built = build(problem)
     request = Request(micro_batches=problem.micro_batches, **fixed)
-    if (request.segments or 1) > len(problem.layers):
-        return
+    if (request.segments or 1) <= len(problem.layers):
+        compare(problem, built, request)
+
+
+@st.composite
+def long_problems(draw: st.DrawFn) -> tuple[Problem, dict[str, Any]]:
+    """Chains of five or six layers; what is resident is drawn, and so need not be enumerated."""
+    problem = draw(problems(most_layers=6).filter(lambda p: len(p.layers) >= 5))
+    blocks = range(len(problem.layers) + len(problem.shared))
+    resident = draw(st.sets(st.sampled_from(blocks), max_size=4))
+    there = draw(st.sets(st.sampled_from(sorted(resident)))) if resident else set()
+    fixed: dict[str, Any] = {"resident": tuple(sorted(resident))}
+    fixed["device_blocks"] = tuple(sorted(there))
+    for name, counts in (("slots", (1, 2)), ("gradient_buffers", (1, 2))):
+        fixed[name] = draw(st.sampled_from((None, *counts)))
+    return problem, fixed
+
+
+@settings(deadline=None, max_examples=int(os.environ.get("ATOM_SEARCH_EXAMPLES", "4")))
+@given(long_problems())
+def test_the_search_equals_brute_force_on_six_layers(drawn: tuple[Problem, dict[str, Any]]) -> None:
+    """`ATOM_SEARCH_EXAMPLES=300` draws more of them; a few minutes."""
+    problem, fixed = drawn
+    built = build(problem)
+    compare(problem, built, Request(micro_batches=problem.micro_batches, **fixed))
+
+
+def compare(problem: Problem, built: Built, request: Request) -> None:
+    """Check the search's answers against those of all plans."""
     space = built.space(request)
     everything = choices_of(space, built, request)
     least = min(choice.device_bytes for choice in everything)

@@ -27,6 +27,7 @@ _EXAMPLES = """\
   atom plan models/llama-3-70b --gpu a100-80gb --host-memory 2TiB --tokens-per-step 65536
   atom plan gpt3-13b --gpu rtx-4090 --host-memory 96GiB --disk nvme-pcie4
   atom plan gpt3-small                              this machine, measured
+  atom plan gpt3-13b --gpu rtx-3090 --precision bf16 --optimizer adamw-int8
   atom plan gpt3-xl --gpu rtx-3090 --save mine.json
   atom plan gpt3-xl --gpu rtx-3090 --machine mine.json --json"""
 
@@ -72,6 +73,10 @@ class PlanOptions:
     head_pieces: int | None = option(
         None, "Pieces of the vocabulary in which the head computes its loss. Default: whole.", "N"
     )
+    precision: str = option("fp32", "fp32, bf16 or fp16; both with exact float32 masters.", "TYPE")
+    optimizer: str = option(
+        "adamw", "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon.", "NAME"
+    )
     tf32: bool = option(
         False, "Matrix products in TF32, as torch.set_float32_matmul_precision('high') gives."
     )
@@ -96,6 +101,12 @@ class PlanOptions:
                 parse_bytes(getattr(self, name), "--" + name.replace("_", "-"))
         if self.on_disk is not None and self.disk is None:
             raise ConfigError(f"--on-disk {self.on_disk} needs --disk DISK")
+        from atomtrain.training.optimizing import check_optimizer, check_precision
+
+        check_optimizer(self.optimizer)
+        check_precision(self.precision, self.optimizer)
+        if self.tf32 and self.precision != "fp32":
+            raise ConfigError("--tf32 is a way to multiply float32; leave it out with --precision")
         if self.tf32 and self.gpu is None:
             raise ConfigError("--tf32 needs --gpu NAME: this machine is measured as torch is set")
 
@@ -121,6 +132,7 @@ def run(arguments: Sequence[str]) -> int:
         from atomtrain.reporting.report import make_report
         from atomtrain.reporting.subject import subject
         from atomtrain.reporting.table import caption, plan_text
+        from atomtrain.training.optimizing import named_optimizer, precision_of
 
     # What can be refused is refused before the model is analysed.
     for name in ("save", "picture", "trace"):
@@ -128,7 +140,10 @@ def run(arguments: Sequence[str]) -> int:
     place = _place(options)
     if options.disk is not None:
         place = place._replace(machine=_with_disk(place.machine, options.disk))
-    model = subject(options.model, options.context, options.head_pieces)
+    model = subject(options.model, options.context, options.head_pieces).trained_with(
+        lambda owned: named_optimizer(owned, options.optimizer, options.precision),
+        precision_of(options.precision),
+    )
     workload = Workload(
         context_tokens=model.context_tokens,
         tokens_per_step=options.tokens_per_step,
@@ -136,7 +151,7 @@ def run(arguments: Sequence[str]) -> int:
         disk=options.disk is not None,
         on_disk=options.on_disk,
     )
-    dtype = "tf32" if options.tf32 else "fp32"
+    dtype = "tf32" if options.tf32 else options.precision
     setting = Setting(machine=place.machine, workload=workload, card=place.card, dtype=dtype)
     if options.save is not None:
         save_machine(place.machine, options.save)

@@ -46,7 +46,8 @@ def check_parameters(
                 f"a parameter of shape {shape} is {parameter.dtype}; this host optimizer updates "
                 f"{allowed} only: convert the model with model.float()"
             )
-        if parameter.device.type != "cpu":
+        # On the meta device nothing is ever updated: there one may ask for sizes.
+        if parameter.device.type not in ("cpu", "meta"):
             raise ConfigError(
                 f"a parameter of shape {shape} is on {parameter.device}; the host optimizers "
                 "update on the CPU: use those of torch.optim there"

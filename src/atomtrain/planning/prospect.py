@@ -17,7 +17,7 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import ConfigError, PlanError
 from atomtrain.planning.costing import spans_of
-from atomtrain.planning.disk import DiskRequest, on_disk_up_to, two_moments
+from atomtrain.planning.disk import DiskRequest, States, on_disk_up_to, two_moments
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
@@ -39,6 +39,8 @@ class Analysis(NamedTuple):
     costs: ChainCosts
     updates: UpdateModel | None = None
     """What the optimizer takes; `None` is AdamW."""
+    states: States | None = None
+    """The tensors of its state, for what may lie on disk."""
 
     @property
     def parameters(self) -> int:
@@ -144,7 +146,7 @@ class Prospect:
             self.times,
             self.machine,
             self.plan.micro_batches,
-            two_moments(self.analysis.chain),
+            self.analysis.states or two_moments(self.analysis.chain),
             self.plan.on_disk,
             updates=self.analysis.updates,
         )
@@ -210,7 +212,7 @@ def _disk_request(analysis: Analysis, workload: Workload) -> DiskRequest | None:
     if not workload.disk:
         return None
     on_disk = None if workload.on_disk is None else on_disk_up_to(workload.on_disk)
-    return DiskRequest(states=two_moments(analysis.chain), on_disk=on_disk)
+    return DiskRequest(states=analysis.states or two_moments(analysis.chain), on_disk=on_disk)
 
 
 def _most_to_gain(costs: ChainCosts, times: Mapping[str, LayerTime], flops_per_s: float) -> float:

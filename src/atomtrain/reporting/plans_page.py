@@ -8,7 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch import nn
+
 from atomtrain.errors import PlanError
+from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import HOSTS, Gpu, gpu, machine_for
 from atomtrain.planning.prospect import Workload
@@ -35,6 +38,9 @@ MODELS = (
 )
 CARDS = ("gtx-1080-ti", "rtx-3090", "rtx-4090", "h100")
 _STATE_BYTES = 16
+_LEANEST_BYTES = 8.0625
+"""A bfloat16 parameter and its gradient (2 + 2), the rest of its exact master (2), two moments of 8
+bits (2.06)."""
 _SPARE_HOST = 1.1
 """Host memory beyond the state: for the system and the values kept for backward."""
 
@@ -51,23 +57,29 @@ is what 2.8 TB for 175 billion parameters comes from. Matrix products are float3
 TF32, as PyTorch does by default. The device budget is 90% of the GPU's memory; among plans that
 are equally fast (within 1%) the one that needs least of it is taken. Each host has memory for the
 model, and the memory channels of a usual host that holds so much. Tokens a step (micro-batches x
-sequences in each) are what lets compute cover the link. Smaller optimizer states and lower
-precision are not counted here.
+sequences in each) are what lets compute cover the link. Where a whole block, optimizer state
+included, fits the device and pays there, it stays there: small models train as without swapping.
 """
 
 
+_HOST_MEMORY = """\
+The plan also holds the values at the cuts between segments, for all micro-batches. *Leanest exact*
+is `--precision bf16 --optimizer adamw-int8`: 8 bytes a parameter, masters exact to the last bit of
+float32, products in bfloat16 ([precision.md](precision.md)).
+"""
 _TREATMENTS = """\
 ## Embedding and head
 
 Much to load and little to compute, and the logits are often the largest workspace of all. A
 *resident* weight has a place of its own on the device, is loaded once a step, and its gradient
-leaves once; an embedding *on the host* gathers the rows that the step's tokens touch there, so that
-only they cross the link (its output) and their gradients come back; a head *in pieces* of the
-vocabulary never holds all logits (its loss differs in the last bits, so it is a choice:
-`--head-pieces 8`). They count where the vocabulary is large beside a
-block: in GPT-3 175B a block alone is three times as large as the vocabulary's weight, so little is
-saved. *Least device memory* is that of any plan, however slow. One sequence a micro-batch, eight a
-step; eight pieces.
+leaves once; with its optimizer *on the device* nothing of it crosses the link, and so may be as
+many blocks as there is room for, spread evenly over the chain; an embedding *on the host* gathers
+the rows that the step's tokens touch there, so that only they cross the link (its output) and their
+gradients come back; a head *in pieces* of the vocabulary never holds all logits (its loss differs
+in the last bits, so it is a choice: `--head-pieces 8`). They count where the vocabulary is large
+beside a block: in GPT-3 175B a block alone is three times as large as the vocabulary's weight, so
+little is saved. *Least device memory* is that of any plan, however slow. One sequence a micro-
+batch, eight a step; eight pieces.
 """
 _LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -98,19 +110,29 @@ def host_table() -> Iterator[str]:
     """Yield host bytes of each model: the state, and the whole of a plan."""
     yield "## Host memory"
     yield ""
-    yield "The plan also holds the values at the cuts between segments, for all micro-batches."
+    yield from _HOST_MEMORY.splitlines()
     yield ""
-    yield from _header("model", "parameters", "16 bytes a parameter", "plan on the H100")
+    yield from _header(
+        "model", "parameters", "16 bytes a parameter", "plan on the H100", "tokens/s",
+        "leanest exact", "plan on the H100", "tokens/s",
+    )  # fmt: skip
     for name in MODELS:
-        model = subject(name)
-        report = _report(model, gpu("h100"))
-        plan_bytes = "-" if isinstance(report, PlanError) else report.prospect.plan.host_bytes
-        yield _row(
-            name,
-            format_count(model.parameters),
-            _decimal(_STATE_BYTES * model.parameters),
-            plan_bytes if isinstance(plan_bytes, str) else _decimal(plan_bytes),
-        )
+        whole, lean = subject(name), subject(name).trained_with(_leanest, "bf16")
+        cells = [name, format_count(whole.parameters)]
+        for model, each_bytes in ((whole, _STATE_BYTES), (lean, _LEANEST_BYTES)):
+            report = _report(model, gpu("h100"), "bf16" if model is lean else "fp32")
+            cells.append(_decimal(each_bytes * model.parameters))
+            if isinstance(report, PlanError):
+                cells += ["-", "-"]
+                continue
+            cells.append(_decimal(report.prospect.plan.host_bytes))
+            cells.append(format_tokens_per_s(report.prospect.tokens_per_s))
+        yield _row(*cells)
+
+
+def _leanest(model: nn.Module) -> AdamW:
+    """Return the optimizer of the least state whose masters are exact."""
+    return AdamW(decay_groups(model), state="int8", master="split")
 
 
 def card_table(card: Gpu) -> Iterator[str]:
@@ -171,11 +193,12 @@ def _host_bytes(model: Subject, card: Gpu) -> int:
     return max(HOSTS[card.host].most_memory_bytes, 1 << (needed - 1).bit_length())
 
 
-def _report(model: Subject, card: Gpu) -> Report | PlanError:
+def _report(model: Subject, card: Gpu, dtype: str = "fp32") -> Report | PlanError:
     setting = Setting(
         machine=machine_for(card, _host_bytes(model, card)),
         workload=Workload(context_tokens=model.context_tokens),
         card=card,
+        dtype=dtype,
     )
     try:
         return make_report(model, setting, advise=False)

@@ -10,6 +10,7 @@ from typing import Any
 from atomtrain.errors import PlanError
 from atomtrain.planning.advice import Advice, Setting, advice, possible_changes
 from atomtrain.planning.prospect import Analysis, Compute, Prospect, prospect
+from atomtrain.planning.updating import two_moments
 from atomtrain.reporting.fitting import explained, least_fitting
 from atomtrain.reporting.place import compute_of
 from atomtrain.reporting.subject import Subject
@@ -34,6 +35,14 @@ class Report:
     def host_bytes_per_parameter(self) -> float:
         """Host bytes of the plan, values kept for backward included, by parameters."""
         return self.prospect.plan.host_bytes / self.parameters
+
+    @property
+    def state_bytes_per_parameter(self) -> float:
+        """Bytes of a parameter, its gradient and its optimizer state."""
+        analysis = self.prospect.analysis
+        taken = analysis.updates or two_moments(analysis.chain)
+        state_bytes = taken.host_bytes - taken.scratch_bytes
+        return (2 * analysis.parameter_bytes + state_bytes) / self.parameters
 
     @property
     def peak_share(self) -> float:
@@ -66,6 +75,7 @@ class Report:
             "peak_share": self.peak_share,
             "busy_shares": self.busy_shares,
             "host_bytes_per_parameter": self.host_bytes_per_parameter,
+            "state_bytes_per_parameter": self.state_bytes_per_parameter,
             "advice": [dataclasses.asdict(item) for item in self.advice],
         }
 

@@ -6,8 +6,10 @@ Weights stay on the meta device, so a model of any size costs no memory.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -26,6 +28,12 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.models.presets import preset
 from atomtrain.planning.prospect import Analysis
+from atomtrain.swapping.precision import Narrowed
+from atomtrain.swapping.update_model import update_model
+from atomtrain.swapping.updates import states_of
+
+Precision = Literal["bf16", "fp16"]
+OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
 
 _USUAL_CONTEXT = 4096
 """Tokens of a sequence, where the model allows more: what most models are pre-trained with."""
@@ -42,7 +50,23 @@ class Subject:
     """On the meta device."""
     head_pieces: int | None = None
     """In how many pieces of the vocabulary the head computes its loss; `None` is as it is."""
+    optimizer: torch.optim.Optimizer | None = None
+    """Of the model's parameters; `None` is AdamW with two moments of their type."""
     _analyses: dict[int, Analysis] = field(default_factory=dict, repr=False, compare=False)
+
+    def trained_with(self, make: OptimizerOf, precision: Precision | None = None) -> Subject:
+        """Return the model with an optimizer, and in the type that it is computed in.
+
+        Args:
+            make: Makes the optimizer of a model on the meta device.
+            precision: As for `atomtrain.Options`; the model itself is changed.
+
+        Raises:
+            ConfigError: a parameter that cannot be bfloat16, or that the optimizer cannot update.
+        """
+        if precision is not None:
+            Narrowed(self.model, precision)
+        return replace(self, optimizer=make(self.model), _analyses={})
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -63,7 +87,11 @@ class Subject:
             chain = traced.chain
             if self.head_pieces is not None:
                 chain = split_head(chain, self.head_pieces)
-            self._analyses[sequences] = Analysis(chain, layer_costs(chain, traced.bind(example)))
+            costs = layer_costs(chain, traced.bind(example))
+            updates = states = None
+            if self.optimizer is not None:
+                updates, states = update_model(self.optimizer, chain), states_of(self.optimizer)
+            self._analyses[sequences] = Analysis(chain, costs, updates, states)
         return self._analyses[sequences]
 
 

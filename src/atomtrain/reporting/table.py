@@ -12,10 +12,9 @@ from atomtrain.reporting.report import Report
 from atomtrain.units import format_bytes, format_count, format_seconds
 
 _KEY_COLUMNS = 12
+_MOST_NAMES = 6
 _DAY_S = 86_400.0
 _YEAR_S = 365.25 * _DAY_S
-_STATE_BYTES_PER_PARAMETER = 16
-"""Float32 parameters, gradients and AdamW's two moments: what the engine stores today."""
 
 
 def plan_text(report: Report) -> str:
@@ -60,11 +59,23 @@ def bounds_text(bounds: Sequence[int]) -> str:
 
 
 def resident_names(found: Prospect) -> list[str]:
-    """Return the names of the resident blocks: layers, or weights that several layers share."""
+    """Return the names of the resident blocks."""
+    return block_names(found, found.plan.resident_blocks)
+
+
+def block_names(found: Prospect, blocks: Sequence[int]) -> list[str]:
+    """Return the names of blocks: layers, or weights that several layers share."""
     chain = found.analysis.chain
     names = [layer.name for layer in chain.layers]
     names += [chain.names.get(key, "?") for key, users in chain.users.items() if len(users) > 1]
-    return [names[block] for block in found.plan.resident_blocks]
+    return [names[block] for block in blocks]
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return names for people, not all if they are many."""
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more"
 
 
 def host_names(found: Prospect) -> list[str]:
@@ -91,7 +102,8 @@ def _model(report: Report) -> list[tuple[str, str]]:
 
 def _memory(report: Report) -> list[tuple[str, str]]:
     plan, machine = report.prospect.plan, report.prospect.machine
-    kinds = "" if plan.on_disk else f" ({_STATE_BYTES_PER_PARAMETER} of them float32 state)"
+    each = f"{report.state_bytes_per_parameter:.3g}"
+    kinds = "" if plan.on_disk else f" ({each} of parameter, gradient and optimizer state)"
     on_disk = [("on disk", disk_text(plan))] if plan.on_disk else []
     return [
         (
@@ -122,8 +134,13 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
     ]
     if plan.host_layers:
         rows.append(("on the host", f"{', '.join(host_names(found))}: only rows cross the link"))
-    if plan.resident_blocks:
-        rows.append(("resident", f"{', '.join(resident_names(found))}: loaded once a step"))
+    loaded = [block for block in plan.resident_blocks if block not in plan.device_blocks]
+    if loaded:
+        names = ", ".join(block_names(found, loaded))
+        rows.append(("resident", f"{names}: loaded once a step"))
+    if plan.device_blocks:
+        names = _few(block_names(found, plan.device_blocks))
+        rows.append(("on device", f"{names}: optimizer and all, nothing crosses the link"))
     if kept > 0:
         rows.append(("kept", f"graphs of {kept} segments: not recomputed in backward"))
     rows.append(

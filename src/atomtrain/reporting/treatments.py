@@ -32,6 +32,14 @@ class Treatment(NamedTuple):
     """Micro-batches of one sequence."""
 
 
+class _Fixed(NamedTuple):
+    """Fields of a request."""
+
+    resident: tuple[int, ...] | None
+    device_blocks: tuple[int, ...] | None
+    host_layers: int | None
+
+
 def treatments(
     model: Subject, card: Gpu, host_memory_bytes: int, micro_batches: int
 ) -> Iterator[Treatment]:
@@ -44,14 +52,15 @@ def treatments(
         micro_batches: Of one sequence each, in a step.
     """
     split = dataclasses.replace(model, head_pieces=HEAD_PIECES, _analyses={})
-    for text, subject, resident, host_layers in (
-        ("none", model, (), 0),
-        ("embedding on the host", model, (), 1),
-        ("resident where it pays", model, None, 0),
-        (f"head in {HEAD_PIECES} pieces", split, (), 0),
-        ("all, where they pay", split, None, None),
+    for text, subject, fixed in (
+        ("none", model, _Fixed((), (), 0)),
+        ("embedding on the host", model, _Fixed((), (), 1)),
+        ("resident where it pays", model, _Fixed(None, (), 0)),
+        ("optimizer on the device where it pays", model, _Fixed(None, None, 0)),
+        (f"head in {HEAD_PIECES} pieces", split, _Fixed((), (), 0)),
+        ("all, where they pay", split, _Fixed(None, None, None)),
     ):
-        request = Request(micro_batches=micro_batches, resident=resident, host_layers=host_layers)
+        request = Request(micro_batches=micro_batches, **fixed._asdict())
         machine = machine_for(card, host_memory_bytes)
         analysis = subject.analyse(1)
         times = compute_of(card, "fp32").estimate(analysis)
@@ -64,9 +73,10 @@ def loaded_bytes(found: Prospect) -> int:
     """Return the parameters that cross the link to the device in a step, in bytes."""
     layout, shape = Layout(found.analysis.chain), found.plan.shape
     resident = shape.resident_blocks
+    coming = set(resident) - set(shape.device_blocks)
     loads = [visit.layers for visit in training_visits(shape) if visit.load]
     return sum(layout.segment_bytes(*layers, resident) for layers in loads) + sum(
-        layout.block_bytes(block) for block in resident
+        layout.block_bytes(block) for block in coming
     )
 
 

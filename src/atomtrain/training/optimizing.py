@@ -85,18 +85,34 @@ def precision_of(name: str) -> Literal["bf16", "fp16"] | None:
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Return the recipe's optimizer of all of a model's trainable parameters."""
-    options: dict[str, Any] = {
-        "lr": recipe.learning_rate,
-        "weight_decay": recipe.weight_decay,
-        "betas": BETAS,
-    }
-    if recipe.optimizer == "muon":
-        return Muon(muon_groups(model, recipe.weight_decay), **options)
-    groups = decay_groups(model, recipe.weight_decay)
-    return AdamW(
-        groups,
-        state=_FORMATS[recipe.optimizer],
+    return named_optimizer(
+        model,
+        recipe.optimizer,
+        recipe.precision,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
         seed=recipe.seed,
-        master=_master_format(recipe.optimizer, recipe.precision),
-        **options,
     )
+
+
+def named_optimizer(
+    model: nn.Module,
+    name: str,
+    precision: str = "fp32",
+    *,
+    learning_rate: float = 1e-3,
+    weight_decay: float = 0.1,
+    seed: int = 0,
+) -> torch.optim.Optimizer:
+    """Return an optimizer by name, of all of a model's trainable parameters.
+
+    The model may be on the meta device, for the optimizer's sizes.
+    """
+    options: dict[str, Any] = {
+        "lr": learning_rate, "weight_decay": weight_decay, "betas": BETAS,
+    }  # fmt: skip
+    if name == "muon":
+        return Muon(muon_groups(model, weight_decay), **options)
+    groups = decay_groups(model, weight_decay)
+    master = _master_format(name, precision)
+    return AdamW(groups, state=_FORMATS[name], seed=seed, master=master, **options)
