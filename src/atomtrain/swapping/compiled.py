@@ -9,6 +9,7 @@ compiled, not from step to step or from plan to plan.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from torch import Tensor
 from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.costs import ChainCosts
 
+TRACING = threading.Lock()
+"""Held while something is compiled, and while optimizers of engines that compile run: compiling
+switches flags of the whole process, by which optimizers choose their arithmetic."""
 Template = Callable[[dict[str, Tensor], tuple[Any, ...]], Any]
 
 
@@ -53,9 +57,26 @@ def compiled(chain: Chain, costs: ChainCosts, backend: str = "inductor") -> Chai
 
 def _template(layer: Layer, backend: str) -> Template:
     module = layer.module
+    seen: set[tuple[Any, ...]] = set()
 
     def run(tensors: dict[str, Tensor], values: tuple[Any, ...]) -> Any:
         return torch.func.functional_call(module, tensors, values)
 
-    template: Template = torch.compile(run, backend=backend)
+    fast: Template = torch.compile(run, backend=backend)
+
+    def template(tensors: dict[str, Tensor], values: tuple[Any, ...]) -> Any:
+        described = (_described(value) for value in (*tensors.values(), *values))
+        key = (torch.is_grad_enabled(), module.training, *described)
+        if key in seen:
+            return fast(tensors, values)
+        with TRACING:
+            seen.add(key)
+            return fast(tensors, values)
+
     return template
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.requires_grad
+    return type(value)

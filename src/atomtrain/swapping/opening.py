@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from torch import nn
@@ -12,7 +13,7 @@ from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.errors import ConfigError
 from atomtrain.planning.layout import Layout
-from atomtrain.swapping.compiled import compiled
+from atomtrain.swapping.compiled import TRACING, compiled
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.disk_placement import Placement, machine_with_disk, placed
@@ -150,6 +151,7 @@ def _open(
             placement,
             # Nothing is pinned there, and what is not held need not be counted.
             release=opened.one_memory,
+            guard=TRACING if options.compile else nullcontext(),
             loss_scale=(
                 LossScale(options.loss_scale, options.loss_scale_steps)
                 if options.precision == "fp16"

@@ -8,6 +8,7 @@ into the next step, yet no gradient is ever stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,11 +44,12 @@ class Updates:
         placement: Placement | None = None,
         release: bool = False,
         loss_scale: LossScale | None = None,
+        guard: AbstractContextManager[Any] | None = None,
     ) -> None:
         """`optimizer` is that of all parameters; its state stays empty.
 
         With a `placement`, part of its workers' state lies on disk; with `release`, the memory of
-        gradients is given back as soon as they are used.
+        gradients is given back as soon as they are used. Optimizers run within `guard`.
         """
         self.optimizer = optimizer
         self._store, self._clip_norm = store, clip_norm
@@ -56,6 +58,7 @@ class Updates:
         self._offsets = layout.offsets
         self._ranges = [layout.gradient_range(block) for block in range(layout.blocks)]
         self._release = release
+        self._guard = guard or nullcontext()
         self.loss_scale = loss_scale
         """By what the loss is multiplied; a step whose gradients overflow is skipped."""
         self._workers = [self.restricted(block) for block in range(len(self._blocks))]
@@ -301,7 +304,8 @@ class Updates:
                 if gradient is not None and decision.coefficient is not None:
                     gradient.mul_(decision.coefficient)
                 parameter.grad = gradient
-            worker.step()
+            with self._guard:
+                worker.step()
             for parameter in members:
                 parameter.grad = None
             if self._release:
