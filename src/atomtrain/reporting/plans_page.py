@@ -78,8 +78,8 @@ the rows that the step's tokens touch there, so that only they cross the link (i
 gradients come back; a head *in pieces* of the vocabulary never holds all logits (its loss differs
 in the last bits, so it is a choice: `--head-pieces 8`). They count where the vocabulary is large
 beside a block: in GPT-3 175B a block alone is three times as large as the vocabulary's weight, so
-little is saved. *Least device memory* is that of any plan, however slow. One sequence a micro-
-batch, eight a step; eight pieces.
+little is saved. *Least device memory* is that of any plan, however slow. One sequence a
+micro-batch, eight a step; eight pieces.
 """
 _LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
