@@ -13,7 +13,9 @@ from atomtrain.units import format_bytes, parse_bytes
 
 _EXAMPLES = """\
   atom export runs/mine/peer-0 my-model
-  atom export runs/mine/peer-0/checkpoints/step-00000100 my-model --dtype bfloat16"""
+  atom export runs/mine/peer-0/checkpoints/step-00000100 my-model --dtype bfloat16
+  atom export runs/adapted/peer-0 my-adapters                   for peft
+  atom export runs/adapted/peer-0 my-model --merge"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,9 @@ class ExportOptions:
         "float32",
         "float32 (exactly what was trained), bfloat16 or float16.",
         "TYPE",
+    )
+    merge: bool = option(
+        False, "Of a run with --lora: the whole model with the adapters in it, not these alone."
     )
     shard_size: str = option("5GB", "Size of a file at most.", "SIZE")
 
@@ -47,7 +52,8 @@ def run(arguments: Sequence[str]) -> int:
     from atomtrain.training.export import export
 
     shard_bytes = parse_bytes(options.shard_size, "--shard-size")
-    done = export(open_checkpoint(options.checkpoint), options.folder, options.dtype, shard_bytes)
+    checkpoint = open_checkpoint(options.checkpoint)
+    done = export(checkpoint, options.folder, options.dtype, shard_bytes, merge=options.merge)
     files = f"{done.files} file{'s' if done.files > 1 else ''}"
     sys.stdout.write(
         f"{done.folder}: {done.tensors} tensors, {format_bytes(done.size_bytes)} in {files}\n"

@@ -11,19 +11,27 @@ from torch import nn
 from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
+from atomtrain.models.lora import LoraConfig, add_adapters
 
 Sizes = GPTConfig | HuggingFaceConfig
 
 
-def make_model(sizes: Sizes) -> nn.Module:
-    """Return the model: a GPT with random weights, or a Hugging Face model with untouched ones."""
-    return build(sizes) if isinstance(sizes, HuggingFaceConfig) else GPT(sizes)
+def make_model(sizes: Sizes, lora: LoraConfig | None = None) -> nn.Module:
+    """Return the model: a GPT with random weights, or a Hugging Face model with untouched ones.
+
+    With `lora` it is frozen and has adapters.
+
+    Raises:
+        ConfigError: the adapters' targets are not there.
+    """
+    model = build(sizes) if isinstance(sizes, HuggingFaceConfig) else GPT(sizes)
+    return model if lora is None else add_adapters(model, lora)
 
 
-def make_outline(sizes: Sizes) -> nn.Module:
+def make_outline(sizes: Sizes, lora: LoraConfig | None = None) -> nn.Module:
     """Return the model without memory, on the meta device."""
     with torch.device("meta"):
-        return make_model(sizes)
+        return make_model(sizes, lora)
 
 
 def make_empty(sizes: Sizes) -> nn.Module:

@@ -50,7 +50,11 @@ class _Moved(NamedTuple):
     segment: Array
     """Bytes in a slot."""
     coming: Array
-    """Bytes of resident blocks that come from the host, and whose gradients leave."""
+    """Bytes of resident blocks that come from the host."""
+    gradient: Array
+    """Bytes in a gradient buffer."""
+    leaving: Array
+    """Bytes of the gradients of resident blocks that leave."""
     updated: Array
     """What the host updates, in AdamW parameters."""
     updated_there: Array
@@ -179,7 +183,7 @@ class Costing:
         coming = moved.coming if phase is not Phase.BACKWARD else 0
         loaded = moved.segment + coming if load else nothing
         wide = self._layout.gradient_factor
-        unloaded = wide * (moved.segment + moved.coming) if backward else nothing
+        unloaded = wide * (moved.gradient + moved.leaving) if backward else nothing
         updated = moved.updated if backward else nothing
         if backward:
             compute_s = compute_s + wide * moved.seeds / machine.load_bytes_per_s
@@ -204,6 +208,15 @@ class Costing:
             stage_s=self._stage_s(backward, loaded),
         )
 
+    def most_gradient_bytes(self, resident: frozenset[int], slot_bytes: int) -> int:
+        """Return the largest gradients of the segments that fit a slot."""
+        wide = self._layout.gradient_factor
+        if self._layout.gradients is self._layout:
+            return wide * slot_bytes
+        moved = self._moved_by(resident, frozenset())
+        fitting = np.triu(moved.segment <= slot_bytes, 1)
+        return wide * int(moved.gradient[fitting].max(initial=0))
+
     def _moved_by(self, resident: frozenset[int], on_device: frozenset[int]) -> _Moved:
         """Return what visits to all segments load, unload and update."""
         key = resident, on_device
@@ -213,10 +226,13 @@ class Costing:
             here = [0.0 if b in on_device else u.host_work for b, u in enumerate(updates)]
             there = [u.device_work if b in on_device else 0.0 for b, u in enumerate(updates)]
             own = [layout.block_bytes(block) for block in range(count)]
+            gradients = [layout.gradients.block_bytes(block) for block in range(count)]
             comes = [block in resident and block not in on_device for block in range(count)]
             moved = _Moved(
                 segment=_between([n * (block not in resident) for block, n in enumerate(own)]),
                 coming=_between([n * comes[block] for block, n in enumerate(own)]),
+                gradient=_between([n * (b not in resident) for b, n in enumerate(gradients)]),
+                leaving=_between([n * comes[block] for block, n in enumerate(gradients)]),
                 updated=_between(here),
                 updated_there=_between(there),
                 seeds=np.zeros((count + 1, count + 1)),
@@ -231,6 +247,7 @@ class Costing:
     ) -> _Moved:
         """Return the sums with what a shared weight adds to them."""
         users, n_bytes = self._layout.users(block, self._first), self._layout.block_bytes(block)
+        gradient_bytes = self._layout.gradients.block_bytes(block)
         if not users:
             return moved
         start, stop = np.indices(moved.segment.shape)
@@ -243,10 +260,14 @@ class Costing:
             return moved._replace(updated_there=moved.updated_there + work.device_work * first)
         moved = moved._replace(updated=moved.updated + work.host_work * first)
         if block in resident:
-            return moved._replace(coming=moved.coming + n_bytes * first)
+            return moved._replace(
+                coming=moved.coming + n_bytes * first,
+                leaving=moved.leaving + gradient_bytes * first,
+            )
         return moved._replace(
             segment=moved.segment + n_bytes * used,
-            seeds=moved.seeds + n_bytes * (used & (users[-1] >= stop)),
+            gradient=moved.gradient + gradient_bytes * used,
+            seeds=moved.seeds + gradient_bytes * (used & (users[-1] >= stop)),
         )
 
     def _disk_work(self, use: DiskUse, clips: bool) -> DiskWork:

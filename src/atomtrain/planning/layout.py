@@ -2,7 +2,9 @@
 
 All layers lie one after the other in a flat host buffer, the *arena*, so that any segment is one
 contiguous range and is loaded by one copy. Weights that several layers share lie behind them, one
-range each. Gradients use the same table, times `gradient_factor`.
+range each. Gradients have a table of the same kind, in which frozen parameters take no room; where
+all parameters are trainable it is the same one. Gradients may be wider than parameters: then all
+of their table is to be multiplied by `gradient_factor`.
 
 A *block* is what is updated at once: a layer's own parameters, or one shared weight.
 """
@@ -38,11 +40,16 @@ class Shared(NamedTuple):
 class Layout:
     """Offsets of all parameters of a chain; the same for every peer that trains the same model."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, *, trainable: bool = False) -> None:
+        """Lay out all parameters, or the `trainable` ones only."""
+        frozen = any(not parameter.requires_grad for parameter in chain.parameters)
+        self.gradients: Layout = Layout(chain, trainable=True) if frozen and not trainable else self
+        """Where gradients lie, with the same numbers of blocks."""
         self.gradient_factor = chain.gradient_factor
-        """What offsets and sizes are multiplied by for gradients."""
+        """What offsets and sizes of `gradients` are multiplied by."""
         self.offsets: dict[int, int] = {}
-        """Byte offset of each parameter in the arena, by the parameter's `id`."""
+        """Byte offset of each parameter in the arena, by the parameter's `id`. A table of gradients
+        has the trainable ones only."""
         self.layers: list[tuple[int, int]] = []
         """The range of each layer's own parameters, in bytes."""
         self.shared: list[Shared] = []
@@ -50,6 +57,8 @@ class Layout:
         for layer in chain.layers:
             start = cursor
             for parameter in layer.parameters.values():
+                if trainable and not parameter.requires_grad:
+                    continue
                 if id(parameter) not in self.offsets and len(chain.users[id(parameter)]) == 1:
                     self.offsets[id(parameter)] = cursor
                     cursor += _aligned(parameter.numel() * parameter.element_size())
@@ -57,8 +66,11 @@ class Layout:
         for parameter in chain.parameters:
             users = chain.users[id(parameter)]
             if len(users) > 1:
-                self.offsets[id(parameter)] = cursor
                 n_bytes = _aligned(parameter.numel() * parameter.element_size())
+                if trainable and not parameter.requires_grad:
+                    n_bytes = 0
+                else:
+                    self.offsets[id(parameter)] = cursor
                 self.shared.append(Shared(cursor, cursor + n_bytes, users))
                 cursor += n_bytes
         self.total_bytes = cursor
@@ -77,8 +89,18 @@ class Layout:
 
     def gradient_range(self, block: int) -> tuple[int, int]:
         """Return where a block's gradients lie in the arena of gradients, in bytes."""
-        start, stop = self.block_range(block)
+        start, stop = self.gradients.block_range(block)
         return self.gradient_factor * start, self.gradient_factor * stop
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of all parameters and all gradients."""
+        return self.total_bytes + self.gradient_factor * self.gradients.total_bytes
+
+    def block_arena_bytes(self, block: int) -> int:
+        """Return the bytes of a block and its gradients."""
+        start, stop = self.gradient_range(block)
+        return self.block_bytes(block) + stop - start
 
     def block_bytes(self, block: int) -> int:
         """Return the bytes of a block."""

@@ -107,10 +107,11 @@ class MemoryModel:
     def fixed_bytes(self, resident: Collection[int], on_device: Collection[int] = ()) -> int:
         """Return what is on the device whatever the partition."""
         # Each micro-batch's loss, a scalar, stays until the step ends.
-        each = 1 + self._layout.gradient_factor
-        places = each * sum(self._layout.block_bytes(block) for block in resident)
-        if self._layout.gradient_factor > 1:  # one gradient at a time is widened
-            places += max(4 * parameter.numel() for parameter in self._chain.parameters)
+        layout = self._layout
+        places = sum(layout.block_arena_bytes(block) for block in resident)
+        if layout.gradient_factor > 1:  # one gradient at a time is widened
+            trained = (p for p in self._chain.parameters if p.requires_grad)
+            places += max(4 * parameter.numel() for parameter in trained)
         if on_device:
             places += sum(self._updated[block].device_bytes for block in on_device)
         return places + self.buffers_bytes + 8 * self.micro_batches
@@ -126,8 +127,12 @@ class MemoryModel:
             *itertools.pairwise(shape.forward_bounds),
             *itertools.pairwise(shape.backward_bounds),
         )
-        largest = max(self._layout.segment_bytes(*pair, resident) for pair in pairs)
-        return Sizes(largest, self._layout.gradient_factor * largest)
+        layout = self._layout
+        most = max(layout.gradients.segment_bytes(*pair, resident) for pair in pairs)
+        return Sizes(
+            max(layout.segment_bytes(*pair, resident) for pair in pairs),
+            layout.gradient_factor * most,
+        )
 
     def host_bytes(self, shape: Shape) -> int:
         """Return parameters, gradients, optimizer state, waiting values, and the rest."""
@@ -142,8 +147,7 @@ class MemoryModel:
     @property
     def state_bytes(self) -> int:
         """Parameters, gradients, optimizer state, and staging memory for what is on disk."""
-        arenas = 1 + self._layout.gradient_factor
-        kept = arenas * self._layout.total_bytes + self._updates.host_bytes
+        kept = self._layout.arena_bytes + self._updates.host_bytes
         if self._disk is None:
             return kept
         return kept + self._disk.staging_bytes - self._disk.saved_bytes
@@ -153,8 +157,9 @@ class MemoryModel:
         boundaries: tuple[Boundary, ...] = ("device", "host")
         phase = Phase.TURN if index + 1 == len(self._chain.layers) else Phase.BACKWARD
         work = min(self.work_bytes(phase, index, index + 1, b, None) for b in boundaries)
-        each = 1 + self._layout.gradient_factor
-        return each * self._layout.segment_bytes(index, index + 1) + work
+        layout = self._layout
+        gradients = layout.gradient_factor * layout.gradients.segment_bytes(index, index + 1)
+        return layout.segment_bytes(index, index + 1) + gradients + work
 
     def work_bytes(
         self,

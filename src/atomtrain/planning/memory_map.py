@@ -40,21 +40,25 @@ def memory_map(chain: Chain, plan: Plan, optimizer_state_bytes: int) -> list[Reg
 
 
 def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int) -> Iterator[Region]:
-    parts = list(_parts(layout, plan))
-    in_memory = ("gradients",) if "parameters" in plan.on_disk else ("parameters", "gradients")
-    for kind in in_memory:
-        each = layout.gradient_factor if kind == "gradients" else 1
-        yield from (Region("host", kind, label, each * size) for label, size in parts)
-    total = max(1, layout.total_bytes)
-    for label, size in parts:
+    held = optimizer_state_bytes
+    if "parameters" not in plan.on_disk:
+        held += layout.total_bytes
+        for label, size in _parts(layout, plan):
+            yield Region("host", "parameters", label, size)
+    each = layout.gradient_factor
+    held += each * layout.gradients.total_bytes
+    trained = list(_parts(layout.gradients, plan))
+    for label, size in trained:
+        yield Region("host", "gradients", label, each * size)
+    total = max(1, layout.gradients.total_bytes)
+    for label, size in trained:
         yield Region("host", "optimizer", label, optimizer_state_bytes * size // total)
     if plan.on_disk:
         stored = layout.total_bytes if "parameters" in plan.on_disk else 0
         if stored:
+            parts = _parts(layout, plan)
             yield from (Region("disk", "parameters", label, size) for label, size in parts)
         yield Region("disk", "optimizer", "moments, masters", max(0, plan.disk_bytes - stored))
-    arenas = len(in_memory) - 1 + layout.gradient_factor
-    held = arenas * layout.total_bytes + optimizer_state_bytes
     waiting = max(0, plan.host_bytes - held)
     yield Region("host", "waiting", "values between segments, staging, process", waiting)
 
@@ -92,7 +96,7 @@ def _device(chain: Chain, layout: Layout, plan: Plan) -> Iterator[Region]:
             if block < len(chain.layers)
             else f"weight shared by layers {', '.join(map(str, layout.users(block)))}"
         )
-        size = (1 + layout.gradient_factor) * layout.block_bytes(block)
+        size = layout.block_arena_bytes(block)
         regions.append(Region("device", "resident", f"{name} with its gradient", size))
     yield from regions
     held = sum(region.bytes for region in regions)

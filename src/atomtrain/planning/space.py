@@ -210,8 +210,9 @@ class Space:
         key = family.resident, family.on_device
         if key not in self._fixed:
             self._fixed[key] = self.memory.fixed_bytes(*key)
-        gradients = family.gradient_buffers * self._layout.gradient_factor
-        return (family.slots + gradients) * slot_bytes + self._fixed[key]
+        gradient_bytes = self.costing.most_gradient_bytes(frozenset(family.resident), slot_bytes)
+        buffers = family.slots * slot_bytes + family.gradient_buffers * gradient_bytes
+        return buffers + self._fixed[key]
 
     def loosest(self, family: Family, device_bytes: int) -> Allowed | None:
         """Return a superset of what a family allows under a limit; `None` if no plan fits."""

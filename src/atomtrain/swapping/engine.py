@@ -176,7 +176,7 @@ class Engine:
     def memory_map(self) -> list[Region]:
         """Return where the plan's memory goes, on host and device."""
         planner = self.planner
-        state_bytes = self.state_bytes - 2 * self._store.layout.total_bytes
+        state_bytes = self.state_bytes - self._store.layout.arena_bytes
         if self._updates.disk is not None:
             state_bytes -= self._updates.disk.use.saved_state_bytes
         return memory_map(planner.chain, self.plan, state_bytes)
@@ -271,10 +271,9 @@ class Engine:
         The state of an optimizer that does not tell is taken for two moments of the parameters'
         type.
         """
-        streamed_bytes = 2 * self._store.layout.total_bytes
         taken = self.planner.updates
         assert taken is not None
-        return streamed_bytes + taken.host_bytes - taken.scratch_bytes
+        return self._store.layout.arena_bytes + taken.host_bytes - taken.scratch_bytes
 
     def layers(self) -> dict[str, list[str]]:
         """Return the names of the parameters by layer; a shared weight is with its first layer."""
@@ -288,25 +287,27 @@ class Engine:
         return layers
 
     def fragment_ranges(self) -> list[tuple[int, int]]:
-        """Divide the host's parameters into fragments of whole layers, a few MB to 64 MB each.
+        """Divide what is trained into fragments of whole layers, a few MB to 64 MB each.
 
         The result depends only on the model, so all peers of a run divide alike.
 
         Returns:
-            Byte ranges of the host store, in order and without gaps.
+            Byte ranges of the host's gradients, in order and without gaps. Where nothing is frozen
+            those of the parameters are the same.
         """
-        return fragment_ranges(self._store.layout)
+        return fragment_ranges(self._store.layout.gradients)
 
     @contextmanager
     def fragment(self, start_bytes: int, stop_bytes: int) -> Iterator[Tensor]:
-        """Give exclusive access to a range of the host's parameters, between two steps.
+        """Give exclusive access to the trainable parameters of a range, between two steps.
 
         Yields:
             1-D float32; what is written there is what the next step uses. A view of the host store,
-            or, for a model of bfloat16, a copy of the masters that is written back at the end.
+            or, for a model of bfloat16 or with frozen parameters, a copy that is written back at
+            the end.
 
         Raises:
-            ConfigError: the model's parameters are not all float32, nor all bfloat16.
+            ConfigError: the trainable parameters are not all float32, nor all bfloat16.
         """
         self._check_whole()
         with self._guarded():
@@ -331,10 +332,10 @@ class Engine:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a parameter in the host store: 4 of float32, 2 of bfloat16.
+        """Bytes of a trainable parameter in the host store: 4 of float32, 2 of bfloat16.
 
         Raises:
-            ConfigError: the model's parameters are not all of one of the two.
+            ConfigError: the trainable parameters are not all of one of the two.
         """
         return element_bytes(self.planner.chain)
 

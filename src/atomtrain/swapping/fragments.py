@@ -19,7 +19,7 @@ _FLOAT32_BYTES = 4
 
 
 def fragment_ranges(layout: Layout) -> list[tuple[int, int]]:
-    """Divide the arena into byte ranges of whole layers, in order and without gaps."""
+    """Divide an arena into byte ranges of whole layers, in order and without gaps."""
     most_bytes = min(_LARGEST_BYTES, -(-layout.total_bytes // _LEAST_FRAGMENTS))
     ends = [stop for _, stop in layout.layers] + [s.stop_bytes for s in layout.shared]
     ranges: list[tuple[int, int]] = []
@@ -33,34 +33,39 @@ def fragment_ranges(layout: Layout) -> list[tuple[int, int]]:
 
 
 def element_bytes(chain: Chain) -> int:
-    """Return the bytes of a parameter in the arena: 4 of float32, 2 of bfloat16 or float16.
+    """Return the bytes of a trainable parameter in the arena: 4 of float32, 2 of 16-bit types.
 
     Raises:
         ConfigError: the parameters are not all of one of them.
     """
-    types = {parameter.dtype for parameter in chain.parameters}
+    types = {parameter.dtype for parameter in chain.parameters if parameter.requires_grad}
     if types == {torch.float32}:
         return _FLOAT32_BYTES
     if types in ({torch.bfloat16}, {torch.float16}):
         return _FLOAT32_BYTES // 2
     raise ConfigError(
         f"the model mixes {', '.join(sorted(map(str, types)))}; fragments are of models whose "
-        "parameters are all of one type of 32 or 16 bits: convert it with model.float()"
+        "trainable parameters are all of one type of 32 or 16 bits: convert it with model.float()"
     )
 
 
 class Fragment:
-    """Access to a range of the arena as float32."""
+    """Access to the trainable parameters of a range, as float32."""
 
     def __init__(
         self, chain: Chain, layout: Layout, arena: Tensor, start_bytes: int, stop_bytes: int
     ) -> None:
         self._each_bytes = element_bytes(chain)
-        self._bytes = arena[start_bytes:stop_bytes]  # uint8
+        # Where nothing is frozen, gradients and parameters lie alike.
+        places = layout.gradients
+        as_is = places is layout and self._each_bytes == _FLOAT32_BYTES
+        self._view = arena[start_bytes:stop_bytes].view(torch.float32) if as_is else None
+        self._elements = (stop_bytes - start_bytes) // self._each_bytes
         self._places: list[tuple[nn.Parameter, int]] = [
-            (parameter, (layout.offsets[id(parameter)] - start_bytes) // self._each_bytes)
+            (parameter, (places.offsets[id(parameter)] - start_bytes) // self._each_bytes)
             for parameter in chain.parameters
-            if start_bytes <= layout.offsets[id(parameter)] < stop_bytes and parameter.numel()
+            if start_bytes <= places.offsets.get(id(parameter), -1) < stop_bytes
+            and parameter.numel()
         ]
 
     @property
@@ -77,10 +82,10 @@ class Fragment:
         Yields:
             1-D float32.
         """
-        if self._each_bytes == _FLOAT32_BYTES:
-            yield self._bytes.view(torch.float32)
+        if self._view is not None:
+            yield self._view
             return
-        buffer = torch.zeros(self._bytes.numel() // self._each_bytes)
+        buffer = torch.zeros(self._elements)
         for parameter, index in self._places:
             self._part(buffer, parameter, index).copy_(masters.read(parameter))
         yield buffer

@@ -33,7 +33,7 @@ class _Place(NamedTuple):
     """One block on the device."""
 
     parameters: Tensor  # [block_bytes] uint8
-    gradients: Tensor  # [gradient_factor * block_bytes] uint8
+    gradients: Tensor  # [gradient_factor * bytes of its trainable parameters] uint8
     views: dict[int, Tensor]
     """Where each parameter's gradient adds up, by the parameter's `id`."""
 
@@ -120,10 +120,9 @@ class Residents:
     def _place(
         self, chain: Chain, block: int, device: Device, collector: Callable[[int], Hook]
     ) -> _Place:
-        n_bytes = self._layout.block_bytes(block)
-        parameters = device.empty((n_bytes,), torch.uint8)
-        factor = self._layout.gradient_factor
-        gradients = device.empty((factor * n_bytes,), torch.uint8)
+        of_gradients, factor = self._layout.gradients, self._layout.gradient_factor
+        parameters = device.empty((self._layout.block_bytes(block),), torch.uint8)
+        gradients = device.empty((factor * of_gradients.block_bytes(block),), torch.uint8)
         views = {}
         for parameter in self._members(chain, block):
             offset = self._layout.offsets[id(parameter)] - self._layout.block_range(block)[0]
@@ -133,6 +132,7 @@ class Residents:
             accept_wide(leaf, factor)
             if parameter.requires_grad:
                 leaf.register_post_accumulate_grad_hook(collector(id(parameter)))
+                offset = of_gradients.offsets[id(parameter)] - of_gradients.block_range(block)[0]
                 views[id(parameter)] = gradient_view(gradients, offset, parameter, factor)
             self.leaves[id(parameter)] = leaf
         return _Place(parameters, gradients, views)

@@ -71,7 +71,7 @@ class Slots:
             for _ in range(plan.gradient_buffers)
         ]
         self._free = [finished() for _ in self._gradients]
-        self._pieces: dict[Layers, list[Piece]] = {}
+        self._pieces: dict[tuple[Layers, bool], list[Piece]] = {}
         self._leaves: dict[tuple[Layers, int], dict[int, Tensor]] = {}
         self._visits: Sequence[Visit] = ()
         self._loads: dict[int, Event] = {}
@@ -155,18 +155,20 @@ class Slots:
             return self._store.loads.submit(copies, ready, free, label_of(visit))
         return self._device.load.submit(self._in(copies), [free, *ready], label_of(visit))
 
-    def _pieces_of(self, layers: Layers) -> list[Piece]:
-        """Return where the segment's blocks that are not resident lie in the arena and a slot."""
-        if layers not in self._pieces:
-            pieces = self._layout.pieces(*layers, self._residents.blocks)
+    def _pieces_of(self, layers: Layers, gradients: bool = False) -> list[Piece]:
+        """Return where the segment's blocks that are not resident lie in the arena and a slot, or
+        their gradients in those of gradients and a gradient buffer."""
+        if (layers, gradients) not in self._pieces:
+            layout = self._layout.gradients if gradients else self._layout
+            pieces = layout.pieces(*layers, self._residents.blocks)
             if self._device.one_memory:  # the slot is the arena
                 pieces = [piece._replace(slot_bytes=piece.start_bytes) for piece in pieces]
-            self._pieces[layers] = pieces
-        return self._pieces[layers]
+            self._pieces[layers, gradients] = pieces
+        return self._pieces[layers, gradients]
 
-    def _moved_pieces(self, layers: Layers) -> list[Piece]:
+    def _moved_pieces(self, layers: Layers, gradients: bool = False) -> list[Piece]:
         """Return the pieces that are copied: none if the slot is the arena."""
-        return [] if self._device.one_memory else self._pieces_of(layers)
+        return [] if self._device.one_memory else self._pieces_of(layers, gradients)
 
     def _leaves_of(self, visit: Visit) -> dict[int, Tensor]:
         """Return the segment's parameters as views of the slot, made once.
@@ -209,18 +211,21 @@ class Slots:
 
         return collect
 
-    def _places(self, layers: Layers) -> list[tuple[nn.Parameter, int]]:
-        """Return the segment's parameters in a slot, each with its byte offset there."""
+    def _places(self, layers: Layers, gradients: bool = False) -> list[tuple[nn.Parameter, int]]:
+        """Return the segment's parameters in a slot, each with its byte offset there; or those that
+        have gradients, with offsets in a gradient buffer."""
         unique = {
             id(parameter): parameter
             for layer in self._chain.layers[slice(*layers)]
             for parameter in layer.parameters.values()
             if id(parameter) not in self._residents.leaves
+            and (parameter.requires_grad or not gradients)
         }
+        layout = self._layout.gradients if gradients else self._layout
         places = []
         for parameter in unique.values():
-            offset = self._layout.offsets[id(parameter)]
-            for piece in self._pieces_of(layers):
+            offset = layout.offsets[id(parameter)]
+            for piece in self._pieces_of(layers, gradients):
                 if piece.start_bytes <= offset < piece.stop_bytes:
                     places.append((parameter, offset - piece.start_bytes + piece.slot_bytes))
                     break
@@ -233,9 +238,7 @@ class Slots:
         buffer = self._gradients[visit.gradient]
         self._device.hold(self._free[visit.gradient])
         seeded = self._seed_shared(visit.layers, buffer)
-        for parameter, offset in self._places(visit.layers):
-            if not parameter.requires_grad:
-                continue
+        for parameter, offset in self._places(visit.layers, gradients=True):
             gradient = gradient_view(buffer, offset, parameter, self._layout.gradient_factor)
             if id(parameter) in seeded:
                 leaves[id(parameter)].grad = gradient
@@ -255,7 +258,7 @@ class Slots:
             if block in self._residents or not self._updates.has_gradient(block):
                 continue
             seeded.update(id(parameter) for parameter in self._updates.members(block))
-            at, _ = self._layout.block_range(block)
+            at, _ = self._layout.gradients.block_range(block)
             start, stop = self._layout.gradient_range(block)
             wide = self._layout.gradient_factor
             copies = [
@@ -263,7 +266,7 @@ class Slots:
                     buffer[wide * p.slot_bytes :][: stop - start],
                     self._store.gradients[start:stop],
                 )
-                for p in self._moved_pieces(layers)
+                for p in self._moved_pieces(layers, gradients=True)
                 if p.start_bytes == at
             ]
             after = [self._device.mark(), *self._updates.arrivals_of(block)]
@@ -280,7 +283,7 @@ class Slots:
             Copy(gradients[start:stop], buffer[slot:][: stop - start])
             for start, stop, slot in (
                 (wide * p.start_bytes, wide * p.stop_bytes, wide * p.slot_bytes)
-                for p in self._moved_pieces(visit.layers)
+                for p in self._moved_pieces(visit.layers, gradients=True)
             )
         ]
         leaving = self._residents.moved_with(visit.layers)

@@ -48,21 +48,22 @@ class HostStore:
         else:
             self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
             self.parameters.zero_()
-        factor = layout.gradient_factor
-        self.gradients = device.host_empty(factor * layout.total_bytes)  # [...] uint8
+        places, factor = layout.gradients, layout.gradient_factor
+        self.gradients = device.host_empty(factor * places.total_bytes)  # [...] uint8
         self._gradient_views: dict[int, Tensor] = {}
         for parameter in chain.parameters:
             view = view_of(self.parameters, layout.offsets[id(parameter)], parameter)
             view.copy_(parameter.data)
             # The old storage dies here, so host memory never holds a second copy of the model.
             parameter.data = view
-            accept_wide(parameter, factor)
-            self._gradient_views[id(parameter)] = gradient_view(
-                self.gradients, layout.offsets[id(parameter)], parameter, factor
-            )
+            if parameter.requires_grad:
+                accept_wide(parameter, factor)
+                self._gradient_views[id(parameter)] = gradient_view(
+                    self.gradients, places.offsets[id(parameter)], parameter, factor
+                )
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the parameter's gradient in the arena, in the parameter's shape."""
+        """Return a trainable parameter's gradient in the arena, in the parameter's shape."""
         return self._gradient_views[id(parameter)]
 
     def close(self) -> None:

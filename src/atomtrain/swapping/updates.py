@@ -55,7 +55,7 @@ class Updates:
         self._store, self._clip_norm = store, clip_norm
         self._blocks = _blocks(chain, layout)
         self._block_of = {id(p): b for b, members in enumerate(self._blocks) for p in members}
-        self._offsets = layout.offsets
+        self._offsets = layout.gradients.offsets
         self._ranges = [layout.gradient_range(block) for block in range(layout.blocks)]
         self._release = release
         self._guard = guard or nullcontext()
@@ -196,7 +196,11 @@ class Updates:
         """Block until the blocks that overlap a range of the arena are updated; return them."""
         blocks = []
         for block, members in enumerate(self._blocks):
-            ranges = [(self._offsets[id(p)], p.numel() * p.element_size()) for p in members]
+            ranges = [
+                (self._offsets[id(p)], p.numel() * p.element_size())
+                for p in members
+                if id(p) in self._offsets
+            ]
             if any(at < stop_bytes and at + size > start_bytes for at, size in ranges):
                 self.updated[block].wait()
                 if self.disk is not None:

@@ -51,14 +51,20 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
     """
     if options.disk is not None:
         return  # the planner knows what must be in memory then
-    parameters = sum(parameter.numel() for parameter in outline.parameters())
     each_bytes = host_bytes_per_parameter(recipe.optimizer, recipe.precision)
-    needed_bytes, there_bytes = each_bytes * parameters, host_memory_bytes()
+    parameters = trained = frozen_bytes = 0
+    for parameter in outline.parameters():
+        parameters += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+        else:
+            frozen_bytes += parameter.nbytes
+    needed_bytes, there_bytes = each_bytes * trained + frozen_bytes, host_memory_bytes()
     if options.host_memory is not None:
         there_bytes = parse_bytes(options.host_memory, "--host-memory")
     if needed_bytes > there_bytes:
         least_bytes = host_bytes_per_parameter(SMALLEST_STATE, recipe.precision)
-        would_fit = least_bytes * parameters <= there_bytes
+        would_fit = least_bytes * trained + frozen_bytes <= there_bytes
         raise PlanError(
             f"training {recipe.model} ({format_count(parameters)} parameters) takes "
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "

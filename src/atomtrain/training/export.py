@@ -6,8 +6,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +24,11 @@ from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import CONFIG_FILE
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE
+from atomtrain.training.adapters import Adapters
 from atomtrain.training.state import PARAMETER, SWARM_SHARD, recipe_of
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 SHARD_BYTES = 5 * 10**9
 """Bytes of a file at most, unless a single tensor is larger."""
 
@@ -42,20 +44,23 @@ class Exported(NamedTuple):
     """Of weights."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor is in the checkpoint, and how it is to be called."""
+class _Weight(NamedTuple):
+    """One tensor of the export."""
 
-    shard: str
-    key: str
     name: str
     size_bytes: int
+    read: Callable[[], Tensor]
 
 
 def export(
-    checkpoint: Checkpoint, target: Path, dtype: str = "float32", shard_bytes: int = SHARD_BYTES
+    checkpoint: Checkpoint,
+    target: Path,
+    dtype: str = "float32",
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    merge: bool = False,
 ) -> Exported:
-    """Write a checkpoint's model as a folder that `transformers` loads.
+    """Write a checkpoint's model as a folder that `transformers` loads, or adapters for `peft`.
 
     The folder appears as a whole, when everything is on disk. Memory holds one file's tensors.
 
@@ -64,6 +69,7 @@ def export(
         target: Must not exist, or be an empty folder.
         dtype: Type of the weights; `float32` is exactly what was trained.
         shard_bytes: Bytes of a file at most.
+        merge: Write the whole model with its adapters in it, in place of the adapters alone.
 
     Raises:
         CheckpointError: the checkpoint is none of `atom train`, or the folder cannot be written.
@@ -76,13 +82,28 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already; choose another folder, or remove it")
     recipe, tokenizer = recipe_of(checkpoint)
-    texts = _texts(recipe.sizes, tokenizer, dtype)
+    if recipe.lora is None:
+        if merge:
+            raise ConfigError(f"{checkpoint.path} has no adapters; leave out --merge")
+        weights = list(_trained(checkpoint, recipe.sizes, TYPES[dtype]))
+        texts = _texts(recipe.sizes, tokenizer, dtype)
+    else:
+        adapters = Adapters(checkpoint, recipe)
+        weights = list(_merged(adapters, TYPES[dtype]) if merge else _adapters(adapters, dtype))
+        texts = _texts(recipe.sizes, tokenizer, dtype)
+        if not merge:
+            config = json.dumps(adapters.peft_config(), indent=2) + "\n"
+            texts = {**texts, ADAPTER_CONFIG: config}
+            del texts[CONFIG_FILE]
+    single = SINGLE_FILE if CONFIG_FILE in texts else ADAPTER_FILE
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
         for name, text in texts.items():
             (unfinished / name).write_text(text, encoding="utf-8")
-        files = _write_weights(checkpoint, recipe.sizes, unfinished, TYPES[dtype], shard_bytes)
+        if single == ADAPTER_FILE:
+            shard_bytes = sum(weight.size_bytes for weight in weights) + 1
+        files = _write_weights(weights, unfinished, TYPES[dtype], shard_bytes, single)
         for file in unfinished.iterdir():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
@@ -96,67 +117,82 @@ def export(
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    places = [place for group in files for place in group]
-    width_bytes = sum(place.size_bytes for place in places)
-    return Exported(target, len(places), width_bytes, len(files))
+    size_bytes = sum(weight.size_bytes for weight in weights)
+    return Exported(target, len(weights), size_bytes, files)
 
 
 def _write_weights(
-    checkpoint: Checkpoint, sizes: Sizes, folder: Path, dtype: torch.dtype, shard_bytes: int
-) -> list[list[_Place]]:
-    """Write the safetensors files; return what is in each."""
-    groups = list(_grouped(_places(checkpoint, sizes, dtype), shard_bytes))
-    convert = _converter(sizes, dtype)
+    weights: Sequence[_Weight], folder: Path, dtype: torch.dtype, shard_bytes: int, single: str
+) -> int:
+    """Write the safetensors files; return how many."""
+    groups = list(_grouped(weights, shard_bytes))
     weight_map = {}
     for index, group in enumerate(groups):
-        name = SINGLE_FILE
+        name = single
         if len(groups) > 1:
             name = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
-        opened: dict[str, dict[str, Tensor]] = {}
-        for place in group:
-            if place.shard not in opened:
-                opened = {place.shard: checkpoint.shard(place.shard)}
-            tensors[place.name] = convert(place.key, opened[place.shard][place.key])
-            weight_map[place.name] = name
+        for weight in group:
+            tensor = weight.read()
+            tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            tensors[weight.name] = tensor.contiguous()
+            weight_map[weight.name] = name
         save_file(tensors, folder / name, metadata={"format": "pt"})
     if len(groups) > 1:
-        total_bytes = sum(place.size_bytes for group in groups for place in group)
+        total_bytes = sum(weight.size_bytes for weight in weights)
         index_text = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index_text, indent=2), encoding="utf-8")
-    return groups
+    return len(groups)
 
 
-def _places(checkpoint: Checkpoint, sizes: Sizes, dtype: torch.dtype) -> Iterator[_Place]:
+def _trained(checkpoint: Checkpoint, sizes: Sizes, dtype: torch.dtype) -> Iterator[_Weight]:
     """Yield parameters and saved buffers in the checkpoint's order."""
     wanted: Mapping[str, Tensor] = make_outline(sizes).state_dict()
+    shards = lru_cache(maxsize=1)(checkpoint.shard)  # its tensors are mapped, not read
+
+    def reader(shard: str, key: str, name: str) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            tensor = shards(shard)[key]
+            return gpt2_tensor(name, tensor) if isinstance(sizes, GPTConfig) else tensor
+
+        return read
+
     for shard, keys in checkpoint.tensor_names.items():
         for key in keys if shard != SWARM_SHARD else ():
             name, _, kind = key.rpartition("/")
             if kind == PARAMETER and name in wanted:
-                tensor = wanted[name]
-                each_bytes = dtype.itemsize if tensor.is_floating_point() else tensor.itemsize
                 called = gpt2_name(name) if isinstance(sizes, GPTConfig) else name
-                yield _Place(shard, key, called, tensor.numel() * each_bytes)
+                yield _Weight(called, _bytes(wanted[name], dtype), reader(shard, key, name))
 
 
-def _grouped(places: Iterator[_Place], most_bytes: int) -> Iterator[list[_Place]]:
-    group: list[_Place] = []
-    for place in places:
-        if group and sum(p.size_bytes for p in group) + place.size_bytes > most_bytes:
+def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[_Weight]:
+    """Yield the frozen model's tensors with the adapters in them."""
+    for name, outline in adapters.outline.items():
+        yield _Weight(name, _bytes(outline, dtype), partial(adapters.value, name))
+
+
+def _adapters(adapters: Adapters, dtype: str) -> Iterator[_Weight]:
+    """Yield the adapters alone."""
+    for name, tensor in adapters.peft_tensors():
+        yield _Weight(name, _bytes(tensor, TYPES[dtype]), partial(_same, tensor))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
+
+
+def _grouped(weights: Sequence[_Weight], most_bytes: int) -> Iterator[list[_Weight]]:
+    group: list[_Weight] = []
+    for weight in weights:
+        if group and sum(w.size_bytes for w in group) + weight.size_bytes > most_bytes:
             yield group
             group = []
-        group.append(place)
+        group.append(weight)
     yield group
-
-
-def _converter(sizes: Sizes, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
-    def convert(key: str, tensor: Tensor) -> Tensor:
-        if isinstance(sizes, GPTConfig):
-            tensor = gpt2_tensor(key.rpartition("/")[0], tensor)
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return convert
 
 
 def _texts(sizes: Sizes, tokenizer: Tokenizer, dtype: str) -> dict[str, str]:

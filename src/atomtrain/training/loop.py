@@ -271,6 +271,7 @@ class Loop:
             "head_pieces": session.fit.head_pieces,
             "loss_scale": loss_scale_of(session.engine),
             "data": session.text.data,
+            "model_folder": _text_of(session.model_folder),
             "text_sha256": session.text.sha256,
             "run": session.run,
             "name": session.name,
@@ -379,3 +380,7 @@ class Loop:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _text_of(path: Path | None) -> str | None:
+    return None if path is None else str(path.absolute())

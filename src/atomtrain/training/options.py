@@ -93,6 +93,12 @@ class TrainOptions:
         "N",
     )
     context: int | None = option(None, "Tokens of a sequence.", "N")
+    lora: str | None = option(
+        None,
+        "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
+        "the default), dora=true, and bits=8 or 4 to hold the frozen matrices in so many bits.",
+        "SETTINGS",
+    )
     head_pieces: int | None = option(
         None,
         "Pieces of the vocabulary in which the head computes its loss: more need less device "
@@ -258,12 +264,16 @@ class TrainOptions:
             from atomtrain.metrics.targets import parse_targets
 
             parse_targets(self.metrics)
-        self._check_swarm()
+        self._check_parts()
         if self.resume and self.run is None:
             raise ConfigError("--resume needs the name of the run: --run NAME --resume")
 
-    def _check_swarm(self) -> None:
-        """Refuse mistakes about the swarm before anything is prepared."""
+    def _check_parts(self) -> None:
+        """Refuse mistakes in what has parts of its own, before anything is prepared."""
+        if self.lora is not None:
+            from atomtrain.models.lora import parse_lora
+
+            parse_lora(self.lora)
         if self.wire is not None:
             _check_wire(self.wire)
         _check_average(self.average, self.target_batch_tokens)

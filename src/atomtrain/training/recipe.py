@@ -17,6 +17,7 @@ from atomtrain.models.hugging_face import (
     model_folder,
     read_config,
 )
+from atomtrain.models.lora import LoraConfig, parse_lora
 from atomtrain.models.making import Sizes, sizes_from_json
 from atomtrain.models.presets import preset
 from atomtrain.optimizers import Schedule
@@ -59,6 +60,8 @@ class Recipe:
     """Name of one of `atomtrain.training.optimizing`."""
     schedule: str = "cosine"
     """Kind of `Schedule`; all but `constant` end at a tenth of the peak."""
+    lora: LoraConfig | None = None
+    """Adapters that are trained in place of the model."""
     precision: str = "fp32"
     """`fp32`, or `bf16` or `fp16`: parameters of 16 bits with float32 masters."""
 
@@ -103,6 +106,8 @@ class Recipe:
                     f"the recipe has format {found}, this version reads {FORMAT}; "
                     "use the version of atomtrain that wrote it"
                 )
+            if fields.get("lora") is not None:
+                fields["lora"] = LoraConfig.from_json(fields["lora"])
             return cls(**{**fields, "sizes": sizes_from_json(fields["sizes"])})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not a recipe of atomtrain: {error}") from error
@@ -134,6 +139,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
         evaluate_every=options.evaluate_every or max(1, steps // 8),
         checkpoint_every=options.checkpoint_every or max(1, steps // 4),
         optimizer=options.optimizer or "adamw",
+        lora=None if options.lora is None else parse_lora(options.lora),
         schedule=options.schedule or "cosine",
         precision=options.precision or "fp32",
     )
@@ -174,6 +180,8 @@ def _is_folder(model: str | None) -> bool:
 
 
 def _usual_of_preset(options: TrainOptions) -> _Usual:
+    if options.lora is not None:
+        raise ConfigError("--lora adapts a trained model; name its folder with --model")
     sizes = preset(options.model or "demo")
     context = options.context or sizes.context
     sizes = dataclasses.replace(
@@ -198,7 +206,9 @@ def _usual_of_folder(options: TrainOptions) -> _Usual:
     context = options.context or min(sizes.context or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
     check_context(options.model, context, sizes.context)
     # What was learnt is to be kept: rates are those usual in fine-tuning, 2e-5 at 4096 wide.
-    return _Usual(sizes, context, min(1e-4, 2e-5 * 4096 / sizes.width), weight_decay=0.0)
+    # Adapters begin at nothing, and take ten times as much (Hu et al. 2021, table 11).
+    rate = min(1e-4, 2e-5 * 4096 / sizes.width) * (1 if options.lora is None else 10)
+    return _Usual(sizes, context, rate, weight_decay=0.0)
 
 
 def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
@@ -216,11 +226,14 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         "context": recipe.context,
         "optimizer": recipe.optimizer,
         "precision": recipe.precision,
+        "lora": recipe.lora,
     }
     for field, value in fixed.items():
         given = getattr(options, field)
         if field == "model" and given is not None:
             given = model_name(given)
+        if field == "lora" and given is not None:
+            given = parse_lora(given)
         if given is not None and given != value:
             raise ConfigError(
                 f"--{field} {given} contradicts {source}, which has {field} {value}; leave the "

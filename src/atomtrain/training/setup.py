@@ -72,6 +72,8 @@ class Session:
     objective: Objective
     fit: Fit
     """How a step is divided."""
+    model_folder: Path | None
+    """Where the weights came from."""
     sampler: Sampler
     swarm: Swarm | None
     fragments: EngineFragments
@@ -123,7 +125,7 @@ def _assemble(
     memory = device_memory_of(options, recipe)
     objective = objective_of(recipe.sizes)
     # Everything that can be refused is refused before the weights take memory.
-    outline = make_outline(recipe.sizes)
+    outline = make_outline(recipe.sizes, recipe.lora)
     if recipe.precision in PRECISIONS:
         outline.to(PRECISIONS[recipe.precision])
     check_host_memory(outline, recipe, options)
@@ -132,7 +134,7 @@ def _assemble(
         fit = _fit(options, source, outline, device, objective)
         check_micro_batch(fit.micro_batch, recipe)
         torch.manual_seed(recipe.seed)
-        model = make_model(recipe.sizes)
+        model = make_model(recipe.sizes, recipe.lora)
     except BaseException:
         device.close()
         raise
@@ -159,6 +161,7 @@ def _assemble(
             model=model,
             objective=objective,
             fit=fit,
+            model_folder=None if source.weights is None else source.weights.folder,
             sampler=Sampler(source.text.prepared.tokens.train, config, name),
             swarm=source.swarm,
             fragments=fragments,

@@ -19,7 +19,7 @@ from atomtrain.data import (
     read_corpus,
     read_tokenizer,
 )
-from atomtrain.errors import DataError, SwarmError
+from atomtrain.errors import ConfigError, DataError, SwarmError
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.models.making import make_outline
 from atomtrain.training.folders import CHECKPOINTS, make_directory, remove_empty
@@ -53,7 +53,7 @@ class Source:
     checkpoint: Checkpoint | None = None
     swarm: Swarm | None = None
     weights: Weights | None = None
-    """Those of a Hugging Face model, to begin with."""
+    """Those of a Hugging Face model: to begin with, or frozen."""
 
 
 def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
@@ -90,9 +90,31 @@ def _from_folder(options: TrainOptions, recipe: Recipe, corpus: Corpus) -> Sourc
             f"the tokenizer in {folder} has {tokenizer.vocabulary} tokens, the model has room for "
             f"{recipe.sizes.vocabulary}; both must be of one model"
         )
-    weights = Weights(folder, make_outline(recipe.sizes), recipe.sizes)
+    weights = _weights_in(folder, recipe)
     prepared = prepare(corpus, default_cache(), tokenizer=tokenizer)
     return Source(recipe, Text(options.data, corpus.sha256, prepared), weights=weights)
+
+
+def _weights_in(folder: Path, recipe: Recipe) -> Weights:
+    assert isinstance(recipe.sizes, HuggingFaceConfig)
+    weights = Weights(folder, make_outline(recipe.sizes), recipe.sizes)
+    weights.seed = recipe.seed
+    return weights
+
+
+def _base_of(recipe: Recipe, given: str | None, known: str | None) -> Weights | None:
+    """Return the frozen weights beside which a run's adapters are, if it has any.
+
+    Raises:
+        ConfigError: the folder is not there, or was not named.
+    """
+    if recipe.lora is None:
+        return None
+    if given is None and known is None:
+        raise ConfigError(
+            f"the run trains adapters of {recipe.model}; name the folder of that model with --model"
+        )
+    return _weights_in(model_folder(given or known or ""), recipe)
 
 
 def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
@@ -106,7 +128,9 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
             f"the text of {meta['data'] or 'the demo corpus'} is not what {checkpoint.path} was "
             "trained on; restore it, or name with --data what to go on with"
         )
-    return Source(recipe, text, checkpoint, _rejoin(options, run, name, directory, checkpoint))
+    weights = _base_of(recipe, options.model, meta.get("model_folder"))
+    swarm = _rejoin(options, run, name, directory, checkpoint)
+    return Source(recipe, text, checkpoint, swarm, weights)
 
 
 def _rejoin(
@@ -131,7 +155,8 @@ def _joined(options: TrainOptions, swarm: Swarm) -> Source:
         Recipe.from_json(payload["recipe"]), options, f"the run {swarm.manifest.run!r}"
     )
     tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
-    return Source(recipe, _text(options.data, tokenizer), None, swarm)
+    weights = _base_of(recipe, options.model, None)
+    return Source(recipe, _text(options.data, tokenizer), None, swarm, weights)
 
 
 def _text(data: str | None, tokenizer: Tokenizer) -> Text:

@@ -12,7 +12,9 @@ from atomtrain.checkpoint import Checkpoint
 from atomtrain.data import Tokenizer
 from atomtrain.errors import CheckpointError
 from atomtrain.models import make_empty
+from atomtrain.models.lora import adapted_layers
 from atomtrain.swapping.engine import Engine
+from atomtrain.training.adapters import merged_model
 from atomtrain.training.recipe import Recipe
 
 PARAMETER = "parameter"
@@ -25,20 +27,25 @@ def shards_of(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each layer's tensors, `NAME/parameter` and for instance `NAME/exp_avg`.
 
     Parameters are those of `Engine.state_dict`: float32 masters, where there are some. The tensors
-    may share the engine's memory: write them before the next step.
+    may share the engine's memory: write them before the next step. Of a model with adapters only
+    those are there.
     """
     engine.synchronize()
     parameters = dict(engine.model.named_parameters())
+    whole = not adapted_layers(engine.model)
     covered: set[str] = set()
     for layer, names in engine.layers().items():
         shard: dict[str, Tensor] = {}
         for name in names:
+            if not parameters[name].requires_grad and not whole:
+                continue
             shard[f"{name}/{PARAMETER}"] = engine.masters.read(parameters[name])
             for key, value in engine.masters.moments(parameters[name]).items():
                 if isinstance(value, Tensor):
                     shard[f"{name}/{key}"] = value
         covered.update(names)
-        yield layer, shard
+        if shard or whole:
+            yield layer, shard
     buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer is not None}
     if buffers:
         yield "buffers", {f"{name}/{PARAMETER}": value for name, value in buffers.items()}
@@ -86,7 +93,8 @@ def _fill(
 ) -> Iterator[dict[str, dict[str, Tensor]]]:
     """Put parameters and buffers into the model; yield each shard's rest by name and kind."""
     targets = {**dict(model.named_buffers()), **model.state_dict()}
-    missing = {name for name, _ in model.named_parameters()}
+    whole = not adapted_layers(model)
+    missing = {name for name, p in model.named_parameters() if whole or p.requires_grad}
     for shard, tensors in checkpoint.shards():
         if shard.startswith(SWARM_SHARD):
             continue
@@ -148,6 +156,8 @@ def model_of(checkpoint: Checkpoint) -> tuple[nn.Module, Tokenizer]:
         CheckpointError: the checkpoint is none of `atom train`.
     """
     recipe, tokenizer = recipe_of(checkpoint)
+    if recipe.lora is not None:
+        return merged_model(checkpoint, recipe).eval(), tokenizer
     model = make_empty(recipe.sizes)
     for _ in _fill(model, checkpoint):
         pass  # moments are not needed

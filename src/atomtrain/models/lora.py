@@ -1,0 +1,228 @@
+"""Low-rank adapters beside frozen linear layers, as the package `peft` names and computes them.
+
+LoRA (Hu et al. 2021): `y = W x + b + alpha/r * B A x` with `A [r, I]` and `B [O, r]` trained. DoRA
+(Liu et al. 2024) also trains the length `m [O]` of the adapted matrix's rows:
+`y = m / |W + alpha/r B A| * (W x + alpha/r B A x) + b`, where the rows' norms get no gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atomtrain.errors import ConfigError, nearest
+from atomtrain.models.quantised import BITS, block_of, dequantise, quantise, quantised_linear
+
+ALL_LINEAR = "all-linear"
+ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+_EXAMPLE = "r=8,alpha=16,targets=q_proj+v_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """What is adapted, and how."""
+
+    r: int = 8
+    """Rank of the adapters."""
+    alpha: float = 16.0
+    """The adapter's output is multiplied by `alpha / r`."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Last names of the linear layers to adapt, or `all-linear`: all but the head."""
+    dora: bool = False
+    """Train the length of the adapted matrix's rows as well."""
+    bits: int | None = None
+    """Hold the adapted matrices in 8 or 4 bits; `None`: as they are."""
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ConfigError(f"--lora r={self.r} must be at least 1, such as {_EXAMPLE}")
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise ConfigError(f"--lora alpha={self.alpha} must be above 0, such as {_EXAMPLE}")
+        if not self.targets or not all(self.targets):
+            raise ConfigError(f"--lora targets= names nothing; give some, such as {_EXAMPLE}")
+        if self.bits is not None and self.bits not in BITS:
+            raise ConfigError(f"--lora bits={self.bits} must be 8 or 4")
+
+    @property
+    def scale(self) -> float:
+        """By what an adapter's output is multiplied."""
+        return self.alpha / self.r
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LoraConfig:
+        """Read what `dataclasses.asdict` made, possibly through JSON."""
+        return cls(**{**data, "targets": tuple(data["targets"])})
+
+
+def parse_lora(text: str) -> LoraConfig:
+    """Return what `r=8,alpha=16,targets=q_proj+v_proj,dora=true,bits=4` says.
+
+    Raises:
+        ConfigError: an unknown or missing value; says what is known.
+    """
+    known = [field.name for field in fields(LoraConfig)]
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if name not in known:
+            raise ConfigError(
+                f"--lora has no part {name!r}.{nearest(name, known)} Write for example {_EXAMPLE}"
+            )
+        if not equals or not value:
+            raise ConfigError(f"--lora {name} lacks a value; write for example {_EXAMPLE}")
+        try:
+            values[name] = _VALUES[name](value)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"--lora {name}={value} cannot be; write for example {_EXAMPLE}"
+            ) from error
+    return LoraConfig(**values)
+
+
+_VALUES: dict[str, Any] = {
+    "r": int,
+    "alpha": float,
+    "bits": int,
+    "dora": {"true": True, "false": False}.__getitem__,
+    "targets": lambda value: tuple(value.split("+")),
+}
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with an adapter: `[..., I]` to `[..., O]`."""
+
+    def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
+        super().__init__()
+        self.scale, self.bits = config.scale, config.bits
+        inputs, outputs, like = base.in_features, base.out_features, base.weight
+        if config.bits is None:
+            self.weight: nn.Parameter | None = _frozen(base.weight)
+        else:
+            packed = inputs if config.bits == 8 else inputs // 2
+            kind = torch.int8 if config.bits == 8 else torch.uint8
+            blocks = inputs // block_of(inputs)
+            self.weight = None
+            self.codes = _frozen(like.new_empty((outputs, packed), dtype=kind))
+            self.scales = _frozen(like.new_empty((outputs, blocks), dtype=torch.float32))
+        self.bias = None if base.bias is None else _frozen(base.bias)
+        made: dict[str, Any] = {"bias": False, "device": like.device, "dtype": like.dtype}
+        self.lora_A = nn.Linear(inputs, config.r, **made)
+        self.lora_B = nn.Linear(config.r, outputs, **made)
+        self.lora_magnitude_vector: nn.Parameter | None = None
+        if config.dora:
+            self.lora_magnitude_vector = nn.Parameter(like.new_empty(outputs))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.weight is not None:
+            product = F.linear(inputs, self.weight)
+        else:
+            product = quantised_linear(inputs, self.codes, self.scales)
+        out: Tensor = product + self.lora_B(self.lora_A(inputs)) * self.scale
+        if self.lora_magnitude_vector is not None:
+            out = out * (self.lora_magnitude_vector / self._norms())
+        return out if self.bias is None else out + self.bias
+
+    def base(self) -> Tensor:
+        """Return the frozen matrix `[O, I]`, in the adapter's type."""
+        if self.weight is not None:
+            return self.weight
+        return dequantise(self.codes, self.scales, self.lora_A.weight.dtype)
+
+    def beginning(self, weight: Tensor, seed: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and values of everything before the first step.
+
+        Args:
+            weight: `[O, I]` float32, the trained matrix.
+            seed: What decides `A`; `B` is zero, so that nothing changes at first.
+        """
+        if self.weight is not None:
+            yield "weight", weight
+        else:
+            packed = quantise(weight, self.bits or BITS[0])
+            yield "codes", packed.codes
+            yield "scales", packed.scales
+            weight = dequantise(*packed, torch.float32)
+        key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little") >> 1
+        bound = 1 / math.sqrt(weight.shape[1])  # kaiming_uniform_ with a = sqrt(5), as peft
+        drawn = torch.empty(self.lora_A.weight.shape)
+        yield "lora_A.weight", drawn.uniform_(-bound, bound, generator=_generator(key))
+        yield "lora_B.weight", torch.zeros(self.lora_B.weight.shape)
+        if self.lora_magnitude_vector is not None:
+            yield "lora_magnitude_vector", weight.norm(dim=1)
+
+    def _norms(self) -> Tensor:
+        with torch.no_grad():
+            product = self.lora_B.weight @ self.lora_A.weight
+            norms: Tensor = (self.base() + product * self.scale).norm(dim=1)
+        return norms
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
+    """Freeze a model and put adapters beside its linear layers, in place; return it.
+
+    Raises:
+        ConfigError: a target names no linear layer.
+    """
+    model.requires_grad_(False)
+    for name, linear in list(_targets(model, config)):
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, LoraLinear(linear, config))
+    return model
+
+
+def merged(weight: Tensor, adapter: Mapping[str, Tensor], scale: float) -> Tensor:
+    """Return what a frozen matrix becomes with its adapter in it, computed in float32.
+
+    Args:
+        weight: `[O, I]`.
+        adapter: Its tensors by the names of `ADAPTER_PARTS`.
+        scale: See `LoraConfig.scale`.
+    """
+    product = adapter["lora_B.weight"].float() @ adapter["lora_A.weight"].float()
+    adapted = weight.float() + product * scale
+    if "lora_magnitude_vector" in adapter:
+        adapted *= (adapter["lora_magnitude_vector"].float() / adapted.norm(dim=1))[:, None]
+    return adapted
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """Return the adapted layers by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
+
+
+def _targets(model: nn.Module, config: LoraConfig) -> Iterator[tuple[str, nn.Linear]]:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    known = sorted({name.rpartition(".")[2] for name in linears})
+    wanted = known if config.targets == (ALL_LINEAR,) else list(config.targets)
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigError(
+            f"--lora targets={unknown[0]} is no linear layer of the model."
+            f"{nearest(unknown[0], known)} It has {', '.join(known) or 'none'}"
+        )
+    if not wanted:
+        raise ConfigError(
+            "the model has no nn.Linear to put an adapter beside; train it without --lora"
+        )
+    for name, module in linears.items():
+        if name.rpartition(".")[2] in wanted:
+            yield name, module
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

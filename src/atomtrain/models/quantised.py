@@ -1,0 +1,118 @@
+"""Weights in 8 or 4 bits, blockwise: held and carried narrow, made wide where they are multiplied.
+
+A matrix `[O, I]` is cut into blocks of at most 64 inputs; each block has a float32 scale, its
+largest absolute value. 8 bits are equal steps of 1/127 of it. 4 bits are indices of the 16 levels
+of NF4, the quantiles of a normal distribution (Dettmers et al. 2023, appendix E).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from atomtrain.errors import ConfigError
+
+BITS = (8, 4)
+_BLOCK = 64
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+class Quantised(NamedTuple):
+    """A matrix in few bits."""
+
+    codes: Tensor  # [O, I] int8, or [O, I/2] uint8 with the earlier input in the low half
+    scales: Tensor  # [O, I/block] float32
+
+
+def block_of(inputs: int) -> int:
+    """Return the inputs of a block: the largest even divisor of `inputs` up to 64.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for size in range(_BLOCK, 1, -2):
+        if inputs % size == 0:
+            return size
+    raise ConfigError(f"a matrix of {inputs} inputs cannot be quantised; their number must be even")
+
+
+def quantise(weight: Tensor, bits: int) -> Quantised:
+    """Return `[O, I]` float32 in 8 or 4 bits."""
+    blocks = weight.float().unflatten(1, (-1, block_of(weight.shape[1])))  # [O, I/block, block]
+    scales = blocks.abs().amax(-1)
+    unit = blocks / torch.where(scales > 0, scales, torch.ones_like(scales))[..., None]
+    if bits == 8:
+        return Quantised((unit * 127).round().flatten(1).to(torch.int8), scales)
+    levels = torch.tensor(_NF4)
+    borders = (levels[1:] + levels[:-1]) / 2
+    indices = torch.bucketize(unit.flatten(1), borders).to(torch.uint8)
+    return Quantised(indices[:, ::2] | (indices[:, 1::2] << 4), scales)
+
+
+def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `[O, I]` in a float type; computed in float32 and rounded once."""
+    if codes.dtype == torch.int8:
+        unit = codes.float() / 127
+    else:
+        halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # [O, I]
+        unit = torch.tensor(_NF4, device=codes.device)[halves.int()]
+    blocks = unit.unflatten(1, (scales.shape[1], -1)) * scales[..., None]
+    wide: Tensor = blocks.flatten(1).to(dtype)
+    return wide
+
+
+@torch.library.custom_op("atomtrain::quantised_linear", mutates_args=())
+def quantised_linear(inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """Return `inputs @ weight.T`; backward makes the weight wide again, so that it is not kept."""
+    return inputs @ dequantise(codes, scales, inputs.dtype).T
+
+
+@torch.library.custom_op("atomtrain::quantised_linear_backward", mutates_args=())
+def _backward(gradient: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    return gradient @ dequantise(codes, scales, gradient.dtype)
+
+
+@quantised_linear.register_fake
+def _(inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], codes.shape[0]))
+
+
+@_backward.register_fake
+def _(gradient: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    wide = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    return gradient.new_empty((*gradient.shape[:-1], wide))
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    codes, scales = ctx.saved_tensors
+    return _backward(gradient, codes, scales), None, None
+
+
+quantised_linear.register_autograd(_gradients, setup_context=_setup)
+
+
+def _flops(first: Any, codes: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Return the FLOPs of the product, forward or backward."""
+    rows = 1
+    for size in first[:-1]:
+        rows *= size
+    return 2 * rows * int(first[-1]) * int(out_shape[-1])
+
+
+for _operation in (
+    torch.ops.atomtrain.quantised_linear,
+    torch.ops.atomtrain.quantised_linear_backward,
+):
+    register_flop_formula(_operation)(_flops)
