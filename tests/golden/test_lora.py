@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_models import LLAMA, write_model, write_text
+from hugging_face_models import UNTIED, write_model, write_text
 
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
@@ -22,7 +22,6 @@ from atomtrain.swapping.options import Options
 from atomtrain.training.objective import NextToken
 
 pytest.importorskip("transformers")
-UNTIED = {**LLAMA, "tie_word_embeddings": False}
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ LLAMA: dict[str, Any] = {
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
+UNTIED: dict[str, Any] = {**LLAMA, "tie_word_embeddings": False}
 SENTENCE = "the cat sat on the mat and the dog lay by the door while rain fell on the roof "
 
 

@@ -22,6 +22,8 @@ COMMANDS = {
     "watch": "show a run in the terminal",
     "generate": "continue a text with a trained model",
     "export": "write a trained model as a Hugging Face folder",
+    "evaluate": "held-out loss, perplexity and bits per byte of a trained model",
+    "data": "look at training data: tokens, answers, examples",
     "swarm": "look at a swarm from outside: its status, and the way to a peer",
     "identity": "show a peer's id, and make its key",
     "doctor": "check this machine, and say what to change",

@@ -107,6 +107,7 @@ def _run_peer(options: TrainOptions) -> int:
 
 def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data import read_corpus
+    from atomtrain.data.rows import has_rows
     from atomtrain.metrics.targets import for_local_peer
     from atomtrain.reporting.files import require_writable
     from atomtrain.training.display import Display, DisplayConfig
@@ -118,7 +119,8 @@ def _run_peers(options: TrainOptions) -> int:
     # Mistakes that every peer would make are told once, here.
     if options.model is not None:
         check_model(options.model)
-    read_corpus(options.data)
+    if not has_rows(options.data):
+        read_corpus(options.data)
     require_writable(options.trace, "--trace")
     if options.name is not None:
         raise ConfigError("--name names one peer; leave it out with --peers")

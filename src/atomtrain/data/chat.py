@@ -1,0 +1,120 @@
+"""A model's chat template, and examples as tokens of which the answers count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from atomtrain.data.dialogues import Dialogue, Message, Plain, understand
+from atomtrain.data.rows import Row
+from atomtrain.data.tokenizer import Tokenizer
+from atomtrain.errors import DataError
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Example(NamedTuple):
+    """One example; `answers[i]` says whether `tokens[i]` is to be predicted."""
+
+    kind: str
+    tokens: list[int]
+    answers: list[bool]
+    answer_bytes: int
+    """UTF-8 bytes of the text that is to be predicted."""
+
+
+class ChatTemplate:
+    """Renders messages as the model was taught to read them."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        """Find the template in `chat_template.jinja` or `tokenizer_config.json`, by content."""
+        try:
+            config = json.loads(files.get("tokenizer_config.json", "{}"))
+        except ValueError:
+            config = {}
+        found = files.get("chat_template.jinja") or config.get("chat_template")
+        if isinstance(found, list):  # several by name
+            found = next((t["template"] for t in found if t.get("name") == "default"), None)
+        self.text: str | None = found if isinstance(found, str) else None
+        self._tokens = {name: _content(config.get(name)) for name in _SPECIAL}
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """Return the messages as one text; with `prompt` up to where the assistant would answer.
+
+        Raises:
+            DataError: the model has no template, or the template refuses these messages.
+        """
+        if self.text is None:
+            raise DataError(
+                "the model has no chat template (chat_template.jinja); add one, or give rows with "
+                "prompt and completion as texts"
+            )
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template
+        try:
+            rendered, _ = render(
+                [list(messages)],
+                chat_template=self.text,
+                add_generation_prompt=prompt,
+                **{name: token for name, token in self._tokens.items() if token is not None},
+            )
+        except Exception as error:  # whatever the template raises
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"the chat template refuses it ({reason})") from error
+        return str(rendered[0])
+
+
+class Encoder:
+    """Turns rows into examples."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer, self._template = tokenizer, template
+
+    def encode(self, row: Row) -> Example:
+        """Return a row as tokens.
+
+        Raises:
+            DataError: what the row says cannot be learnt; names file and line.
+        """
+        said = understand(row)
+        try:
+            return self._plain(said) if isinstance(said, Plain) else self._dialogue(said)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
+
+    def _plain(self, said: Plain) -> Example:
+        prompt = self._tokenizer.encode(said.prompt)
+        answer = [*self._tokenizer.encode(said.answer), self._tokenizer.separator]
+        answers = [False] * len(prompt) + [True] * len(answer)
+        return Example(said.kind, prompt + answer, answers, len(said.answer.encode()))
+
+    def _dialogue(self, said: Dialogue) -> Example:
+        whole = self._template.render(said.messages)
+        spans = []
+        for index, message in enumerate(said.messages):
+            if message["role"] == "assistant" and index >= said.from_message:
+                spans.append(self._span(said.messages, index, whole))
+        encoded = self._tokenizer.encode_marked(whole)
+        # A token counts if it begins in an answer: merges do not cross the template's own tokens.
+        answers = [any(start <= at < stop for start, stop in spans) for at in encoded.starts]
+        n_bytes = sum(len(whole[start:stop].encode()) for start, stop in spans)
+        return Example(said.kind, encoded.tokens, answers, n_bytes)
+
+    def _span(self, messages: list[Message], index: int, whole: str) -> tuple[int, int]:
+        """Return where an answer begins and ends in the rendered text."""
+        before = self._template.render(messages[:index], prompt=True)
+        after = self._template.render(messages[: index + 1])
+        if not (whole.startswith(before) and whole.startswith(after) and after > before):
+            raise DataError(
+                f"the chat template renders message {index} otherwise when more follow, so it "
+                "cannot be told what is an answer; give such dialogues with one answer each"
+            )
+        return len(before), len(after)
+
+
+def _content(token: Any) -> str | None:
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,139 @@
+"""What a row says: a dialogue whose answers are learnt, or a text.
+
+| kind | keys of a row |
+|---|---|
+| messages | `messages`: a list of `{"role", "content"}`, roles system, user, assistant, tool |
+| sharegpt | `conversations`: a list of `{"from", "value"}` |
+| alpaca | `instruction`, `output`, and possibly `input` and `system` |
+| completion | `prompt` and `completion` (texts: no template; or lists of messages) |
+| text | `text`: everything is learnt |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from atomtrain.data.rows import Row
+from atomtrain.errors import DataError
+
+Message = dict[str, str]
+ROLES = ("system", "user", "assistant", "tool")
+_SPEAKERS = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant",
+    "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "tool": "tool",
+    "function_response": "tool", "observation": "tool",
+}  # fmt: skip
+KINDS = ("messages", "sharegpt", "alpaca", "completion", "text")
+
+
+class Dialogue(NamedTuple):
+    """Messages, of which those of the assistant are learnt."""
+
+    kind: str
+    messages: list[Message]
+    from_message: int = 0
+    """The first message whose answers are learnt."""
+
+
+class Plain(NamedTuple):
+    """A text that follows another, as it is."""
+
+    kind: str
+    prompt: str
+    answer: str
+
+
+def understand(row: Row) -> Dialogue | Plain:
+    """Return what a row says.
+
+    Raises:
+        DataError: it is of none of the kinds, or lacks something; names file and line.
+    """
+    values = row.values
+    if values.get("messages") is not None:
+        return _answered(row, "messages", _messages(row, "messages"))
+    if values.get("conversations") is not None:
+        return _answered(row, "sharegpt", _turns(row))
+    if "instruction" in values and "output" in values:
+        return _answered(row, "alpaca", _alpaca(row))
+    if "prompt" in values and "completion" in values:
+        return _completion(row)
+    if "text" in values:
+        return Plain("text", "", _text(row, "text"))
+    keys = ", ".join(map(repr, values)) or "nothing"
+    raise DataError(
+        f"{row.place}: has {keys}; a row needs messages, conversations, instruction and output, "
+        "prompt and completion, or text"
+    )
+
+
+def _answered(row: Row, kind: str, messages: list[Message]) -> Dialogue:
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{row.place}: no message is an assistant's, so there is nothing to learn")
+    return Dialogue(kind, messages)
+
+
+def _messages(row: Row, key: str) -> list[Message]:
+    found = row.values[key]
+    if not isinstance(found, list) or not found:
+        raise DataError(f"{row.place}: {key!r} must be a list of messages")
+    return [_message(row, key, index, message) for index, message in enumerate(found)]
+
+
+def _message(row: Row, key: str, index: int, message: Any) -> Message:
+    where = f"{row.place}: {key}[{index}]"
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where} must be an object with role and content")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise DataError(f"{where} has the role {role!r}; allowed are {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise DataError(f"{where} needs a text as its content, not {type(content).__name__}")
+    return {"role": role, "content": content}
+
+
+def _turns(row: Row) -> list[Message]:
+    turns = row.values["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{row.place}: 'conversations' must be a list of turns")
+    messages = []
+    for index, turn in enumerate(turns):
+        where = f"{row.place}: conversations[{index}]"
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
+            raise DataError(f"{where} must be an object with from and value, a text")
+        role = _SPEAKERS.get(str(turn.get("from")))
+        if role is None:
+            raise DataError(
+                f"{where} is from {turn.get('from')!r}; known are {', '.join(_SPEAKERS)}"
+            )
+        messages.append({"role": role, "content": turn["value"]})
+    return messages
+
+
+def _alpaca(row: Row) -> list[Message]:
+    asked = _text(row, "instruction")
+    if row.values.get("input"):
+        asked = f"{asked}\n\n{_text(row, 'input')}"
+    messages = [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": _text(row, "output")},
+    ]
+    if row.values.get("system"):
+        messages.insert(0, {"role": "system", "content": _text(row, "system")})
+    return messages
+
+
+def _completion(row: Row) -> Dialogue | Plain:
+    if isinstance(row.values["prompt"], list):
+        prompt, answer = _messages(row, "prompt"), _messages(row, "completion")
+        made = _answered(row, "completion", answer)
+        return Dialogue("completion", [*prompt, *made.messages], len(prompt))
+    return Plain("completion", _text(row, "prompt"), _text(row, "completion"))
+
+
+def _text(row: Row, key: str) -> str:
+    value = row.values[key]
+    if not isinstance(value, str):
+        raise DataError(f"{row.place}: {key!r} must be a text, not {type(value).__name__}")
+    return value

@@ -1,0 +1,221 @@
+"""Examples with answers: tokens in flat arrays, rows of equal length, batches by position.
+
+A row is one example, cut at the context and padded behind its end, or (packed) several, one after
+the other. Attention is causal, so what lies behind an example's end changes nothing in it; packed
+examples see those before them in their row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atomtrain.data.chat import Example
+from atomtrain.data.sampler import Batch, SamplerConfig
+from atomtrain.data.tokens import bits_per_byte
+from atomtrain.errors import DataError
+
+IGNORED = -100
+"""A label that does not count."""
+HELD_OUT_EVERY = 20
+_HELD_OUT_INDEX = HELD_OUT_EVERY // 2
+_LEAST = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some examples, one behind the other."""
+
+    tokens: NDArray[np.uint32]  # [tokens of all]
+    answers: NDArray[np.bool_]  # [tokens of all]
+    starts: NDArray[np.int64]  # [examples + 1]
+    answer_bytes: NDArray[np.int64]  # [examples]
+
+    @property
+    def count(self) -> int:
+        """Number of examples."""
+        return len(self.answer_bytes)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was read."""
+
+    kinds: dict[str, int]
+    """Examples by kind."""
+    examples: int
+    tokens: int
+    answer_tokens: int
+    longest_tokens: int
+    sha256: str
+    """Of all tokens and marks, in order."""
+
+
+class Examples:
+    """All examples: those to train on, and every twentieth to evaluate on."""
+
+    def __init__(self, examples: Iterable[Example], name: str) -> None:
+        """Read all examples.
+
+        Raises:
+            DataError: there are fewer than two, so none would be left to evaluate on.
+        """
+        kinds: Counter[str] = Counter()
+        digest = hashlib.sha256()
+        parts: tuple[list[Example], list[Example]] = ([], [])
+        count = tokens = answers = longest = 0
+        for example in examples:
+            held_out = count % HELD_OUT_EVERY == _HELD_OUT_INDEX
+            parts[held_out].append(example)
+            kinds[example.kind] += 1
+            digest.update(np.asarray(example.tokens, np.uint32).tobytes())
+            digest.update(np.asarray(example.answers, np.bool_).tobytes())
+            count, tokens = count + 1, tokens + len(example.tokens)
+            answers, longest = answers + sum(example.answers), max(longest, len(example.tokens))
+        if count < _LEAST:
+            raise DataError(f"{name} has {count} examples, at least {_LEAST} are needed; add some")
+        if not parts[1]:  # few examples: the last one is held out
+            parts[1].append(parts[0].pop())
+        self.train, self.held_out = _joined(parts[0]), _joined(parts[1])
+        self.counts = Counts(dict(kinds), count, tokens, answers, longest, digest.hexdigest())
+
+
+class Rows:
+    """Rows of a part: `context` inputs, and as many labels, of which only answers count."""
+
+    def __init__(self, part: Part, context: int, *, packed: bool, padding: int) -> None:
+        """Divide a part into rows.
+
+        Args:
+            part: The examples.
+            context: Tokens of a row.
+            packed: Whether rows may hold several examples.
+            padding: Token behind the last example of a row.
+
+        Raises:
+            DataError: no example has an answer within the context.
+        """
+        self._part, self._context, self._padding = part, context, padding
+        lengths = np.minimum(np.diff(part.starts), context + 1)
+        counted = [index for index in range(part.count) if self._counts(index)]
+        self.cut = int((np.diff(part.starts) > context + 1).sum())
+        """Examples that are longer than a row."""
+        self.dropped = part.count - len(counted)
+        """Examples whose answers all lie beyond a row, or that have none."""
+        if not counted:
+            raise DataError(
+                f"no example has an answer within {context} tokens; raise --context, or shorten "
+                "the examples"
+            )
+        self.rows = _packed(lengths, counted, context + 1) if packed else [[i] for i in counted]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Return inputs and labels of some rows, `[rows, context]`."""
+        width = self._context + 1
+        tokens = np.full((len(rows), width), self._padding, np.int64)
+        marks = np.zeros((len(rows), width), bool)
+        for line, row in enumerate(rows):
+            at = 0
+            for index in self.rows[row]:
+                start, stop = self._range(index)
+                tokens[line, at : at + stop - start] = self._part.tokens[start:stop]
+                marks[line, at : at + stop - start] = self._part.answers[start:stop]
+                marks[line, at] = False  # the first token follows nothing of its example
+                at += stop - start
+        labels = np.where(marks, tokens, IGNORED)[:, 1:]
+        inputs: Tensor = torch.from_numpy(tokens[:, :-1].copy())
+        return Batch(inputs, torch.from_numpy(labels.copy()))
+
+    def bits_per_byte(self, loss_nats_per_token: float) -> float:
+        """Return a mean loss over the answers in bits per byte of their text."""
+        counted = [index for row in self.rows for index in row]
+        tokens = sum(int(self._part.answers[slice(*self._range(i))].sum()) for i in counted)
+        n_bytes = sum(int(self._part.answer_bytes[i]) for i in counted)
+        return bits_per_byte(loss_nats_per_token, tokens, max(1, n_bytes))
+
+    def _range(self, index: int) -> tuple[int, int]:
+        start, stop = int(self._part.starts[index]), int(self._part.starts[index + 1])
+        return start, min(stop, start + self._context + 1)
+
+    def _counts(self, index: int) -> bool:
+        start, stop = self._range(index)
+        return bool(self._part.answers[start + 1 : stop].any())
+
+
+class RowSampler:
+    """Gives any batch of a peer's endless order by its position, as `Sampler` does for text."""
+
+    def __init__(self, rows: Rows, config: SamplerConfig, peer_key: str) -> None:
+        """Draw from all rows; each epoch has an order of its own."""
+        self._rows, self._config, self._peer_key = rows, config, peer_key
+        self._order = lru_cache(maxsize=2)(self._draw)
+
+    def batch(self, position: int) -> Batch:
+        """Return batch number `position`, 0 or more."""
+        first = position * self._config.sequences
+        places = [divmod(n, len(self._rows)) for n in range(first, first + self._config.sequences)]
+        return self._rows.batch([int(self._order(epoch)[rank]) for epoch, rank in places])
+
+    def epoch(self, position: int) -> float:
+        """Return how many times all rows have been visited before batch `position`."""
+        return position * self._config.sequences / len(self._rows)
+
+    def _draw(self, epoch: int) -> NDArray[np.int64]:
+        seed = f"{self._config.seed}/{epoch}/{self._peer_key}"
+        key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:16], "little")
+        order = np.argsort(np.random.Philox(key=key).random_raw(len(self._rows)), kind="stable")
+        return order.astype(np.int64, copy=False)
+
+
+def held_out_rows(rows: Rows, sequences: int, limit: int | None = None) -> Iterator[Batch]:
+    """Yield batches to evaluate on: always the same, of one shape; the last begins anew."""
+    batches = max(1, len(rows) // sequences)
+    for number in range(min(batches, limit or batches)):
+        first = number * sequences
+        yield rows.batch([n % len(rows) for n in range(first, first + sequences)])
+
+
+def _joined(examples: Sequence[Example]) -> Part:
+    starts = np.cumsum([0, *(len(example.tokens) for example in examples)])
+    return Part(
+        np.fromiter((t for e in examples for t in e.tokens), np.uint32, int(starts[-1])),
+        np.fromiter((a for e in examples for a in e.answers), np.bool_, int(starts[-1])),
+        starts.astype(np.int64),
+        np.array([example.answer_bytes for example in examples], np.int64),
+    )
+
+
+def _packed(lengths: NDArray[np.int64], wanted: Sequence[int], width: int) -> list[list[int]]:
+    """Put examples into rows in their order: into the first of the open rows with room.
+
+    Only few rows stay open, so that it takes linear time.
+    """
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # index of the row, tokens left
+    for index in wanted:
+        length = int(lengths[index])
+        for place, (row, left) in enumerate(open_rows):
+            if length <= left:
+                rows[row].append(index)
+                open_rows[place] = (row, left - length)
+                break
+        else:
+            rows.append([index])
+            open_rows.append((len(rows) - 1, width - length))
+            if len(open_rows) > _OPEN_ROWS:
+                open_rows.remove(min(open_rows, key=lambda entry: entry[1]))
+    return rows
+
+
+_OPEN_ROWS = 32

@@ -1,0 +1,75 @@
+"""What training data come to with a model's tokenizer: counts, and examples with marked answers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from atomtrain.data import Tokenizer, read_tokenizer
+from atomtrain.data.examples import Examples, Part, Rows
+from atomtrain.data.material import ExampleMaterial, TextMaterial
+from atomtrain.models.hugging_face import model_folder, read_config
+from atomtrain.training.texts import read_text
+
+_SHOWN_TOKENS = 200
+
+
+def inspect(
+    data: str, model: str, context: int, *, packed: bool = False, samples: int = 1
+) -> dict[str, Any]:
+    """Return plain JSON values: counts, and `samples`, texts with answers in double brackets.
+
+    Raises:
+        AtomError: data or model cannot be read; names file and line.
+    """
+    folder = model_folder(model)
+    sizes, tokenizer = read_config(folder), read_tokenizer(folder)
+    text = read_text(data, sizes, tokenizer, packed=packed)
+    if isinstance(text.material, TextMaterial):
+        tokens = text.material.tokens
+        shown = tokens.train[:_SHOWN_TOKENS].tolist()
+        return {
+            "kind": "text",
+            "train_tokens": len(tokens.train),
+            "held_out_tokens": len(tokens.held_out),
+            "train_bytes": tokens.train_bytes,
+            "sequences": max(1, len(tokens.train) // context),
+            "samples": [tokenizer.decode(shown)][:samples],
+        }
+    assert isinstance(text.material, ExampleMaterial)
+    examples = text.material.examples
+    rows = Rows(examples.train, context, packed=packed, padding=tokenizer.separator)
+    return {
+        "kinds": examples.counts.kinds,
+        "examples": examples.counts.examples,
+        "held_out": examples.held_out.count,
+        "tokens": examples.counts.tokens,
+        "answer_tokens": examples.counts.answer_tokens,
+        "longest_tokens": examples.counts.longest_tokens,
+        "sequences": len(rows),
+        "cut": rows.cut,
+        "dropped": rows.dropped,
+        "filled_share": round(_filled(examples, rows, context), 4),
+        "samples": [
+            _marked(examples.train, index, tokenizer)
+            for index in range(min(samples, examples.train.count))
+        ],
+    }
+
+
+def _filled(examples: Examples, rows: Rows, context: int) -> float:
+    """Return the share of the sequences' tokens that are not padding."""
+    lengths = [int(b - a) for a, b in itertools.pairwise(examples.train.starts)]
+    used = sum(min(lengths[index], context + 1) for row in rows.rows for index in row)
+    return used / (len(rows) * (context + 1))
+
+
+def _marked(part: Part, index: int, tokenizer: Tokenizer) -> str:
+    start, stop = int(part.starts[index]), int(part.starts[index + 1])
+    stop = min(stop, start + _SHOWN_TOKENS)
+    pairs = zip(part.tokens[start:stop].tolist(), part.answers[start:stop].tolist(), strict=True)
+    pieces = []
+    for answer, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
+        text = tokenizer.decode([token for token, _ in run])
+        pieces.append(f"[[{text}]]" if answer else text)
+    return "".join(pieces)

@@ -1,0 +1,119 @@
+"""Fine-tuning by the real commands, on a tiny model: those of docs/fine-tuning.md among them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from hugging_face_models import SENTENCE, UNTIED, write_model, write_text
+
+from atomtrain.cli.main import main
+from atomtrain.events import read_events
+
+pytest.importorskip("transformers")
+DOCS = Path(__file__).parents[2] / "docs" / "fine-tuning.md"
+SMALL = [
+    "--host", "127.0.0.1", "--device", "emulated:4GiB/s", "--device-memory", "3MiB",
+    "--context", "32", "--sequences", "4", "--steps", "4", "--plain", "--no-profile",
+    "--threads", "1", "--evaluate-every", "100", "--checkpoint-every", "100",
+]  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, a text and rows, as the page's commands name them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "models" / "smollm2-135m"
+    write_model(folder, UNTIED)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "books").mkdir()
+    write_text(tmp_path / "books" / "one.txt")
+    words = SENTENCE.split()
+    rows = []
+    for n in range(40):
+        asked = {"role": "user", "content": " ".join(words[n % 7 : n % 7 + 3])}
+        answer = {"role": "assistant", "content": " ".join(words[n % 5 : n % 5 + 6])}
+        rows.append(json.dumps({"messages": [asked, answer]}))
+    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def commands() -> list[list[str]]:
+    """The commands of the page, in order."""
+    blocks = re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.S)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("atom ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_the_commands_of_the_page_work(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    ran = [name for name, *_ in commands()]
+    assert {"train", "export", "generate", "evaluate", "data", "plan"} <= set(ran)
+    for name, *arguments in commands():
+        more = SMALL if name == "train" else ["--tokens", "3"] if name == "generate" else []
+        if name == "plan":
+            more = ["--gpu", "rtx-3090", "--context", "32"]
+        assert main([name, *arguments, *more]) == 0, arguments
+    for run in ("mine", "chat", "adapted"):
+        losses = [
+            event["loss"]
+            for event in read_events(place / "runs" / run / "peer-0" / "events.jsonl")
+            if event["event"] == "evaluation"
+        ]
+        assert losses[-1] < losses[0]
+
+
+def test_an_evaluation_is_that_of_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "--model", "models/smollm2-135m", "--data", "chats.jsonl", "--run", "chat"]
+    assert main([*train, *SMALL, "--packing"]) == 0
+    events = read_events(place / "runs" / "chat" / "peer-0" / "events.jsonl")
+    last = [event for event in events if event["event"] == "evaluation"][-1]
+    capsys.readouterr()
+    assert main(["evaluate", "runs/chat/peer-0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(last["loss"], abs=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(last["bits_per_byte"], abs=1e-5)
+    assert main(["evaluate", "models/smollm2-135m", "--data", "chats.jsonl", "--context", "32",
+                 "--json"]) == 0  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["loss"] > found["loss"]
+    assert main([*train, "--resume", *SMALL, "--steps", "5"]) == 0
+    assert torch.get_num_threads() >= 1
+
+
+def test_inspecting_shows_what_is_learnt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["data", "inspect", "chats.jsonl", "--model", "models/smollm2-135m", "--context", "40"]
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["examples"] == 40
+    assert found["held_out"] == 2
+    assert found["kinds"] == {"messages": 40}
+    assert found["answer_tokens"] < found["tokens"]
+    assert found["samples"][0].endswith("[[the cat sat on the mat<|endoftext|>]]")
+    assert main([*given, "--packing", "--json"]) == 0
+    packed = json.loads(capsys.readouterr().out)
+    assert packed["sequences"] < found["sequences"]
+    assert packed["filled_share"] > found["filled_share"]
+    (place / "chats.jsonl").write_text('{"messages": []}\n')
+    assert main(given) == 2
+    assert "chats.jsonl:1: 'messages' must be a list" in capsys.readouterr().err
+    assert main(["data", "inspekt"]) == 2
+    assert "Did you mean 'inspect'" in capsys.readouterr().err
+
+
+def test_rows_with_answers_need_a_trained_model(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["train", "--model", "tiny", "--data", "chats.jsonl", *SMALL]
+    assert main(given) == 2
+    assert "chats.jsonl:1: is of kind 'messages', which needs a trained model" in (
+        capsys.readouterr().err
+    )

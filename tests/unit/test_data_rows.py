@@ -1,0 +1,211 @@
+"""Rows with answers: all formats, the chat template's marks, packing, mistakes by file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hugging_face_models import tokenizer
+
+from atomtrain.data import SamplerConfig
+from atomtrain.data.chat import ChatTemplate, Encoder, Example
+from atomtrain.data.dialogues import Dialogue, Plain, understand
+from atomtrain.data.examples import IGNORED, Examples, Rows, RowSampler, held_out_rows
+from atomtrain.data.rows import Row, has_rows, read_rows
+from atomtrain.errors import DataError
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FILES = {
+    "chat_template.jinja": TEMPLATE,
+    "tokenizer_config.json": json.dumps({"eos_token": "<|endoftext|>"}),
+}
+ASK = {"role": "user", "content": "the cat"}
+ANSWER = {"role": "assistant", "content": "sat on the mat"}
+
+
+def row(**values: Any) -> Row:
+    return Row("file.jsonl:7", values)
+
+
+def encoder() -> Encoder:
+    return Encoder(tokenizer(), ChatTemplate(FILES))
+
+
+def answers_of(example: Example) -> str:
+    kept = [t for t, a in zip(example.tokens, example.answers, strict=True) if a]
+    return tokenizer().decode(kept)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"messages": [ASK, ANSWER]}, "messages"),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "the cat"},
+                    {"from": "gpt", "value": "sat on the mat"},
+                ]
+            },
+            "sharegpt",
+        ),
+        ({"instruction": "the", "input": "cat", "output": "sat on the mat"}, "alpaca"),
+        ({"prompt": [ASK], "completion": [ANSWER]}, "completion"),
+        ({"prompt": "the cat ", "completion": "sat on the mat"}, "completion"),
+    ],
+)
+def test_answers_are_marked_in_every_format(values: dict[str, Any], kind: str) -> None:
+    pytest.importorskip("transformers")
+    example = encoder().encode(row(**values))
+    assert example.kind == kind
+    assert answers_of(example) == "sat on the mat<|endoftext|>"
+    assert len(example.tokens) == len(example.answers)
+
+
+def test_every_answer_of_a_dialogue_counts_but_not_those_of_the_prompt() -> None:
+    pytest.importorskip("transformers")
+    turns = [ASK, ANSWER, {"role": "user", "content": "and"}, {**ANSWER, "content": "the dog"}]
+    both = encoder().encode(row(messages=turns))
+    assert answers_of(both) == "sat on the mat<|endoftext|>the dog<|endoftext|>"
+    last = encoder().encode(row(prompt=turns[:3], completion=turns[3:]))
+    assert answers_of(last) == "the dog<|endoftext|>"
+    assert last.tokens == both.tokens
+
+
+def test_text_is_learnt_as_a_whole_and_cannot_forge_the_end() -> None:
+    example = encoder().encode(row(text="the cat <|endoftext|> sat"))
+    assert all(example.answers)
+    assert example.tokens.count(tokenizer().separator) == 1
+    assert example.kind == "text"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, "has nothing; a row needs messages"),
+        ({"words": 1}, "has 'words'"),
+        ({"messages": []}, "must be a list of messages"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "the role 'bot'; allowed are"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0] needs a text"),
+        ({"messages": [ASK]}, "nothing to learn"),
+        ({"messages": ["the cat"]}, "must be an object"),
+        ({"conversations": [{"from": "martian", "value": ""}]}, "from 'martian'; known are"),
+        ({"conversations": "x"}, "must be a list of turns"),
+        ({"prompt": "x", "completion": 3}, "'completion' must be a text, not int"),
+        ({"text": ["x"]}, "'text' must be a text, not list"),
+    ],
+)
+def test_bad_rows_are_named(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(DataError) as caught:
+        understand(row(**values))
+    assert str(caught.value).startswith("file.jsonl:7: ")
+    assert expected in str(caught.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    pytest.importorskip("transformers")
+    rewriting = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
+    made = Encoder(tokenizer(), ChatTemplate({"chat_template.jinja": rewriting}))
+    with pytest.raises(DataError, match=r"file.jsonl:7: the chat template renders message 1"):
+        made.encode(row(messages=[ASK, ANSWER, ASK, ANSWER]))
+    refusing = ChatTemplate({"chat_template.jinja": "{{ raise_exception('no system') }}"})
+    with pytest.raises(DataError, match=r"refuses it .*no system"):
+        Encoder(tokenizer(), refusing).encode(row(messages=[ASK, ANSWER]))
+    with pytest.raises(DataError, match="no chat template"):
+        Encoder(tokenizer(), ChatTemplate({})).encode(row(messages=[ASK, ANSWER]))
+
+
+def test_files_are_read_in_order_and_mistakes_have_their_line(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n\n{"text": "three"}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    spec = str(tmp_path)
+    assert has_rows(spec)
+    assert [r.values["text"] for r in read_rows(spec)] == ["one", "two", "three"]
+    assert [r.place.rpartition(":")[2] for r in read_rows(spec)] == ["1", "1", "3"]
+    assert next(r.values["text"] for r in read_rows(str(tmp_path / "*.jsonl"))) == "one"
+    assert not has_rows(None)
+    assert not has_rows(str(tmp_path / "book.txt"))
+    for content, expected in (("{", "not JSON"), ("[1]", "not a JSON object")):
+        (tmp_path / "c.jsonl").write_text('{"text": "x"}\n' + content)
+        with pytest.raises(DataError, match=rf"c\.jsonl:2: {expected}"):
+            list(read_rows(str(tmp_path / "c.jsonl")))
+    with pytest.raises(DataError, match="cannot be read"):
+        list(read_rows(str(tmp_path / "none.jsonl")))
+    (tmp_path / "d.jsonl").write_bytes(b'{"text": "\xff"}')
+    with pytest.raises(DataError, match="not UTF-8"):
+        list(read_rows(str(tmp_path / "d.jsonl")))
+
+
+def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"messages": [ASK, ANSWER]}, {"messages": [ASK, {**ANSWER, "content": "x"}]}]
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    found = list(read_rows(str(file)))
+    assert [r.values for r in found] == rows
+    assert found[1].place.endswith("row 2")
+    assert isinstance(understand(found[0]), Dialogue)
+    assert isinstance(understand(row(text="x")), Plain)
+    file.write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        list(read_rows(str(file)))
+
+
+def some(count: int, length: int = 5) -> list[Example]:
+    """Examples whose tokens are their number; the last two count."""
+    marks = [False] * (length - 2) + [True] * 2
+    return [Example("text", [n] * length, marks, 7) for n in range(count)]
+
+
+def test_rows_are_padded_and_count_answers_only() -> None:
+    examples = Examples(some(41), "x")
+    assert examples.held_out.tokens.tolist() == [10] * 5 + [30] * 5
+    assert examples.counts.examples == 41
+    assert examples.counts.answer_tokens == 82
+    rows = Rows(examples.train, 8, packed=False, padding=99)
+    batch = rows.batch([0, 3])
+    assert batch.inputs.tolist() == [[0] * 5 + [99] * 3, [3] * 5 + [99] * 3]
+    assert batch.labels.tolist()[1] == [IGNORED, IGNORED, 3, 3] + [IGNORED] * 4
+    assert len(rows) == 39
+    cut = Rows(examples.train, 3, packed=False, padding=99)
+    assert cut.cut == 39
+    assert cut.batch([0]).labels.tolist() == [[IGNORED, IGNORED, 0]]
+    with pytest.raises(DataError, match="raise --context"):
+        Rows(examples.train, 2, packed=False, padding=99)
+    with pytest.raises(DataError, match="at least 2 are needed"):
+        Examples(some(1), "x")
+    assert Examples(some(2), "x").held_out.count == 1
+
+
+def test_packing_loses_and_mixes_nothing() -> None:
+    examples = Examples(some(40), "x")
+    rows = Rows(examples.train, 12, packed=True, padding=99)
+    assert len(rows) < 39
+    assert sorted(index for row in rows.rows for index in row) == list(range(38))
+    whole = rows.batch(range(len(rows)))
+    assert int((whole.labels != IGNORED).sum()) == 2 * 38
+    counted = whole.labels != IGNORED
+    assert torch.equal(whole.inputs[counted], whole.labels[counted])
+
+
+def test_the_order_is_a_function_of_seed_peer_and_position() -> None:
+    rows = Rows(Examples(some(12), "x").train, 4, packed=False, padding=99)
+    config = SamplerConfig(context_tokens=4, sequences=3, seed=1)
+    one, again, other = (RowSampler(rows, config, key) for key in ("a", "a", "b"))
+    epoch = torch.cat([one.batch(p).inputs[:, 0] for p in range(4)]).tolist()[:11]
+    assert sorted(epoch) == sorted(np.unique([r for r in range(12) if r != 10]).tolist())
+    assert torch.equal(one.batch(5).inputs, again.batch(5).inputs)
+    assert not all(torch.equal(one.batch(p).inputs, other.batch(p).inputs) for p in range(4))
+    assert one.epoch(11) == 3.0
+    held = list(held_out_rows(rows, 4))
+    assert [tuple(b.inputs.shape) for b in held] == [(4, 4), (4, 4)]
+    assert rows.bits_per_byte(1.0) == pytest.approx(2 / (7 * np.log(2)))
