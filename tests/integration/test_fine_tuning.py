@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from hugging_face_models import SENTENCE, UNTIED, write_model, write_text
 
 from atomtrain.cli.main import main
@@ -86,11 +85,10 @@ def test_an_evaluation_is_that_of_the_run(place: Path, capsys: pytest.CaptureFix
                  "--json"]) == 0  # fmt: skip
     assert json.loads(capsys.readouterr().out)["loss"] > found["loss"]
     assert main([*train, "--resume", *SMALL, "--steps", "5"]) == 0
-    assert torch.get_num_threads() >= 1
 
 
 def test_inspecting_shows_what_is_learnt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["data", "inspect", "chats.jsonl", "--model", "models/smollm2-135m", "--context", "40"]
+    given = ["data", "inspect", "chats.jsonl", "--model", "models/smollm2-135m", "--context", "120"]
     assert main([*given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["examples"] == 40
