@@ -14,6 +14,7 @@ from atomtrain.cli.parsing import Parser
 _WORDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "swarm": (("status",), ("ping",)),
     "bench": ((), ("report",)),
+    "data": (("inspect",),),
 }
 """Further words of commands that have some; `()` is the command itself."""
 
