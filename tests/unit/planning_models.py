@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from atomtrain.planning import Layout, Plan, Shape
 from atomtrain.planning.costing import Costing
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.search import plan_of
-from atomtrain.planning.shape import Activation
+from atomtrain.planning.shape import ACTIVATIONS, Activation
 from atomtrain.swapping.planner import Planner
 
 
@@ -36,20 +37,23 @@ def random_shape(
     source: random.Random,
     layers: int,
     blocks: int,
-    keep: bool | None = None,
     resident: Sequence[int] | None = None,
+    mixed: bool | None = None,
 ) -> Shape:
-    """Return a shape that can be run on a chain of so many layers and blocks."""
+    """Return a shape that can be run on a chain of so many layers and blocks.
+
+    With `mixed` any of its segments may be kept or offloaded; `None` leaves that to chance.
+    """
     backward = random_bounds(source, layers)
-    turn = backward[-2]
-    forward = random_bounds(source, turn)
-    slots = source.randint(1, 3)
-    keep = source.random() < 0.4 if keep is None else keep
+    forward = random_bounds(source, backward[-2])
     activations: list[Activation] = ["recompute"] * (len(backward) - 1)
-    if keep and len(backward) > 2:
-        forward = (*(bound for bound in forward if bound < backward[-3]), *backward[-3:-1])
-        slots = max(2, slots)
-        activations[-2] = "keep"
+    if source.random() < 0.6 if mixed is None else mixed:
+        if source.random() < 0.7:
+            forward = backward[:-1]
+        ahead = set(itertools.pairwise(forward))
+        for index, pair in enumerate(itertools.pairwise(backward[:-1])):
+            if pair in ahead:
+                activations[index] = source.choice(ACTIVATIONS)
     if resident is None:
         share = source.choice([0.0, 0.3, 0.7])
         resident = [block for block in range(blocks) if source.random() < share]
@@ -58,7 +62,7 @@ def random_shape(
     return Shape(
         forward,
         backward,
-        slots,
+        source.randint(1, 3),
         source.randint(1, 2),
         source.choice(["device", "host"]),
         tuple(resident),

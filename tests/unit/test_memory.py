@@ -77,7 +77,9 @@ def test_random_shapes_of_plans_need_what_was_predicted(
         engine.step([example] * micro_batches)
         measured = peak_of_a_step(engine, micro_batches, example)
         assert measured <= engine.plan.device_peak_bytes
-        assert measured >= 0.95 * engine.plan.device_peak_bytes
+        # The scratch of updates on the device counts at every visit.
+        least = 0.9 if shape.device_blocks else 0.95
+        assert measured >= least * engine.plan.device_peak_bytes
         engine.synchronize()
         host = host_bytes_of(engine)
         predicted = engine.plan.host_bytes - PROCESS_BYTES

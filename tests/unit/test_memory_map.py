@@ -19,7 +19,7 @@ def test_regions_add_up_to_the_plan(monkeypatch: pytest.MonkeyPatch, seed: int) 
     model, example = gpt(layers, width, 0.0), tokens(2, 9)
     with swap(model, example, micro_batches=2) as engine:
         blocks = len(engine.layers())
-    use_shape(monkeypatch, random_shape(source, blocks, blocks + 1, keep=seed % 2 == 0))
+    use_shape(monkeypatch, random_shape(source, blocks, blocks + 1, mixed=seed % 2 == 0))
     model = gpt(layers, width, 0.0)
     with swap(model, example, micro_batches=2) as engine:
         plan, regions = engine.plan, engine.memory_map()

@@ -64,10 +64,13 @@ def test_a_damaged_plan_is_refused(chain_and_costs) -> None:
         Plan.from_json({**data, "backward_bounds": [0, 3, 2, 6]})
 
 
-def test_plenty_of_memory_needs_no_second_load_and_no_recomputing(chain_and_costs) -> None:
+def test_plenty_of_memory_needs_no_recomputing_and_no_detour(chain_and_costs) -> None:
     made = plan(chain_and_costs, machine("1GiB", link=1e9), host_layers=0)
     assert made.recomputed_layers == 0
-    assert made.load_s * 1e9 == pytest.approx(Layout(chain_and_costs[0]).total_bytes, rel=1e-3)
+    assert "offload" not in made.activations
+    # A second load would hide behind compute, and save a slot as large as the model.
+    total_bytes = Layout(chain_and_costs[0]).total_bytes
+    assert total_bytes * 0.999 <= made.load_s * 1e9 <= total_bytes * 2
 
 
 def test_a_slower_link_never_makes_a_faster_plan(chain_and_costs) -> None:

@@ -82,11 +82,15 @@ def test_partitions_may_differ_and_equal_ranges_are_not_loaded_twice() -> None:
     assert len(loads) == 6
 
 
-def test_a_kept_segment_is_marked_on_its_way_up_and_down() -> None:
-    activations = ("recompute", "keep", "recompute")
-    visits = training_visits(Shape((0, 1, 2, 4), (0, 2, 4, 5), 2, 1, activations=activations))
-    assert [v.keep for v in visits] == [False, False, True, False, True, False]
-    assert not any(v.keep for v in evaluation_visits(Shape((0, 4), (0, 4, 5), 2, 1)))
+def test_graphs_that_wait_are_marked_on_their_way_up_and_down() -> None:
+    activations = ("offload", "recompute", "keep", "recompute")
+    visits = training_visits(Shape((0, 1, 2, 4), (0, 1, 2, 4, 5), 2, 1, activations=activations))
+    assert [v.leaves for v in visits] == [True, False, True, False, False, False, False]
+    assert [v.finds for v in visits] == [False, False, False, False, True, False, True]
+    assert [v.home for v in visits if v.finds] == [visits[2].slot, visits[0].slot]
+    assert all(v.home == v.slot for v in visits if not v.finds)
+    evaluation = evaluation_visits(Shape((0, 4), (0, 4, 5), 2, 1, activations=activations[2:]))
+    assert not any(v.leaves or v.finds for v in evaluation)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +103,8 @@ def test_a_kept_segment_is_marked_on_its_way_up_and_down() -> None:
         (Shape((0, 2), (0, 2, 4), 2, 1, host_layers=4), "host_layers"),
         (Shape((0, 2), (0, 2, 4), 2, 1, host_layers=1), "must rise from 1"),
         (Shape((0, 2), (0, 2, 4), 2, 1, activations=("keep",)), "2 segments"),
-        (Shape((0, 2), (0, 2, 4), 1, 1, activations=("keep", "recompute")), "cannot keep"),
         (Shape((0, 1, 2), (0, 2, 4), 2, 1, activations=("keep", "recompute")), "cannot keep"),
+        (Shape((0, 1, 2), (0, 2, 4), 2, 1, activations=("offload", "recompute")), "cannot offload"),
         (Shape((0, 2), (0, 2, 4), 2, 1, activations=("recompute", "keep")), "cannot keep"),
     ],
 )

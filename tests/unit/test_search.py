@@ -17,12 +17,14 @@ from torch import nn
 
 from atomtrain.analysis import Chain, Layer, LayerCost, LayerTime
 from atomtrain.analysis.costs import ChainCosts, ValueSpec
+from atomtrain.analysis.saved import SavedCost
 from atomtrain.errors import PlanError
 from atomtrain.planning import Layout, Machine, Plan, Request, Shape, make_plan
 from atomtrain.planning.costing import Costing
 from atomtrain.planning.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.memory import MemoryModel
+from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.search import Choice, fastest_of, leanest_of
 from atomtrain.planning.shape import Activation
 from atomtrain.planning.space import Space
@@ -39,7 +41,9 @@ class Kind(NamedTuple):
     out_bytes: int
     work_bytes: int
     kept_bytes: int
-    changes_buffers: bool
+    saved: tuple[bool, bool]
+    """Whether backward needs what the layer reads, and what it writes."""
+    movable: bool
 
 
 class Problem(NamedTuple):
@@ -77,7 +81,8 @@ KIND = st.builds(
     out_bytes=st.integers(1, 30).map(lambda n: 64 * n),
     work_bytes=st.integers(0, 20).map(lambda n: 64 * n),
     kept_bytes=st.integers(0, 20).map(lambda n: 64 * n),
-    changes_buffers=st.sampled_from([False, False, False, True]),
+    saved=st.tuples(st.booleans(), st.booleans()),
+    movable=st.sampled_from([True, True, True, False]),
 )
 
 
@@ -153,8 +158,12 @@ def build(problem: Problem) -> Built:
                 forward_bytes=kind.out_bytes + kind.work_bytes,
                 kept_bytes=kind.out_bytes + kind.kept_bytes,
                 graph_bytes=kind.out_bytes + kind.kept_bytes + kind.work_bytes,
-                backward_bytes=2 * kind.work_bytes, changes_buffers=kind.changes_buffers,
-                random=False,
+                backward_bytes=2 * kind.work_bytes, changes_buffers=False, random=False,
+                saved=SavedCost(
+                    inner_bytes=kind.kept_bytes, inner=1, reads=kind.saved[:1],
+                    writes=kind.saved[1:], forward_bytes=kind.out_bytes + kind.work_bytes,
+                    backward_bytes=2 * kind.work_bytes, movable=kind.movable,
+                ),
             )
         )  # fmt: skip
         values[f"v{index + 1}"] = ValueSpec((kind.out_bytes,), torch.uint8, True)
@@ -201,19 +210,45 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
                 if request.gradient_buffers:
                     buffers = {min(request.gradient_buffers, len(backward) - 1)}
                 for k, g, boundary in itertools.product(slots, buffers, ("device", "host")):
-                    choices: list[tuple[Activation, ...]] = [("recompute",) * (len(backward) - 1)]
-                    ends = backward[-3:-1]
-                    if k > 1 and len(backward) > 2 and forward[-2:] == ends:
-                        layers = built.costs.layers[slice(*ends)]
-                        if not any(cost.changes_buffers for cost in layers):
-                            keep: tuple[Activation, ...] = ("keep", "recompute")
-                            choices.append((*("recompute",) * (len(backward) - 3), *keep))
-                    for activations in choices:
+                    for activations in all_activations(built, request, forward, backward):
                         shape = Shape(
                             forward, backward, k, g, boundary, resident, 0, activations, there
                         )  # type: ignore[arg-type]
                         shape.check(count, layout.blocks)
                         yield shape
+
+
+def all_activations(
+    built: Built, request: Request, forward: tuple[int, ...], backward: tuple[int, ...]
+) -> Iterator[tuple[Activation, ...]]:
+    """Yield what the segments of a pair of partitions may do with what they save."""
+    below = len(backward) - 2
+    pinned = request.activations
+    if pinned in (None, "recompute") or not below:
+        yield ("recompute",) * (below + 1)
+    if pinned == "recompute" or not below or forward != backward[:-1]:
+        return
+    saved = SavedTensors(built.chain, built.costs)
+    segments = [saved.of(start, stop) for start, stop in itertools.pairwise(forward)]
+    most = request.micro_batches
+    rest: tuple[Activation, ...] = ("recompute", "offload") if pinned is None else (pinned,)
+    for first_kept in range(below + 1) if pinned is None else [0 if pinned == "keep" else below]:
+        for chosen in itertools.product(rest, repeat=first_kept):
+            how = (*chosen, *("keep",) * (below - first_kept))
+            possible = {
+                "recompute": [True] * below,
+                "keep": [of.movable for of in segments],
+                "offload": [
+                    of.movable and most * of.n_bytes >= saved.window_bytes for of in segments
+                ],
+            }
+            new = pinned is not None or set(how) != {"recompute"}
+            if new and all(possible[a][i] for i, a in enumerate(how)):
+                yield (*how, "recompute")  # type: ignore[misc]
+
+
+def rank_of(choice: Choice) -> tuple[str, bool]:
+    return choice.shape.boundary, "offload" in choice.shape.activations
 
 
 def choices_of(space: Space, built: Built, request: Request) -> list[Choice]:
@@ -223,12 +258,15 @@ def choices_of(space: Space, built: Built, request: Request) -> list[Choice]:
     ]
 
 
-REQUESTS = [{}, {}, {}, {"segments": 1}, {"segments": 2}, {"segments": 3}, {"slots": 2}]
+REQUESTS: list[dict[str, Any]] = [
+    {}, {}, {}, {"segments": 1}, {"segments": 2}, {"segments": 3}, {"slots": 2}, {"slots": 1},
+    {"activations": "recompute"}, {"activations": "keep"}, {"activations": "offload"},
+]  # fmt: skip
 
 
 @settings(deadline=None, max_examples=60)
 @given(problems(most_layers=4), st.sampled_from(REQUESTS))
-def test_the_search_equals_brute_force(problem: Problem, fixed: dict[str, int]) -> None:
+def test_the_search_equals_brute_force(problem: Problem, fixed: dict[str, Any]) -> None:
     built = build(problem)
     request = Request(micro_batches=problem.micro_batches, **fixed)
     if (request.segments or 1) <= len(problem.layers):
@@ -262,6 +300,9 @@ def compare(problem: Problem, built: Built, request: Request) -> None:
     """Check the search's answers against those of all plans."""
     space = built.space(request)
     everything = choices_of(space, built, request)
+    if not everything:  # nothing can be kept or offloaded
+        assert fastest_of(space, 1 << 40) is None
+        return
     least = min(choice.device_bytes for choice in everything)
     assert least_device_bytes(space) == least
     most = max(choice.device_bytes for choice in everything)
@@ -280,11 +321,10 @@ def compare(problem: Problem, built: Built, request: Request) -> None:
     if any(math.isclose(choice.step_s, limit_s, rel_tol=1e-9) for choice in fitting):
         return
     equal = [choice for choice in fitting if choice.step_s <= limit_s]
-    waiting = {choice.shape.boundary for choice in equal}
-    boundary = "device" if "device" in waiting else "host"
+    rank = min(rank_of(choice) for choice in equal)
     leanest = leanest_of(space, fastest, limit_s, budget)
-    assert leanest.shape.boundary == boundary
-    expected = min(c.device_bytes for c in equal if c.shape.boundary == boundary)
+    assert rank_of(leanest) == rank
+    expected = min(c.device_bytes for c in equal if rank_of(c) == rank)
     assert leanest.device_bytes == expected
     assert leanest.step_s <= limit_s
     assert fastest_of(space, least - 1) is None
@@ -341,7 +381,7 @@ BAD = [-1.0, math.nan, math.inf]
 
 @pytest.mark.parametrize("value", BAD)
 def test_times_of_nonsense(value: float) -> None:
-    kind = Kind(64, 0.1, 0.3, 64, 64, 64, False)
+    kind = Kind(64, 0.1, 0.3, 64, 64, 64, (True, False), True)
     built = build(Problem((kind,) * MOST_KINDS, (0, 1), (), 1, 1e4, 1e4, 1e4, 0.0, 1.0))
     times = {**built.times, "1": LayerTime(0.1, value)}
     with pytest.raises(PlanError, match="time of layer '1'"):

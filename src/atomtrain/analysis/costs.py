@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.flops import more_counters
+from atomtrain.analysis.saved import SavedCost, SavedWatcher, is_movable
 from atomtrain.analysis.storages import StorageTracker, is_dense
 from atomtrain.errors import AnalysisError
 
@@ -50,6 +52,8 @@ class LayerCost:
     """Forward in training mode writes to a buffer (running statistics)."""
     random: bool
     """Forward draws random numbers."""
+    saved: SavedCost
+    """What backward needs of forward."""
 
 
 class ValueSpec(NamedTuple):
@@ -243,6 +247,7 @@ def _measure(
                 # The seeds stand for gradients that the executor already holds.
                 backward_bytes = tracker.peak_bytes - before_bytes - kept_bytes - seed_bytes
             backward_flops = flops.get_total_flops() - forward_flops
+        saved = _measure_saved(layer, tensors, arguments)
     parameters = {id(p): p for p in layer.parameters.values()}.values()
     buffers = {id(b): b for b in layer.buffers.values()}.values()
     cost = LayerCost(
@@ -259,8 +264,46 @@ def _measure(
         backward_bytes=backward_bytes,
         changes_buffers=changes,
         random=tracker.random,
+        saved=saved,
     )
     return cost, out
+
+
+def _measure_saved(
+    layer: Layer, tensors: Mapping[str, Tensor], arguments: Sequence[Any]
+) -> SavedCost:
+    """Run the layer once more; what it saves leaves at once and comes back when it is needed."""
+    tracker = StorageTracker()
+    watcher = SavedWatcher(list(tensors.values()))
+    for value in arguments:
+        if isinstance(value, Tensor):
+            value.grad = None
+    with tracker:
+        with watcher.hooks():
+            written = layer.run(tensors, arguments)
+        forward_bytes = tracker.peak_bytes
+        inner = watcher.inner([*arguments, *written])
+        reads = tuple(watcher.storage_of(value) is not None for value in arguments)
+        writes = tuple(watcher.storage_of(value) is not None for value in written)
+        roots = [value for value in written if isinstance(value, Tensor) and value.requires_grad]
+        movable = is_movable(roots)
+        edges = [get_gradient_edge(root) for root in roots]
+        seeds = [torch.empty_like(root) for root in roots]
+        del written, roots
+        tracker.reset_peak()
+        before_bytes = tracker.live_bytes
+        if edges:
+            torch.autograd.backward(edges, seeds)
+        backward_bytes = tracker.peak_bytes - before_bytes
+    return SavedCost(
+        inner_bytes=sum(storage.n_bytes for storage in inner),
+        inner=len(inner),
+        reads=reads,
+        writes=writes,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        movable=movable,
+    )
 
 
 def _fake_tensors(layer: Layer, device: torch.device) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,27 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+T = TypeVar("T")
+
+
+class LiveStorages(Generic[T]):
+    """Something for each storage, found by any tensor in it as long as the storage lives."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
+
+    def get(self, tensor: torch.Tensor) -> T | None:
+        """Return what was put for the tensor's storage, or `None`."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        # The address may serve a new storage by now. Why a weak reference tells: see `adopt`.
+        return None if known is None or known[0]() is None else known[1]
+
+    def put(self, tensor: torch.Tensor, thing: T) -> None:
+        """Remember something for the tensor's storage."""
+        storage = tensor.untyped_storage()
+        self._known[storage._cdata] = weakref.ref(storage), thing
 
 
 OverBudget = Callable[[int, int, str], None]

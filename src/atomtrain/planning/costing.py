@@ -27,8 +27,9 @@ from atomtrain.planning.disk import (
 )
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
+from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, Visit, training_visits
-from atomtrain.planning.shape import Boundary, Shape
+from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.planning.timeline import DiskWork, Span, StepTime, VisitTime, predict, step_spans
 from atomtrain.planning.updating import UpdateModel, two_moments
 
@@ -81,6 +82,8 @@ class VisitTable:
         lasting: Array = np.maximum(self.load_s, self.stage_s)
         return lasting
 
+    return_s: Array
+
     @cached_property
     def visit_s(self) -> Array:
         """How long the visits last."""
@@ -119,7 +122,7 @@ class Costing:
             PlanError: a time is missing, negative or no number.
         """
         per_layer = [_checked(times, cost.kind, cost.name) for cost in costs.layers]
-        self._machine, self._layout, self._first = machine, layout, host_layers
+        self.machine, self._layout, self._first = machine, layout, host_layers
         self.micro_batches = micro_batches
         self.layer_forward_s = [micro_batches * time.forward_s for time in per_layer]
         self.layer_backward_s = [micro_batches * time.backward_s for time in per_layer]
@@ -131,7 +134,8 @@ class Costing:
         self.disk = None if self._disk is None else self._disk_work(self._disk, clips)
         """What updates take where state is on disk."""
         self._moved: dict[tuple[frozenset[int], frozenset[int]], _Moved] = {}
-        self._tables: dict[tuple[Phase, Place, bool, bool], VisitTable] = {}
+        self._tables: dict[tuple[Phase, Place, bool, Activation], VisitTable] = {}
+        self._chain, self._costs = chain, costs
 
     def step(self, shape: Shape) -> StepTime:
         """Return the predicted step of a shape."""
@@ -149,7 +153,7 @@ class Costing:
         place = Place(resident, shape.boundary, on_device)
         times = []
         for visit in visits:
-            table = self.table(visit.phase, place, load=visit.load, keep=visit.keep)
+            table = self.table(visit.phase, place, load=visit.load, activation=visit.activation)
             times.append(table.at(*visit.layers))
         return times
 
@@ -157,27 +161,30 @@ class Costing:
         """Return the slot bytes of all segments, `[start, stop]`."""
         return self._moved_by(resident, frozenset()).segment
 
-    def table(self, phase: Phase, place: Place, *, load: bool, keep: bool = False) -> VisitTable:
+    def table(
+        self, phase: Phase, place: Place, *, load: bool, activation: Activation = "recompute"
+    ) -> VisitTable:
         """Return the seconds of a visit to each segment.
 
         Args:
             phase: Forward, turn or backward.
             place: What is resident, and where values wait.
             load: Whether the segment is loaded.
-            keep: Whether its graphs wait for backward.
+            activation: What happens to what forward saves; nothing else than `recompute` in turn.
         """
-        key = (phase, place, load, keep)
+        key = (phase, place, load, activation)
         if key not in self._tables:
             self._tables[key] = self._table(*key)
         return self._tables[key]
 
-    def _table(self, phase: Phase, place: Place, load: bool, keep: bool) -> VisitTable:
-        machine = self._machine
+    def _table(self, phase: Phase, place: Place, load: bool, activation: Activation) -> VisitTable:
+        machine = self.machine
         backward = phase in (Phase.TURN, Phase.BACKWARD)
         moved = self._moved_by(place.resident, place.on_device)
         nothing = np.zeros_like(moved.segment)
         compute_s = _between(self.layer_backward_s if backward else self.layer_forward_s)
-        if keep and backward:
+        waits = activation != "recompute"
+        if waits and backward:
             compute_s = np.maximum(compute_s - _between(self.layer_forward_s), 0.0)
         # Resident blocks come with the first of their users, and their gradients leave with it.
         coming = moved.coming if phase is not Phase.BACKWARD else 0
@@ -189,23 +196,32 @@ class Costing:
             compute_s = compute_s + wide * moved.seeds / machine.load_bytes_per_s
             compute_s = compute_s + moved.updated_there / machine.device_update_rate
         compute_s = compute_s + self.micro_batches * machine.visit_s
-        fetched, saved = self._moved_bytes(phase, place.boundary, keep)
-        copied = loaded + unloaded + fetched + saved
+        fetched, saved = self._moved_bytes(phase, place.boundary, waits)
+        away, moves = self._offloaded if activation == "offload" else (nothing, nothing)
+        left, left_moves = (nothing, nothing) if backward else (away, moves)
+        returned, return_moves = (away, moves) if backward else (nothing, nothing)
+        copied = loaded + unloaded + fetched + saved + away
         # In backward both directions of the link are busy.
         share = machine.both_ways_share if backward else 1.0
         each_s = self.micro_batches * machine.copy_s
         later = self.disk is not None and self.disk.clips
+        load_rate = machine.load_bytes_per_s
+        unload_rate = machine.unload_bytes_per_s
+        return_s = returned / (share * load_rate) + machine.copy_s * return_moves
         return VisitTable(
             compute_s=compute_s
             + machine.compute_s_per_copied_byte * copied
             + machine.compute_s_per_update * updated,
-            load_s=_copied_s(loaded, share * machine.load_bytes_per_s, machine.copy_s),
-            unload_s=_copied_s(unloaded, share * machine.unload_bytes_per_s, machine.copy_s),
+            load_s=_copied_s(loaded, share * load_rate, machine.copy_s),
+            unload_s=_copied_s(unloaded, share * unload_rate, machine.copy_s),
             update_s=nothing if later else updated / machine.update_parameters_per_s,
             # At least one copy for each micro-batch.
-            fetch_s=_copied_s(fetched, machine.load_bytes_per_s, each_s),
-            save_s=_copied_s(saved, machine.unload_bytes_per_s, each_s),
+            fetch_s=_copied_s(fetched, load_rate, each_s) + return_s,
+            save_s=_copied_s(saved, unload_rate, each_s)
+            + left / unload_rate
+            + machine.copy_s * left_moves,
             stage_s=self._stage_s(backward, loaded),
+            return_s=return_s,
         )
 
     def most_gradient_bytes(self, resident: frozenset[int], slot_bytes: int) -> int:
@@ -216,6 +232,17 @@ class Costing:
         moved = self._moved_by(resident, frozenset())
         fitting = np.triu(moved.segment <= slot_bytes, 1)
         return wide * int(moved.gradient[fitting].max(initial=0))
+
+    @cached_property
+    def _offloaded(self) -> tuple[Array, Array]:
+        """Return the bytes that each segment saves for backward, and in how many storages."""
+        saved, count = SavedTensors(self._chain, self._costs), len(self._costs.layers)
+        n_bytes, storages = np.zeros((2, count + 1, count + 1))
+        for start in range(count):
+            for stop in range(start + 1, count + 1):
+                of = saved.of(start, stop)
+                n_bytes[start, stop], storages[start, stop] = of.n_bytes, of.storages
+        return self.micro_batches * n_bytes, self.micro_batches * storages
 
     def _moved_by(self, resident: frozenset[int], on_device: frozenset[int]) -> _Moved:
         """Return what visits to all segments load, unload and update."""
@@ -272,14 +299,14 @@ class Costing:
 
     def _disk_work(self, use: DiskUse, clips: bool) -> DiskWork:
         """Return what all updates take."""
-        read_rate, write_rate = self._machine.storage_rates
-        share, n_bytes = self._machine.storage_both_ways_share, sum(map(sum, use.blocks))
+        read_rate, write_rate = self.machine.storage_rates
+        share, n_bytes = self.machine.storage_both_ways_share, sum(map(sum, use.blocks))
         # In backward parameters are read for the device too.
         loads = sum(block.parameters for block in use.blocks)
         worked = sum(block.host_work for block in self._updated)
         return DiskWork(
             read_s=(n_bytes + loads * (not clips)) / (share * read_rate),
-            update_s=worked / self._machine.update_parameters_per_s,
+            update_s=worked / self.machine.update_parameters_per_s,
             write_s=n_bytes / (share * write_rate),
             ahead_s=sum(use.slots) / read_rate,
             blocks=sum(1 for block in use.blocks if sum(block)),
@@ -290,12 +317,12 @@ class Costing:
         """Return the seconds in which what visits load is read from disk."""
         if self._disk is None or "parameters" not in self._disk.on_disk:
             return np.zeros_like(loaded)
-        read_rate, _ = self._machine.storage_rates
+        read_rate, _ = self.machine.storage_rates
         # In backward the disk reads and writes at once.
-        share = self._machine.storage_both_ways_share if backward else 1.0
+        share = self.machine.storage_both_ways_share if backward else 1.0
         return loaded / (share * read_rate)
 
-    def _moved_bytes(self, phase: Phase, boundary: Boundary, keep: bool) -> tuple[Array, Array]:
+    def _moved_bytes(self, phase: Phase, boundary: Boundary, waits: bool) -> tuple[Array, Array]:
         """Return what visits fetch and save of values and their gradients.
 
         In forward the cut above counts as if backward had a cut there too, which a finer forward
@@ -307,7 +334,7 @@ class Costing:
             return below * on_host, above
         if phase is Phase.TURN:
             return below * on_host, below * on_host
-        return below * (not keep) + above * on_host, below * on_host
+        return below * (not waits) + above * on_host, below * on_host
 
 
 def _copied_s(n_bytes: Array, bytes_per_s: float, start_s: float) -> Array:

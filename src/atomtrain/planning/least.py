@@ -4,19 +4,56 @@ from __future__ import annotations
 
 import numpy as np
 
+from atomtrain.planning.mixed import Mixed
 from atomtrain.planning.space import Bytes, Family, Space
 
 
 def least_device_bytes(space: Space) -> int:
     """Return the least device bytes of any plan of the space."""
     best = np.inf
-    for family in space.families:
-        for slot_bytes in space.slot_sizes(family):
-            held = space.held_bytes(family, slot_bytes)
-            if held >= best:
-                break
-            best = min(best, held + _least_work(space, family, slot_bytes))
+    if space.recomputes:
+        for family in space.families:
+            for slot_bytes in space.slot_sizes(family):
+                held = space.held_bytes(family, slot_bytes)
+                if held >= best:
+                    break
+                best = min(best, held + _least_work(space, family, slot_bytes))
+    elif whole := [family for family in space.families if family.whole]:
+        best = min(_whole_bytes(space, family) for family in whole)
+    if space.mixes:
+        for family in space.families:
+            if not family.whole:
+                best = _least_mixed(space, family, best)
     return int(best)
+
+
+def _whole_bytes(space: Space, family: Family) -> float:
+    (slot_bytes,) = space.slot_sizes(family)
+    return space.held_bytes(family, slot_bytes) + _least_work(space, family, slot_bytes)
+
+
+def _least_mixed(space: Space, family: Family, best: float) -> float:
+    """Return the least device bytes of the plans that keep or offload, or `best` if that is less.
+
+    Found by bisection: a plan that works within a limit works within a larger one.
+    """
+    mixed = Mixed(space, family, offload=space.request.offload)
+    for slot_bytes in space.slot_sizes(family):
+        low = space.held_bytes(family, slot_bytes)
+        if low >= best:
+            break
+        high = best if np.isfinite(best) else mixed.most_bytes(slot_bytes)
+        if not mixed.works(mixed.room([slot_bytes], int(high) - 1)):
+            continue
+        # Works below `high`, not below `low`.
+        while high - low > 1:
+            middle = (int(low) + int(high)) // 2
+            if mixed.works(mixed.room([slot_bytes], middle)):
+                high = middle
+            else:
+                low = middle
+        best = min(best, high)
+    return best
 
 
 def _least_work(space: Space, family: Family, slot_bytes: int) -> float:

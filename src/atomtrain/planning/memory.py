@@ -2,7 +2,8 @@
 
 The device holds slots, gradient buffers, resident blocks, the model's buffers, and what the
 busiest visit needs beside them: the values and gradients that stand at its cuts, and the workspace
-of one micro-batch. Only kept graphs grow with the segment they belong to; nothing grows with depth.
+of one micro-batch; what kept segments save; and, from the first offloaded segment up and down again
+to it, the window of what is on its way to the host or back. Only what is kept grows with depth.
 
 Legend: A micro-batches; *below* and *above*, the values that cross the segment's lower and upper
 cut, for one micro-batch; *workspace*, the peak growth while one micro-batch runs through it.
@@ -18,8 +19,9 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.planning.disk import DiskUse
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, training_visits
-from atomtrain.planning.shape import Boundary, Shape
+from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.planning.updating import UpdateModel, two_moments
 from atomtrain.planning.workspace import Workspaces
 
@@ -54,6 +56,7 @@ class MemoryModel:
         self._updated = self._updates.of_blocks(chain, layout)
         self._disk = disk
         self._workspaces = Workspaces(chain, costs, layout)
+        self.saved = SavedTensors(chain, costs)
         count = len(chain.layers)
         self._crossing = [self._bytes(chain.crossing(cut)) for cut in range(count + 1)]
         self._largest = [
@@ -88,11 +91,21 @@ class MemoryModel:
 
     def device_bytes(self, shape: Shape) -> int:
         """Return the peak on the device."""
-        work = 0
-        kept, there = shape.kept, bool(shape.device_blocks)
+        work = kept = 0
+        there = bool(shape.device_blocks)
+        away = [layers for layers, how in shape.waiting.items() if how == "offload"]
         for visit in training_visits(shape):
-            need = self.work_bytes(visit.phase, *visit.layers, shape.boundary, kept, there)
-            work = max(work, need)
+            how = visit.activation
+            own = self.saved_bytes(*visit.layers) if how == "keep" else 0
+            if visit.phase is Phase.BACKWARD:
+                kept -= own
+            # Sent by this visit and those below it, or still to come back for them.
+            moving = sum(self.saved_bytes(*pair) for pair in away if pair[0] <= visit.layers[0])
+            window = min(self.saved.window_bytes, moving)
+            need = self.work_bytes(visit.phase, *visit.layers, shape.boundary, how, there)
+            work = max(work, need + kept + window)
+            if visit.phase is Phase.FORWARD:
+                kept += own
         return work + self.held_bytes(shape)
 
     def held_bytes(self, shape: Shape) -> int:
@@ -156,7 +169,7 @@ class MemoryModel:
         """Return the least device bytes with which the layer alone could be a segment."""
         boundaries: tuple[Boundary, ...] = ("device", "host")
         phase = Phase.TURN if index + 1 == len(self._chain.layers) else Phase.BACKWARD
-        work = min(self.work_bytes(phase, index, index + 1, b, None) for b in boundaries)
+        work = min(self.work_bytes(phase, index, index + 1, b) for b in boundaries)
         layout = self._layout
         gradients = layout.gradient_factor * layout.gradients.segment_bytes(index, index + 1)
         return layout.segment_bytes(index, index + 1) + gradients + work
@@ -167,71 +180,68 @@ class MemoryModel:
         start: int,
         stop: int,
         boundary: Boundary,
-        kept: tuple[int, int] | None,
+        activation: Activation = "recompute",
         on_device: bool = False,
     ) -> int:
-        """Return the peak of a visit beside what is held.
+        """Return the peak of a visit beside what is held, the window, and other kept segments.
 
         Args:
             phase: Forward, turn or backward.
             start: The segment's first layer.
             stop: The layer after its last one.
             boundary: Where values wait.
-            kept: The segment whose graphs are kept, if any; it counts from its forward visit on.
+            activation: What happens to what the segment saves; the turn has none of it.
             on_device: Whether blocks are updated on the device.
         """
         # When a visit is over, a block may be updated in place of the workspace.
         scratch = self.device_scratch_bytes if on_device else 0
-        if kept == (start, stop):
-            return self._kept_work_bytes(phase, start, stop, boundary, scratch)
-        waiting = 0
-        if kept is not None and phase is Phase.TURN:
-            waiting = self.kept_bytes(*kept)
         count = self.micro_batches
-        space = self._workspaces.of(start, stop)
+        space, saved = self._workspaces.of(start, stop), self.saved.of(start, stop)
         below, above = self._crossing[start], self._crossing[stop]
         # This and the next micro-batch's inputs.
         ahead = min(2, count)
         inputs = ahead * self._input_bytes(start, stop)
         if phase is Phase.FORWARD:
-            standing = max(count * below, below + (count - 1) * above)
+            kept, inner = 0, space.forward
+            if activation == "offload":
+                inner = saved.forward
+            elif activation == "keep":
+                # The other micro-batches' saved tensors; some of them are what is handed on.
+                kept, inner = (count - 1) * saved.n_bytes, space.graph
+                above -= saved.out_bytes
+            standing = max(count * below, below + kept + (count - 1) * above)
             if boundary == "host":
-                standing = ahead * below
+                standing = ahead * below + kept
             # One value at a time is still being saved when the next micro-batch runs.
             leaving = max(self._largest[start + 1 : stop + 1])
-            return inputs + standing + leaving + space.forward
-        inner = max(space.graph, space.backward, scratch)
-        leaving, coming = self._given_gradients(start, stop)
-        inputs += ahead * coming
-        if phase is Phase.TURN:
-            standing = count * below if boundary == "device" else ahead * below
-            if boundary == "host":
-                leaving = max(leaving, self._largest[start])
-            return waiting + inputs + standing + leaving + inner
-        if boundary == "device":
-            standing = max(count * above, above + (count - 1) * below) + ahead * below
             return inputs + standing + leaving + inner
-        leaving = max(leaving, self._largest[start], self._largest[stop])
-        return inputs + ahead * (below + above) + leaving + inner
-
-    def _kept_work_bytes(
-        self, phase: Phase, start: int, stop: int, boundary: Boundary, scratch: int
-    ) -> int:
-        """Return the peak of a visit to a segment whose graphs are kept."""
-        one = self._kept[stop] - self._kept[start]
-        graphs = self.kept_bytes(start, stop)
-        space = self._workspaces.of(start, stop)
-        if phase is Phase.FORWARD:
-            # The last micro-batch's graph is what is growing.
-            return graphs - one + max(space.graph, one)
-        above = self._crossing[stop]
         leaving, coming = self._given_gradients(start, stop)
-        inner = max(0, space.backward - one, scratch - graphs)
-        inner += min(2, self.micro_batches) * coming
+        if boundary == "host":
+            leaving = max(leaving, self._largest[start])
+        if phase is Phase.TURN:
+            standing = (count if boundary == "device" else ahead) * below
+            inner = max(space.graph, space.backward, scratch)
+            return inputs + ahead * coming + standing + leaving + inner
+        inner, kept, values = max(space.graph, space.backward, scratch), 0, below
+        if activation != "recompute":
+            inputs = values = 0
+        if activation == "offload":
+            inner = max(saved.backward, scratch)
+        elif activation == "keep":
+            kept = self.saved_bytes(start, stop)
+            inner = max(self._beside_graph(start, stop), scratch - kept)
+        inner += inputs + ahead * coming
         if boundary == "device":
-            return graphs + self.micro_batches * above + leaving + inner
-        leaving = max(leaving, self._largest[start], self._largest[stop])
-        return graphs + min(2, self.micro_batches) * above + leaving + inner
+            # What is kept goes as the gradients of the values below come.
+            rising = above + kept // count + (count - 1) * below
+            return max(count * above + kept, rising) + ahead * values + leaving + inner
+        leaving = max(leaving, self._largest[stop])
+        return kept + ahead * (values + above) + leaving + inner
+
+    def _beside_graph(self, start: int, stop: int) -> int:
+        """Return the peak growth of backward of one micro-batch above its graph."""
+        graph = self._kept[stop] - self._kept[start]
+        return max(0, self._workspaces.of(start, stop).backward - graph)
 
     def _given_gradients(self, start: int, stop: int) -> tuple[int, int]:
         """Return what leaves to layers on the host at a time, and what comes back to be added to.
@@ -246,11 +256,9 @@ class MemoryModel:
                 coming += n_bytes * (readers[-1] >= stop)
         return leaving, coming
 
-    def kept_bytes(self, start: int, stop: int) -> int:
-        """Return the graphs of all micro-batches with their inputs."""
-        kept = self._kept[stop] - self._kept[start]
-        inputs = self._crossing[start] + self._input_bytes(start, stop)
-        return self.micro_batches * (kept + inputs)
+    def saved_bytes(self, start: int, stop: int) -> int:
+        """Return what all micro-batches save in a segment."""
+        return self.micro_batches * self.saved.of(start, stop).n_bytes
 
     def _input_bytes(self, start: int, stop: int) -> int:
         """Return one micro-batch's own entries that the segment reads."""
@@ -266,13 +274,17 @@ class MemoryModel:
         return self._inputs[start][stop - start]
 
     def _waiting_bytes(self, shape: Shape) -> int:
-        """Return the host's copies of values: for recomputing, and on their way from visit to
-        visit."""
+        """Return the host's copies: of values for recomputing, of what is offloaded, and of values
+        on their way from visit to visit."""
         needed: set[str] = set()
-        bounds = shape.backward_bounds
+        offloaded = 0
+        bounds, waiting = shape.backward_bounds, shape.waiting
         for start, stop in itertools.pairwise(bounds[:-1]):
-            if (start, stop) != shape.kept:
+            how = waiting.get((start, stop), "recompute")
+            if how == "recompute":
                 needed.update(self._chain.reads(start, stop))
+            elif how == "offload":
+                offloaded += self.saved.of(start, stop).n_bytes
         needed.difference_update(self._chain.inputs)
         passing = 0
         if shape.boundary == "host":
@@ -280,7 +292,8 @@ class MemoryModel:
             passing = max(self._crossing[cut] for cut in cuts)
         # Values and gradients at a cut, and one gradient that comes before the one above it goes.
         more = shape.segments > 2
-        return self.micro_batches * (self._bytes(needed) + 2 * passing) + passing * more
+        waiting_bytes = self._bytes(needed) + offloaded + 2 * passing
+        return self.micro_batches * waiting_bytes + passing * more
 
     def _buffers_bytes(self) -> int:
         unique: dict[int, int] = {}

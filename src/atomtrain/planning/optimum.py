@@ -7,30 +7,24 @@ start of the visit before, and the turn's earliest start is a shortest path over
 Turn. All that backward needs of forward is when the turn starts, and which segment is in the other
 slot: that one is not loaded again if backward's next segment is the same.
 
-Backward. The rest depends on six clocks only: when compute, the next load, the last two unloads and
-the updates can go on, and when the first gradients were on the host, from where on a disk works. A
-later clock never makes a step end sooner, so of two ways to the same cut the one that is later (or
-equal) in every clock can be forgotten.
+Backward. The rest depends on the clocks of `planning/clocks.py` only. Every segment is recomputed
+here; `planning/mixed.py` has the plans that keep or offload.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.planning.costing import Costing, VisitTable
+from atomtrain.planning.clocks import Clocks, Starts, undominated
+from atomtrain.planning.costing import Costing
 from atomtrain.planning.schedule import Phase
-from atomtrain.planning.shape import Shape
+from atomtrain.planning.shape import Activation, Shape
 from atomtrain.planning.space import Allowed, Family
 
 Array = NDArray[np.float64]
-Starts = NDArray[np.intp]
-_COMPUTE, _LOAD, _UNLOAD, _BEFORE, _UPDATE, _FIRST = range(6)
-_SLACK = 1 + 1e-12
-_LESS = 1 - 1e-12
-"""Sums in another order differ by less; they are no difference."""
 
 
 class _Turn(NamedTuple):
@@ -39,7 +33,6 @@ class _Turn(NamedTuple):
     start: int
     hit: int | None
     """First layer of the segment that is still in its slot."""
-    keep: bool
 
 
 class _Labels(NamedTuple):
@@ -79,11 +72,10 @@ class Optimum:
         self._turn = costing.table(Phase.TURN, place, load=True)
         self._backward = costing.table(Phase.BACKWARD, place, load=True)
         self._hit = costing.table(Phase.BACKWARD, place, load=False)
-        self._kept = costing.table(Phase.BACKWARD, place, load=False, keep=True)
         self._layers = len(costing.layer_forward_s)
         self._disk = costing.disk
         self._backlog_s = 0.0 if costing.disk is None else costing.disk.backlog_s
-        self._most_load_s = 0.0
+        self._clocks = self._new_clocks(0.0)
         self._starts: dict[bytes, Forward] = {}
         self._ahead_s = np.concatenate(([0.0], np.cumsum(costing.layer_forward_s)))
         self._back_s = np.concatenate(([0.0], np.cumsum(costing.layer_backward_s)))
@@ -93,9 +85,7 @@ class Optimum:
         starts = np.flatnonzero(allowed.turn)
         if not starts.size:
             return np.inf
-        ahead, back = self._ahead_s, self._back_s
-        saved = np.where(allowed.keep, np.maximum(ahead[None, :] - ahead[:, None], 0.0), 0.0)
-        compute = ahead[starts] + back[-1] - saved.max(axis=0, initial=0.0)[starts]
+        compute = self._ahead_s[starts] + self._back_s[-1]
         # A range loaded at once takes no longer than in parts.
         loads = self._turn.load_s[starts, self._layers] + self._forward.load_s[0, starts]
         first, last = self._ends(allowed, starts)
@@ -108,7 +98,7 @@ class Optimum:
         least = np.maximum(compute + alone, loads)
         if self._disk is not None:
             # The first gradients come after forward and the turn.
-            first = ahead[starts] + back[-1] - back[starts]
+            first = compute - self._back_s[starts]
             least = np.maximum(least, first + self._disk.working_s)
         return float(least.min())
 
@@ -118,8 +108,7 @@ class Optimum:
         turn, backward, count = self._turn, self._backward, self._layers
         first = np.where(allowed.forward[0], self._forward.load_s[0], np.inf).min()
         last = np.where(allowed.backward[0], backward.unload_s[0] + backward.update_s[0], np.inf)
-        kept = np.where(allowed.keep[0], self._kept.unload_s[0] + self._kept.update_s[0], np.inf)
-        tail = min(last.min(), kept.min())
+        tail = last.min()
         whole = turn.unload_s[0, count] + turn.update_s[0, count]
         return (
             np.where(starts == 0, turn.load_s[0, count], first),
@@ -128,7 +117,8 @@ class Optimum:
 
     def best(self, allowed: Allowed, below_s: float = np.inf) -> Found | None:
         """Return the fastest allowed plan, or `None` if none is faster than `below_s`."""
-        self._most_load_s = float(self._backward.loading_s[allowed.backward].max(initial=0.0))
+        most_load_s = float(self._backward.loading_s[allowed.backward].max(initial=0.0))
+        self._clocks = self._new_clocks(most_load_s)
         forward = self._forwards(allowed)
         labels = self._begin(allowed, forward, below_s)
         done: dict[tuple[int, int], _Labels] = {}
@@ -142,11 +132,20 @@ class Optimum:
             (float(value), key, index)
             for key, here in done.items()
             if key[0] == 0 and (self._segments or 0) == key[1]
-            for index, value in enumerate(self._step_ends(here.clocks))
+            for index, value in enumerate(self._clocks.ends(here.clocks))
         ]
         if not ends or min(ends)[0] >= below_s:
             return None
         return self._found(*min(ends), done, forward, allowed)
+
+    def _new_clocks(self, most_load_s: float) -> Clocks:
+        buffers = self._family.gradient_buffers
+        return Clocks(
+            overlap=self._overlap,
+            gradient_buffers=buffers,
+            most_load_s=most_load_s,
+            disk=self._disk,
+        )
 
     def _forwards(self, allowed: Allowed) -> Forward:
         """Return the earliest starts, remembered for limits that allow the same segments."""
@@ -181,78 +180,19 @@ class Optimum:
                 starts = np.maximum([self._turn.loading_s[0, self._layers]], self._backlog_s)
             else:
                 starts = forward.turns[:start, start]
-            after = self._after_turn(start, starts)
+            after = self._clocks.after_turn(self._turn, start, self._layers, starts)
             first = int(np.argmin(starts))
-            if self._hopeful(after[[first]], self._back_s[start], below_s)[0]:
-                turn = _Turn(start, None, False)
-                _add(labels, (start, one), _Labels(after[[first]], [turn]))
+            if self._clocks.hopeful(after[[first]], self._back_s[start], below_s)[0]:
+                _add(labels, (start, one), _Labels(after[[first]], [_Turn(start, None)]))
             if start == 0 or not self._overlap:
                 continue
-            for keep, table, which in (
-                (False, self._hit, allowed.backward),
-                (True, self._kept, allowed.keep),
-            ):
-                lows = np.flatnonzero(which[:start, start] & np.isfinite(starts))
-                clocks = self._visit(after[lows], table, lows, start)
-                hopeful = self._hopeful(clocks, self._back_s[lows], below_s)
-                for row in map(int, np.flatnonzero(hopeful)):
-                    turn = _Turn(start, int(lows[row]), keep)
-                    _add(labels, (int(lows[row]), two), _Labels(clocks[[row]], [turn]))
+            lows = np.flatnonzero(allowed.backward[:start, start] & np.isfinite(starts))
+            clocks = self._clocks.after_visit(after[lows], self._hit, lows, start)
+            hopeful = self._clocks.hopeful(clocks, self._back_s[lows], below_s)
+            for row in map(int, np.flatnonzero(hopeful)):
+                turn = _Turn(start, int(lows[row]))
+                _add(labels, (int(lows[row]), two), _Labels(clocks[[row]], [turn]))
         return labels
-
-    def _after_turn(self, start: int, starts_s: Array) -> Array:
-        """Return the clocks after the turn for each time at which it may start, `[n, 6]`."""
-        table, stop = self._turn, self._layers
-        compute = starts_s + table.visit_s[start, stop]
-        unload = compute + table.unload_s[start, stop]
-        update = unload + table.update_s[start, stop]
-        load = starts_s if self._overlap else compute
-        clocks = [compute, load, unload, np.zeros_like(load), update, unload]
-        return np.stack(clocks, axis=1)
-
-    def _hopeful(self, clocks: Array, left_s: Any, below_s: float) -> NDArray[np.bool_]:
-        """Return which labels can still end below a limit, with so much compute left at least."""
-        working_s = 0.0 if self._disk is None else self._disk.working_s
-        ends = np.maximum(clocks[:, _COMPUTE] + left_s, clocks[:, _FIRST] + working_s)
-        hopeful: NDArray[np.bool_] = ends <= below_s * _SLACK
-        return hopeful
-
-    def _step_ends(self, clocks: Array) -> Array:
-        """Return when steps end."""
-        if self._disk is None:
-            return clocks[:, _UPDATE]
-        updated = clocks[:, _UPDATE] + self._disk.last_s
-        ends: Array = np.maximum(updated, clocks[:, _FIRST] + self._disk.working_s)
-        return ends
-
-    def _visit(self, clocks: Array, table: VisitTable, start: int | Starts, stop: int) -> Array:
-        """Return the clocks after a backward visit.
-
-        Args:
-            clocks: `[n, 6]`, or `[n, 1, 6]` with several segments.
-            table: Seconds of the visit.
-            start: First layer of the segment, or those of several.
-            stop: The layer after its last one.
-        """
-        compute, load, unload, before, update, first = (clocks[..., i] for i in range(6))
-        loaded = load + table.loading_s[start, stop]
-        ready = np.maximum(compute, loaded)
-        empty = unload if self._family.gradient_buffers == 1 else before
-        end = np.maximum(ready, empty) + table.visit_s[start, stop]
-        unloaded = np.maximum(unload, end) + table.unload_s[start, stop]
-        updated = np.maximum(update, unloaded) + table.update_s[start, stop]
-        # A load that can start so early that it never holds compute up may as well start later.
-        next_load = np.maximum(ready, end - self._most_load_s) if self._overlap else end
-        after = np.empty((*end.shape, 6))
-        after[..., _COMPUTE], after[..., _LOAD] = end, next_load
-        after[..., _UNLOAD], after[..., _UPDATE] = unloaded, updated
-        # A disk that is done before compute holds nobody up.
-        working_s = 0.0 if self._disk is None else self._disk.working_s
-        after[..., _FIRST] = np.maximum(first, end - working_s)
-        # An unload that is over before compute is free holds nobody up.
-        single = self._family.gradient_buffers == 1
-        after[..., _BEFORE] = 0.0 if single else np.maximum(unload, end)
-        return after
 
     def _extend(
         self,
@@ -266,11 +206,12 @@ class Optimum:
         """Add the labels that one more segment makes of those at a cut."""
         if self._segments is not None and count >= self._segments:
             return
-        hopeful = np.flatnonzero(self._hopeful(here.clocks, self._back_s[cut], below_s))
+        hopeful = np.flatnonzero(self._clocks.hopeful(here.clocks, self._back_s[cut], below_s))
         starts = np.flatnonzero(allowed.backward[:, cut])
         if not hopeful.size or not starts.size:
             return
-        after = self._visit(here.clocks[hopeful][:, None, :], self._backward, starts, cut)
+        before = here.clocks[hopeful][:, None, :]
+        after = self._clocks.after_visit(before, self._backward, starts, cut)
         for column, start in enumerate(map(int, starts)):
             parents: list[tuple[int, int, int] | _Turn]
             parents = [(cut, count, int(index)) for index in hopeful]
@@ -295,9 +236,7 @@ class Optimum:
         if parent.hit is not None:
             bounds.append(parent.start)
         bounds.append(self._layers)
-        activations = ["recompute"] * (len(bounds) - 1)
-        if parent.keep:
-            activations[-2] = "keep"
+        everywhere: tuple[Activation, ...] = ("recompute",)
         ahead = self._forward_bounds(parent, forward)
         return Found(
             step_s,
@@ -309,7 +248,7 @@ class Optimum:
                 self._family.boundary,
                 self._family.resident,
                 0,
-                tuple(activations),  # type: ignore[arg-type]
+                everywhere * (len(bounds) - 1),
                 self._family.on_device,
             ),
         )
@@ -340,13 +279,5 @@ def _pareto(parts: list[_Labels]) -> _Labels:
     """Return the labels that no other one beats or equals in every clock."""
     clocks = np.concatenate([part.clocks for part in parts])
     parents = [parent for part in parts for parent in part.parents]
-    if len(parents) == 1:
-        return _Labels(clocks, parents)
-    order = np.lexsort(clocks.T[::-1])
-    left, kept = order, []
-    less = clocks * _LESS
-    while left.size:
-        # The first in order is beaten by none that is left.
-        kept.append(int(left[0]))
-        left = left[1:][(clocks[left[1:]] < less[left[0]]).any(axis=1)]
+    kept = undominated(clocks)
     return _Labels(clocks[kept], [parents[index] for index in kept])

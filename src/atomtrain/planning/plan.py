@@ -9,7 +9,7 @@ from typing import Any
 
 from atomtrain.errors import PlanError, nearest
 from atomtrain.planning.disk import DiskRequest, OnDisk
-from atomtrain.planning.shape import Activation, Boundary, Shape
+from atomtrain.planning.shape import ACTIVATIONS, Activation, Boundary, Shape
 from atomtrain.planning.updating import UpdateModel
 from atomtrain.units import format_bytes, format_seconds
 
@@ -33,7 +33,10 @@ class Request:
     resident: tuple[int, ...] | None = None
     """Resident blocks, or `None` for the planner's choice."""
     activations: Activation | None = None
-    """`"recompute"`: never keep graphs; `None` (or `"keep"`): where it pays."""
+    """What all backward segments below the turn do with what forward saves, or `None` for the
+    planner's choice for each of them."""
+    offload: bool = True
+    """Whether the planner may let segments offload what they save to the host."""
     host_layers: int | None = None
     """How many leading layers run on the host (0, or as many as only look up), or `None` for the
     planner's choice."""
@@ -51,6 +54,10 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name} must be at least 1, not {value}")
+        if self.activations not in (None, *ACTIVATIONS):
+            raise PlanError(
+                f"activations must be {', '.join(ACTIVATIONS)} or None, not {self.activations!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +136,10 @@ class Plan:
 
     @property
     def recomputed_layers(self) -> int:
-        """How many layers backward runs forward again: all below the turn that are not kept."""
-        shape = self.shape
-        start, stop = shape.kept or (0, 0)
-        return shape.turn[0] - (stop - start)
+        """How many layers backward runs forward again."""
+        below = list(itertools.pairwise(self.backward_bounds))[:-1]
+        waiting = self.shape.waiting
+        return sum(stop - start for start, stop in below if (start, stop) not in waiting)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -181,8 +188,8 @@ class Plan:
             lines.append(f"resident   blocks {_listed(self.resident_blocks)}")
         if self.device_blocks:
             lines.append(f"on device  optimizer of blocks {_listed(self.device_blocks)}")
-        if kept := self.shape.kept:
-            lines.append(f"kept       graphs of layers {kept[0]} to {kept[1] - 1}")
+        if self.shape.waiting:
+            lines.append(f"saved      {saved_text(self.shape)}")
         disk = [f"disk       {disk_text(self)}"] if self.on_disk else []
         busy = f", disk {format_seconds(self.disk_s)}" if self.on_disk else ""
         return "\n".join(
@@ -207,6 +214,20 @@ def disk_text(plan: Plan) -> str:
     return (
         f"{', '.join(plan.on_disk)}: {format_bytes(plan.disk_bytes)}; {format_bytes(written)} "
         f"written a step, {format_bytes(a_day)} a day"
+    )
+
+
+def saved_text(shape: Shape) -> str:
+    """Return what happens to what forward saves, as text such as `layers 0 to 3 recomputed`."""
+    words = {"recompute": "recomputed", "keep": "kept", "offload": "offloaded"}
+    runs: list[tuple[str, int, int]] = []
+    for layers in list(itertools.pairwise(shape.backward_bounds))[:-1]:
+        word = words[shape.waiting.get(layers, "recompute")]
+        same = bool(runs) and runs[-1][0] == word
+        runs.append((word, runs.pop()[1] if same else layers[0], layers[1]))
+    return ", ".join(
+        f"layer {start} {word}" if stop == start + 1 else f"layers {start} to {stop - 1} {word}"
+        for word, start, stop in runs
     )
 
 

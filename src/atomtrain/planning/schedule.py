@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from atomtrain.planning.shape import Layers, Shape
+from atomtrain.planning.shape import Activation, Layers, Shape
 
 NEVER = 1 << 30
 
@@ -20,11 +20,11 @@ class Phase(enum.Enum):
     """What a visit does for each micro-batch."""
 
     FORWARD = "forward"
-    """Forward without a graph (with one that waits for backward, if the segment is kept)."""
+    """Forward without a graph, or with one that waits for backward."""
     TURN = "turn"
     """Forward with a graph, loss, backward."""
     BACKWARD = "backward"
-    """Forward again with a graph (unless it was kept), then backward."""
+    """Forward again with a graph (unless one waits), then backward."""
     EVALUATE = "evaluate"
     """Forward without a graph, nothing kept for backward."""
 
@@ -41,8 +41,21 @@ class Visit(NamedTuple):
     """Index of the visit after which the slot may be overwritten; -1 if it is free at once."""
     gradient: int | None
     """Gradient buffer, in the turn and in backward."""
-    keep: bool = False
-    """The graphs of all micro-batches wait from this visit on, or are found at this visit."""
+    activation: Activation = "recompute"
+    """Unless it is `recompute`, the graphs of all micro-batches wait from this forward visit on, or
+    are found at this backward visit."""
+    home: int = 0
+    """The slot in which the segment's graph was built; `slot`, but for graphs that are found."""
+
+    @property
+    def finds(self) -> bool:
+        """Whether backward finds its graphs."""
+        return self.phase is Phase.BACKWARD and self.activation != "recompute"
+
+    @property
+    def leaves(self) -> bool:
+        """Whether forward leaves graphs for backward."""
+        return self.phase is Phase.FORWARD and self.activation != "recompute"
 
 
 def training_visits(shape: Shape) -> tuple[Visit, ...]:
@@ -51,18 +64,21 @@ def training_visits(shape: Shape) -> tuple[Visit, ...]:
     order.append((Phase.TURN, shape.turn))
     downwards = reversed(list(itertools.pairwise(shape.backward_bounds[:-1])))
     order += [(Phase.BACKWARD, layers) for layers in downwards]
-    return _assign(order, shape.slots, shape.gradient_buffers, shape.kept)
+    return _assign(order, shape.slots, shape.gradient_buffers, shape.waiting)
 
 
 def evaluation_visits(shape: Shape) -> tuple[Visit, ...]:
     """Return the visits of one evaluation."""
     bounds = (*shape.forward_bounds, shape.turn[1])
     order = [(Phase.EVALUATE, layers) for layers in itertools.pairwise(bounds)]
-    return _assign(order, shape.slots, 1, None)
+    return _assign(order, shape.slots, 1, {})
 
 
 def _assign(
-    order: Sequence[tuple[Phase, Layers]], slots: int, gradient_buffers: int, kept: Layers | None
+    order: Sequence[tuple[Phase, Layers]],
+    slots: int,
+    gradient_buffers: int,
+    waiting: Mapping[Layers, Activation],
 ) -> tuple[Visit, ...]:
     """Give each visit a slot: a hit where possible, else the slot whose content is needed last.
 
@@ -71,6 +87,7 @@ def _assign(
     """
     content: list[Layers | None] = [None] * slots
     last_use = [-1] * slots
+    homes: dict[Layers, int] = {}
     visits: list[Visit] = []
     backward = 0
     for index, (phase, layers) in enumerate(order):
@@ -86,8 +103,14 @@ def _assign(
         if phase in (Phase.TURN, Phase.BACKWARD):
             gradient = backward % gradient_buffers
             backward += 1
-        keep = layers == kept
-        visits.append(Visit(phase, layers, slot, not hit, last_use[slot], gradient, keep))
+        activation = waiting.get(layers, "recompute")
+        home = slot
+        if phase is Phase.FORWARD:
+            homes[layers] = slot
+        elif activation != "recompute":
+            home = homes[layers]
+        free_after = last_use[slot]
+        visits.append(Visit(phase, layers, slot, not hit, free_after, gradient, activation, home))
         content[slot] = layers
         last_use[slot] = index
     return tuple(visits)

@@ -1,8 +1,9 @@
 """Searches the space of plans for the one to train with; `docs/planning.md` has the argument.
 
 1. The least predicted step time among all plans that fit the device.
-2. Of the plans that are at most 1% slower, those whose values wait on the device if there are any,
-   and of these the one with the least device memory.
+2. Of the plans that are at most 1% slower, those whose values wait on the device if there are any;
+   of these, those that offload nothing if there are any; and of these the one with the least
+   device memory.
 
 Both are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`.
 """
@@ -10,7 +11,9 @@ Both are exact for the space of `planning/space.py` and the predictor of `planni
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,7 +30,8 @@ from atomtrain.planning.layout import Layout
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.memory import MemoryModel
-from atomtrain.planning.optimum import Optimum
+from atomtrain.planning.mixed import Mixed
+from atomtrain.planning.optimum import Found, Optimum
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.shape import Shape
 from atomtrain.planning.space import Family, Space
@@ -66,23 +70,37 @@ def make_plan(
         PlanError: nothing fits (names the layer and the least budget that would do), or a time is
             missing, negative or no number.
     """
-    plan = None
-    # More on disk is never faster, so the least that fits the host is the best.
+    plans = []
+    # More on disk is never faster, so nothing is behind the first that fits as it is fastest.
     possible = choices(request.disk)
     for on_disk in possible:
-        problems = _problems(chain, costs, times, machine, request, on_disk)
-        if on_disk != possible[-1] and problems[0].least_host_bytes > machine.host_memory_bytes:
-            continue  # no need to search for plans that cannot fit
-        plan = _best(problems, machine)
-        if plan.host_bytes <= machine.host_memory_bytes:
-            return plan
-    assert plan is not None
+        for asked in _with_less_on_host(request):
+            problems = _problems(chain, costs, times, machine, asked, on_disk)
+            if on_disk != possible[-1] and problems[0].least_host_bytes > machine.host_memory_bytes:
+                break  # no need to search for plans that cannot fit
+            plan = _best(problems, machine)
+            plans.append(plan)
+            if plan.host_bytes <= machine.host_memory_bytes or "offload" not in plan.activations:
+                break
+        if plans and plans[-1].host_bytes <= machine.host_memory_bytes and asked is request:
+            break
+    fitting = [plan for plan in plans if plan.host_bytes <= machine.host_memory_bytes]
+    if fitting:
+        limit_s = (1 + _EQUAL) * min(plan.step_s for plan in fitting)
+        return next(plan for plan in fitting if plan.step_s <= limit_s)
     most = " even with everything on disk that can be" if request.disk is not None else ""
     raise PlanError(
         f"training this model takes {format_bytes(plan.host_bytes)} of host memory{most}, "
         f"{format_bytes(machine.host_memory_bytes)} are there; choose a smaller model"
         f"{'' if request.disk is not None else ', or let part of its state lie on disk (--disk)'}"
     )
+
+
+def _with_less_on_host(request: Request) -> list[Request]:
+    """Return the request, and one that offloads nothing if that is for the planner to choose."""
+    if request.activations is not None or not request.offload:
+        return [request]
+    return [request, dataclasses.replace(request, offload=False)]
 
 
 def _best(problems: Sequence[_Problem], machine: Machine) -> Plan:
@@ -95,7 +113,9 @@ def _best(problems: Sequence[_Problem], machine: Machine) -> Plan:
     plans = [
         problem.plan(choice) for problem, choice in zip(problems, found, strict=True) if choice
     ]
-    return min(plans, key=lambda plan: (plan.boundary, plan.device_peak_bytes, plan.host_layers))
+    return min(
+        plans, key=lambda plan: (_rank(plan.shape), plan.device_peak_bytes, plan.host_layers)
+    )
 
 
 class _Problem:
@@ -220,8 +240,14 @@ def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machin
 
 
 def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batches: int) -> bool:
-    """Return whether some plan fits the device that keeps values between segments there."""
-    request = Request(micro_batches=micro_batches, boundary="device", device_blocks=())
+    """Return whether some plan fits the device that keeps values between segments there, and
+    recomputes everything."""
+    request = Request(
+        micro_batches=micro_batches,
+        boundary="device",
+        device_blocks=(),
+        activations="recompute",
+    )
     # Times do not matter here.
     times = {cost.kind: LayerTime(0.0, 0.0) for cost in costs.layers}
     problems = _problems(chain, costs, times, _NO_MACHINE, request)
@@ -242,32 +268,82 @@ def least_budget_bytes(
 
 def fastest_of(space: Space, device_bytes: int) -> Choice | None:
     """Return a plan with the least predicted step time under a limit of device memory."""
-    promising: list[tuple[float, int, Family, Optimum]] = []
-    for family in space.families:
-        loosest = space.loosest(family, device_bytes)
-        if loosest is not None:
-            optimum = Optimum(space.costing, family, space.request.segments)
-            promising.append((optimum.bound_s(loosest), len(promising), family, optimum))
+    tasks = sorted(
+        (
+            task
+            for family in space.families
+            for task in _Solvers(space, family, offload=space.request.offload).tasks(device_bytes)
+        ),
+        key=lambda task: task.bound_s,
+    )
     best: Choice | None = None
     # Those that promise most first: the others then end early.
-    for family_bound_s, _, family, optimum in sorted(promising, key=lambda entry: entry[:2]):
-        if best is not None and family_bound_s >= best.step_s:
+    for task in tasks:
+        if best is not None and task.bound_s >= best.step_s:
             break
-        some = [allowed for _, allowed in space.different(family, device_bytes)]
-        for bound_s, index in sorted((optimum.bound_s(a), i) for i, a in enumerate(some)):
-            if best is not None and bound_s >= best.step_s:
-                break
-            found = optimum.best(some[index], np.inf if best is None else best.step_s)
-            if found is not None:
-                best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+        found = task.best(np.inf if best is None else best.step_s)
+        if found is not None:
+            best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+    return best
+
+
+class _Task(NamedTuple):
+    """A part of the space that is searched at once, under a limit of device memory."""
+
+    bound_s: float
+    """No plan of the part is faster."""
+    best: Callable[[float], Found | None]
+    """Gives the part's fastest plan, or `None` if none is faster than so many seconds."""
+
+
+class _Solvers:
+    """What searches the plans of a family."""
+
+    def __init__(self, space: Space, family: Family, *, offload: bool) -> None:
+        """`offload`: whether segments may be offloaded."""
+        self._space, self._family = space, family
+        self._optimum = self._mixed = None
+        if space.recomputes or family.whole:
+            self._optimum = Optimum(space.costing, family, space.request.segments)
+        if space.mixes and not family.whole:
+            self._mixed = Mixed(space, family, offload=offload)
+
+    def tasks(self, device_bytes: int) -> Iterator[_Task]:
+        """Yield the parts of the family under a limit of device memory."""
+        space, family = self._space, self._family
+        loosest = space.loosest(family, device_bytes)
+        if loosest is None:
+            return
+        if self._optimum is not None:
+            best = functools.partial(_best_recomputed, space, family, self._optimum, device_bytes)
+            yield _Task(self._optimum.bound_s(loosest), best)
+        if self._mixed is not None:
+            sizes = space.slot_sizes(family)
+            sizes = [n for n in sizes if space.held_bytes(family, n) < device_bytes]
+            bound_s = self._mixed.bound_s(self._mixed.room(sizes, device_bytes))
+            yield _Task(bound_s, functools.partial(self._mixed.best, sizes, device_bytes))
+
+
+def _best_recomputed(
+    space: Space, family: Family, optimum: Optimum, device_bytes: int, below_s: float
+) -> Found | None:
+    """Return a family's fastest plan that recomputes everything, if it is below `below_s`."""
+    some = [allowed for _, allowed in space.different(family, device_bytes)]
+    best = None
+    for bound_s, index in sorted((optimum.bound_s(a), i) for i, a in enumerate(some)):
+        if bound_s >= below_s:
+            break
+        found = optimum.best(some[index], below_s)
+        if found is not None:
+            best, below_s = found, found.step_s
     return best
 
 
 def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int) -> Choice:
     """Return the plan with the least device memory among those that take at most `limit_s`.
 
-    Plans whose values wait on the device come first: what goes through the host takes its memory
-    bandwidth even where the prediction hides it.
+    Plans whose values wait on the device come first, then those that offload nothing: what goes
+    through the host takes its memory bandwidth even where the prediction hides it.
 
     Args:
         space: The plans.
@@ -276,35 +352,44 @@ def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int)
         device_bytes: The limit of memory.
     """
     best: Choice | None = None
-    for boundary in ("device", "host"):
-        if fastest.shape.boundary == boundary:
+    for rank in itertools.product(("device", "host"), (False, True)):
+        boundary, offload = rank
+        if offload and not space.request.offload:
+            continue
+        if _rank(fastest.shape) == rank:
             best = fastest
-        for family in space.families:
-            if family.boundary == boundary:
-                most = device_bytes if best is None else best.device_bytes - 1
-                best = _leanest(space, family, most, limit_s) or best
+        # Those with less of everything first: the others then end early.
+        for family in reversed(space.families):
+            if family.boundary != boundary:
+                continue
+            most = device_bytes if best is None else best.device_bytes - 1
+            best = _leanest(space, family, most, limit_s, offload) or best
         if best is not None:
             return best
     return fastest
 
 
-def _leanest(space: Space, family: Family, device_bytes: int, limit_s: float) -> Choice | None:
+def _rank(shape: Shape) -> tuple[str, bool]:
+    """Return how much a shape sends through the host; less comes first."""
+    return shape.boundary, "offload" in shape.activations
+
+
+def _leanest(
+    space: Space, family: Family, device_bytes: int, limit_s: float, offload: bool
+) -> Choice | None:
     """Return the leanest plan of a family that takes at most `limit_s`, by bisection of memory."""
     below_s = float(np.nextafter(limit_s, np.inf))
-    loosest = space.loosest(family, device_bytes)
-    if loosest is None:
-        return None
-    optimum = Optimum(space.costing, family, space.request.segments)
-    if optimum.bound_s(loosest) >= below_s:
-        return None
+    solvers = _Solvers(space, family, offload=offload)
     best: Choice | None = None
     low, high = 0, device_bytes
     limit = device_bytes
     while low <= high:
         found = None
-        for _, allowed in space.different(family, limit):
-            if optimum.bound_s(allowed) < below_s:
-                found = found or optimum.best(allowed, below_s)
+        for task in solvers.tasks(limit):
+            if task.bound_s < below_s:
+                found = task.best(below_s)
+            if found is not None:
+                break
         if found is None:
             if best is None:
                 return None

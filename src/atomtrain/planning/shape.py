@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from atomtrain.errors import PlanError
 
 Boundary = Literal["device", "host"]
 """Where the values at a cut wait for the next segment."""
-Activation = Literal["recompute", "keep"]
-"""Whether backward runs a segment's forward again, or finds the graphs of all micro-batches."""
+Activation = Literal["recompute", "keep", "offload"]
+"""What backward needs of a segment's forward: computed again, kept on the device for all
+micro-batches, or waiting on the host."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 Layers = tuple[int, int]
 """A range of layers: the first, and the one after the last."""
 
@@ -49,12 +51,14 @@ class Shape(NamedTuple):
         return self.backward_bounds[-2], self.backward_bounds[-1]
 
     @property
-    def kept(self) -> Layers | None:
-        """The segment whose graphs wait for backward, or `None`."""
-        if "keep" not in self.activations:
-            return None
-        at = self.activations.index("keep")
-        return self.backward_bounds[at], self.backward_bounds[at + 1]
+    def waiting(self) -> dict[Layers, Activation]:
+        """The segments whose graphs wait for backward, and where what is saved in them waits."""
+        pairs = itertools.pairwise(self.backward_bounds)
+        return {
+            layers: activation
+            for layers, activation in zip(pairs, self.activations, strict=False)
+            if activation != "recompute"
+        }
 
     def check(self, layers: int, blocks: int) -> None:
         """Check that the shape can be run on a chain of so many layers and blocks.
@@ -96,17 +100,14 @@ class Shape(NamedTuple):
                 f"there are {len(self.activations)} activations for {self.segments} segments; "
                 "give one for each backward segment"
             )
-        for index, activation in enumerate(self.activations):
-            if activation == "keep" and not self._can_keep(index):
+        ahead = set(itertools.pairwise(self.forward_bounds))
+        for pair, activation in self.waiting.items():
+            if pair not in ahead:
                 raise PlanError(
-                    f"backward segment {index} cannot keep its graphs: only the one before the "
-                    "turn can, if it is a forward segment too and there are two slots"
+                    f"the backward segment of layers {pair[0]} to {pair[1] - 1} cannot "
+                    f"{activation} what its forward saves, because it is no forward segment; let "
+                    "both partitions have it, or recompute it"
                 )
-
-    def _can_keep(self, index: int) -> bool:
-        """Return whether the segment's weights are still in its slot when backward comes."""
-        ends = self.backward_bounds[index : index + 2]
-        return index == self.segments - 2 and self.forward_bounds[-2:] == ends and self.slots > 1
 
 
 def finest(layers: int) -> tuple[int, ...]:

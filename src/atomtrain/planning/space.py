@@ -2,8 +2,10 @@
 
 A plan of the space has
 
-- any forward and any backward partition; slots and gradient buffers take the largest segment of
-  both;
+- any forward and any backward partition, everything below the turn recomputed; or the same
+  partition for both, and for each segment its own choice: the segments next to the turn are kept
+  (what is kept last is held for the shortest time), any others are recomputed, or offloaded if
+  they fill the window of transfers; slots and gradient buffers take the largest segment of both;
 - one or two slots, one or two gradient buffers (or as many as were asked for), never more than
   there are segments to fill them;
 - values at the cuts on the device or on the host;
@@ -11,9 +13,7 @@ A plan of the space has
   kind (embedding, head), among the three largest of these, each updated on the host or on the
   device;
 - or some of these and an eighth, two eighths, ..., all of the other blocks, evenly spread over the
-  chain, all of them updated on the device;
-- the graphs of the segment before the turn kept or not, if its weights still are in their slot
-  and its layers change no buffers.
+  chain, all of them updated on the device.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Residency(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Plans that differ in their partitions and in what they keep."""
+    """Plans that differ in their partitions and in what they keep or offload."""
 
     resident: tuple[int, ...]
     slots: int
@@ -80,11 +80,13 @@ class Work(NamedTuple):
     backward: Bytes
     turn: Bytes
     """`[start]`."""
+    keep: Bytes
+    """The most that the two visits to a segment need if its graphs are kept; infinite where they
+    must not be."""
+    offload: Bytes
+    """The same if what is saved goes to the host, without the window."""
     kept: Bytes
-    """The most that the visits to a segment need if its graphs are kept; infinite where they must
-    not be."""
-    graphs: Bytes
-    """What keeping a segment's graphs adds to the turn."""
+    """What keeping a segment's graphs adds to the visits between."""
 
 
 class Allowed(NamedTuple):
@@ -95,8 +97,6 @@ class Allowed(NamedTuple):
     backward: Mask
     turn: Mask
     """`[start]`."""
-    keep: Mask
-    """`[start, stop]`: segments before a turn at `stop` whose graphs may be kept."""
 
     def within(self, other: Allowed) -> bool:
         """Return whether everything that is allowed here is allowed there too."""
@@ -142,6 +142,16 @@ class Space:
             if request.segments in (None, 1):
                 families.append(Family(resident, 1, 1, boundary, True, there))
         return families
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether plans in which everything is recomputed are asked for."""
+        return self.request.activations in (None, "recompute")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether plans in which something is kept or offloaded are asked for."""
+        return self.request.activations != "recompute"
 
     @cached_property
     def residencies(self) -> list[Residency]:
@@ -239,10 +249,7 @@ class Space:
             turn[1:] = False
         else:
             turn[0] = False
-        keep = fitting & (np.maximum(work.kept, work.turn[None, :] + work.graphs) <= left)
-        if family.slots < 2:
-            keep[:] = False
-        return Allowed(forward, backward, turn, keep)
+        return Allowed(forward, backward, turn)
 
     def different(self, family: Family, device_bytes: int) -> Iterator[tuple[int, Allowed]]:
         """Yield slot sizes, largest first, but not those of which a larger one allows all too."""
@@ -266,23 +273,22 @@ class Space:
 
     def _work_tables(self, boundary: Boundary, there: bool) -> Work:
         count = self.layers
-        forward, backward, kept, graphs = np.full((4, count + 1, count + 1), np.inf)
+        forward, backward, keep, offload, kept = np.full((5, count + 1, count + 1), np.inf)
         turn = np.full(count + 1, np.inf)
-        keeps = self.request.activations != "recompute"
-        of = self.memory.work_bytes
+        memory, both = self.memory, (Phase.FORWARD, Phase.BACKWARD)
+        work = memory.work_bytes
         for start in range(count):
-            turn[start] = of(Phase.TURN, start, count, boundary, None, there)
+            turn[start] = work(Phase.TURN, start, count, boundary, on_device=there)
             for stop in range(start + 1, count + 1):
-                forward[start, stop] = of(Phase.FORWARD, start, stop, boundary, None, there)
-                backward[start, stop] = of(Phase.BACKWARD, start, stop, boundary, None, there)
-                changes = any(c.changes_buffers for c in self._costs.layers[start:stop])
-                if keeps and stop < count and not changes:
-                    both = (Phase.FORWARD, Phase.BACKWARD)
-                    kept[start, stop] = max(
-                        of(phase, start, stop, boundary, (start, stop), there) for phase in both
-                    )
-                    graphs[start, stop] = self.memory.kept_bytes(start, stop)
-        return Work(forward, backward, turn, kept, graphs)
+                at = start, stop
+                forward[at] = work(Phase.FORWARD, *at, boundary, on_device=there)
+                backward[at] = work(Phase.BACKWARD, *at, boundary, on_device=there)
+                if memory.saved.of(*at).movable:
+                    keep[at] = max(work(p, *at, boundary, "keep", there) for p in both)
+                    kept[at] = memory.saved_bytes(*at)
+                    if kept[at] >= memory.saved.window_bytes:
+                        offload[at] = max(work(p, *at, boundary, "offload", there) for p in both)
+        return Work(forward, backward, turn, keep, offload, kept)
 
 
 def _subsets(blocks: list[int]) -> list[tuple[int, ...]]:

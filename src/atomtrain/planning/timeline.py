@@ -31,6 +31,9 @@ class VisitTime(NamedTuple):
     """Values and their gradients, device to host."""
     stage_s: float = 0.0
     """Parameters from disk for the load; counts only if the visit loads."""
+    return_s: float = 0.0
+    """Part of `fetch_s`: what was saved in forward and waited on the host. The link brings it
+    before the parameters of the visit after."""
 
     @property
     def visit_s(self) -> float:
@@ -165,6 +168,8 @@ def step_spans(
         add("compute", visit, start, time.compute_s)
         compute = start + time.visit_s
         done.append(compute)
+        if time.return_s > 0:
+            load = max(load, start + time.return_s)
         if visit.gradient is not None:
             unload = add("unload", visit, max(unload, compute), time.unload_s)
             released[visit.gradient] = unload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from atomtrain.planning.plan import Plan, disk_text
+from atomtrain.planning.plan import Plan, disk_text, saved_text
 from atomtrain.planning.prospect import Prospect
 from atomtrain.reporting.picture import Caption
 from atomtrain.reporting.report import Report
@@ -127,7 +127,6 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
     forward = ""
     if len(plan.forward_bounds) > 1:
         forward = f"; forward {bounds_text(plan.forward_bounds)}, then the turn"
-    kept = len(plan.backward_bounds) - 2 - plan.activations.count("recompute")
     rows = [
         ("segments", f"backward {bounds_text(plan.backward_bounds)}{forward}"),
         ("slots", _slots(plan)),
@@ -141,8 +140,8 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
     if plan.device_blocks:
         names = _few(block_names(found, plan.device_blocks))
         rows.append(("on device", f"{names}: optimizer and all, nothing crosses the link"))
-    if kept > 0:
-        rows.append(("kept", f"graphs of {kept} segments: not recomputed in backward"))
+    if plan.shape.waiting:
+        rows.append(("saved", f"{saved_text(plan.shape)} in backward"))
     rows.append(
         (
             "step",

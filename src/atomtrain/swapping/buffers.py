@@ -37,20 +37,31 @@ class DeviceBuffers:
                     copies[id(buffer)] = copy
                 here[name] = copies[id(buffer)]
             self._buffers.append(here)
+        self.storages = frozenset(copy.untyped_storage()._cdata for copy in copies.values())
+        """Keys of the storages of all of them."""
         self._before: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @contextmanager
     def of(
-        self, layer: int, micro_batch: int, phase: Phase, keep: bool = False
+        self, layer: int, micro_batch: int, phase: Phase, once: bool = False
     ) -> Iterator[dict[str, Tensor]]:
-        """Give the buffers with which a layer runs; with `keep` it will not be recomputed."""
+        """Give the buffers with which a layer runs; with `once` it will not be recomputed."""
         buffers = self._buffers[layer]
         if phase is Phase.BACKWARD and self._changing[layer]:
             yield self._before.pop((layer, micro_batch))
             return
-        if phase is Phase.FORWARD and self._changing[layer] and not keep:
+        if phase is Phase.FORWARD and self._changing[layer] and not once:
             self._before[layer, micro_batch] = {n: b.clone() for n, b in buffers.items()}
         yield buffers
+
+    def changing(self, start: int, stop: int) -> frozenset[int]:
+        """Return the keys of the storages that layers `start` to `stop` write to."""
+        return frozenset(
+            buffer.untyped_storage()._cdata
+            for index in range(start, stop)
+            if self._changing[index]
+            for buffer in self._buffers[index].values()
+        )
 
     def to_host(self) -> None:
         """Copy the buffers back into the model; call when the device is synchronised."""

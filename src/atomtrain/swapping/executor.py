@@ -16,13 +16,16 @@ from torch import Tensor
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.planning.plan import Plan
+from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
 from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
 from atomtrain.swapping.buffers import DeviceBuffers
 from atomtrain.swapping.carried import Carried, HostPool, Outbox, Saved, leaf_of
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.graphs import Graphs, WaitingGraph, Where
 from atomtrain.swapping.host_layers import HostLayers
+from atomtrain.swapping.offload import Offload
 from atomtrain.swapping.randomness import Randomness
 from atomtrain.swapping.routes import Route, forward_routes
 from atomtrain.swapping.slots import Slots, Tensors
@@ -58,9 +61,11 @@ class Executor:
         starts = {low for low, _ in itertools.pairwise(plan.backward_bounds)}
         random = any(layer.random for layer in costs.layers)
         self._random = Randomness(device.generator, random, starts)
+        self._staying = self.slots.storages | self.buffers.storages
         self._training = _Pass(chain, training_visits(plan.shape), plan)
         self._evaluation = _Pass(chain, evaluation_visits(plan.shape), plan)
-        self._graphs: dict[int, _Graph] = {}
+        window_bytes = SavedTensors(chain, costs).window_bytes
+        self._graphs = Graphs(Offload(device, self.pool, window_bytes))
         self._losses: list[Tensor] = []
         self._count = 0
         self.record: Record | None = None
@@ -98,6 +103,8 @@ class Executor:
         for index, visit in enumerate(a_pass.visits):
             if visit.phase is Phase.TURN:
                 self._outbox.drain()  # backward counts on the memory
+                if training:
+                    self._graphs.turn(self._training.found, self._count)
             if self.record is not None:
                 self.record.label = label_of(visit)
             tensors = self.slots.enter(index)
@@ -131,11 +138,10 @@ class Executor:
 
     def _visit(self, visit: Visit, route: Route | None, tensors: Tensors) -> None:
         start, stop = visit.layers
-        found = visit.keep and visit.phase is Phase.BACKWARD
         reads, writes = self._chain.reads(start, stop), self._chain.writes(start, stop)
         # Gradients of values that pass this segment by stay where they are.
         incoming = [*writes, *reads] if route is None else []
-        wanted = () if found else reads
+        wanted = () if visit.finds else reads
         for micro_batch in range(self._count):
             self._values.prefetch(micro_batch, wanted)
             self._gradients.prefetch(micro_batch, incoming)
@@ -146,12 +152,10 @@ class Executor:
             if route is not None:
                 self._forward(visit, route, tensors, micro_batch, taken)
                 self._values.forget(micro_batch, route.last_read)
+            elif visit.finds:
+                self._backward_found(visit, micro_batch)
             else:
-                graph = (
-                    self._graphs.pop(micro_batch)
-                    if found
-                    else self._graph(visit, tensors, micro_batch, taken)
-                )
+                graph = self._graph(visit, tensors, micro_batch, taken)
                 self._backward(visit, micro_batch, graph, writes)
                 del graph
             del taken
@@ -168,10 +172,8 @@ class Executor:
         micro_batch: int,
         taken: dict[str, Any],
     ) -> None:
-        if visit.keep:
-            graph = self._graph(visit, tensors, micro_batch, taken)
-            values = {name: graph.values[name] for name in route.outputs}
-            self._graphs[micro_batch] = graph
+        if visit.leaves:
+            values = self._forward_for_backward(visit, tensors, micro_batch, taken, route.outputs)
         else:
             with torch.no_grad():
                 values = self._run_layers(visit, tensors, micro_batch, taken, route.outputs)
@@ -183,6 +185,39 @@ class Executor:
             else:
                 keep, save = name in route.keep, name in route.save
                 self._values.put(micro_batch, name, value, keep=keep, save=save)
+
+    def _forward_for_backward(
+        self,
+        visit: Visit,
+        tensors: Tensors,
+        micro_batch: int,
+        taken: Mapping[str, Any],
+        outputs: Sequence[str],
+    ) -> dict[str, Any]:
+        """Run the segment forward with a graph that waits for backward."""
+        where = Where(
+            self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
+        )
+        parcel = self._graphs.offload.parcel() if visit.activation == "offload" else None
+        graph = WaitingGraph(where, parcel)
+        values = graph.run(
+            taken,
+            lambda name: self._costs.values[name].requires_grad,
+            lambda inputs: self._run_layers(visit, tensors, micro_batch, inputs, outputs),
+            self._chain.writes(*visit.layers),
+        )
+        self._graphs.put(visit.layers, micro_batch, graph)
+        return values
+
+    def _backward_found(self, visit: Visit, micro_batch: int) -> None:
+        """Run backward of a segment whose graph waited."""
+        gradients = self._graphs.take(visit.layers, micro_batch).backward(
+            self.slots.slot_of(visit),
+            lambda name: (micro_batch, name) in self._gradients,
+            lambda name: self._gradients.take(micro_batch, name),
+        )
+        for name in list(gradients):
+            self._put_gradient(micro_batch, name, gradients.pop(name))
 
     def _graph(
         self, visit: Visit, tensors: Tensors, micro_batch: int, taken: dict[str, Any]
@@ -196,15 +231,14 @@ class Executor:
         taken.clear()
         with torch.enable_grad():
             inputs = {
-                name: self._entrance(name, leaf, visit, micro_batch)
-                for name, leaf in leaves.items()
+                name: self._entrance(name, leaf, micro_batch) for name, leaf in leaves.items()
             }
             writes = self._chain.writes(start, stop)
             values = self._run_layers(visit, tensors, micro_batch, inputs, writes)
         entrances = {name: inputs[name] for name in inputs if inputs[name] is not leaves[name]}
         return _Graph(leaves, entrances, {name: values[name] for name in writes})
 
-    def _entrance(self, name: str, leaf: Any, visit: Visit, micro_batch: int) -> Any:
+    def _entrance(self, name: str, leaf: Any, micro_batch: int) -> Any:
         """Return the value as the segment's layers get it.
 
         A value that later segments read too has a gradient when this segment runs backward. It
@@ -213,8 +247,6 @@ class Executor:
         nothing is swapped.
         """
         passes = (micro_batch, name) in self._gradients
-        if visit.keep:  # in forward, before any gradient
-            passes = name in self._chain.reads(visit.layers[1], len(self._chain.layers))
         if passes and isinstance(leaf, Tensor) and leaf.requires_grad:
             return leaf.view_as(leaf)
         return leaf
@@ -248,9 +280,12 @@ class Executor:
         del roots, seeds
         for name, leaf in graph.leaves.items():
             if isinstance(leaf, Tensor) and leaf.grad is not None:
-                self._gradients.forget(micro_batch, [name])
-                keep = self._plan.boundary == "device" and name not in self._host.writes
-                self._gradients.put(micro_batch, name, leaf.grad, keep=keep, save=not keep)
+                self._put_gradient(micro_batch, name, leaf.grad)
+
+    def _put_gradient(self, micro_batch: int, name: str, gradient: Tensor) -> None:
+        self._gradients.forget(micro_batch, [name])
+        keep = self._plan.boundary == "device" and name not in self._host.writes
+        self._gradients.put(micro_batch, name, gradient, keep=keep, save=not keep)
 
     def _run_layers(
         self,
@@ -270,7 +305,7 @@ class Executor:
             layer = self._chain.layers[index]
             if not again and visit.phase is not Phase.EVALUATE:
                 self._random.reach(micro_batch, index, first=index == start)
-            with self.buffers.of(index, micro_batch, visit.phase, visit.keep) as buffers:
+            with self.buffers.of(index, micro_batch, visit.phase, visit.leaves) as buffers:
                 arguments = [values[name] for name in layer.reads]
                 written = layer.run({**tensors[index - start], **buffers}, arguments)
             del arguments
@@ -302,3 +337,4 @@ class _Pass:
     def __init__(self, chain: Chain, visits: Sequence[Visit], plan: Plan) -> None:
         self.visits = visits
         self.routes = forward_routes(chain, visits, plan.boundary)
+        self.found = [visit.layers for visit in visits if visit.finds]

@@ -8,6 +8,7 @@ from typing import Literal
 
 from atomtrain.errors import ConfigError
 from atomtrain.planning.disk import on_disk_up_to
+from atomtrain.planning.shape import ACTIVATIONS, Activation
 from atomtrain.swapping.loss_scale import FIRST_SCALE, STEPS_TO_DOUBLE, check_scale
 from atomtrain.swapping.precision import check_precision
 from atomtrain.swapping.streams import Inject
@@ -29,9 +30,10 @@ class Options:
     host_layers: int | None = None
     """How many leading layers run on the host (an embedding: only the rows that tokens touch cross
     the link), or `None` for the planner's choice."""
-    activations: Literal["recompute"] | None = None
-    """`"recompute"`: keep no graphs from forward to backward, whatever memory there is; `None`: the
-    planner keeps those of one segment where that pays."""
+    activations: Activation | None = None
+    """What every segment does with what its forward saves for backward: `"recompute"` it, `"keep"`
+    it on the device, or `"offload"` it to the host meanwhile. `None`: the planner chooses for each
+    segment."""
     optimizer_on_device: bool | None = None
     """`True`: the whole model, its gradients and the optimizer's state stay on the device, as in
     ordinary training; `False`: the optimizer runs on the host; `None`: the planner chooses for
@@ -81,6 +83,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
+        if self.activations not in (None, *ACTIVATIONS):
+            raise ConfigError(
+                f"activations must be {', '.join(map(repr, ACTIVATIONS))} or None, not "
+                f"{self.activations!r}"
+            )
         check_precision(self.precision)
         if self.gradient_dtype not in (None, "float32"):
             raise ConfigError(

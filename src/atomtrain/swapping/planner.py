@@ -53,6 +53,7 @@ class Planner:
             gradient_buffers=self.options.gradient_buffers,
             host_layers=0 if self.one_memory else self.options.host_layers,
             activations=self.options.activations,
+            offload=not self.one_memory,  # nothing would be gained where both memories are one
             resident=resident,
             device_blocks=there,
             updates=self.updates,

@@ -74,6 +74,13 @@ class Residents:
     def __contains__(self, block: int) -> bool:
         return block in self.blocks
 
+    @property
+    def storages(self) -> frozenset[int]:
+        """Keys of the storages that hold parameters."""
+        return frozenset(
+            place.parameters.untyped_storage()._cdata for place in self._places.values()
+        )
+
     def moved_with(self, layers: Layers) -> list[int]:
         """Return the blocks that come with a segment in forward, and leave with it in backward."""
         return [block for block in self.completed_by(layers) if block not in self._on_device]

@@ -33,7 +33,7 @@ def forward_routes(chain: Chain, visits: Sequence[Visit], boundary: Boundary) ->
     upwards = [v.layers for v in visits if v.phase is not Phase.BACKWARD]
     again: set[str] = set()  # what backward starts from
     for visit in visits:
-        if visit.phase is Phase.BACKWARD and not visit.keep:
+        if visit.phase is Phase.BACKWARD and not visit.finds:
             again.update(chain.reads(*visit.layers))
     routes = {}
     for index, visit in enumerate(visits):

@@ -77,6 +77,15 @@ class Slots:
         self._loads: dict[int, Event] = {}
         self._next = 0
 
+    @property
+    def storages(self) -> frozenset[int]:
+        """Keys of the storages in which parameters lie that stay in place during a step."""
+        return self._residents.storages
+
+    def slot_of(self, visit: Visit) -> Tensor:
+        """Return the slot in which a visit has its segment."""
+        return self._slots[visit.slot]
+
     def delivered(self, layers: Layers) -> list[int]:
         """Return the blocks whose gradients leave after the backward visit of these layers."""
         start, _ = layers
@@ -171,16 +180,17 @@ class Slots:
         return [] if self._device.one_memory else self._pieces_of(layers, gradients)
 
     def _leaves_of(self, visit: Visit) -> dict[int, Tensor]:
-        """Return the segment's parameters as views of the slot, made once.
+        """Return the segment's parameters as views of its slot, made once.
 
-        Resident parameters are elsewhere, and not among them.
+        They are those with which its graph was built, if it waited for backward. Resident
+        parameters are elsewhere, and not among them.
         """
-        key = (visit.layers, visit.slot)
+        key = (visit.layers, visit.home)
         if key not in self._leaves:
             leaves: dict[int, Tensor] = {}
             for parameter, offset in self._places(visit.layers):
                 with torch.no_grad():
-                    leaf = view_of(self._slots[visit.slot], offset, parameter)
+                    leaf = view_of(self._slots[visit.home], offset, parameter)
                 if self._device.one_memory:
                     # Updates write to other blocks of the arena while a graph holds this one, and
                     # autograd counts the changes of a tensor for all views of it.

@@ -1,0 +1,109 @@
+"""What decides the rest of a step at a cut of backward: six clocks, and how a visit moves them.
+
+A later clock never makes a step end sooner, since every rule of the predictor is a maximum of sums.
+So of two ways to the same cut, the one that is later (or equal) in every clock can be forgotten.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atomtrain.planning.costing import VisitTable
+from atomtrain.planning.timeline import DiskWork
+
+Array = NDArray[np.float64]
+Starts = NDArray[np.intp]
+
+COMPUTE, LOAD, UNLOAD, BEFORE, UPDATE, FIRST = range(6)
+"""When compute is free, when the next load may begin, when the last unload and the one before it
+end, when updates are done, and when the first gradients were on the host, from where on a disk
+works; seconds."""
+CLOCKS = 6
+SLACK = 1 + 1e-12
+"""Bounds and times are the same sums in another order."""
+_LESS = 1 - 1e-12
+"""Sums in another order differ by less; they are no difference."""
+
+
+class Clocks:
+    """How visits of a family move the clocks."""
+
+    def __init__(
+        self, *, overlap: bool, gradient_buffers: int, most_load_s: float, disk: DiskWork | None
+    ) -> None:
+        """`overlap`: there are two slots. `most_load_s`: the longest load of any backward visit.
+        `disk`: what updates take where state is on disk."""
+        self._working_s = 0.0 if disk is None else disk.working_s
+        self._last_s = 0.0 if disk is None else disk.last_s
+        self._disk = disk
+        self._overlap, self._single = overlap, gradient_buffers == 1
+        self._most_load_s = most_load_s
+
+    def after_turn(self, table: VisitTable, start: int, stop: int, starts_s: Array) -> Array:
+        """Return the clocks after the turn for each time at which it may start, `[n, 6]`."""
+        compute = starts_s + table.visit_s[start, stop]
+        unload = compute + table.unload_s[start, stop]
+        update = unload + table.update_s[start, stop]
+        load = starts_s if self._overlap else compute
+        clocks = [compute, load, unload, np.zeros_like(load), update, unload]
+        return np.stack(clocks, axis=1)
+
+    def after_visit(
+        self, clocks: Array, table: VisitTable, start: int | Starts, stop: int
+    ) -> Array:
+        """Return the clocks after a backward visit.
+
+        Args:
+            clocks: `[n, 6]`, or `[n, 1, 6]` with several segments.
+            table: Seconds of the visit.
+            start: First layer of the segment, or those of several.
+            stop: The layer after its last one.
+        """
+        compute, load, unload, before, update, first = np.moveaxis(clocks, -1, 0)
+        loaded = load + table.loading_s[start, stop]
+        ready = np.maximum(compute, loaded)
+        begin = np.maximum(ready, unload if self._single else before)
+        end = begin + table.visit_s[start, stop]
+        unloaded = np.maximum(unload, end) + table.unload_s[start, stop]
+        updated = np.maximum(update, unloaded) + table.update_s[start, stop]
+        returned = table.return_s[start, stop]
+        link = np.where(returned > 0, begin + returned, ready)
+        # A load that can start so early that it never holds compute up may as well start later.
+        next_load = np.maximum(link, end - self._most_load_s) if self._overlap else end
+        after = np.empty((*end.shape, CLOCKS))
+        after[..., COMPUTE], after[..., LOAD] = end, next_load
+        after[..., UNLOAD], after[..., UPDATE] = unloaded, updated
+        # A disk that is done before compute holds nobody up.
+        after[..., FIRST] = np.maximum(first, end - self._working_s)
+        # An unload that is over before compute is free holds nobody up.
+        after[..., BEFORE] = 0.0 if self._single else np.maximum(unload, end)
+        return after
+
+    def hopeful(self, clocks: Array, left_s: Any, below_s: float) -> NDArray[np.bool_]:
+        """Return which labels can still end below a limit, with so much compute left at least."""
+        ends = np.maximum(clocks[..., COMPUTE] + left_s, clocks[..., FIRST] + self._working_s)
+        hopeful: NDArray[np.bool_] = ends <= below_s * SLACK
+        return hopeful
+
+    def ends(self, clocks: Array) -> Array:
+        """Return when steps end, `[n]`."""
+        updated: Array = clocks[:, UPDATE]
+        if self._disk is None:
+            return updated
+        return np.maximum(updated + self._last_s, clocks[:, FIRST] + self._working_s)
+
+
+def undominated(values: Array) -> list[int]:
+    """Return the rows that no other one beats or equals in every column, `[n, k]`."""
+    if len(values) == 1:
+        return [0]
+    left, kept = np.lexsort(values.T[::-1]), []
+    less = np.where(values > 0, values * _LESS, values / _LESS)
+    while left.size:
+        # The first in order is beaten by none that is left.
+        kept.append(int(left[0]))
+        left = left[1:][(values[left[1:]] < less[left[0]]).any(axis=1)]
+    return kept

@@ -1,0 +1,86 @@
+"""Bytes that segments save for backward, and what moving them to the host and back needs.
+
+Computed for all segments that begin at a layer by going up once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.costs import ChainCosts
+
+
+class Saved(NamedTuple):
+    """What one micro-batch saves in a segment, by storage."""
+
+    n_bytes: int
+    storages: int
+    out_bytes: int
+    """Of `n_bytes`, those that lie in values that the segment hands on."""
+    forward: int
+    """Peak growth of forward with a graph, in bytes, if what is saved leaves at once."""
+    backward: int
+    """Peak growth of backward if each storage comes for its first use and goes after its last."""
+    movable: bool
+    """Whether the segment's graphs can wait for backward while its slot serves others."""
+
+
+class SavedTensors:
+    """What every segment of a chain saves."""
+
+    def __init__(self, chain: Chain, costs: ChainCosts) -> None:
+        self._layers, self._costs = chain.layers, costs
+        self._last_reader: dict[str, int] = {}
+        for index, layer in enumerate(chain.layers):
+            for name in layer.reads:
+                self._last_reader[name] = index
+        self._rows: dict[int, list[Saved]] = {}
+        self.inner_bytes = [cost.saved.inner_bytes for cost in costs.layers]
+        """Of each layer, what it saves beside values; no segment saves less."""
+        layers = range(len(chain.layers))
+        moved = [self.of(i, i + 1).n_bytes for i in layers if costs.layers[i].saved.movable]
+        self.window_bytes = max(moved, default=0)
+        """What may be on its way to the host, or back ahead of its use, at a time: as much as one
+        micro-batch saves in the layer that saves most, so that a layer's work hides each transfer.
+        """
+
+    def of(self, start: int, stop: int) -> Saved:
+        """Return what layers `start` to `stop` save."""
+        if start not in self._rows:
+            self._rows[start] = self._row(start)
+        return self._rows[start][stop - start - 1]
+
+    def _row(self, start: int) -> list[Saved]:
+        row = []
+        inner = storages = forward = above = alive = shared = 0
+        movable = True
+        names: dict[str, int] = {}  # saved values and their bytes
+        written: dict[str, int] = {}
+        for index in range(start, len(self._layers)):
+            layer, saved = self._layers[index], self._costs.layers[index].saved
+            movable = movable and saved.movable
+            inner += saved.inner_bytes
+            storages += saved.inner
+            for name, is_saved in zip(
+                (*layer.reads, *layer.writes), (*saved.reads, *saved.writes), strict=True
+            ):
+                if is_saved:
+                    n_bytes = self._costs.values[name].n_bytes
+                    # Where several layers save a value it stays from the first use to the last.
+                    shared += n_bytes * (name in names)
+                    names[name] = n_bytes
+            forward = max(forward, alive + saved.forward_bytes)
+            written.update({name: self._costs.values[name].n_bytes for name in layer.writes})
+            out = sum(
+                n_bytes
+                for name, n_bytes in names.items()
+                if name in written and self._last_reader.get(name, -1) > index
+            )
+            total = inner + sum(names.values())
+            # Gradients of what the segment writes are counted by its cuts.
+            backward = max(above, saved.backward_bytes) + shared
+            row.append(Saved(total, storages + len(names), out, forward, backward, movable))
+            alive = sum(n for name, n in written.items() if self._last_reader.get(name, -1) > index)
+            above = max(above, alive + saved.backward_bytes)
+        return row
