@@ -231,20 +231,22 @@ def all_activations(
     saved = SavedTensors(built.chain, built.costs)
     segments = [saved.of(start, stop) for start, stop in itertools.pairwise(forward)]
     most = request.micro_batches
-    rest: tuple[Activation, ...] = ("recompute", "offload") if pinned is None else (pinned,)
-    for first_kept in range(below + 1) if pinned is None else [0 if pinned == "keep" else below]:
-        for chosen in itertools.product(rest, repeat=first_kept):
-            how = (*chosen, *("keep",) * (below - first_kept))
-            possible = {
-                "recompute": [True] * below,
-                "keep": [of.movable for of in segments],
-                "offload": [
-                    of.movable and most * of.n_bytes >= saved.window_bytes for of in segments
-                ],
-            }
-            new = pinned is not None or set(how) != {"recompute"}
-            if new and all(possible[a][i] for i, a in enumerate(how)):
-                yield (*how, "recompute")  # type: ignore[misc]
+    can_keep = [of.movable for of in segments]
+    can_offload = [of.movable and most * of.n_bytes >= saved.window_bytes for of in segments]
+    if pinned is not None:
+        can = can_keep if pinned == "keep" else can_offload
+        how: tuple[Activation, ...] = tuple(pinned if here else "recompute" for here in can)
+        if "keep" not in how or "recompute" not in how[how.index("keep") :]:
+            yield (*how, "recompute")
+        return
+    for kept in range(below + 1):
+        for chosen in itertools.product(("recompute", "offload"), repeat=below - kept):
+            how = (*chosen, *("keep",) * kept)  # type: ignore[assignment]
+            possible = all(can_keep[below - kept :]) and all(
+                can_offload[i] for i, here in enumerate(how) if here == "offload"
+            )
+            if possible and set(how) != {"recompute"}:
+                yield (*how, "recompute")
 
 
 def rank_of(choice: Choice) -> tuple[str, bool]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from atomtrain.errors import PlanError
 from atomtrain.planning.mixed import Mixed
 from atomtrain.planning.space import Bytes, Family, Space
 
 
 def least_device_bytes(space: Space) -> int:
-    """Return the least device bytes of any plan of the space."""
+    """Return the least device bytes of any plan of the space.
+
+    Raises:
+        PlanError: there is none, because what all segments should do is not possible.
+    """
     best = np.inf
     if space.recomputes:
         for family in space.families:
@@ -24,6 +29,12 @@ def least_device_bytes(space: Space) -> int:
         for family in space.families:
             if not family.whole:
                 best = _least_mixed(space, family, best)
+    if not np.isfinite(best):
+        raise PlanError(
+            f"no plan can have activations {space.request.activations!r} with so many segments: "
+            "what some layer saves hides from autograd's hooks; leave activations to the planner "
+            "(None)"
+        )
     return int(best)
 
 

@@ -145,10 +145,10 @@ class Mixed:
         single = np.diagonal(self._kept, offset=1)
         self._most_kept = float(single[np.isfinite(single)].sum())
         pinned = space.request.activations
-        self._choices: list[Activation] = ["recompute"] if pinned is None else []
+        self._choices: list[Activation] = ["recompute"]
         if offload and pinned in (None, "offload"):
             self._choices.append("offload")
-        self._keeps = pinned in (None, "keep")
+        self._keeps, self._pinned = pinned in (None, "keep"), pinned
         table, place = space.costing.table, family.place
         self._turn = table(Phase.TURN, place, load=True)
         self._forward = {
@@ -196,8 +196,12 @@ class Mixed:
             return np.clip(room, -1.0, most)
 
         window, most = float(self._window_bytes), self._most_kept + self._window_bytes
+        recompute = np.maximum(work.forward, work.backward)
+        if self._pinned is not None:  # only what cannot do as it should
+            possible = work.keep if self._pinned == "keep" else work.offload
+            recompute = np.where(np.isfinite(possible), np.inf, recompute)
         return Room(
-            of(np.maximum(work.forward, work.backward), window),
+            of(recompute, window),
             of(work.keep, most),
             of(work.offload, window),
             np.clip(turn, -1.0, most),

@@ -33,8 +33,8 @@ class Request:
     resident: tuple[int, ...] | None = None
     """Resident blocks, or `None` for the planner's choice."""
     activations: Activation | None = None
-    """What all backward segments below the turn do with what forward saves, or `None` for the
-    planner's choice for each of them."""
+    """What all backward segments below the turn do with what forward saves, if they can (others
+    recompute), or `None` for the planner's choice for each of them."""
     offload: bool = True
     """Whether the planner may let segments offload what they save to the host."""
     host_layers: int | None = None

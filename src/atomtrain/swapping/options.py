@@ -32,8 +32,8 @@ class Options:
     the link), or `None` for the planner's choice."""
     activations: Activation | None = None
     """What every segment does with what its forward saves for backward: `"recompute"` it, `"keep"`
-    it on the device, or `"offload"` it to the host meanwhile. `None`: the planner chooses for each
-    segment."""
+    it on the device, or `"offload"` it to the host meanwhile; a segment that cannot recomputes.
+    `None`: the planner chooses for each segment."""
     optimizer_on_device: bool | None = None
     """`True`: the whole model, its gradients and the optimizer's state stay on the device, as in
     ordinary training; `False`: the optimizer runs on the host; `None`: the planner chooses for
