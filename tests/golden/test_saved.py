@@ -26,6 +26,7 @@ from torch import nn
 
 import atomtrain
 from atomtrain.errors import ConfigError, PlanError
+from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import AdamW
 from atomtrain.planning import Shape
 from atomtrain.planning.shape import ACTIVATIONS, Activation
@@ -136,6 +137,26 @@ def test_offloading_needs_less_memory_than_keeping_and_recomputes_nothing() -> N
             peaks[how] = engine.last.device_peak_bytes
             assert engine.plan.recomputed_layers == {"recompute": 4, "keep": 0, "offload": 1}[how]
     assert peaks["offload"] < peaks["keep"]
+
+
+@pytest.mark.parametrize("how", ["recompute", "offload"])
+def test_long_sequences_in_little_memory(how: Activation) -> None:
+    """Nothing grows with the square of the length: one matrix of attention is twice the budget."""
+    length, memory = 4096, 32 << 20
+    config = GPTConfig(
+        layers=3, width=32, heads=1, head_width=32, vocabulary=64, context=length, head_pieces=4
+    )
+    drawn = torch.randint(64, (1, length + 1))
+    batch = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
+    with atomtrain.swap(
+        GPT(config), batch, optimizer=adamw, device="emulated:1GB/s", device_memory=memory,
+        options=atomtrain.Options(activations=how),
+    ) as engine:  # fmt: skip
+        losses = [engine.step([batch]) for _ in range(3)]
+        assert engine.last is not None
+        assert engine.last.device_peak_bytes <= engine.plan.device_peak_bytes <= memory
+    assert memory < 4 * length**2
+    assert losses[2] < losses[0]
 
 
 class _Squared(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import atomtrain
 from atomtrain.models import GPT, GPTConfig
+from atomtrain.planning.shape import Activation
 from atomtrain.swapping.cuda import CudaDevice
 
 pytestmark = [
@@ -49,11 +50,19 @@ def batches(micro_batches: int) -> list[list[dict[str, Tensor]]]:
 
 
 def train(
-    model: GPT, segments: int, inject: Callable[[str], None] | None = None, micro_batches: int = 3
+    model: GPT,
+    segments: int,
+    inject: Callable[[str], None] | None = None,
+    micro_batches: int = 3,
+    activations: Activation | None = None,
 ) -> tuple[list[float], dict[str, Tensor], atomtrain.Engine]:
     steps = batches(micro_batches)
     options = atomtrain.Options(
-        micro_batches=micro_batches, segments=segments, clip_norm=1.0, inject=inject
+        micro_batches=micro_batches,
+        segments=segments,
+        clip_norm=1.0,
+        inject=inject,
+        activations=activations,
     )
     torch.manual_seed(2)
     with atomtrain.swap(
@@ -82,6 +91,19 @@ def test_random_delays_change_nothing() -> None:
     delayed = train(untied_gpt(), 8, lambda _: time.sleep(source.random() * 5e-3))[1]
     for name, value in expected.items():
         assert torch.equal(delayed[name], value), name
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_what_forward_saves_waits_and_changes_nothing(activations: Activation) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    source = random.Random(1)
+    expected = train(untied_gpt(), 8, activations="recompute")[1]
+    inject = lambda _: time.sleep(source.random() * 2e-3)  # noqa: E731
+    for delays in (None, inject):
+        _, state, engine = train(untied_gpt(), 8, delays, activations=activations)
+        assert set(engine.plan.activations[1:-1]) == {activations}
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
 
 
 def test_close_to_an_ordinary_loop_on_the_gpu() -> None:

@@ -116,9 +116,7 @@ def test_a_saved_machine_can_be_changed_and_planned_with(output: Output, tmp_pat
     machine: dict[str, Any] = json.loads(file.read_text())
     assert machine == before["machine"]
     # Too little memory to keep everything there, and a link that then decides.
-    machine.update(
-        load_bytes_per_s="1MB/s", unload_bytes_per_s="1MB/s", device_memory_bytes="2MiB"
-    )
+    machine.update(load_bytes_per_s="1MB/s", unload_bytes_per_s="1MB/s", device_memory_bytes="2MiB")
     file.write_text(json.dumps(machine))
     after = json.loads(output(*TINY, "--machine", "mine.json", "--json", "--tokens-per-step", "64"))
     assert after["machine"]["load_bytes_per_s"] == 1e6

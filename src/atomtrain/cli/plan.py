@@ -8,19 +8,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, nearest
 from atomtrain.training.early import check_gpu_name, check_model_name
 from atomtrain.training.options import option
 from atomtrain.units import parse_bytes
 
 if TYPE_CHECKING:
     from atomtrain.planning.machine import Machine
+    from atomtrain.planning.shape import Activation
     from atomtrain.reporting.place import Place
 
+_ACTIVATIONS = ("recompute", "keep", "offload")
 _EXAMPLES = """\
   atom plan gpt3-13b --gpu rtx-3090 --host-memory 256GiB
   atom plan gpt3-175b --gpu h100 --host-memory 4TiB --picture plan.png --trace plan.json
@@ -73,6 +75,12 @@ class PlanOptions:
     head_pieces: int | None = option(
         None, "Pieces of the vocabulary in which the head computes its loss. Default: whole.", "N"
     )
+    activations: str | None = option(
+        None,
+        "What every segment does with what its forward saves: recompute, keep (on the device) or "
+        "offload (to the host). Default: what is best for each.",
+        "CHOICE",
+    )
     precision: str = option("fp32", "fp32, bf16 or fp16; both with exact float32 masters.", "TYPE")
     optimizer: str = option(
         "adamw", "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon.", "NAME"
@@ -105,6 +113,11 @@ class PlanOptions:
 
         check_optimizer(self.optimizer)
         check_precision(self.precision, self.optimizer)
+        if self.activations not in (None, *_ACTIVATIONS):
+            raise ConfigError(
+                f"--activations must be {', '.join(_ACTIVATIONS)}, not {self.activations!r}."
+                f"{nearest(str(self.activations), _ACTIVATIONS)}"
+            )
         if self.tf32 and self.precision != "fp32":
             raise ConfigError("--tf32 is a way to multiply float32; leave it out with --precision")
         if self.tf32 and self.gpu is None:
@@ -150,6 +163,7 @@ def run(arguments: Sequence[str]) -> int:
         micro_batch=options.micro_batch,
         disk=options.disk is not None,
         on_disk=options.on_disk,
+        activations=cast("Activation | None", options.activations),
     )
     dtype = "tf32" if options.tf32 else options.precision
     setting = Setting(machine=place.machine, workload=workload, card=place.card, dtype=dtype)

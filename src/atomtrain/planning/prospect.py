@@ -21,6 +21,7 @@ from atomtrain.planning.disk import DiskRequest, States, on_disk_up_to, two_mome
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
+from atomtrain.planning.shape import Activation
 from atomtrain.planning.timeline import Span
 from atomtrain.planning.updating import UpdateModel
 
@@ -92,6 +93,8 @@ class Workload:
     """Smaller ones are not tried."""
     disk: bool = False
     """Whether state may lie on the machine's disk."""
+    activations: Activation | None = None
+    """What all segments do with what forward saves; `None` is the planner's choice for each."""
     on_disk: str | None = None
     """Up to which kind of state it does then, or `None` for as little as host memory demands."""
 
@@ -178,6 +181,7 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
             micro_batches=-(-sequences // size),
             updates=analysis.updates,
             disk=_disk_request(analysis, workload),
+            activations=workload.activations,
         )
         try:
             plan = make_plan(analysis.chain, analysis.costs, times, machine, request)
