@@ -11,8 +11,9 @@ train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
 
 # One thread: the tests compute little, and OpenMP's threads spin when something else runs beside.
+# Two processes, since much of the time is spent waiting; a file's tests stay together.
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 # One command for whoever has a GPU; skips cleanly without one.
 test-gpu: $(VENV)/.installed-dev

@@ -114,6 +114,11 @@ def test_out_must_not_be_a_directory(tmp_path: Path) -> None:
         BenchmarkOptions(out=tmp_path)
 
 
+def test_an_unknown_choice_of_links_is_told() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'stand-ins'"):
+        BenchmarkOptions(links="stand-in")
+
+
 def test_every_registered_benchmark_can_be_run() -> None:
     """Each module exists and has a `run`; an unknown name gets the nearest one."""
     import importlib

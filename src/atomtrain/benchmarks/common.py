@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import atomtrain
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, nearest
 from atomtrain.units import format_bytes, format_count, format_seconds
 
 Result = dict[str, Any]
+LINKS = ("all", "plain", "stand-ins")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class BenchmarkOptions:
     """Also write the JSON object to this file."""
     peers: int | None = None
     """Number of peers, for benchmarks that let one choose."""
+    links: str = "all"
+    """Which links `network` measures: `all`, `plain` ones, or `stand-ins` for a GPU's."""
     kills: int | None = None
     """Peers to kill, for benchmarks that do."""
     at_once: int | None = None
@@ -46,6 +49,10 @@ class BenchmarkOptions:
     """Budget on the device, such as `8GiB`."""
 
     def __post_init__(self) -> None:
+        if self.links not in LINKS:
+            raise ConfigError(
+                f"--links {self.links!r} is none of {', '.join(LINKS)}.{nearest(self.links, LINKS)}"
+            )
         # Before the measurement, not after it.
         if self.out is not None and self.out.is_dir():
             raise ConfigError(f"--out {self.out} is a directory; give the name of a file in it")

@@ -66,6 +66,10 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
     setup = setup or (QUICK if options.quick else NetworkSetup())
     if options.peers is not None:
         setup = replace(setup, peers=options.peers)
+    if options.links == "plain":
+        setup = replace(setup, stand_ins=())
+    elif options.links == "stand-ins":
+        setup = replace(setup, links=())
     started_s = time.monotonic()
     load = os.getloadavg()[0]
     if load > _QUIET_LOAD:

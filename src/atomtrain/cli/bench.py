@@ -30,6 +30,9 @@ class BenchOptions:
     peers: int | None = option(
         None, "With network (default: 2) and churn (default: 3): number of peers.", "N"
     )
+    links: str = option(
+        "all", "With network: all, plain, or stand-ins (links that stand for a GPU's).", "WHICH"
+    )
     kills: int | None = option(None, "With churn: peers to kill. Default: 20.", "N")
     at_once: int | None = option(
         None, "With churn: peers to kill at the same time. Default: 1.", "N"
@@ -68,6 +71,7 @@ def run(arguments: Sequence[str]) -> int:
         out=options.out,
         json=options.json,
         peers=options.peers,
+        links=options.links,
         kills=options.kills,
         at_once=options.at_once,
         device=options.device,
