@@ -25,9 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atomtrain.planning.clocks import CLOCKS, COMPUTE, SLACK, Clocks, undominated
+from atomtrain.planning.costing import VisitTable
 from atomtrain.planning.optimum import Found
+from atomtrain.planning.room import Reach, Room, Saving
 from atomtrain.planning.schedule import Phase
-from atomtrain.planning.shape import ACTIVATIONS, Activation, Shape
+from atomtrain.planning.shape import Activation, Shape
 from atomtrain.planning.space import Bytes, Family, Space
 
 Array = NDArray[np.float64]
@@ -64,73 +66,6 @@ class _Labels(NamedTuple):
     steps: list[_Step]
 
 
-class Room(NamedTuple):
-    """What each segment leaves of the device memory for kept graphs of segments below; negative
-    where there is too little. `[start, stop]`."""
-
-    recompute: Bytes
-    keep: Bytes
-    offload: Bytes
-    """Without the window."""
-    turn: Bytes
-    """`[start]`."""
-
-
-class _Saving:
-    """How much of forward need not be computed again, at best."""
-
-    def __init__(self, space: Space, offload: bool) -> None:
-        count, machine = space.memory.micro_batches, space.costing.machine
-        forward_s = np.array(space.costing.layer_forward_s)
-        n_bytes = np.array([float(count * n) for n in space.memory.saved.inner_bytes])
-        # As if layers could be kept in part: those first that save most seconds a byte.
-        order = np.argsort(n_bytes / np.maximum(forward_s, 1e-30))
-        self._kept_bytes = np.concatenate(([0.0], np.cumsum(n_bytes[order])))
-        self._kept_s = np.concatenate(([0.0], np.cumsum(forward_s[order])))
-        busy = forward_s > 0
-        density = float((n_bytes[busy] / forward_s[busy]).min(initial=np.inf))
-        self._out_s = density / machine.unload_bytes_per_s if offload else np.inf
-        self._in_s = density / machine.load_bytes_per_s if offload else np.inf
-
-    def again_s(self, recomputed_s: Array, room: Array) -> Array:
-        """Return how much of so much recomputing is left at least, without offloading, if the room
-        for what is kept is so large."""
-        again: Array = recomputed_s - np.interp(room, self._kept_bytes, self._kept_s)
-        return np.maximum(again, 0.0)
-
-    def least_s(self, ahead_s: Array, back_s: Array, again: Array) -> Array:
-        """Return a time below which no step can be, with this much compute in forward below the
-        turn, in all the rest, and in recomputing what is not offloaded."""
-        least: Array = ahead_s + back_s + again
-        if not np.isfinite(self._out_s):
-            return least
-        # What is offloaded saves seconds of compute and costs seconds of the link. The sum of both
-        # ways is convex in it, so it is least where a way's bound changes, or at an end.
-        covered = ahead_s / self._out_s if self._out_s else again
-        balanced = (back_s + again) / (1 + self._in_s)
-        for at in (covered, balanced, again):
-            moved = np.clip(at, 0.0, again)
-            forward = np.maximum(ahead_s, moved * self._out_s)
-            backward = np.maximum(back_s + again - moved, moved * self._in_s)
-            least = np.minimum(least, forward + backward)
-        return least
-
-
-class _Reach:
-    """Which cuts can be reached from the turn; first index: without and with the window."""
-
-    def __init__(self, layers: int) -> None:
-        self.keeping = np.full((2, layers + 1), -np.inf)
-        """The most room while segments are kept; negative where they cannot be."""
-        self.rest = np.zeros((2, layers + 1), bool)
-        """Whether recomputed or offloaded segments lead there."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the first layer is reached."""
-        return bool((self.keeping[:, 0] >= 0).any() or self.rest[:, 0].any())
-
-
 class Mixed:
     """Searches the plans of one family."""
 
@@ -149,16 +84,7 @@ class Mixed:
         if offload and pinned in (None, "offload"):
             self._choices.append("offload")
         self._keeps, self._pinned = pinned in (None, "keep"), pinned
-        table, place = space.costing.table, family.place
-        self._turn = table(Phase.TURN, place, load=True)
-        self._forward = {
-            a: table(Phase.FORWARD, place, load=True, activation=a) for a in ACTIVATIONS
-        }
-        self._backward = {
-            (a, load): table(Phase.BACKWARD, place, load=load, activation=a)
-            for a in ACTIVATIONS
-            for load in (True, False)
-        }
+        self._turn = space.costing.table(Phase.TURN, family.place, load=True)
         self._disk = space.costing.disk
         self._backlog_s = 0.0 if self._disk is None else self._disk.backlog_s
         self._clocks = self._new_clocks(0.0)
@@ -169,11 +95,11 @@ class Mixed:
         self._least_s = np.maximum(self._ahead_s, self._back_s)
         self._recomputed_s = self._ahead_s + self._back_s - self._least_s
         # Before the first visit there is its load, after the last one its unload and update.
-        last = self._backward["recompute", True]
+        last = self._backward("recompute", load=True)
         self._ends_s = float(
-            self._forward["recompute"].loading_s[0, 1] + last.unload_s[0, 1] + last.update_s[0, 1]
+            self._forward("recompute").loading_s[0, 1] + last.unload_s[0, 1] + last.update_s[0, 1]
         )
-        self._saving = _Saving(space, "offload" in self._choices)
+        self._saving = Saving(space, "offload" in self._choices)
 
     def room(self, slot_sizes: Sequence[int], device_bytes: int) -> Room:
         """Return what segments leave of a limit of device memory with slots of a size.
@@ -214,14 +140,14 @@ class Mixed:
             return np.inf
         # A range loaded at once takes no longer than in parts.
         loads = self._turn.loading_s[starts, self._layers]
-        loads = loads + self._forward["recompute"].loading_s[0, starts]
+        loads = loads + self._forward("recompute").loading_s[0, starts]
         ahead = self._ahead_s[starts]
         back = self._least_s[starts] - ahead + self._back_s[-1] - self._back_s[starts]
         again = self._saving.again_s(self._recomputed_s[starts], room.turn[starts])
         compute = self._saving.least_s(ahead, back, again)
         alone = np.zeros_like(loads)
         if not self._overlap:
-            alone = loads + self._backward["recompute", True].loading_s[0, starts]
+            alone = loads + self._backward("recompute", load=True).loading_s[0, starts]
         if self._overlap:
             alone = alone + self._ends_s
         return float(np.maximum(compute + alone, loads).min())
@@ -236,7 +162,7 @@ class Mixed:
 
     def works(self, room: Room) -> bool:
         """Return whether there is any plan with this room."""
-        here = _Reach(self._layers)
+        here = Reach(self._layers)
         for window in (False, True):
             here.keeping[int(window)] = room.turn - window * self._window_bytes
         cuts = range(self._layers - 1, 0, -1)
@@ -245,13 +171,13 @@ class Mixed:
                 self._reach(here, here, cut, room)
             return here.done
         for _ in range(self._segments - 1):
-            there = _Reach(self._layers)
+            there = Reach(self._layers)
             for cut in cuts:
                 self._reach(here, there, cut, room)
             here = there
         return here.done
 
-    def _reach(self, here: _Reach, there: _Reach, cut: int, room: Room) -> None:
+    def _reach(self, here: Reach, there: Reach, cut: int, room: Room) -> None:
         """Note where one more segment leads from a cut."""
         starts = slice(None, cut)
         for window in (0, 1):
@@ -291,7 +217,7 @@ class Mixed:
 
     def _best(self, room: Room, below_s: float) -> Found | None:
         """Return the fastest plan with this room, or `None` if none is faster than `below_s`."""
-        loads = self._backward["recompute", True].loading_s
+        loads = self._backward("recompute", load=True).loading_s
         fits = (room.recompute >= 0) | (room.keep >= 0) | (room.offload >= 0)
         self._clocks = self._new_clocks(float(loads[fits].max(initial=0.0)))
         labels: dict[Way, list[_Labels]] = {}
@@ -313,6 +239,15 @@ class Mixed:
             return None
         step_s, way, index = min(ends)
         return Found(step_s, self._shape(done, way, index))
+
+    # Tables are made when they are first needed: most families are never searched.
+    def _forward(self, activation: Activation) -> VisitTable:
+        table, place = self._space.costing.table, self._family.place
+        return table(Phase.FORWARD, place, load=True, activation=activation)
+
+    def _backward(self, activation: Activation, *, load: bool) -> VisitTable:
+        table, place = self._space.costing.table, self._family.place
+        return table(Phase.BACKWARD, place, load=load, activation=activation)
 
     def _new_clocks(self, most_load_s: float) -> Clocks:
         buffers = self._family.gradient_buffers
@@ -389,14 +324,14 @@ class Mixed:
         """Add the labels after visits to segments that begin at `starts`; room is `[n, starts]`."""
         if not starts.size:
             return
-        cut, ahead = way.cut, self._forward[activation]
+        cut, ahead = way.cut, self._forward(activation)
         clocks, above = here.values[:, None, :CLOCKS], here.values[:, _ABOVE, None]
         lasting = ahead.visit_s[starts, cut][None, :]
         later = np.maximum(lasting, above) if self._overlap else lasting + above
-        table = self._backward[activation, True]
+        table = self._backward(activation, load=True)
         after = self._clocks.after_visit(clocks, table, starts, cut)
         if self._overlap and turn.any():
-            table = self._backward[activation, False]
+            table = self._backward(activation, load=False)
             after[turn] = self._clocks.after_visit(clocks[turn], table, starts, cut)
         forward = np.zeros_like(later)
         if self._backlog_s:
