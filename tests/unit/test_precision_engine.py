@@ -129,8 +129,19 @@ def test_types_that_cannot_be_narrowed_are_refused() -> None:
 
 def test_a_model_of_mixed_types_has_no_fragments() -> None:
     model = mlp()
-    model[0].register_parameter("codes", nn.Parameter(torch.zeros(3).int(), requires_grad=False))
-    with swap(model) as engine, pytest.raises(ConfigError, match="the model mixes"):
+    model[0].register_parameter("narrow", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))
+    with (
+        atomtrain.swap(
+            model,
+            X,
+            optimizer=torch.optim.SGD,
+            loss=lambda output: output.square().mean(),
+            device="emulated:1GiB/s",
+            device_memory="64MiB",
+            options=atomtrain.Options(profile=False),
+        ) as engine,
+        pytest.raises(ConfigError, match="the model mixes"),
+    ):
         _ = engine.element_bytes
 
 
