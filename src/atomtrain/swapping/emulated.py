@@ -18,8 +18,8 @@ from torch import Tensor
 
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.errors import DeviceMemoryError
-from atomtrain.swapping.streams import Event, Inject, Stream, Wait, finished
-from atomtrain.swapping.tracing import Record
+from atomtrain.swapping.processor_device import ProcessorDevice
+from atomtrain.swapping.streams import Inject
 from atomtrain.units import format_bytes
 
 _PIECE_S = 1e-3
@@ -62,28 +62,20 @@ class _Link:
             time.sleep(remaining_s)
 
 
-class EmulatedDevice:
+class EmulatedDevice(ProcessorDevice):
     """A `Device` on the CPU behind a link."""
 
+    name = "emulated"
     one_memory = False
 
     def __init__(
         self, memory_bytes: int, link_bytes_per_s: float, inject: Inject | None = None
     ) -> None:
         """Both directions of the link have `link_bytes_per_s`; `inject` runs before each job."""
-        self.name = "emulated"
-        self.torch_device = torch.device("cpu")
-        self.generator = torch.default_generator
-        self.memory_bytes = memory_bytes
-        self.reserved_bytes = 0
+        super().__init__(memory_bytes, inject)
         self.link_bytes_per_s = link_bytes_per_s
-        self.load = Stream("load", inject)
-        self.fetch = Stream("fetch", inject)
-        self.unload = Stream("unload", inject)
-        self.save = Stream("save", inject)
         self._down, self._up = _Link(link_bytes_per_s), _Link(link_bytes_per_s)
         self._tracker = StorageTracker(self._check)
-        self._wait = Wait(inject)
 
     def _check(self, live_bytes: int, new_bytes: int, operation: str) -> None:
         if live_bytes > self.memory_bytes:
@@ -99,9 +91,6 @@ class EmulatedDevice:
         with self._tracker:
             yield
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
-
     def on_host(self) -> AbstractContextManager[None]:
         return self._tracker.ignoring()
 
@@ -115,30 +104,8 @@ class EmulatedDevice:
     def copy_out(self, target: Tensor, source: Tensor) -> None:
         self._up.copy(target, source)
 
-    def mark(self) -> Event:
-        return finished()
-
-    def hold(self, event: Event) -> None:
-        self._wait.hold(event)
-
-    def new_record(self) -> Record:
-        return Record()
-
-    def synchronize(self) -> None:
-        pass
-
-    def trim(self) -> None:
-        pass
-
-    def take_wait_s(self) -> float:
-        return self._wait.take_s()
-
     def reset_peak(self) -> None:
         self._tracker.reset_peak()
 
     def peak_bytes(self) -> int:
         return self._tracker.peak_bytes
-
-    def close(self) -> None:
-        for stream in (self.load, self.fetch, self.unload, self.save):
-            stream.close()

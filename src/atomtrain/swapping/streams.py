@@ -52,10 +52,12 @@ class Event:
 
 
 def finished() -> Event:
-    """Return an event that is already set."""
-    event = Event()
-    event.finish()
-    return event
+    """Return an event that is already set, always the same one."""
+    return _FINISHED
+
+
+_FINISHED = Event()
+_FINISHED.finish()
 
 
 class Stream:
