@@ -20,6 +20,7 @@ from torch import Tensor
 
 from atomtrain.analysis.storages import is_dense
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.store import in_layout_of, view_of
 from atomtrain.swapping.streams import Event
 
@@ -44,27 +45,6 @@ class Saved(NamedTuple):
     """Its memory, which goes back to the pool."""
     event: Event
     """Done when the value is there."""
-
-
-class HostPool:
-    """Host buffers that are reused from step to step, so that pinning is paid once."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._free: dict[int, list[Tensor]] = {}
-        self.total_bytes = 0
-        """Bytes of all buffers that were ever needed at once; none is given back."""
-
-    def take(self, n_bytes: int) -> Tensor:
-        """Return a uint8 buffer of exactly this size."""
-        if free := self._free.get(n_bytes):
-            return free.pop()
-        self.total_bytes += n_bytes
-        return self._device.host_empty(n_bytes)
-
-    def give(self, buffer: Tensor) -> None:
-        """Take a buffer back; nobody may use it any more."""
-        self._free.setdefault(buffer.numel(), []).append(buffer)
 
 
 class Outbox:

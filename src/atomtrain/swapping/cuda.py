@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError, StreamError
+from atomtrain.swapping.disk_file import aligned_empty
 from atomtrain.swapping.streams import Event, Inject, Job, Stream
 from atomtrain.swapping.tracing import Record
 
 _ROUNDING_BYTES = 64 << 20
+_PIECE_BYTES = 32 << 20
+"""About a millisecond of the link. A copy engine serves streams in turns, copy by copy."""
 _WORKSPACE_BYTES = 24 << 20
 """What cuBLAS and cuBLASLt keep for themselves through PyTorch's allocator, with the setting
 below."""
@@ -158,14 +161,15 @@ class CudaDevice:
         return nullcontext()
 
     def host_empty(self, n_bytes: int) -> Tensor:
-        """Allocate ordinary memory and pin it in place.
+        """Allocate ordinary memory and pin it in place, in pages of its own.
 
         PyTorch's pinned allocator rounds up to powers of two (pytorch#95823), which would nearly
-        double the host memory of a large model.
+        double the host memory of a large model. A page that is pinned for one tensor cannot be
+        pinned for another, so no page is shared.
         """
-        tensor = torch.empty(n_bytes, dtype=torch.uint8)
         if n_bytes == 0:
-            return tensor
+            return torch.empty(0, dtype=torch.uint8)
+        tensor = aligned_empty(n_bytes)[:n_bytes]
         runtime = torch.cuda.cudart()
         address = tensor.data_ptr()
         code = int(runtime.cudaHostRegister(address, n_bytes, 0))
@@ -179,10 +183,10 @@ class CudaDevice:
         return tensor
 
     def copy_in(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        _copy(target, source)
 
     def copy_out(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        _copy(target, source)
 
     def mark(self) -> Event:
         event = _CudaEvent()
@@ -191,6 +195,9 @@ class CudaDevice:
         return event
 
     def hold(self, event: Event) -> None:
+        if event.is_done():  # nothing to order, nothing to time
+            event.wait()
+            return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(self._compute)
         _order(event, self._compute)
@@ -220,6 +227,16 @@ class CudaDevice:
     def close(self) -> None:
         for stream in (self.load, self.fetch, self.unload, self.save):
             stream.close()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Enqueue a copy; a long one in pieces, between which small and urgent ones come through."""
+    if source.dim() != 1 or source.nbytes <= _PIECE_BYTES:
+        target.copy_(source, non_blocking=True)
+        return
+    elements = _PIECE_BYTES // source.element_size()
+    for to, of in zip(target.split(elements), source.split(elements), strict=True):
+        to.copy_(of, non_blocking=True)
 
 
 def _unregister(address: int) -> None:

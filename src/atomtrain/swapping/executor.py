@@ -21,10 +21,11 @@ from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, trainin
 from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
 from atomtrain.swapping.buffers import DeviceBuffers
-from atomtrain.swapping.carried import Carried, HostPool, Outbox, Saved, leaf_of
+from atomtrain.swapping.carried import Carried, Outbox, Saved, leaf_of
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.graphs import Graphs, WaitingGraph, Where
 from atomtrain.swapping.host_layers import HostLayers
+from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.offload import Offload
 from atomtrain.swapping.randomness import Randomness
 from atomtrain.swapping.routes import Route, forward_routes

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from atomtrain.analysis.storages import LiveStorages
-from atomtrain.swapping.carried import HostPool
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.streams import Event
 
 
