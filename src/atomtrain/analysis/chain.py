@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import AnalysisError
@@ -53,8 +52,31 @@ class Layer:
         return written
 
     def call(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> Any:
-        """Return what the module returns with `tensors` as its parameters and buffers."""
-        return torch.func.functional_call(self.module, dict(tensors), tuple(values))
+        """Return what the module returns with `tensors` as its parameters and buffers.
+
+        As `torch.func.functional_call`, which looks for the places anew each time: for a block
+        that takes as long as some of its operations. One thread at a time.
+        """
+        before = []
+        try:
+            for name, tensor in tensors.items():
+                holder, key = self._places[name]
+                before.append((holder, key, holder[key]))
+                holder[key] = tensor
+            return self.module(*values)
+        finally:
+            for holder, key, own in reversed(before):
+                holder[key] = own
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """Where modules hold each parameter and buffer, by the layer's name of it."""
+        places: dict[str, tuple[dict[str, Any], str]] = {}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for holder in (module._parameters, module._buffers):
+                places.update({f"{prefix}{name}": (holder, name) for name in holder})
+        return places
 
 
 @dataclass(frozen=True)
@@ -103,8 +125,22 @@ class Chain:
                 unique.setdefault(id(parameter), parameter)
         return tuple(unique.values())
 
+    # Asked for each micro-batch of each visit.
+    @cached_property
+    def _reads(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        return {}
+
+    @cached_property
+    def _writes(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        return {}
+
     def reads(self, start: int, stop: int) -> tuple[str, ...]:
         """Values that layers `start` to `stop` take from outside, in the order of first use."""
+        if (start, stop) not in self._reads:
+            self._reads[start, stop] = self._find_reads(start, stop)
+        return self._reads[start, stop]
+
+    def _find_reads(self, start: int, stop: int) -> tuple[str, ...]:
         inside: set[str] = set()
         outside: dict[str, None] = {}
         for layer in self.layers[start:stop]:
@@ -114,6 +150,11 @@ class Chain:
 
     def writes(self, start: int, stop: int) -> tuple[str, ...]:
         """Values that layers `start` to `stop` write and later layers read (or the loss)."""
+        if (start, stop) not in self._writes:
+            self._writes[start, stop] = self._find_writes(start, stop)
+        return self._writes[start, stop]
+
+    def _find_writes(self, start: int, stop: int) -> tuple[str, ...]:
         later = {name for layer in self.layers[stop:] for name in layer.reads} | {self.loss}
         return tuple(
             name for layer in self.layers[start:stop] for name in layer.writes if name in later

@@ -73,6 +73,7 @@ class Slots:
         self._free = [finished() for _ in self._gradients]
         self._pieces: dict[tuple[Layers, bool], list[Piece]] = {}
         self._leaves: dict[tuple[Layers, int], dict[int, Tensor]] = {}
+        self._gradient_views: dict[tuple[Layers, int], dict[int, Tensor]] = {}
         self._visits: Sequence[Visit] = ()
         self._loads: dict[int, Event] = {}
         self._next = 0
@@ -248,13 +249,22 @@ class Slots:
         buffer = self._gradients[visit.gradient]
         self._device.hold(self._free[visit.gradient])
         seeded = self._seed_shared(visit.layers, buffer)
-        for parameter, offset in self._places(visit.layers, gradients=True):
-            gradient = gradient_view(buffer, offset, parameter, self._layout.gradient_factor)
-            if id(parameter) in seeded:
-                leaves[id(parameter)].grad = gradient
+        for key, gradient in self._gradients_of(visit.layers, visit.gradient).items():
+            if key in seeded:
+                leaves[key].grad = gradient
             else:
-                self._waiting[id(parameter)] = gradient
+                self._waiting[key] = gradient
         self._residents.expect(visit.layers, self._waiting)
+
+    def _gradients_of(self, layers: Layers, index: int) -> dict[int, Tensor]:
+        """Return where the gradients of a segment's parameters add up, by `id`; made once."""
+        if (layers, index) not in self._gradient_views:
+            factor = self._layout.gradient_factor
+            self._gradient_views[layers, index] = {
+                id(parameter): gradient_view(self._gradients[index], offset, parameter, factor)
+                for parameter, offset in self._places(layers, gradients=True)
+            }
+        return self._gradient_views[layers, index]
 
     def _seed_shared(self, layers: Layers, buffer: Tensor) -> set[int]:
         """Load what later layers have already added to the gradients of shared weights.
