@@ -12,8 +12,11 @@ What makes the comparison fair:
 - *Same numbers.* The head is not tied to the embedding: of a tied weight the engine adds all of
   the head's gradients before the embedding's, the usual loop alternates, so the sums would be
   rounded differently with more than one micro-batch.
-- *Both at their best.* Resident training runs with all threads and without memory accounting;
-  its gradients are set to `None`, not filled.
+- *Same device.* The emulated device counts the memory of every operation, which a GPU's allocator
+  does for nothing. So the resident model is counted in the same way; what it takes uncounted is
+  measured apart. Both run with all threads; resident gradients are set to `None`, not filled.
+- *Copies are real.* A GPU has engines for copying; the emulated device's copies take turns with
+  compute on the same cores. `processor_s` tells how long each thread was at work in a step.
 - *Nothing hidden, nothing charged to the other.* The engine's updates run in the background, into
   its next step. So the clock stops after blocks of several steps, and after
   `Engine.synchronize`: every update is paid for in the engine's own time. Waiting for the last
@@ -24,8 +27,10 @@ from __future__ import annotations
 
 import copy
 import statistics
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -34,10 +39,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import atomtrain
+from atomtrain.analysis.storages import StorageTracker
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
 
+_PAIRS = 3
+"""Pairs by which the cost of counting is measured."""
+_STREAM = "atom-"
+"""Begins the names of the engine's threads."""
 MicroBatches = Sequence[Mapping[str, Tensor]]
 
 
@@ -90,6 +100,9 @@ class Block(NamedTuple):
     wait_s: float
     """Seconds a step of waiting for the link or for host updates."""
     losses: list[float]
+    processor_s: Mapping[str, float] = {}
+    """Seconds a step of the processor's time by the engine's threads, `compute` the caller's own.
+    Threads that operations share their work with do not count."""
 
 
 class Resident:
@@ -99,6 +112,7 @@ class Resident:
         """Checkpoint the first `recomputed` layers of the chain."""
         self.model, self.layers, self.recomputed = model, model.chain_layers(), recomputed
         self.optimizer = fused_adamw(model.parameters())
+        self._tracker = StorageTracker()
 
     def step(self, micro_batches: MicroBatches) -> float:
         """Run one step; return the mean loss."""
@@ -111,9 +125,12 @@ class Resident:
         self.optimizer.step()
         return sum(losses) / len(losses)
 
-    def block(self, steps: Sequence[MicroBatches], early_stop: bool = False) -> Block:
-        """Run and time steps."""
-        with set_checkpoint_early_stop(early_stop):
+    def block(
+        self, steps: Sequence[MicroBatches], *, early_stop: bool = False, counted: bool = True
+    ) -> Block:
+        """Run and time steps; with memory `counted` as on the emulated device."""
+        counting = self._tracker if counted else nullcontext()
+        with set_checkpoint_early_stop(early_stop), counting:
             started_s = time.perf_counter()
             losses = [self.step(step) for step in steps]
             elapsed_s = time.perf_counter() - started_s
@@ -169,8 +186,10 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         measured = alternate(setup, engine, resident)
         bit_equal = measured.losses_equal and _same_state(engine, resident)
         plan, planner = engine.plan.to_json(), engine.planner
-    # Last, because it trains the twin further.
-    early_stop = resident.block(_blocks(setup, setup.block_steps), early_stop=True)
+    # Last, because they train the twin further.
+    steps = _blocks(setup, setup.block_steps)
+    early_stop = resident.block(steps, early_stop=True)
+    pairs = [(resident.block(steps, counted=False), resident.block(steps)) for _ in range(_PAIRS)]
     return {
         **swap_link.run(setup, planner),
         **measured.keys(),
@@ -179,6 +198,9 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         "tokens_per_step": setup.tokens_per_step,
         "bit_equal": bit_equal,
         "resident_early_stop_step_s": early_stop.step_s,
+        "resident_counting_share": statistics.median(
+            1 - uncounted.step_s / counted.step_s for uncounted, counted in pairs
+        ),
         "parameters": sum(p.numel() for p in twin.parameters()),
         "threads": torch.get_num_threads(),
         "inputs": asdict(setup),
@@ -200,7 +222,12 @@ class Measured(NamedTuple):
         swapped_s = [block.step_s for block in self.swapped]
         resident_s = [block.step_s for block in self.resident]
         ratios = [r / s for r, s in zip(resident_s, swapped_s, strict=True)]
+        threads = self.swapped[0].processor_s
         return {
+            "processor_s": {
+                name: statistics.median(block.processor_s[name] for block in self.swapped)
+                for name in threads
+            },
             "resident_step_s": statistics.median(resident_s),
             "swapped_step_s": statistics.median(swapped_s),
             "speed_ratio": statistics.median(ratios),
@@ -237,6 +264,7 @@ def alternate(setup: SwapSetup, engine: atomtrain.Engine, resident: Resident) ->
 
 def _swapped_block(engine: atomtrain.Engine, steps: Sequence[MicroBatches]) -> Block:
     losses, wait_s = [], 0.0
+    used_s = _processor_s()
     started_s = time.perf_counter()
     for step in steps:
         losses.append(engine.step(step))
@@ -246,7 +274,20 @@ def _swapped_block(engine: atomtrain.Engine, steps: Sequence[MicroBatches]) -> B
     engine.synchronize()
     ended_s = time.perf_counter()
     wait_s += ended_s - stepped_s
-    return Block((ended_s - started_s) / len(steps), wait_s / len(steps), losses)
+    processor_s = {
+        name: (until_s - used_s[name]) / len(steps) for name, until_s in _processor_s().items()
+    }
+    return Block((ended_s - started_s) / len(steps), wait_s / len(steps), losses, processor_s)
+
+
+def _processor_s() -> dict[str, float]:
+    """Return the processor's time that this thread and those of streams have taken."""
+    used_s = {"compute": time.thread_time()}
+    for thread in threading.enumerate():
+        if thread.name.startswith(_STREAM) and thread.ident is not None:
+            clock = time.pthread_getcpuclockid(thread.ident)
+            used_s[thread.name.removeprefix(_STREAM)] = time.clock_gettime(clock)
+    return used_s
 
 
 def model_of(setup: SwapSetup) -> GPT:
