@@ -9,6 +9,7 @@ import pytest
 from atomtrain.cli.train import arguments_of
 from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.models import PRESETS
+from atomtrain.training.optimizing import host_bytes_per_parameter
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import Recipe, amended, new_recipe
 
@@ -52,12 +53,34 @@ def test_amending_takes_what_may_differ() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"model": "demo"}, {"dropout": 0.5}, {"seed": 1}, {"context": 32}, {"vocabulary": 100}],
-)
+    [
+        {"model": "demo"}, {"dropout": 0.5}, {"seed": 1}, {"context": 32}, {"vocabulary": 100},
+        {"precision": "bf16"}, {"gradient_dtype": "float32"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_amending_refuses_what_must_not(options: dict[str, object]) -> None:
     recipe = new_recipe(TrainOptions(model="tiny"))
-    with pytest.raises(ConfigError, match=f"--{next(iter(options))}.*contradicts there"):
+    flag = next(iter(options)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{flag} .*contradicts there"):
         amended(recipe, TrainOptions(**options), "there")
+
+
+def test_the_type_of_gradients_belongs_to_the_recipe() -> None:
+    options = TrainOptions(model="tiny", precision="bf16", gradient_dtype="float32")
+    recipe = new_recipe(options)
+    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+    assert amended(recipe, TrainOptions(gradient_dtype="float32"), "there") == recipe
+    older = {k: v for k, v in new_recipe(TrainOptions()).to_json().items() if k != "gradient_dtype"}
+    assert Recipe.from_json(older).gradient_dtype is None
+    with pytest.raises(ConfigError, match="float32"):
+        new_recipe(TrainOptions(gradient_dtype="float64"))
+    bytes_each = [
+        host_bytes_per_parameter("adamw", precision, dtype)
+        for precision in ("fp32", "bf16")
+        for dtype in (None, "float32")
+    ]
+    assert bytes_each == [16, 16, 16, 18]
 
 
 def test_the_demo_has_two_peers_and_everything_else_one() -> None:

@@ -82,6 +82,9 @@ class PlanOptions:
         "CHOICE",
     )
     precision: str = option("fp32", "fp32, bf16 or fp16; both with exact float32 masters.", "TYPE")
+    gradient_dtype: str | None = option(
+        None, "float32: gradients of a model of 16 bits in 32. Default: as the parameters.", "TYPE"
+    )
     optimizer: str = option(
         "adamw", "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon.", "NAME"
     )
@@ -109,8 +112,13 @@ class PlanOptions:
                 parse_bytes(getattr(self, name), "--" + name.replace("_", "-"))
         if self.on_disk is not None and self.disk is None:
             raise ConfigError(f"--on-disk {self.on_disk} needs --disk DISK")
-        from atomtrain.training.optimizing import check_optimizer, check_precision
+        from atomtrain.training.optimizing import (
+            check_gradient_dtype,
+            check_optimizer,
+            check_precision,
+        )
 
+        check_gradient_dtype(self.gradient_dtype)
         check_optimizer(self.optimizer)
         check_precision(self.precision, self.optimizer)
         if self.activations not in (None, *_ACTIVATIONS):
@@ -145,7 +153,11 @@ def run(arguments: Sequence[str]) -> int:
         from atomtrain.reporting.report import make_report
         from atomtrain.reporting.subject import subject
         from atomtrain.reporting.table import caption, plan_text
-        from atomtrain.training.optimizing import named_optimizer, precision_of
+        from atomtrain.training.optimizing import (
+            gradient_dtype_of,
+            named_optimizer,
+            precision_of,
+        )
 
     # What can be refused is refused before the model is analysed.
     for name in ("save", "picture", "trace"):
@@ -156,6 +168,7 @@ def run(arguments: Sequence[str]) -> int:
     model = subject(options.model, options.context, options.head_pieces).trained_with(
         lambda owned: named_optimizer(owned, options.optimizer, options.precision),
         precision_of(options.precision),
+        gradient_dtype_of(options.gradient_dtype),
     )
     workload = Workload(
         context_tokens=model.context_tokens,

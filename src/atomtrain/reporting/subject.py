@@ -28,6 +28,7 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.models.presets import preset
 from atomtrain.planning.prospect import Analysis
+from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.swapping.precision import Narrowed
 from atomtrain.swapping.update_model import update_model
 from atomtrain.swapping.updates import states_of
@@ -52,21 +53,31 @@ class Subject:
     """In how many pieces of the vocabulary the head computes its loss; `None` is as it is."""
     optimizer: torch.optim.Optimizer | None = None
     """Of the model's parameters; `None` is AdamW with two moments of their type."""
+    gradient_dtype: Literal["float32"] | None = None
+    """In which type gradients add up; `None` is that of the parameters."""
     _analyses: dict[int, Analysis] = field(default_factory=dict, repr=False, compare=False)
 
-    def trained_with(self, make: OptimizerOf, precision: Precision | None = None) -> Subject:
+    def trained_with(
+        self,
+        make: OptimizerOf,
+        precision: Precision | None = None,
+        gradient_dtype: Literal["float32"] | None = None,
+    ) -> Subject:
         """Return the model with an optimizer, and in the type that it is computed in.
 
         Args:
             make: Makes the optimizer of a model on the meta device.
             precision: As for `atomtrain.Options`; the model itself is changed.
+            gradient_dtype: As for `atomtrain.Options`.
 
         Raises:
             ConfigError: a parameter that cannot be bfloat16, or that the optimizer cannot update.
         """
         if precision is not None:
             Narrowed(self.model, precision)
-        return replace(self, optimizer=make(self.model), _analyses={})
+        return replace(
+            self, optimizer=make(self.model), gradient_dtype=gradient_dtype, _analyses={}
+        )
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -87,6 +98,7 @@ class Subject:
             chain = traced.chain
             if self.head_pieces is not None:
                 chain = split_head(chain, self.head_pieces)
+            chain = with_gradients_in(chain, self.gradient_dtype)
             costs = layer_costs(chain, traced.bind(example))
             updates = states = None
             if self.optimizer is not None:

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.costs import ChainCosts
+from atomtrain.errors import ConfigError
+from atomtrain.swapping.device import Device
+from atomtrain.swapping.emulated import EmulatedDevice
 
 TRACING = threading.Lock()
 """Held while something is compiled, and while optimizers of engines that compile run: compiling
@@ -35,6 +38,19 @@ class CompiledLayer(Layer):
     def call(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> Any:
         assert self.template is not None
         return self.template(dict(tensors), tuple(values))
+
+
+def require_compilable(device: Device) -> None:
+    """Refuse a device that cannot run compiled layers.
+
+    Raises:
+        ConfigError: it is emulated.
+    """
+    if isinstance(device, EmulatedDevice):
+        raise ConfigError(
+            "the emulated device counts the memory of every operation, which compiled code does "
+            "not show; leave compile out, or choose the device cpu or cuda"
+        )
 
 
 def compiled(chain: Chain, costs: ChainCosts, backend: str = "inductor") -> Chain:

@@ -13,11 +13,10 @@ from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.errors import ConfigError
 from atomtrain.planning.layout import Layout
-from atomtrain.swapping.compiled import TRACING, compiled
+from atomtrain.swapping.compiled import TRACING, compiled, require_compilable
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.disk_placement import Placement, machine_with_disk, placed
-from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.swapping.loss_scale import LossScale
@@ -117,11 +116,8 @@ def _open(
                 f"with device='cpu' all layers compute on the host store itself; leave {what} out, "
                 "or choose device='emulated'"
             )
-        if options.compile and isinstance(opened, EmulatedDevice):
-            raise ConfigError(
-                "the emulated device counts the memory of every operation, which compiled code "
-                "does not show; leave compile out, or choose device='cpu' or 'cuda'"
-            )
+        if options.compile:
+            require_compilable(opened)
         costs = layer_costs(chain, inputs, opened.torch_device)
         if options.head_pieces == "auto":
             chain = split_head_as_needed(chain, costs, opened.torch_device)

@@ -17,6 +17,7 @@ from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPTConfig
 from atomtrain.planning.search import fits
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.swapping.machines import host_memory_bytes
 from atomtrain.training.objective import MicroBatch, Objective
 from atomtrain.training.optimizing import SMALLEST_STATE, host_bytes_per_parameter
@@ -51,7 +52,8 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
     """
     if options.disk is not None:
         return  # the planner knows what must be in memory then
-    each_bytes = host_bytes_per_parameter(recipe.optimizer, recipe.precision)
+    kind = recipe.precision, recipe.gradient_dtype
+    each_bytes = host_bytes_per_parameter(recipe.optimizer, *kind)
     parameters = trained = frozen_bytes = 0
     for parameter in outline.parameters():
         parameters += parameter.numel()
@@ -63,7 +65,7 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
     if options.host_memory is not None:
         there_bytes = parse_bytes(options.host_memory, "--host-memory")
     if needed_bytes > there_bytes:
-        least_bytes = host_bytes_per_parameter(SMALLEST_STATE, recipe.precision)
+        least_bytes = host_bytes_per_parameter(SMALLEST_STATE, *kind)
         would_fit = least_bytes * trained + frozen_bytes <= there_bytes
         raise PlanError(
             f"training {recipe.model} ({format_count(parameters)} parameters) takes "
@@ -157,7 +159,8 @@ class _Tried:
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:
         example = example_of(self._recipe, self.size, self._objective)
         traced = chain_of(self._model, example, self._objective.loss)
-        return traced.chain, traced.bind(example)
+        chain = with_gradients_in(traced.chain, self._recipe.gradient_dtype)
+        return chain, traced.bind(example)
 
 
 def example_of(recipe: Recipe, micro_batch: int, objective: Objective) -> MicroBatch:

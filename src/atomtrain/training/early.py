@@ -19,6 +19,7 @@ from atomtrain.training.options import TrainOptions
 # Tables of the same names are where they are used; a test compares.
 OPTIMIZERS = ("adamw", "adamw-bfloat16", "adamw-int8", "muon")
 PRECISIONS = ("fp32", "bf16", "fp16")
+GRADIENT_DTYPES = ("float32",)
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 _SEPARATOR = "@"
 _LAN = "lan"
@@ -35,8 +36,9 @@ def check_early(options: TrainOptions) -> None:
     check_model_name(options.model)
     check_name("optimizer", options.optimizer, OPTIMIZERS)
     check_name("precision", options.precision, PRECISIONS)
+    check_name("gradient type", options.gradient_dtype, GRADIENT_DTYPES)
     check_name("schedule", options.schedule, SCHEDULES)
-    _check_device(options.device)
+    _check_device(options.device, compiled=options.compile)
     _check_numbers(options)
     _check_folder(options)
     _check_addresses(options)
@@ -78,10 +80,14 @@ def check_name(what: str, given: str | None, allowed: Iterable[str]) -> None:
         )
 
 
-def _check_device(name: str) -> None:
+def _check_device(name: str, *, compiled: bool) -> None:
     from atomtrain.swapping.device_names import parse_device
 
-    parse_device(name)
+    if parse_device(name).kind == "emulated" and compiled:
+        raise ConfigError(
+            f"--device {name} counts the memory of every operation, which compiled code does not "
+            "show; leave --compile out, or choose --device cpu or cuda"
+        )
 
 
 def _check_numbers(options: TrainOptions) -> None:

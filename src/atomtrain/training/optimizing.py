@@ -33,6 +33,9 @@ SMALLEST_STATE = "adamw-int8"
 """The optimizer that takes the least memory."""
 _PARAMETER_AND_GRADIENT_BYTES = {"fp32": 8, "bf16": 4, "fp16": 4}
 """By precision."""
+_WIDER_GRADIENT_BYTES = 2
+"""What float32 gradients take more than those of 16 bits."""
+_GRADIENT_DTYPES = ("float32",)
 _MASTERS = {"adamw": "float32", "adamw-bfloat16": "float32", "adamw-int8": "split"}
 """Format of the masters with precision bf16, by the optimizer's name: both give the same bits, and
 who wants the least state wants the split."""
@@ -63,14 +66,32 @@ def check_precision(precision: str, optimizer: str) -> None:
         )
 
 
-def host_bytes_per_parameter(name: str, precision: str = "fp32") -> float:
+def check_gradient_dtype(name: str | None) -> None:
+    """Raise a `ConfigError` if gradients cannot be of this type; `None` is the parameters' own."""
+    if name not in (None, *_GRADIENT_DTYPES):
+        raise ConfigError(
+            f"there is no gradient type {name!r}.{nearest(str(name), _GRADIENT_DTYPES)} "
+            f"Gradient types: {', '.join(_GRADIENT_DTYPES)}, or none for that of the parameters"
+        )
+
+
+def gradient_dtype_of(name: str | None) -> Literal["float32"] | None:
+    """Return what the engine calls a recipe's type of gradients."""
+    return cast(Literal["float32"] | None, name)
+
+
+def host_bytes_per_parameter(
+    name: str, precision: str = "fp32", gradient_dtype: str | None = None
+) -> float:
     """Return the host bytes of a parameter, its gradient and its optimizer state.
 
     For `muon` it is the most: a matrix that Muon updates takes 4 bytes less.
     """
     masters = 0.0 if precision == "fp32" else MASTER_BYTES[_master_format(name, precision)]
     moments = BYTES_PER_PARAMETER[_FORMATS[name]]
-    return _PARAMETER_AND_GRADIENT_BYTES[precision] + masters + moments
+    widened = gradient_dtype is not None and precision != "fp32"
+    gradients = _WIDER_GRADIENT_BYTES * widened
+    return _PARAMETER_AND_GRADIENT_BYTES[precision] + gradients + masters + moments
 
 
 def _master_format(name: str, precision: str) -> str:

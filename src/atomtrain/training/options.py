@@ -119,6 +119,12 @@ class TrainOptions:
         "the host; with fp16 the loss is scaled. Default: fp32.",
         "NAME",
     )
+    gradient_dtype: str | None = option(
+        None,
+        "float32: gradients of a model of 16 bits add up, cross the link and wait on the host in "
+        "32. Default: as the parameters.",
+        "TYPE",
+    )
     schedule: str | None = option(
         None,
         "Learning rate after the warm-up: cosine, linear, constant or wsd (constant, then a "
@@ -218,6 +224,12 @@ class TrainOptions:
     no_profile: bool = option(
         False,
         "Do not measure this machine before planning; take a GPU's figures from the catalogue.",
+        "",
+    )
+    compile: bool = option(
+        False,
+        "Compile each kind of layer once with torch.compile, on cuda and cpu; the last bits of the "
+        "result differ from those without it.",
         "",
     )
     trace: Path | None = option(

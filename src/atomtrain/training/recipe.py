@@ -21,7 +21,11 @@ from atomtrain.models.lora import LoraConfig, parse_lora
 from atomtrain.models.making import Sizes, sizes_from_json
 from atomtrain.models.presets import preset
 from atomtrain.optimizers import Schedule
-from atomtrain.training.optimizing import check_optimizer, check_precision
+from atomtrain.training.optimizing import (
+    check_gradient_dtype,
+    check_optimizer,
+    check_precision,
+)
 from atomtrain.training.options import TrainOptions
 
 FORMAT = 1
@@ -66,10 +70,14 @@ class Recipe:
     """Adapters that are trained in place of the model."""
     precision: str = "fp32"
     """`fp32`, or `bf16` or `fp16`: parameters of 16 bits with float32 masters."""
+    gradient_dtype: str | None = None
+    """`float32`: gradients of parameters of 16 bits add up in 32; `None`: in the parameters' type.
+    """
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
         check_precision(self.precision, self.optimizer)
+        check_gradient_dtype(self.gradient_dtype)
         self._schedule()
 
     @property
@@ -145,6 +153,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
         lora=None if options.lora is None else parse_lora(options.lora),
         schedule=options.schedule or "cosine",
         precision=options.precision or "fp32",
+        gradient_dtype=options.gradient_dtype,
     )
 
 
@@ -229,6 +238,7 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         "context": recipe.context,
         "optimizer": recipe.optimizer,
         "precision": recipe.precision,
+        "gradient_dtype": recipe.gradient_dtype,
         "lora": recipe.lora,
     }
     for field, value in fixed.items():
@@ -238,8 +248,9 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         if field == "lora" and given is not None:
             given = parse_lora(given)
         if given is not None and given != value:
+            name = field.replace("_", "-")
             raise ConfigError(
-                f"--{field} {given} contradicts {source}, which has {field} {value}; leave the "
+                f"--{name} {given} contradicts {source}, which has {name} {value}; leave the "
                 "option out, or start another run"
             )
     changes = {

@@ -17,6 +17,7 @@ from atomtrain.data.material import Batches
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.reporting.files import require_writable
+from atomtrain.swapping.compiled import require_compilable
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.engine import Engine
@@ -39,7 +40,7 @@ from atomtrain.training.gradients import (
     step_of,
 )
 from atomtrain.training.objective import Objective, objective_of
-from atomtrain.training.optimizing import make_optimizer, precision_of
+from atomtrain.training.optimizing import gradient_dtype_of, make_optimizer, precision_of
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import (
     EngineFragments,
@@ -133,6 +134,8 @@ def _assemble(
     check_host_memory(outline, recipe, options)
     device = open_device(options.device, memory)
     try:
+        if options.compile:
+            require_compilable(device)
         fit = _fit(options, source, outline, device, objective)
         check_micro_batch(fit.micro_batch, recipe)
         torch.manual_seed(recipe.seed)
@@ -196,6 +199,8 @@ def _open_engine(
             clip_norm=recipe.clip_norm,
             head_pieces=fit.head_pieces,
             precision=precision_of(recipe.precision),
+            gradient_dtype=gradient_dtype_of(recipe.gradient_dtype),
+            compile=options.compile,
             profile=not options.no_profile,
             host_memory=options.host_memory,
             disk=options.disk,

@@ -1,0 +1,76 @@
+"""What the command line says about gradients and compiling reaches the engine, and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from atomtrain.errors import ConfigError
+from atomtrain.models import make_model
+from atomtrain.swapping.compiled import compiled
+from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.engine import Engine
+from atomtrain.training import setup
+from atomtrain.training.budgets import Fit, example_of
+from atomtrain.training.objective import objective_of
+from atomtrain.training.options import TrainOptions
+from atomtrain.training.recipe import new_recipe
+
+pytestmark = pytest.mark.usefixtures("assumed_times")
+
+
+@pytest.fixture
+def operation_by_operation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run what would be compiled as it is: tests need no C++ compiler."""
+    monkeypatch.setattr(
+        "atomtrain.swapping.opening.compiled",
+        lambda chain, costs: compiled(chain, costs, lambda graph, _: graph.forward),
+    )
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def opened(options: TrainOptions) -> Engine:
+    recipe = new_recipe(options)
+    objective = objective_of(recipe.sizes)
+    torch.manual_seed(recipe.seed)
+    return setup._open_engine(
+        make_model(recipe.sizes), recipe, open_device(options.device, "64MiB"), Fit(2, None),
+        objective, options, gradients=False,
+    )  # fmt: skip
+
+
+def loss_of(options: TrainOptions) -> float:
+    recipe = new_recipe(options)
+    batch = example_of(recipe, 2, objective_of(recipe.sizes))
+    with opened(options) as engine:
+        assert engine.planner.options.compile is options.compile
+        assert engine.planner.chain.gradient_factor == 1 + (options.gradient_dtype is not None)
+        engine.step([batch, batch])
+        return engine.step([batch, batch])
+
+
+def options_of(**more: object) -> TrainOptions:
+    return TrainOptions(
+        model="tiny", sequences=4, context=16, device="cpu", precision="bf16", **more
+    )
+
+
+def test_gradients_add_up_in_the_type_that_is_asked_for() -> None:
+    narrow, wide = loss_of(options_of()), loss_of(options_of(gradient_dtype="float32"))
+    assert narrow != wide
+    assert narrow == pytest.approx(wide, rel=1e-3)
+
+
+@pytest.mark.usefixtures("operation_by_operation")
+def test_compiled_layers_train_the_same_model() -> None:
+    assert loss_of(options_of(compile=True)) == pytest.approx(loss_of(options_of()), rel=1e-3)
+
+
+def test_the_emulated_device_refuses_before_the_model_is_made() -> None:
+    options = TrainOptions(model="tiny", device="emulated", compile=True, data=__file__)
+    with pytest.raises(ConfigError, match="leave compile out"):
+        setup.open_session(options)
