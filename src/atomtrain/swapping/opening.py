@@ -145,8 +145,6 @@ def _open(
             options.clip_norm,
             options.inject,
             placement,
-            # Nothing is pinned there, and what is not held need not be counted.
-            release=opened.one_memory,
             guard=TRACING if options.compile else nullcontext(),
             loss_scale=(
                 LossScale(options.loss_scale, options.loss_scale_steps)

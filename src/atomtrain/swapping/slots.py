@@ -129,6 +129,10 @@ class Slots:
         """Hand the slot over to the next load and the gradients to the host."""
         visit = self._visits[index]
         if visit.gradient is not None:
+            if not self._store.keeps_gradients:
+                for key, leaf in self._leaves_of(visit).items():
+                    if leaf.grad is not None:
+                        self._store.put_gradient(key, leaf.grad)
             self._unload_gradients(visit)
             self._waiting.clear()
             for leaf in self._leaves_of(visit).values():
@@ -249,6 +253,11 @@ class Slots:
         buffer = self._gradients[visit.gradient]
         self._device.hold(self._free[visit.gradient])
         seeded = self._seed_shared(visit.layers, buffer)
+        if not self._store.keeps_gradients:
+            for parameter, _ in self._places(visit.layers, gradients=True):
+                if id(parameter) in seeded:
+                    leaves[id(parameter)].grad = self._store.gradient(parameter)
+            return
         for key, gradient in self._gradients_of(visit.layers, visit.gradient).items():
             if key in seeded:
                 leaves[key].grad = gradient

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,13 @@ from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.gradients import accept_wide
 from atomtrain.swapping.streams import Inject
 
-_MADVISE = ctypes.CDLL(None).madvise
-_MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
 
 class HostStore:
-    """Owns the arenas; the model's own parameters become views into them."""
+    """Owns the arenas; the model's own parameters become views into them.
+
+    Where host and device memory are one there is no arena of gradients: each stays where autograd
+    made it, and goes when it has been used.
+    """
 
     def __init__(
         self,
@@ -49,7 +49,10 @@ class HostStore:
             self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
             self.parameters.zero_()
         places, factor = layout.gradients, layout.gradient_factor
-        self.gradients = device.host_empty(factor * places.total_bytes)  # [...] uint8
+        self.keeps_gradients = not device.one_memory
+        """Whether there is an arena of gradients."""
+        gradient_bytes = factor * places.total_bytes if self.keeps_gradients else 0
+        self.gradients = device.host_empty(gradient_bytes)  # [...] uint8
         self._gradient_views: dict[int, Tensor] = {}
         for parameter in chain.parameters:
             view = view_of(self.parameters, layout.offsets[id(parameter)], parameter)
@@ -58,13 +61,27 @@ class HostStore:
             parameter.data = view
             if parameter.requires_grad:
                 accept_wide(parameter, factor)
-                self._gradient_views[id(parameter)] = gradient_view(
-                    self.gradients, places.offsets[id(parameter)], parameter, factor
-                )
+                if self.keeps_gradients:
+                    self._gradient_views[id(parameter)] = gradient_view(
+                        self.gradients, places.offsets[id(parameter)], parameter, factor
+                    )
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return a trainable parameter's gradient in the arena, in the parameter's shape."""
+        """Return a trainable parameter's gradient, in the parameter's shape.
+
+        Without an arena it must have been put there, in this step.
+        """
         return self._gradient_views[id(parameter)]
+
+    def put_gradient(self, key: int, gradient: Tensor) -> None:
+        """Take over the gradient of a parameter, by the parameter's `id`; without an arena."""
+        self._gradient_views[key] = gradient
+
+    def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Free gradients that were put here, now that they have been used."""
+        if not self.keeps_gradients:
+            for parameter in parameters:
+                self._gradient_views.pop(id(parameter), None)
 
     def close(self) -> None:
         """Give up the gradients, and end the thread that reads parameters, if there is one."""
@@ -72,17 +89,6 @@ class HostStore:
             self.loads.close()
         self._gradient_views.clear()
         self.gradients = self.gradients[:0].clone()
-
-    def release_gradients(self, start_bytes: int, stop_bytes: int) -> None:
-        """Give the memory of a range of gradients back; it reads as zeros until it is written to.
-
-        Whole pages only. Not for memory that a device has pinned.
-        """
-        address = self.gradients.data_ptr()
-        first = -(-(address + start_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (address + stop_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            _MADVISE(first, last - first, mmap.MADV_DONTNEED)
 
 
 def require_data(chain: Chain) -> None:

@@ -42,22 +42,18 @@ class Updates:
         clip_norm: float | None,
         inject: Inject | None = None,
         placement: Placement | None = None,
-        release: bool = False,
         loss_scale: LossScale | None = None,
         guard: AbstractContextManager[Any] | None = None,
     ) -> None:
         """`optimizer` is that of all parameters; its state stays empty.
 
-        With a `placement`, part of its workers' state lies on disk; with `release`, the memory of
-        gradients is given back as soon as they are used. Optimizers run within `guard`.
+        With a `placement`, part of its workers' state lies on disk. Optimizers run within `guard`.
         """
         self.optimizer = optimizer
         self._store, self._clip_norm = store, clip_norm
         self._blocks = _blocks(chain, layout)
         self._block_of = {id(p): b for b, members in enumerate(self._blocks) for p in members}
         self._offsets = layout.gradients.offsets
-        self._ranges = [layout.gradient_range(block) for block in range(layout.blocks)]
-        self._release = release
         self._guard = guard or nullcontext()
         self.loss_scale = loss_scale
         """By what the loss is multiplied; a step whose gradients overflow is skipped."""
@@ -298,6 +294,7 @@ class Updates:
 
         def update() -> None:
             if worker is None or decision.skip:
+                self._store.drop_gradients(members)
                 return
             if isinstance(worker, ScalesGradients):
                 worker.gradient_factor = decision.factor
@@ -312,8 +309,7 @@ class Updates:
                 worker.step()
             for parameter in members:
                 parameter.grad = None
-            if self._release:
-                self._store.release_gradients(*self._ranges[block])
+            self._store.drop_gradients(members)
 
         return update
 
