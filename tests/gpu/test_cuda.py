@@ -15,6 +15,7 @@ import atomtrain
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.planning.shape import Activation
 from atomtrain.swapping.cuda import CudaDevice
+from atomtrain.swapping.host_pool import HostPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,3 +159,18 @@ def test_pinned_host_memory_has_the_exact_size() -> None:
         assert buffer.is_pinned()
     finally:
         device.close()
+
+
+def test_small_pinned_buffers_and_long_copies() -> None:
+    device = CudaDevice(0, 1 << 30)
+    pool = HostPool(device)
+    buffers = [pool.take(n) for n in (1, 4096, 100, 5 << 20, 4097, 0, 70 << 20, 3)]
+    assert all(buffer.is_pinned() for buffer in buffers if buffer.numel())
+    with device.computing():
+        for buffer in buffers:
+            buffer.random_()
+            there = device.empty((buffer.numel(),), torch.uint8)
+            device.hold(device.load.submit(lambda a=there, b=buffer: device.copy_in(a, b)))
+            device.synchronize()
+            assert torch.equal(there.cpu(), buffer)
+    device.close()

@@ -101,3 +101,37 @@ def test_a_weight_with_two_names_in_one_layer_has_one_user() -> None:
     assert tied.users[id(both[0].weight)] == (0,)
     assert {"0.weight", "1.weight"} <= set(tied.layers[0].parameters)
     assert len(tied.parameters) == 3
+
+
+class Scale(nn.Module):
+    """Has a weight under two names, a buffer, and a way to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2, bias=False)
+        self.again = self.inner
+        self.alias = self.inner.weight
+        self.register_buffer("offset", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("no number")
+        return self.again(x) + self.inner(x) + x @ self.alias + self.offset
+
+
+def test_a_layer_runs_with_tensors_in_place_of_its_own() -> None:
+    module = Scale()
+    held = layer("a", "x", "loss", module)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    weight, offset, x = torch.randn(2, 2, requires_grad=True), torch.randn(2), torch.randn(3, 2)
+    tensors = {**dict.fromkeys(held.parameters, weight), "offset": offset}
+    expected = torch.func.functional_call(module, dict(tensors), (x,))
+    assert torch.equal(held.call(tensors, [x]), expected)
+    held.call(tensors, [x]).sum().backward()
+    assert weight.grad is not None
+    with pytest.raises(ValueError, match="no number"):
+        held.call(tensors, [torch.full((1, 2), torch.nan)])
+    after = dict(module.named_parameters(remove_duplicate=False))
+    assert after.keys() == own.keys() == {"alias", "inner.weight", "again.weight"}
+    assert all(after[name] is own[name] for name in own)
+    assert module.offset is held.buffers["offset"]
