@@ -1,8 +1,9 @@
 """The host as its own device: compute and host store share one memory, so nothing is copied.
 
-Slots are the arena itself and gradients add up where the optimizer reads them. What is left of the
-streams is their order: a segment waits for the updates of its blocks. Training takes the memory of
-parameters, gradients, optimizer state and one segment's graphs, once each.
+Slots are the arena itself, and gradients stay where autograd made them until the optimizer has used
+them. What is left of the streams is their order: a segment waits for the updates of its blocks.
+Training takes the memory of parameters, gradients, optimizer state and one segment's graphs, once
+each.
 """
 
 from __future__ import annotations
