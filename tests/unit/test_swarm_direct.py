@@ -101,6 +101,68 @@ def test_what_is_sent_cannot_be_read_on_the_way_nor_changed() -> None:
     asyncio.run(scenario(None))
 
 
+class _LateLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock can be set forward."""
+
+    late_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.late_s
+
+
+def _relayed(stall_s: float) -> tuple[Channel, socket.socket, socket.socket, Channel]:
+    """Return a channel, the end of its wire, the beginning of the next, and the other channel."""
+    mine, theirs = Agreement(), Agreement()
+    secret = b"s" * 32
+    one, one_end = socket.socketpair()
+    other_end, other = socket.socketpair()
+    for end in (one, one_end, other_end, other):
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    sender = SecureChannel("other", one, mine.keys(secret, theirs.public, opened=True), stall_s)
+    keys = theirs.keys(secret, mine.public, opened=False)
+    return sender, one_end, other_end, SecureChannel("one", other, keys, stall_s)
+
+
+def test_a_slow_link_is_not_a_dead_one() -> None:
+    """One frame takes many times the stall deadline; what counts is that something moves."""
+    loop, stall_s = _LateLoop(), 10.0
+
+    async def scenario() -> None:
+        sender, taken_from, given_to, receiver = _relayed(stall_s)
+        data = os.urandom(CHUNK_BYTES)
+        got = memoryview(bytearray(CHUNK_BYTES))
+        sending = asyncio.create_task(sender.send_bytes(data))
+        receiving = asyncio.create_task(receiver.receive_into(got))
+        while not receiving.done():
+            piece = await loop.sock_recv(taken_from, 4096)
+            await loop.sock_sendall(given_to, piece)
+            for _ in range(4):  # both ends have their turn
+                await asyncio.sleep(0)
+            loop.late_s += 0.15 * stall_s
+        await receiving
+        await sending
+        assert loop.late_s > 5 * stall_s
+        assert bytes(got) == data
+
+        sending = asyncio.create_task(sender.send_bytes(data))
+        receiving = asyncio.create_task(receiver.receive_into(got))
+        await loop.sock_sendall(given_to, await loop.sock_recv(taken_from, 4096))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        loop.late_s += 1.1 * stall_s
+        for task in (sending, receiving):
+            with pytest.raises(LinkLost, match="nothing moved in time"):
+                await task
+        sender.close()
+        receiver.close()
+        taken_from.close()
+        given_to.close()
+
+    with contextlib.closing(loop):
+        loop.run_until_complete(scenario())
+
+
 def test_without_the_secret_nothing_arrives() -> None:
     async def scenario() -> None:
         one, other = _pair((b"s" * 32, b"t" * 32))

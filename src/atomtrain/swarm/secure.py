@@ -122,6 +122,7 @@ class SecureChannel(Channel):
                 self._check_open()
                 try:
                     sent += self._socket.send(frame[sent:])
+                    self._went()
                 except BlockingIOError:
                     await self._wait(self._loop.add_writer, self._loop.remove_writer)
         except BaseException:
@@ -184,6 +185,7 @@ class SecureChannel(Channel):
             if not count:
                 return False
             self._stop += count
+            self._came()
         return True
 
     def _check_open(self) -> None:

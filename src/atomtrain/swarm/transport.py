@@ -19,7 +19,9 @@ from atomtrain.swarm.messages import BadMessage, Message, Refused
 
 _LENGTH = struct.Struct(">I")
 CHUNK_BYTES = 1 << 18
-"""Bytes that must move within one stall deadline."""
+"""Bytes that a channel is handed in one go."""
+_DRAIN_BYTES = 1 << 14
+"""Bytes after which a stream is asked whether it has room: what slow links move in a few seconds."""
 _INBOX_MAX = 64
 """More unread messages than any protocol here sends; the rest waits in the stream."""
 _INBOX_S = 7200.0
@@ -60,19 +62,27 @@ class Channel(ABC):
     """One stream to one peer, for one task at a time in each direction."""
 
     def __init__(self, remote: str, stall_s: float) -> None:
-        """Wrap an open stream; any chunk that does not move within `stall_s` breaks it."""
+        """Wrap an open stream; one on which no byte moves for `stall_s` breaks."""
         self.remote = remote
         self.sent_bytes = 0
         self.received_bytes = 0
         self._stall_s = stall_s
+        self._coming: asyncio.Timeout | None = None
+        self._going: asyncio.Timeout | None = None
 
     @abstractmethod
     async def _write(self, view: memoryview) -> None:
-        """Hand over all of `view`, waiting while the stream is full; raises `OSError`."""
+        """Hand over all of `view`, waiting while the stream is full; raises `OSError`.
+
+        Whenever a part has gone, but not all, `_went` is called.
+        """
 
     @abstractmethod
     async def _read_into(self, view: memoryview) -> int:
-        """Wait for bytes, write them to `view`; return how many, 0 at the end. Raises `OSError`."""
+        """Wait for bytes, write them to `view`; return how many, 0 at the end. Raises `OSError`.
+
+        Whenever some came, but too few to return any, `_came` is called.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -114,7 +124,7 @@ class Channel(ABC):
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), CHUNK_BYTES):
-                async with asyncio.timeout(self._stall_s):
+                async with asyncio.timeout(self._stall_s) as self._going:
                     await self._write(view[start : start + CHUNK_BYTES])
         except (OSError, TimeoutError, RuntimeError) as error:
             raise self._lost(error) from error
@@ -147,7 +157,7 @@ class Channel(ABC):
 
     async def _read(self, view: memoryview, within_s: float) -> int:
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(within_s) as self._coming:
                 count = await self._read_into(view)
         except (OSError, TimeoutError) as error:
             raise self._lost(error) from error
@@ -155,6 +165,17 @@ class Channel(ABC):
             raise LinkLost(f"peer {self.remote[-8:]} closed the stream")
         self.received_bytes += count
         return count
+
+    def _came(self) -> None:
+        self._start_again(self._coming)
+
+    def _went(self) -> None:
+        self._start_again(self._going)
+
+    def _start_again(self, deadline: asyncio.Timeout | None) -> None:
+        """Bytes moved: a link may be as slow as it likes, as long as it is not dead."""
+        if deadline is not None and not deadline.expired():
+            deadline.reschedule(asyncio.get_running_loop().time() + self._stall_s)
 
     def _lost(self, error: BaseException) -> LinkLost:
         why = "nothing moved in time" if isinstance(error, TimeoutError) else str(error)
@@ -180,8 +201,10 @@ class StreamChannel(Channel):
             return
 
     async def _write(self, view: memoryview) -> None:
-        self._writer.write(view)
-        await self._writer.drain()
+        for start in range(0, len(view), _DRAIN_BYTES):
+            self._writer.write(view[start : start + _DRAIN_BYTES])
+            await self._writer.drain()
+            self._went()
 
     async def _read_into(self, view: memoryview) -> int:
         chunk = await self._reader.read(len(view))
