@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from atomtrain.swarm.direct import OFFER_BYTES, Direct, Offer
 from atomtrain.swarm.messages import BadMessage, Propose
+from atomtrain.swarm.pacing import Pacer
 from atomtrain.swarm.secure import Agreement, SecureChannel
 from atomtrain.swarm.transport import CHUNK_BYTES, Channel, LinkLost, host_of
 
@@ -161,6 +162,48 @@ def test_a_slow_link_is_not_a_dead_one() -> None:
 
     with contextlib.closing(loop):
         loop.run_until_complete(scenario())
+
+
+def test_streams_share_an_upload_limit_and_take_turns() -> None:
+    """By the loop's clock, which jumps over every wait."""
+    loop = _LateLoop()
+    pacer = Pacer(10_000.0)
+
+    async def scenario() -> list[float]:
+        pairs = [_relayed(1e6) for _ in range(2)]
+        begin_s = loop.time()
+        ended_s = [0.0, 0.0]
+        grants: list[int] = []
+
+        async def send(index: int) -> None:
+            channel = pairs[index][0]
+            channel.pacer = pacer
+            for _ in range(20):
+                await channel.send_bytes(bytes(1400))
+                grants.append(index)
+            ended_s[index] = loop.time() - begin_s
+
+        async def drain(index: int) -> None:
+            while not sending.done():
+                await asyncio.sleep(0)
+                with contextlib.suppress(BlockingIOError):
+                    pairs[index][1].recv(1 << 16)
+                loop.late_s += 0.001
+
+        sending = asyncio.gather(send(0), send(1))
+        await asyncio.gather(sending, drain(0), drain(1))
+        assert max(abs(grants[:n].count(0) - grants[:n].count(1)) for n in range(40)) <= 1
+        for ends in pairs:
+            for end in ends:
+                end.close()
+        return ended_s
+
+    with contextlib.closing(loop):
+        ended_s = loop.run_until_complete(scenario())
+    assert 5.0 < min(ended_s) <= max(ended_s) < 7.0  # 56,000 bytes at 10,000 a second
+    assert pacer.grant_bytes == 1400
+    pacer.limit_bytes_per_s = float("inf")
+    assert pacer.grant_bytes == CHUNK_BYTES
 
 
 def test_without_the_secret_nothing_arrives() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ def test_defaults_and_choices_become_rules(tmp_path: Path) -> None:
     assert (chosen.wire, chosen.mean, chosen.local_steps_per_round) == ("int4", "clipped", 0)
     assert chosen.guard.limit == 10.0
     assert config.key_path == key
+    assert _config(upload_limit="8Mbit/s").upload_limit_bytes_per_s == 1e6
+    assert _config().upload_limit_bytes_per_s == math.inf
 
 
 def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
@@ -52,6 +55,9 @@ def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
         ({"measured_rounds": True, "local_steps": 5}, "contradict"),
         ({"run_key": Path("/nowhere/key")}, "cannot be read"),
         ({"allow": Path("/nowhere/ids")}, "cannot be read"),
+        ({"upload_limit": "fast"}, "--upload-limit 'fast' is not a rate"),
+        ({"upload_limit": "7kbit/s"}, "at least 8kbit/s"),
+        ({"upload_limit": "8Mbit/s", "transport": "gloo"}, "leave one of them out"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_prepared(options: dict[str, Any], says: str) -> None:

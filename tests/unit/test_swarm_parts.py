@@ -320,7 +320,8 @@ def test_garbage_is_no_manifest(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("run", "a b"), ("run", ""), ("listen_port", 70000), ("outer_momentum", 1.0),
-     ("local_steps_per_round", -1), ("wire", "int5"), ("expiry_s", 0.1), ("stall_s", 0.0)],
+     ("local_steps_per_round", -1), ("wire", "int5"), ("expiry_s", 0.1), ("stall_s", 0.0),
+     ("upload_limit_bytes_per_s", 999.0), ("upload_limit_bytes_per_s", float("nan"))],
 )  # fmt: skip
 def test_config_says_which_field_is_wrong(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=repr(value).replace(".", r"\.")):

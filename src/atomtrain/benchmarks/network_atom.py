@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -105,11 +106,16 @@ class AtomPeer:
             "exchange_bytes": [exchange_bytes(context, index, peers) for index in range(count)],
         }
 
-    def train(self, begin_s: float, start_s: float, until_s: float, least_steps: int) -> Reply:
+    def train(
+        self, begin_s: float, start_s: float, until_s: float, least_steps: int, upload: float
+    ) -> Reply:
         """Train from `begin_s` until `until_s` (this machine's monotonic clock).
 
-        Steps that begin before `start_s` are not counted.
+        Steps that begin before `start_s` are not counted. `upload` is the limit on what is sent, in
+        bytes a second; 0: none.
         """
+        assert self._swarm is not None
+        self._swarm.limit_upload(upload or math.inf)
         time.sleep(max(0.0, begin_s - time.monotonic()))
         while time.monotonic() < start_s:
             self._train_step()

@@ -231,6 +231,7 @@ class Methods:
             start_s=start_s,
             until_s=start_s + window_s,
             least_steps=2,
+            upload=self._upload_limit_bytes_per_s(link),
         )
         self.network.shape(Link(bits_per_s=None))
         peers.tell_all("leave", _START_S)
@@ -250,9 +251,13 @@ class Methods:
             exchange_bytes=self._exchange_bytes,
             local_steps=self.setup.local_steps,
         )
-        rate = link.bits_per_s or UNSHAPED_BITS_PER_S
-        way_s = link.round_trip_s / 2
-        return simulate_swarm(work, SwarmLink(bits_per_s=PAYLOAD_SHARE * rate, one_way_s=way_s))
+        limit = self._upload_limit_bytes_per_s(link)
+        rate = 8 * limit if limit else PAYLOAD_SHARE * UNSHAPED_BITS_PER_S
+        return simulate_swarm(work, SwarmLink(bits_per_s=rate, one_way_s=link.round_trip_s / 2))
+
+    def _upload_limit_bytes_per_s(self, link: Link) -> float:
+        """Return ATOM's limit on a link; 0: none."""
+        return self.setup.upload_share * (link.bits_per_s or 0.0) / 8
 
     def _window_s(self, predicted: SwarmRun) -> float:
         """Return how long to train: until a round is over, within bounds."""

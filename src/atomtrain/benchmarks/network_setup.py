@@ -56,6 +56,9 @@ class NetworkSetup:
     """ATOM: local steps in which every fragment is averaged once."""
     wire: str = "int8"
     """ATOM: how changes travel."""
+    upload_share: float = 0.85
+    """ATOM's upload limit as a share of a shaped link's rate: what it sends is never in the way of
+    its own signs of life, as `atom train --upload-limit` does for a household."""
     links: tuple[tuple[float | None, float], ...] = (
         (None, 0.0),
         (1e9, 0.0),
@@ -80,7 +83,7 @@ class NetworkSetup:
     """Least length of a measurement."""
     settle_s: float = 6.0
     """ATOM trains so long before it is measured: peers come to know of each other meanwhile."""
-    longest_window_s: float = 45.0
+    longest_window_s: float = 240.0
     """A measurement of ATOM is made as long as a round takes, up to this."""
     longest_step_s: float = 20.0
     """Steps of the baselines that would take longer are shortened (pipeline) or left out."""

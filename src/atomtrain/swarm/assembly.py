@@ -15,6 +15,7 @@ from atomtrain.swarm.context import Context
 from atomtrain.swarm.desk import Desk
 from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.known import KnownPeers
+from atomtrain.swarm.pacing import Pacer
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.service import Service
 from atomtrain.swarm.threads import LoopThread
@@ -94,6 +95,7 @@ def build_service(
         random_id=lambda: secrets.token_hex(4),
         clock=clock,
         known=known,
+        pacer=Pacer(config.upload_limit_bytes_per_s),
     )
     services.append(Service(context))
     return services[0]

@@ -21,6 +21,7 @@ MANIFEST_BYTES_MAX = 16 << 20
 TRANSPORTS = ("streams", "gloo")
 AVERAGES = ("local", "gradient")
 """What rounds average, the default first: changes of local steps, or gradients."""
+_LEAST_UPLOAD = 1000.0
 _FRAGMENTS_MAX = 100_000
 _ELEMENTS_MAX = 1 << 40
 
@@ -87,6 +88,9 @@ class SwarmConfig:
     """Longest wait for a connection to a peer."""
     stall_s: float = 15.0
     """A transfer during which no byte moves for this long is given up."""
+    upload_limit_bytes_per_s: float = math.inf
+    """Most that this peer sends of averages and state; signs of life come on top. Limits `streams`,
+    not `gloo`."""
     slowest_link_bytes_per_s: float = 125e3
     """Rate on which deadlines are based until a round has been measured."""
     round_floor_s: float = 5.0
@@ -139,6 +143,8 @@ class SwarmConfig:
         for key in ("connect_s", "stall_s", "slowest_link_bytes_per_s", "round_floor_s"):
             value = getattr(self, key)
             _check(0 < value < math.inf, key, value, "above 0")
+        limit = self.upload_limit_bytes_per_s
+        _check(limit >= _LEAST_UPLOAD, "upload_limit_bytes_per_s", limit, "at least 1000")
         _check(
             self.round_floor_s <= self.round_ceiling_s < math.inf,
             "round_ceiling_s",

@@ -19,6 +19,7 @@ from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.messages import Open
 from atomtrain.swarm.outer import Update
 from atomtrain.swarm.owning import Offload
+from atomtrain.swarm.pacing import Pacer
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.timing import RoundTiming
 from atomtrain.swarm.transport import Channel, Directory, LinkLost, Transport
@@ -48,6 +49,8 @@ class Context:
     """Returns the swarm's time."""
     known: KnownPeers
     """Peers that the run has had."""
+    pacer: Pacer
+    """Limits what all streams together send."""
 
     @property
     def peer_id(self) -> str:
@@ -66,6 +69,7 @@ class Context:
                 channel = await self.transport.open(peer_id, bulk=bulk)
         except TimeoutError as error:
             raise LinkLost(f"peer {peer_id[-8:]} cannot be reached in time") from error
+        channel.pacer = self.pacer
         await channel.send(self.opening(peer_id))
         return channel
 

@@ -174,6 +174,8 @@ class Service:
 
     async def _serve(self, channel: Channel) -> None:
         """Serve one incoming stream to its end; the edge of its task."""
+        if channel.remote != self.context.peer_id:
+            channel.pacer = self.context.pacer
         self._streams[channel.remote] += 1
         try:
             if self._streams[channel.remote] > _STREAMS_EACH or self._streams.total() > _STREAMS:

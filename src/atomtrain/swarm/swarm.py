@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -250,6 +250,18 @@ class Swarm:
         best = self._service.context.roster.best()
         tokens = max((s.tokens for s in (*own, *best) if s is not None), default=0)
         return Progress(self._service.context.agenda.next_round, tokens)
+
+    def limit_upload(self, bytes_per_s: float) -> None:
+        """Send at most so many bytes of averages and state a second from now on.
+
+        Args:
+            bytes_per_s: Above 0; infinite for no limit.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        config = replace(self.config, upload_limit_bytes_per_s=bytes_per_s)
+        self._service.context.pacer.limit_bytes_per_s = config.upload_limit_bytes_per_s
 
     def state_dict(self) -> SwarmState:
         """Return what a checkpoint needs to resume; call between two boundaries."""

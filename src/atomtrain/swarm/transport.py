@@ -16,12 +16,13 @@ from typing import Protocol, TypeVar
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import messages
 from atomtrain.swarm.messages import BadMessage, Message, Refused
+from atomtrain.swarm.pacing import Pacer
 
 _LENGTH = struct.Struct(">I")
 CHUNK_BYTES = 1 << 18
 """Bytes that a channel is handed in one go."""
 _DRAIN_BYTES = 1 << 14
-"""Bytes after which a stream is asked whether it has room: what slow links move in a few seconds."""
+"""Bytes after which a stream is asked whether it has room: slow links move it in seconds."""
 _INBOX_MAX = 64
 """More unread messages than any protocol here sends; the rest waits in the stream."""
 _INBOX_S = 7200.0
@@ -66,6 +67,8 @@ class Channel(ABC):
         self.remote = remote
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.pacer = Pacer()
+        """Limits what is sent; several channels may have one in common."""
         self._stall_s = stall_s
         self._coming: asyncio.Timeout | None = None
         self._going: asyncio.Timeout | None = None
@@ -122,10 +125,13 @@ class Channel(ABC):
     async def send_bytes(self, data: bytes | memoryview) -> None:
         """Send raw bytes; returns when they are on their way, not when they arrived."""
         view = memoryview(data).cast("B")
+        step = min(CHUNK_BYTES, self.pacer.grant_bytes)
         try:
-            for start in range(0, len(view), CHUNK_BYTES):
+            for start in range(0, len(view), step):
+                chunk = view[start : start + step]
+                await self.pacer.turn(len(chunk))
                 async with asyncio.timeout(self._stall_s) as self._going:
-                    await self._write(view[start : start + CHUNK_BYTES])
+                    await self._write(chunk)
         except (OSError, TimeoutError, RuntimeError) as error:
             raise self._lost(error) from error
         self.sent_bytes += len(view)

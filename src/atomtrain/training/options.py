@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.units import parse_bytes
+from atomtrain.units import parse_bytes, parse_rate
 
 NAME_MAX = 64
 WIRES = ("float16", "float32", "int8", "int4", "topk")
@@ -180,6 +180,12 @@ class TrainOptions:
         "trusted; set by who starts the run.",
         "",
     )
+    upload_limit: str | None = option(
+        None,
+        "Most that this peer sends to others, such as 8Mbit/s; a little less than the link carries "
+        "keeps it usable for everything else. Default: no limit.",
+        "RATE",
+    )
     run_key: Path | None = option(
         None,
         "File with a secret; only peers that have the same one take part in the run.",
@@ -297,6 +303,7 @@ class TrainOptions:
             from atomtrain.swarm.config import check_transport
 
             check_transport(self.transport, self.wire, clipped=self.clipped_mean)
+        _check_upload_limit(self.upload_limit, self.transport)
         if self.outer is not None:
             from atomtrain.swarm.outer import outer_named
 
@@ -354,6 +361,15 @@ def _check_average(average: str | None, target_tokens: int | None) -> None:
         raise ConfigError(
             "--average gradient and --target-batch-tokens N belong together: give both, or neither"
         )
+
+
+def _check_upload_limit(limit: str | None, transport: str | None) -> None:
+    if limit is None:
+        return
+    if parse_rate(limit, "--upload-limit") < 1000:
+        raise ConfigError(f"--upload-limit must be at least 8kbit/s, not {limit}")
+    if transport == "gloo":
+        raise ConfigError("--upload-limit does not limit --transport gloo; leave one of them out")
 
 
 def _check_wire(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from atomtrain.errors import SwarmError
 from atomtrain.swapping.engine import Engine
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import Recipe
+from atomtrain.units import parse_rate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -142,6 +144,7 @@ def swarm_config(
             f"which run to join is not clear ({found} given); paste the whole line that a peer of "
             "the run prints: atom train --join RUN@ADDRESS"
         )
+    limit = options.upload_limit
     return SwarmConfig(
         run=runs.pop(),
         name=name,
@@ -161,6 +164,7 @@ def swarm_config(
         average=options.average or "local",
         target_batch_tokens=options.target_batch_tokens or 0,
         mean="clipped" if options.clipped_mean else "plain",
+        upload_limit_bytes_per_s=math.inf if limit is None else parse_rate(limit),
         key_path=options.run_key,
         allow_path=options.allow,
     )
