@@ -107,15 +107,15 @@ class AtomPeer:
         }
 
     def train(
-        self, begin_s: float, start_s: float, until_s: float, least_steps: int, upload: float
+        self, begin_s: float, start_s: float, until_s: float, least_steps: int, upload: float = 0
     ) -> Reply:
         """Train from `begin_s` until `until_s` (this machine's monotonic clock).
 
         Steps that begin before `start_s` are not counted. `upload` is the limit on what is sent, in
         bytes a second; 0: none.
         """
-        assert self._swarm is not None
-        self._swarm.limit_upload(upload or math.inf)
+        if self._swarm is not None:
+            self._swarm.limit_upload(upload or math.inf)
         time.sleep(max(0.0, begin_s - time.monotonic()))
         while time.monotonic() < start_s:
             self._train_step()

@@ -1,9 +1,9 @@
 """Benchmark `swarm`: how much averaging in the background slows training down.
 
-Peers in namespaces of their own, joined by links of a given rate, train the same swapped model:
-alone, then as a swarm (`local`, low-bit wire), then alone again. All train at the same time in all
-three windows, so they share the machine's cores alike, and what is left of the difference is what
-averaging costs.
+Peers in namespaces of their own, joined by links of a given rate, train the same swapped model,
+by turns alone and as a swarm (`local`, low-bit wire). All train at the same time in all windows, so
+they share the machine's cores alike. Each window as a swarm is compared with the mean of the two
+alone around it; the figure is the median, and its spread says what it is worth.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,15 @@ class SwarmSetup:
     settle_s: float = 8.0
     """Training before each window."""
     window_s: float = 25.0
+    turns: int = 5
+    """Windows as a swarm; one more alone."""
 
     def __post_init__(self) -> None:
-        if self.peers < 2 or self.window_s <= 0:
-            raise ConfigError(f"a swarm takes at least 2 peers and a window, not {self.peers}")
+        if self.peers < 2 or self.window_s <= 0 or self.turns < 1:
+            raise ConfigError(
+                f"a swarm takes at least 2 peers, a window and a turn, not {self.peers}, "
+                f"{self.window_s:g} s and {self.turns}"
+            )
 
 
 QUICK = SwarmSetup(
@@ -52,6 +58,7 @@ QUICK = SwarmSetup(
     local_steps=8,
     settle_s=2.0,
     window_s=4.0,
+    turns=1,
 )
 
 
@@ -77,10 +84,12 @@ def run(options: BenchmarkOptions, setup: SwarmSetup | None = None) -> Result:
             device_memory_bytes=setup.device_memory_bytes,
         )  # fmt: skip
         alone = [_window(peers, setup, "alone")]
-        _enter(peers, setup, network)
-        together = _window(peers, setup, "as a swarm")
-        peers.tell_all("leave", _START_S)
-        alone.append(_window(peers, setup, "alone again"))
+        together = []
+        for turn in range(setup.turns):
+            _enter(peers, setup, network, f"bench-{turn}")
+            together.append(_window(peers, setup, "as a swarm"))
+            peers.tell_all("leave", _START_S)
+            alone.append(_window(peers, setup, "alone"))
     return {**_result(alone, together), "inputs": asdict(setup), **description()}
 
 
@@ -96,11 +105,11 @@ def _window(peers: Peers, setup: SwarmSetup, what: str) -> list[Result]:
     return replies
 
 
-def _enter(peers: Peers, setup: SwarmSetup, network: Network) -> None:
+def _enter(peers: Peers, setup: SwarmSetup, network: Network, run: str) -> None:
     join = None
     for index in range(setup.peers):
         reply = peers.tell(
-            index, "enter", _START_S, run="bench", peers=setup.peers,
+            index, "enter", _START_S, run=run, peers=setup.peers,
             address=network.address(index), join=join, local_steps=setup.local_steps,
             link_bytes_per_s=setup.link_bits_per_s / 16, wire=setup.wire,
         )  # fmt: skip
@@ -112,23 +121,29 @@ def _tokens_per_s(replies: list[Result]) -> float:
     return float(statistics.mean(rates))
 
 
-def _result(alone: list[list[Result]], together: list[Result]) -> Result:
-    alone_tokens_per_s = statistics.mean(map(_tokens_per_s, alone))
-    peer_tokens_per_s = _tokens_per_s(together)
-    rounds = sum(reply["averaged"] for reply in together)
+def _result(alone: list[list[Result]], together: list[list[Result]]) -> Result:
+    alone_rates = [_tokens_per_s(window) for window in alone]
+    swarm_rates = [_tokens_per_s(window) for window in together]
+    slowdowns = [
+        1 - rate / statistics.mean(around)
+        for rate, around in zip(swarm_rates, pairwise(alone_rates), strict=True)
+    ]
+    replies = [reply for window in together for reply in window]
+    rounds = sum(reply["averaged"] for reply in replies)
     outcomes: dict[str, Any] = {}
-    for reply in together:
+    for reply in replies:
         for outcome, count in reply["rounds"].items():
             outcomes[outcome] = outcomes.get(outcome, 0) + count
-    sent_bytes = sum(reply["sent_bytes"] for reply in together)
-    times_s = [round_s for reply in together for round_s in reply["round_s"]]
+    sent_bytes = sum(reply["sent_bytes"] for reply in replies)
+    times_s = [round_s for reply in replies for round_s in reply["round_s"]]
     return {
-        "alone_tokens_per_s": alone_tokens_per_s,
-        "peer_tokens_per_s": peer_tokens_per_s,
-        "slowdown_share": 1 - peer_tokens_per_s / alone_tokens_per_s,
+        "alone_tokens_per_s": statistics.median(alone_rates),
+        "peer_tokens_per_s": statistics.median(swarm_rates),
+        "slowdown_share": statistics.median(slowdowns),
+        "slowdown_shares": slowdowns,
         "wire_bytes_per_round": sent_bytes / rounds if rounds else None,
-        "alone_windows_tokens_per_s": [_tokens_per_s(window) for window in alone],
-        "rounds_per_peer": rounds / len(together),
+        "alone_windows_tokens_per_s": alone_rates,
+        "rounds_per_peer": rounds / len(together[0]),
         "round_s": statistics.median(times_s) if times_s else None,
         "outcomes": outcomes,
     }
