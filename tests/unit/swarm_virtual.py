@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from atomtrain.swarm.anchors import AnchorStore, Merge, Snapshot
+from atomtrain.swarm.anchor_store import AnchorStore
+from atomtrain.swarm.anchors import Merge, Snapshot
 from atomtrain.swarm.assembly import build_service
+from atomtrain.swarm.bases import stepped
 from atomtrain.swarm.codec import Codec, codec_named, decode_span, encode_span
 from atomtrain.swarm.config import Manifest, Rules, SwarmConfig
 from atomtrain.swarm.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
@@ -116,7 +118,9 @@ class Simulation:
             origin = merge.anchor.origin
             if merge.snapshot is None or not origin.round_id:
                 continue
-            made[origin.round_id].add(merge.anchor.stamp.digest)
+            everywhere = sum(part.span.elements for part in origin.parts) == old.numel()
+            if everywhere or not merge.anchor.grouped:  # siblings keep what was not decided
+                made[origin.round_id].add(merge.anchor.stamp.digest)
             assert merge.anchor.values.shape == old.shape
             expected = old.clone()
             for span, contributors in origin.parts:
@@ -124,16 +128,49 @@ class Simulation:
                     continue
                 taken = [self.snapshots[origin.round_id][peer] for peer in sorted(contributors)]
                 total = sum(s.weight for s in taken)
-                mean = sum(self._decoded(s.contribution(span)) * (s.weight / total) for s in taken)
-                expected[span.start : span.stop] += mean
-                # Random rounding moves a mean by less than one unit of its largest block.
-                unit = float(mean.abs().max()) / 127 if self._codec.feedback else 0.0
+                if merge.anchor.grouped:
+                    unit = self._check_grouped(expected, span, taken, origin.round_id)
+                else:
+                    changes = [self._decoded(s.contribution(span)) for s in taken]
+                    mean = sum(c * (s.weight / total) for c, s in zip(changes, taken, strict=True))
+                    self._apply_outer(expected[span.start : span.stop], span, mean, taken)
+                    # Random rounding moves a mean by less than one unit of its largest block.
+                    unit = float(mean.abs().max()) * self._rounding(1 / 127)
                 error = (merge.anchor.values - expected)[span.start : span.stop].abs()
                 scale = 1 + expected[span.start : span.stop].abs()
                 assert bool((error <= 1e-5 * scale + unit).all()), "a wrong mean"
             checked += 1
         assert all(len(digests) == 1 for digests in made.values()), "members committed differently"
         return checked
+
+    def _apply_outer(
+        self, anchor: torch.Tensor, span: Span, mean: torch.Tensor, taken: list[Snapshot]
+    ) -> None:
+        """Move a span of an anchor by what the outer update makes of a mean."""
+        update, old = self.manifest.rules.outer, taken[0].anchor
+        velocity = torch.zeros_like(anchor) if update.rows else None
+        if velocity is not None and old.velocity is not None:
+            velocity = old.velocity[span.start : span.stop].clone()
+        on_time = sum(s.weight for s in taken if not s.late) / sum(s.weight for s in taken)
+        update.apply(anchor, mean, velocity, on_time)
+
+    def _check_grouped(
+        self, expected: torch.Tensor, span: Span, taken: list[Snapshot], round_id: str
+    ) -> float:
+        """Write what a group's mean should be; return how far low-bit wires may move it."""
+        update = self.manifest.rules.outer
+        led_to = [stepped(snapshot, update, span) for snapshot in taken]
+        total = sum(s.weight for s in taken)
+        expected[span.start : span.stop] = sum(
+            y * (s.weight / total) for y, s in zip(led_to, taken, strict=True)
+        )
+        anchors = [s.anchor.values[slice(*span)] for s in self.snapshots[round_id].values()]
+        farthest = max(float((y - a).abs().max()) for y in led_to for a in anchors)
+        return farthest * self._rounding(1 / 6)
+
+    def _rounding(self, low_bit: float) -> float:
+        """Return by which share of the largest value the wire may change one."""
+        return low_bit if self._codec.feedback else 0.0 if self._codec.exact else 1 / 500
 
     @property
     def _codec(self) -> Codec:

@@ -70,6 +70,17 @@ def test_groups_bound_what_a_peer_sends() -> None:
     )
 
 
+def test_several_groups_also_send_their_bases() -> None:
+    with_bases = replace(AVERAGING, base_bytes=500, group_peers=8)
+    several = simulate_fleet(alike(64), with_bases, 20)
+    without = simulate_fleet(alike(64), replace(with_bases, base_bytes=0), 20)
+    one = simulate_fleet(alike(8), with_bases, 20)
+    assert several.sent_bytes_per_token == pytest.approx(
+        1.25 * without.sent_bytes_per_token, rel=0.01
+    )
+    assert one.sent_bytes_per_token == pytest.approx(without.sent_bytes_per_token, rel=0.01)
+
+
 def test_a_round_waits_for_the_slowest_of_its_group_and_training_for_nobody() -> None:
     peers = alike(4, bits_per_s=8000.0)
     slow = replace(peers, up_bits_per_s=np.array([8000.0, 8000.0, 8000.0, 2000.0]))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from swarm_virtual import Simulation, run_virtual
 
+from atomtrain.swarm.anchor_store import AnchorStore
 from atomtrain.swarm.anchors import (
     Anchor,
-    AnchorStore,
     Merge,
     Origin,
     Snapshot,

@@ -127,7 +127,7 @@ def test_any_origin_of_an_anchor(parts: list[tuple[int, int, str]], members: lis
     header = AnchorHeader(
         fragment=0, version=1, tokens=1, digest="d", start_bytes=0, round_id="r",
         members=tuple(members), starts=tuple(p[0] for p in parts),
-        stops=tuple(p[1] for p in parts), contributors=tuple(p[2] for p in parts),
+        stops=tuple(p[1] for p in parts), contributors=tuple(p[2] for p in parts), grouped=False,
     )  # fmt: skip
     try:
         origin = origin_of(header, 40)

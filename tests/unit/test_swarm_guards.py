@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atomtrain.swarm.anchors import AnchorStore, Merge
+from atomtrain.swarm.anchor_store import AnchorStore
+from atomtrain.swarm.anchors import Merge
 from atomtrain.swarm.guards import Guard, Standing
 from atomtrain.swarm.reduction import SliceReduction
 

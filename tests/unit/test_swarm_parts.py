@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.swarm.agenda import Agenda, lead_order
+from atomtrain.swarm.anchor_store import AnchorStore
 from atomtrain.swarm.anchors import (
     Anchor,
-    AnchorStore,
     Merge,
     Origin,
     Part,

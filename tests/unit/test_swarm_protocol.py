@@ -186,8 +186,8 @@ def test_donor_that_breaks_off_is_replaced() -> None:
 def _call() -> RoundCall:
     return RoundCall(
         round_id="3-x", round_index=3, fragment=1, version=0, answer_s=10.0,
-        exchange_s=lambda group: 5.0 * group, slices_each=lambda group: 2 // (group - 1) or 1,
-        decision_s=5.0,
+        exchange_s=lambda group, bases: 5.0 * group,
+        slices_each=lambda group: 2 // (group - 1) or 1, decision_s=5.0,
     )  # fmt: skip
 
 

@@ -104,7 +104,8 @@ class Vandal:
         return rng.choice([
             Propose(round_index=number),
             Invite(round_id=rng.choice([own_id, *ids]), round_index=index,
-                   fragment=index % 2, version=number, answer_s=float(number)),
+                   fragment=index % 2, version=number, slack=number,
+                   answer_s=float(number)),
             _some(Contribution, round_id=rng.choice(ids)),
             AskAnchor(fragment=rng.randint(0, 3), digest="", start_bytes=number),
             _some(Begin, round_id=rng.choice(ids), members=names, weights=(1, 1, number),

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import decay_groups
-from atomtrain.swarm.anchors import Anchor, AnchorStore, Merge, Snapshot, Stamp, whole
+from atomtrain.swarm.anchor_store import AnchorStore
+from atomtrain.swarm.anchors import Anchor, Merge, Snapshot, Stamp, whole
 from atomtrain.swarm.codec import codec_named, decode_span, decoded, encode_span
 from atomtrain.swarm.guards import Guard
 from atomtrain.swarm.outer import OuterUpdate

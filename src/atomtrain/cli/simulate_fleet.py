@@ -69,14 +69,13 @@ def _peers(options: SimulateOptions, found: Prospect, rate: float) -> Peers:
 
 
 def _averaging(options: SimulateOptions, found: Prospect) -> Averaging:
-    from atomtrain.simulation.site import fragments_of, travelling_bytes
+    from atomtrain.simulation.site import base_bytes, fragments_of, travelling_bytes
 
     parameters = found.analysis.parameters
     fragments = fragments_of(parameters)
+    elements = -(-parameters // fragments)
     group = min(options.peers, options.group or options.peers)
-    contribution_bytes, mean_bytes = travelling_bytes(
-        -(-parameters // fragments), options.wire, group
-    )
+    contribution_bytes, mean_bytes = travelling_bytes(elements, options.wire, group)
     return Averaging(
         tokens_per_step=found.tokens_per_step,
         contribution_bytes=contribution_bytes,
@@ -84,5 +83,6 @@ def _averaging(options: SimulateOptions, found: Prospect) -> Averaging:
         fragments=fragments,
         local_steps=options.local_steps,
         group_peers=options.group,
+        base_bytes=base_bytes(elements, options.wire),
         state_bytes=_ANCHOR_BYTES_PER_PARAMETER * parameters,
     )

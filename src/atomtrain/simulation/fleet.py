@@ -86,6 +86,8 @@ class Averaging:
     group_peers: int | None = None
     """Members of a round are shuffled into groups of at most so many (one more where else somebody
     would be alone); `None`: one group of all."""
+    base_bytes: int = 0
+    """A whole fragment's base as it travels, where there are several groups: see docs/groups.md."""
     state_bytes: int = 0
     """What a newcomer, or a peer that comes back, fetches before it takes part."""
 
@@ -98,7 +100,7 @@ class Averaging:
             self.fragments,
             self.local_steps,
         )
-        if min(numbers) < 1 or self.state_bytes < 0:
+        if min(numbers) < 1 or min(self.state_bytes, self.base_bytes) < 0:
             raise ConfigError(f"{self}: numbers of tokens, bytes, fragments and steps must be >= 1")
         if self.group_peers is not None and self.group_peers < 2:
             raise ConfigError(f"groups must be of at least 2 peers, not {self.group_peers}")
@@ -210,7 +212,9 @@ class _Simulation:
         step_s, phase_s = peers.step_s[order], self.phase_s[order]
         snapshot_s = (np.floor((invited_s - phase_s) / step_s) + 1) * step_s + phase_s
         begun_s = np.repeat(np.maximum.reduceat(snapshot_s, starts), sizes) + 2 * way_s
-        wire_bytes = (size_of - 1) / size_of * (averaging.contribution_bytes + averaging.mean_bytes)
+        fragment_bytes = averaging.contribution_bytes + averaging.mean_bytes
+        fragment_bytes += averaging.base_bytes if len(starts) > 1 else 0
+        wire_bytes = (size_of - 1) / size_of * fragment_bytes
         up_s = 8 * wire_bytes / peers.up_bits_per_s[order]
         moving_s = np.maximum(up_s, 8 * wire_bytes / peers.down_bits_per_s[order])
         exchange_s = moving_s + 2 * way_s

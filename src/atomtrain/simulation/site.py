@@ -6,6 +6,7 @@ import math
 
 from atomtrain.planning.prospect import Prospect
 from atomtrain.simulation.compare import LayerWork, Site
+from atomtrain.swarm.bases import base_codec
 from atomtrain.swarm.codec import codec_named, encoded_bytes
 from atomtrain.swarm.slices import Span
 
@@ -44,6 +45,11 @@ def travelling_bytes(elements: int, wire: str, peers: int) -> tuple[int, int]:
     codec = codec_named(wire)
     whole = Span(0, elements)
     return encoded_bytes(codec, whole), encoded_bytes(codec.for_mean(peers, 0), whole)
+
+
+def base_bytes(elements: int, wire: str) -> int:
+    """Return the bytes of `elements` as a base, which rounds of several groups have."""
+    return encoded_bytes(base_codec(codec_named(wire)), Span(0, elements))
 
 
 def _layers(found: Prospect) -> list[LayerWork]:

@@ -4,7 +4,7 @@
 a swarm is founded or joined.
 """
 
-from atomtrain.swarm.anchors import FragmentAccess
+from atomtrain.swarm.anchor_store import FragmentAccess
 from atomtrain.swarm.config import Manifest, Rules, SwarmConfig
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.records import PeerStatus

@@ -48,6 +48,10 @@ class Agenda:
         self._target_tokens = target_tokens
         self.next_round = 0
         self.running_round = -1
+        self.late_rounds = 0
+        """So many rounds of which others have told the end may still begin here: of several groups,
+        some are later than others."""
+        self._entered = -1
         self._fragments = fragments
         self._measured = local_steps_per_round == MEASURED
         steps = _STEPS_UNMEASURED if self._measured else local_steps_per_round
@@ -125,11 +129,15 @@ class Agenda:
         self._attempts = max(0, self._attempts - 1)
         self._not_before_s = at_s
 
+    def is_over(self, round_index: int) -> bool:
+        """Say whether a round has been, for this peer."""
+        return round_index <= self._entered or round_index < self.next_round - self.late_rounds
+
     def refusal(self, round_index: int) -> str:
         """Return why an invitation to a round must be declined, or an empty string."""
         if self._running is not None:
             return f"busy in round {self._running}"
-        if round_index < self.next_round:
+        if self.is_over(round_index):
             return f"round {round_index} is over"
         if round_index > max(self.next_round, _ROUND_MAX) + _LEAP_MAX:
             return f"there will be no round {round_index}"
@@ -140,7 +148,7 @@ class Agenda:
         assert not self.refusal(round_index)
         self.observe(round_index)
         self._running = round_id
-        self.running_round = round_index
+        self._entered = self.running_round = round_index
         self._steps = 0
 
     def end(self, round_index: int) -> None:

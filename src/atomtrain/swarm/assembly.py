@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from atomtrain.swarm.admission import Admission, read_allowed, read_key
 from atomtrain.swarm.agenda import Agenda
-from atomtrain.swarm.anchors import AnchorStore
+from atomtrain.swarm.anchor_store import AnchorStore
 from atomtrain.swarm.codec import codec_named
 from atomtrain.swarm.config import Manifest, SwarmConfig
 from atomtrain.swarm.context import Context
@@ -64,7 +64,9 @@ def build_service(
     )
     services: list[Service] = []
     known = KnownPeers(config.run, config.peers_path)
-    roster = Roster(admission, len(manifest.fragment_elements), manifest.digest[:16])
+    roster = Roster(
+        admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size
+    )
     roster.addresses.update(known.addresses)
 
     def on_boundary(steps: int, merges: int) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.swarm.agenda import MEASURED
 from atomtrain.swarm.codec import codec_named
+from atomtrain.swarm.groups import GROUP_SIZE, GROUP_SIZE_MIN
 from atomtrain.swarm.guards import MEANS, Guard
 from atomtrain.swarm.outer import OuterUpdate
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 TRANSPORTS = ("streams", "gloo")
@@ -69,6 +70,9 @@ class SwarmConfig:
     """What rounds average: changes of `local` steps, or the `gradient`; see `gradients`."""
     target_batch_tokens: int = 0
     """With `gradient`: tokens of all peers together from one step to the next; at least 1."""
+    group_size: int | None = None
+    """Members of a round at most; more peers are shuffled into several groups. 0: one group of all;
+    None: `default_group_size`. See `groups`."""
     transport: str = "streams"
     """How rounds move their data: `streams` (encrypted, judged, of any wire format), or `gloo`, for
     fast networks whose every machine is trusted; see `gloo`."""
@@ -134,6 +138,7 @@ class SwarmConfig:
             self.target_batch_tokens,
             "at least 1 with gradient averaging, 0 without",
         )
+        check_group_size(self.group_size, self.average, self.transport)
         limit = self.norm_limit
         _check(limit == 0 or 2 <= limit < math.inf, "norm_limit", limit, "0, or at least 2")
         _check(
@@ -151,6 +156,28 @@ class SwarmConfig:
             self.round_ceiling_s,
             "at least round_floor_s",
         )
+
+
+def default_group_size(average: str, transport: str) -> int:
+    """Return the size of groups in runs whose founder says nothing about it."""
+    return GROUP_SIZE if (average, transport) == (AVERAGES[0], TRANSPORTS[0]) else 0
+
+
+def check_group_size(size: int | None, average: str, transport: str) -> None:
+    """Check that rounds can have groups of at most `size` members (None: the default).
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if size is None:
+        return
+    if size != 0 and size < GROUP_SIZE_MIN:
+        raise ConfigError(
+            f"--group-size must be 0 (one group of all) or at least {GROUP_SIZE_MIN}, not {size}"
+        )
+    if size and default_group_size(average, transport) == 0:
+        way = "--average gradient" if average == "gradient" else f"--transport {transport}"
+        raise ConfigError(f"{way} averages all peers in one group; leave --group-size out")
 
 
 def check_transport(name: str, wire: str | None, *, clipped: bool) -> None:
@@ -203,6 +230,8 @@ class Rules:
     """One of `AVERAGES`."""
     target_batch_tokens: int = 0
     """Tokens of a step of all peers together, with `gradient`."""
+    group_size: int = 0
+    """Members of a round at most; 0: one group of all. See `groups`."""
     transport: str = "streams"
     """One of `TRANSPORTS`."""
     norm_limit: float = 10.0
@@ -219,6 +248,11 @@ class Rules:
             outer_momentum=config.outer_momentum,
             overlap_weight=config.overlap_weight,
             wire=config.wire,
+            group_size=(
+                default_group_size(config.average, config.transport)
+                if config.group_size is None
+                else config.group_size
+            ),
             transport=config.transport,
             average=config.average,
             target_batch_tokens=config.target_batch_tokens,

@@ -14,6 +14,7 @@ from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.codec import Codec
 from atomtrain.swarm.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.desk import Desk
+from atomtrain.swarm.groups import SLACK_VERSIONS, group_of, groups_of, told_next
 from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.messages import Open
@@ -56,6 +57,28 @@ class Context:
     def peer_id(self) -> str:
         """This peer's id."""
         return self.transport.peer_id
+
+    def group(self, round_index: int) -> list[str]:
+        """Return the members of this peer's group in a round, in the order in which they lead."""
+        peers = {record.peer_id for record in self.roster.training()} | {self.peer_id}
+        size = self.manifest.rules.group_size
+        return group_of(self.config.run, round_index, peers, size, self.peer_id)
+
+    def groups_told(self, round_index: int) -> list[list[str]]:
+        """Return the groups that this peer, when it leads a round, tells of it."""
+        peers = {record.peer_id for record in self.roster.training()} | {self.peer_id}
+        size = self.manifest.rules.group_size
+        groups = groups_of(self.config.run, round_index, peers, size)
+        mine = next(i for i, group in enumerate(groups) if self.peer_id in group)
+        return [groups[i] for i in told_next(mine, len(groups))]
+
+    def slack(self, fragment: int) -> int:
+        """Return how many versions apart anchors of a fragment may be and still be siblings.
+
+        0: there is one anchor. Where there were several groups just now, there may be several yet.
+        """
+        several = self.roster.groups > 1 or self.desk.grouped(fragment)
+        return SLACK_VERSIONS if several else 0
 
     async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
         """Return a stream on which protocol and run have been announced; `bulk`: for much data.

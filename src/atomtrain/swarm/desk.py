@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from atomtrain.swarm.anchors import AnchorStore, FragmentAccess, Merge, Snapshot, Stamp
+from atomtrain.swarm.anchor_store import AnchorStore, FragmentAccess
+from atomtrain.swarm.anchors import Merge, Snapshot, Stamp
 
 if TYPE_CHECKING:
     from atomtrain.swarm.gradients import GradientAccess
@@ -116,6 +117,14 @@ class Desk:
         """Leave a report without a merge."""
         with self._lock:
             self._reports.append(report)
+
+    def grouped(self, fragment: int) -> bool:
+        """Say whether one of several groups made the anchor the fragment has, or will have."""
+        with self._lock:
+            for merge, _ in reversed(self._merges):
+                if merge.fragment == fragment:
+                    return merge.anchor.grouped
+            return self.store.grouped(fragment)
 
     def stamp(self, fragment: int) -> Stamp | None:
         """Return the stamp the fragment has, or will have when what waits here is merged."""

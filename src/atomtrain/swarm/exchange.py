@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from atomtrain.swarm.anchors import Snapshot
+from atomtrain.swarm.bases import Bases
 from atomtrain.swarm.codec import Codec, decoded, square_of
 from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard
 from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Mean
+from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.owning import (
     Offload,
     OwnedSlice,
@@ -49,6 +51,8 @@ class ExchangeResult:
     """Peers whose contribution, or mean, this member did not accept on evidence, and why."""
     accepted: tuple[str, ...] = ()
     """Peers whose contribution is in each of this member's slices."""
+    bases: Bases | None = None
+    """What the means are to be added to, in rounds that have bases."""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -66,6 +70,8 @@ class ExchangeSetup:
     open: Callable[[str], Awaitable[Channel]]
     """Opens a stream on which this protocol has been agreed."""
     offload: Offload
+    update: OuterUpdate = field(default_factory=OuterUpdate)
+    """What members apply by themselves, in rounds that have bases."""
     guard: Guard = field(default_factory=Guard)
     usual_rms: float = 0.0
     """Root mean square of the fragment's last mean; 0: there was none."""
@@ -92,6 +98,11 @@ class Exchange:
         self._each = slices_per_member(elements, len(members))
         self._lanes = lanes_per_owner(len(members), self._each)
         self._spans = slice_spans(elements, len(members) * self._each)
+        self._bases = (
+            Bases(setup.snapshot, setup.update, setup.codec, self._spans, setup.offload)
+            if begin.bases
+            else None
+        )
         self._means: list[SliceMean | None] = [None] * len(self._spans)
         self._own_square = [0.0] * len(self._spans)
         self._wrong_means: dict[str, str] = {}
@@ -127,7 +138,7 @@ class Exchange:
         rejected |= self._wrong_means
         everywhere = set.intersection(*(set(one.contributors) for one in slices))
         accepted = tuple(members[i] for i in sorted(everywhere))
-        return ExchangeResult(self._means, self._channels, rejected, accepted)
+        return ExchangeResult(self._means, self._channels, rejected, accepted, self._bases)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
         """Take a member's contribution to this member's slices of a lane; answer with the means.
@@ -146,7 +157,8 @@ class Exchange:
             raise BadMessage("a second contribution of the same member")
         self._served.add((member, header.lane))
         self._channels.append(channel)
-        slices = [self._owned[j] for j in self._lane(self._me, header.lane)]
+        lane = self._lane(self._me, header.lane)
+        slices = [self._owned[j] for j in lane]
 
         async def take() -> None:
             try:
@@ -157,18 +169,31 @@ class Exchange:
                     one.lose(member)
 
         async def answer() -> None:
+            for index in lane if self._bases is not None else ():
+                assert self._bases is not None
+                for piece in await self._bases.own(index):
+                    await channel.send_bytes(piece)
             for one in slices:
                 await one.answer(channel)
 
         await together(take(), answer())
 
     async def _reduce(self, index: int) -> None:
-        self._means[index] = await self._owned[index].reduce(self._me, self._own_contribution)
+        owned = self._owned[index]
+        if self._bases is not None:
+            await self._bases.own(index)
+            owned.base_digest = self._bases.digests[index]
+        self._means[index] = await owned.reduce(self._me, self._own_contribution)
+
+    def _contribution(self, span: Span) -> torch.Tensor:
+        if self._bases is not None:
+            return self._bases.contribution(span)
+        return self._setup.snapshot.contribution(span)
 
     def _own_contribution(self, span: Span) -> torch.Tensor:
         """Return this member's contribution to its own slice, as others would have received it."""
         if self._setup.snapshot.lost is None:
-            return self._setup.snapshot.contribution(span)
+            return self._contribution(span)
         pieces = [self._encode_change(piece)[0] for piece in piece_spans(span)]
         return decoded(self._setup.codec, pieces, span.elements)
 
@@ -205,6 +230,8 @@ class Exchange:
 
     async def _send_changes(self, channel: Channel, slices: range | tuple[()]) -> None:
         for index in slices:
+            if self._bases is not None:
+                await self._bases.known(index)
             for piece in piece_spans(self._spans[index]):
                 data, square = await self._setup.offload(self._encode_change, piece)
                 self._own_square[index] += square
@@ -213,18 +240,30 @@ class Exchange:
     def _encode_change(self, piece: Span) -> tuple[memoryview, float]:
         """Return a piece of this member's contribution as it travels, and its sum of squares."""
         codec, snapshot = self._setup.codec, self._setup.snapshot
-        values = snapshot.contribution(piece)
+        values = self._contribution(piece)
         square = square_of(values) or 0.0
         data = codec.encode(values)
         if snapshot.lost is not None:
             sent = torch.empty_like(values)
             codec.decode(data, sent)
-            torch.sub(values, sent, out=snapshot.lost[piece.start : piece.stop])
+            lost = torch.sub(values, sent, out=snapshot.lost[piece.start : piece.stop])
+            if self._bases is not None:  # lost after the step: as a change it counts that much less
+                lost.div_(self._setup.update.gain)
         return data, square
 
     async def _receive_means(self, channel: Channel, slices: range) -> None:
+        if self._bases is not None:
+            await self._receive_bases(channel, slices, self._bases)
         for index in slices:
             self._means[index] = await self._receive_mean(channel, index)
+
+    async def _receive_bases(self, channel: Channel, slices: range, bases: Bases) -> None:
+        try:
+            for index in slices:
+                await bases.receive(channel, index, self._setup.guard, self._setup.usual_rms)
+        except BadMessage:
+            self._wrong_means[channel.remote] = "its anchor is far from this peer's"
+            raise
 
     async def _receive_mean(self, channel: Channel, index: int) -> SliceMean | None:
         header = await channel.receive(Mean, self._begin.exchange_s)
@@ -250,7 +289,8 @@ class Exchange:
     def _decode_mean(
         self, codec: Codec, header: Mean, pieces: list[memoryview], index: int
     ) -> SliceMean | None:
-        if mean_digest(header.contributors, pieces) != header.digest:
+        base_digest = "" if self._bases is None else self._bases.digests[index]
+        if mean_digest(header.contributors, pieces, base_digest) != header.digest:
             return None
         try:
             values = decoded(codec, pieces, self._spans[index].elements)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,6 +73,7 @@ async def send_anchor(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
         tokens=anchor.stamp.tokens,
         digest=anchor.stamp.digest,
         start_bytes=ask.start_bytes if resumes else 0,
+        grouped=anchor.grouped,
         round_id=anchor.origin.round_id,
         members=tuple(members),
         starts=tuple(part.span.start for part in parts),
@@ -98,8 +99,8 @@ class Fetcher:
         self._asked: Counter[str] = Counter()
         """Fetches under way from each donor."""
 
-    async def fetch(self, fragment: int, patience_s: float) -> Fetched:
-        """Return the best anchor of a fragment that any peer gives.
+    async def fetch(self, fragment: int, patience_s: float, first: Collection[str] = ()) -> Fetched:
+        """Return the best anchor of a fragment that any peer gives; those named are asked `first`.
 
         Donors that fail are not asked again until their next record; while there is none to ask,
         the membership records are read again.
@@ -111,7 +112,7 @@ class Fetcher:
         until_s = loop.time() + patience_s
         why, nobody = "no peer has it", 0
         while True:
-            for donor in self._donors(fragment):
+            for donor in self._donors(fragment, first):
                 try:
                     return await self.fetch_from(donor, fragment)
                 except (LinkLost, BadMessage) as error:
@@ -185,7 +186,7 @@ class Fetcher:
         if header.start_bytes:
             raise BadMessage(f"peer {channel.remote[-8:]} sent the rest of something else")
         values = torch.empty(elements)
-        rows = context.desk.store.momentum
+        rows = 0 if header.grouped else context.desk.store.momentum
         velocity = torch.empty(rows * elements) if rows else None
         self._partial[fragment] = partial = Partial(header, values, velocity)
         return partial
@@ -197,15 +198,18 @@ class Fetcher:
             raise BadMessage(f"fragment {fragment}, the last of it from peer {donor[-8:]}, has the "
                              "wrong hash")  # fmt: skip
         stamp = Stamp(header.version, header.tokens, header.digest)
-        return Anchor(values, velocity, stamp, origin_of(header, values.numel()))
+        origin = origin_of(header, values.numel())
+        return Anchor(values, velocity, stamp, origin, header.grouped)
 
-    def _donors(self, fragment: int) -> list[str]:
+    def _donors(self, fragment: int, first: Collection[str]) -> list[str]:
         """Return those that have the fragment: the best anchor, and the least to do, first."""
 
-        def order(holder: Holder) -> tuple[bool, bool, int]:
-            return holder.stale, holder.joining, self._asked[holder.peer_id]
+        def order(holder: Holder) -> tuple[bool, bool, bool, int]:
+            wanted = holder.peer_id in first
+            return not wanted, holder.stale, holder.joining, self._asked[holder.peer_id]
 
-        return [h.peer_id for h in sorted(self._context.roster.holders(fragment), key=order)]
+        holders = self._context.roster.holders(fragment, self._context.slack(fragment))
+        return [holder.peer_id for holder in sorted(holders, key=order)]
 
 
 def origin_of(header: AnchorHeader, elements: int) -> Origin:

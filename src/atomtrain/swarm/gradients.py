@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from atomtrain.swarm.anchors import FragmentAccess
+from atomtrain.swarm.anchor_store import FragmentAccess
 from atomtrain.swarm.outer import Place
 from atomtrain.swarm.slices import Span
 

@@ -3,7 +3,8 @@
     FORMING --all answered, or deadline--> EXCHANGING --all hold, or deadline--> DONE
        '---------- fewer than two ready, or nothing to average ----------------> DONE
 
-The group is the set of members that are ready on one and the same anchor, the best there is. Once
+The group is the set of members that are ready on one and the same anchor, the best there is, or on
+its siblings where the swarm is divided into several groups. Once
 fixed it only shrinks: who is lost, or late with what it holds, is left out of the decision and
 finds out from the membership records what happened.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from atomtrain.swarm.anchors import Stamp
+from atomtrain.swarm.groups import siblings
 from atomtrain.swarm.messages import Abandon, Begin, Commit, Decline, Held, Invite, Message, Ready
 
 
@@ -37,12 +39,16 @@ class RoundCall:
     """Version of the best anchor that the leader knows of."""
     answer_s: float
     """How long members may take until they are ready."""
-    exchange_s: Callable[[int], float]
-    """How long the exchange may take in a group of so many members."""
+    exchange_s: Callable[[int, bool], float]
+    """How long the exchange may take in a group of so many members, and with bases."""
     slices_each: Callable[[int], int]
     """How many slices each member of a group of so many owns."""
     decision_s: float
     """How much longer than the exchange the leader waits for what members hold."""
+    groups: int = 1
+    """Into how many groups the swarm is divided, this one included."""
+    slack: int = 0
+    """So many versions apart anchors may be in one group; 0: it has one anchor."""
 
 
 Outgoing = list[tuple[str, Message]]
@@ -78,6 +84,7 @@ class LeaderRound:
             round_index=call.round_index,
             fragment=call.fragment,
             version=call.version,
+            slack=call.slack,
             answer_s=call.answer_s,
         )
         return [(member, invite) for member in sorted(self._waiting)]
@@ -130,8 +137,8 @@ class LeaderRound:
     def _fix_group(self, now_s: float) -> Outgoing:
         if not self._ready:
             return self._finish(Abandon(reason="nobody was ready" + self._why()), [])
-        best = _best({_stamp(ready) for ready in self._ready.values()})
-        group = sorted(member for member, ready in self._ready.items() if _stamp(ready) == best)
+        best, near = self._near()
+        group = sorted(near)
         everybody = sorted(self._ready)
         if len(group) < 2:
             reason = "no two members were ready on the same anchor" + self._why()
@@ -142,7 +149,8 @@ class LeaderRound:
         self.group = tuple(group)
         self.phase = Phase.EXCHANGING
         self._waiting = set(group)
-        exchange_s = self.call.exchange_s(len(group))
+        bases = self.call.groups > 1 or len(set(near.values())) > 1
+        exchange_s = self.call.exchange_s(len(group), bases)
         self.deadline_s = now_s + exchange_s + self.call.decision_s
         begin = Begin(
             round_id=self.call.round_id,
@@ -150,9 +158,22 @@ class LeaderRound:
             weights=weights,
             late=tuple(self._ready[member].late for member in group),
             exchange_s=exchange_s,
+            bases=bases,
+            version=max(stamp.version for stamp in near.values()),
+            tokens=max(stamp.tokens for stamp in near.values()),
+            groups=self.call.groups,
         )
         behind = Abandon(reason=f"anchor is not version {best.version} of the others")
         return [(member, begin if member in self._waiting else behind) for member in everybody]
+
+    def _near(self) -> tuple[Stamp, dict[str, Stamp]]:
+        """Return the best anchor that a member is ready on, and who is ready on it or a sibling."""
+        slack = self.call.slack
+        stamps = {member: _stamp(ready) for member, ready in self._ready.items()}
+        best = _best(set(stamps.values()))
+        near = {m: stamp for m, stamp in stamps.items() if siblings(stamp, best, slack)}
+        top = max(stamp.version for stamp in near.values())
+        return best, {m: stamp for m, stamp in near.items() if top - stamp.version <= slack}
 
     def _decide(self) -> Outgoing:
         survivors = sorted(self._held)

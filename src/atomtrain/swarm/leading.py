@@ -7,8 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from atomtrain.swarm.anchors import Stamp
+from atomtrain.swarm.bases import base_codec
 from atomtrain.swarm.codec import encoded_bytes
 from atomtrain.swarm.context import Context
+from atomtrain.swarm.groups import supersedes
 from atomtrain.swarm.leader import LeaderRound, Outgoing, Phase, RoundCall
 from atomtrain.swarm.messages import BadMessage, Decline, Invite, Message
 from atomtrain.swarm.slices import Span, slices_per_member
@@ -30,14 +32,18 @@ class Leading:
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._channels: dict[str, Channel] = {}
         self._loop = asyncio.get_running_loop()
-        members = context.roster.training()
         fragment = context.agenda.fragment(round_index)
+        group = set(context.group(round_index))
+        members = [record for record in context.roster.training() if record.peer_id in group]
+        slack = context.slack(fragment)
         stamp = best_known(context.desk.stamp(fragment), context.roster.best()[fragment])
         # Members that are behind fetch the whole anchor before they answer.
         anchor_bytes = 4 * context.manifest.fragment_elements[fragment]
         anchor_bytes *= 1 + context.desk.store.momentum
         waited_for = [r for r in members if context.roster.patient_with(r.peer_id, round_index)]
-        behind = [r.fetch_bytes_per_s for r in waited_for if is_behind(r.stamps[fragment], stamp)]
+        behind = [
+            r.fetch_bytes_per_s for r in waited_for if is_behind(r.stamps[fragment], stamp, slack)
+        ]
         fetch_s = context.timing.fetch_s(anchor_bytes, behind)
         call = RoundCall(
             round_id=f"{round_index}-{context.peer_id[-8:]}-{context.random_id()}",
@@ -45,13 +51,15 @@ class Leading:
             fragment=fragment,
             version=0 if stamp is None else stamp.version,
             answer_s=fetch_s + context.timing.answer_s(record.step_s for record in waited_for),
-            exchange_s=lambda group: context.timing.exchange_s(
-                exchange_bytes(context, fragment, group)
+            exchange_s=lambda group, bases: context.timing.exchange_s(
+                exchange_bytes(context, fragment, group, bases)
             ),
             slices_each=lambda group: slices_per_member(
                 context.manifest.fragment_elements[fragment], group
             ),
             decision_s=context.timing.floor_s,
+            groups=context.roster.groups,
+            slack=slack,
         )
         self._round = LeaderRound(call, [r.peer_id for r in members], self._loop.time())
 
@@ -122,13 +130,14 @@ def best_known(own: Stamp | None, others: Stamp | None) -> Stamp | None:
     return others if others.beats(own) else own
 
 
-def is_behind(stamp: Stamp | None, best: Stamp | None) -> bool:
+def is_behind(stamp: Stamp | None, best: Stamp | None, slack: int) -> bool:
     """Say whether a member, by its record, has to fetch an anchor before it is ready."""
-    return best is not None and (stamp is None or best.beats(stamp))
+    return best is not None and (stamp is None or supersedes(best, stamp, slack))
 
 
-def exchange_bytes(context: Context, fragment: int, group: int) -> int:
+def exchange_bytes(context: Context, fragment: int, group: int, bases: bool = False) -> int:
     """Return the bytes that each of `group` members sends, and receives, in an exchange."""
     whole = Span(0, context.manifest.fragment_elements[fragment])
-    both = (context.codec, context.codec.for_mean(group, 0))
-    return int((group - 1) / group * sum(encoded_bytes(codec, whole) for codec in both))
+    codecs = [context.codec, context.codec.for_mean(group, 0)]
+    codecs += [base_codec(context.codec)] if bases else []
+    return int((group - 1) / group * sum(encoded_bytes(codec, whole) for codec in codecs))

@@ -10,23 +10,15 @@ later come from that very round, its progress is measured from there and nothing
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from atomtrain.swarm.anchors import (
-    Anchor,
-    Merge,
-    Origin,
-    Part,
-    Snapshot,
-    Stamp,
-    digest_of,
-    split_parts,
-)
+from atomtrain.swarm.anchors import Merge, Snapshot
 from atomtrain.swarm.codec import all_finite
 from atomtrain.swarm.context import Context
+from atomtrain.swarm.deciding import Decided, check_begin, merge_of
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.exchange import Exchange, ExchangeResult, ExchangeSetup
 from atomtrain.swarm.gloo import GlooExchange
@@ -41,23 +33,11 @@ from atomtrain.swarm.messages import (
     Invite,
     Ready,
 )
-from atomtrain.swarm.outer import Place, Update, rows_of
-from atomtrain.swarm.slices import Span, slice_spans
 from atomtrain.swarm.transport import Channel, Inbox, LinkLost, MessageT, host_of
 
 
 class _Over(Exception):  # noqa: N818 - the ordinary end of a round without a result
     """The round ends here for this member, for the reason given."""
-
-
-@dataclass(frozen=True)
-class Decided:
-    """Everything that the new anchor is computed from."""
-
-    snapshot: Snapshot
-    begin: Begin
-    commit: Commit
-    result: ExchangeResult
 
 
 class Membering:
@@ -76,6 +56,8 @@ class Membering:
         self.in_doubt: Snapshot | None = None
         self.begin: Begin | None = None
         """The group, once it is fixed."""
+        self.astray = False
+        """Most of the others' anchors are far from this member's."""
 
     async def run(self) -> None:
         """Follow the round to its end and leave its report, and what it changes, at the desk."""
@@ -105,8 +87,7 @@ class Membering:
         begin = await self._expect(Begin, self.invite.answer_s + self._context.timing.floor_s)
         if begin.round_id != self.invite.round_id:
             raise BadMessage("the leader began another round")
-        if begin.exchange_s > self._context.config.round_ceiling_s:
-            raise BadMessage(f"the leader allows {begin.exchange_s:.0f} s for an exchange")
+        check_begin(begin, stamp, self._context)
         self.begin = begin
         if self._context.codec.feedback:
             lost = await self._context.offload(torch.zeros_like, snapshot.values)
@@ -149,6 +130,7 @@ class Membering:
             codec=context.codec,
             open=partial(context.open, bulk=True),
             offload=context.offload,
+            update=context.manifest.rules.outer,
             guard=context.manifest.rules.guard,
             usual_rms=context.standing.usual_rms(snapshot.fragment),
             excluded=context.standing.excluded(self.invite.round_index),
@@ -167,8 +149,10 @@ class Membering:
         for peer_id in (*result.accepted, *result.rejected):
             rejected = peer_id in result.rejected
             context.standing.observe(peer_id, self.invite.round_index, rejected=rejected)
+        others = len(begin.members) - 1
+        self.astray = result.bases is not None and 2 * result.bases.strange > others
         if duration_s < begin.exchange_s:
-            size = exchange_bytes(context, snapshot.fragment, len(begin.members))
+            size = exchange_bytes(context, snapshot.fragment, others + 1, begin.bases)
             context.timing.observe(size, duration_s)
         else:
             context.timing.failed()
@@ -238,45 +222,3 @@ class Membering:
             reason="; ".join(reasons),
             rejected=rejected,
         )
-
-
-def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
-    """Return the new anchor that a decision makes of the old one, and how to merge it.
-
-    All members compute the same bits: same old anchor, same decoded means, same operations.
-    """
-    snapshot, begin = decided.snapshot, decided.begin
-    old = snapshot.anchor
-    values = torch.empty_like(old.values)
-    velocity = None if old.velocity is None else old.velocity.clone()
-    committed = frozenset(decided.commit.slices)
-    parts = []
-    for j, (start, stop) in enumerate(slice_spans(values.numel(), len(decided.result.means))):
-        if j not in committed:
-            values[start:stop] = old.values[start:stop]
-            continue
-        mean = decided.result.means[j]
-        assert mean is not None
-        update.apply(
-            old.values[start:stop],
-            mean.values,
-            rows_of(velocity, update.rows, Span(start, stop)),
-            _on_time_share(begin, mean.contributors),
-            out=values[start:stop],
-            place=Place(snapshot.fragment, start, old.stamp.version),
-        )
-        parts.append(
-            Part(Span(start, stop), frozenset(begin.members[i] for i in mean.contributors))
-        )
-    used = frozenset().union(*(part.contributors for part in parts))
-    tokens = sum(w for m, w in zip(begin.members, begin.weights, strict=True) if m in used)
-    stamp = Stamp(old.stamp.version + 1, old.stamp.tokens + tokens, digest_of(values, velocity))
-    anchor = Anchor(values, velocity, stamp, Origin(begin.round_id, tuple(parts)))
-    changed, contributed = split_parts(parts, peer_id)
-    return Merge(snapshot.fragment, anchor, changed, snapshot, contributed)
-
-
-def _on_time_share(begin: Begin, contributors: tuple[int, ...]) -> float:
-    total = sum(begin.weights[i] for i in contributors)
-    late = sum(begin.weights[i] for i in contributors if begin.late[i])
-    return (total - late) / total if total else 1.0

@@ -103,6 +103,8 @@ class AnchorHeader(Message):
     starts: tuple[int, ...]
     stops: tuple[int, ...]
     contributors: tuple[str, ...]
+    grouped: bool
+    """It is that of one of several groups: no velocity comes with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +156,15 @@ class Invite(Message):
     """The leader invites a member; the answer must come within `answer_s`.
 
     `version` is that of the best anchor the leader knows of, which is its own unless it is behind
-    itself: a member that is behind fetches it before it answers.
+    itself: a member that is behind fetches it before it answers. So many versions less, `slack`,
+    are not behind.
     """
 
     round_id: str
     round_index: int
     fragment: int
     version: int
+    slack: int
     answer_s: float
 
 
@@ -190,7 +194,9 @@ class Decline(Message):
 class Begin(Message):
     """The group is fixed; member j owns the j-th run of slices.
 
-    Everything must be held within `exchange_s`.
+    Everything must be held within `exchange_s`. If the round has `bases`, its members' anchors
+    differ: contributions are measured from their owners' anchors. The new anchor's version is one
+    more than `version`, its tokens are `tokens` and those of the contributors `groups` times.
     """
 
     round_id: str
@@ -198,6 +204,10 @@ class Begin(Message):
     weights: tuple[int, ...]
     late: tuple[bool, ...]
     exchange_s: float
+    bases: bool
+    version: int
+    tokens: int
+    groups: int
 
 
 @dataclass(frozen=True, kw_only=True)

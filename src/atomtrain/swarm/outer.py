@@ -84,6 +84,11 @@ class OuterUpdate:
         """One with momentum: the velocity."""
         return int(self.momentum > 0)
 
+    @property
+    def gain(self) -> float:
+        """How far a change moves the anchor in the long run, relative to the change."""
+        return self.learning_rate / (1.0 - self.momentum)
+
     def apply(
         self,
         anchor: torch.Tensor,

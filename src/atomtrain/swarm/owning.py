@@ -48,9 +48,11 @@ def mean_codec(codec: Codec, begin: Begin, slice_index: int, contributors: int) 
     return codec.for_mean(contributors, int.from_bytes(seed, "little") >> 1)
 
 
-def mean_digest(contributors: tuple[int, ...], pieces: list[memoryview]) -> str:
-    """Return the hash of a mean as it travels."""
-    digest = hashlib.sha256(repr(contributors).encode())
+def mean_digest(
+    contributors: tuple[int, ...], pieces: list[memoryview], base_digest: str = ""
+) -> str:
+    """Return the hash of a mean as it travels, and of the base that it is to be added to."""
+    digest = hashlib.sha256(repr(contributors).encode() + base_digest.encode())
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()[:32]
@@ -75,6 +77,8 @@ class OwnedSlice:
     ) -> None:
         """Own a slice of the round from now on, for half of its time."""
         self.reduction = reduction
+        self.base_digest = ""
+        """Hash of the slice's base, in rounds that have bases; known before the slice is closed."""
         self.contributors: tuple[int, ...] = ()
         self._index = slice_index
         self._span = span
@@ -172,6 +176,6 @@ class OwnedSlice:
         pieces = encode_span(codec, mean)
         if not codec.exact:
             decode_span(codec, pieces, mean)  # the owner, too, applies what travels
-        digest = mean_digest(contributors, pieces)
+        digest = mean_digest(contributors, pieces, self.base_digest)
         square = square_of(mean)
         return pieces, SliceMean(mean, contributors, digest, math.inf if square is None else square)

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors import Snapshot
+from atomtrain.swarm.anchors import Snapshot, Stamp
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.fetching import Fetched, Fetcher
+from atomtrain.swarm.groups import supersedes
 from atomtrain.swarm.transfer import merge_of_fetched
 
 _log = logging.getLogger("atomtrain.swarm")
 _AT_ONCE = 3
+
+
+class Doubt(NamedTuple):
+    """A round that this peer has given its part to, and whose decision it did not hear."""
+
+    round_id: str
+    snapshot: Snapshot
+    members: tuple[str, ...]
 
 
 class Repairer:
@@ -34,8 +44,11 @@ class Repairer:
         """Fragments for which a round waits: no new fetch gets in before it."""
         self.freed = asyncio.Event()
         """Set whenever a fragment is not used any more."""
-        self.doubts: dict[int, tuple[str, Snapshot]] = {}
-        """Round id and snapshot of rounds whose decision was not heard, by fragment."""
+        self.doubts: dict[int, Doubt] = {}
+        """By fragment: rounds whose decision was not heard."""
+        self.astray: set[int] = set()
+        """Fragments of which this peer's anchor is no sibling of the others', whatever its version.
+        """
 
     def free(self, fragment: int) -> None:
         """A round or a fetch is over."""
@@ -54,9 +67,21 @@ class Repairer:
             own, other = self._context.desk.stamp(fragment), best[fragment]
             if other is None or own is None or fragment in self.busy | self.awaited:
                 continue
-            if other.beats(own):
+            if supersedes(other, own, self._slack(fragment)) or self._decided(fragment, own):
                 return fragment
         return None
+
+    def _slack(self, fragment: int) -> int:
+        return 0 if fragment in self.astray else self._context.slack(fragment)
+
+    def _decided(self, fragment: int, own: Stamp) -> bool:
+        """Say whether another member of a round in doubt has, by its record, a result of it."""
+        doubt = self.doubts.get(fragment)
+        if doubt is None:
+            return False
+        stamps = (r.stamps[fragment] for r in self._context.roster.others
+                  if r.peer_id in doubt.members)  # fmt: skip
+        return any(stamp is not None and stamp.beats(own) for stamp in stamps)
 
     @property
     def wanted(self) -> bool:
@@ -81,7 +106,9 @@ class Repairer:
     async def repair_one(self, fragment: int) -> None:
         """Fetch a fragment, marked busy by the caller, from whoever has it; raises `SwarmError`."""
         started_s = asyncio.get_running_loop().time()
-        fetched = await self.fetcher.fetch(fragment, self._context.config.expiry_s)
+        doubt = self.doubts.get(fragment)
+        first = doubt.members if doubt is not None else ()
+        fetched = await self.fetcher.fetch(fragment, self._context.config.expiry_s, first)
         if not self._leave_fetched(fragment, fetched, started_s):
             raise SwarmError(f"no peer gave a newer anchor of fragment {fragment}; trying later")
 
@@ -103,8 +130,10 @@ class Repairer:
         if own is None or not anchor.stamp.beats(own):
             return False
         doubt = self.doubts.pop(fragment, None)
+        self.astray.discard(fragment)
         present = context.desk.store.anchor(fragment)
-        merge = merge_of_fetched(fragment, anchor, present, doubt, context.peer_id)
+        in_doubt = None if doubt is None else (doubt.round_id, doubt.snapshot)
+        merge = merge_of_fetched(fragment, anchor, present, in_doubt, context.peer_id)
         report = RoundReport(
             round=context.agenda.next_round,
             fragment=fragment,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.anchors import Stamp
+from atomtrain.swarm.groups import SLACK_VERSIONS, group_count, siblings, supersedes
 from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord, PeerStatus, best_stamps
 
@@ -26,11 +28,15 @@ class Holder(NamedTuple):
 class Roster:
     """Records by peer; plain bookkeeping, fed from the directory."""
 
-    def __init__(self, admission: Admission, fragments: int, manifest: str = "") -> None:
+    def __init__(
+        self, admission: Admission, fragments: int, manifest: str = "", group_size: int = 0
+    ) -> None:
         """Start with nobody but the peer whose rule of admission this is.
 
         `manifest`: what records say of the manifest; those that say something else do not count.
+        `group_size`: members of a round at most; 0: all.
         """
+        self._group_size = group_size
         self.manifest = manifest
         self._peer_id = admission.peer_id
         self._admission = admission
@@ -124,6 +130,11 @@ class Roster:
         own = [self._own] if self._own is not None else []
         return [record for record in [*own, *self.others] if record.state == TRAINING]
 
+    @property
+    def groups(self) -> int:
+        """Into how many groups the members that take part are divided now."""
+        return group_count(len(self.training()), self._group_size)
+
     def is_training(self) -> bool:
         """Say whether this peer has told others that it takes part."""
         return self._own is not None and self._own.state == TRAINING
@@ -132,13 +143,16 @@ class Roster:
         """Return the best stamp of each fragment among the others that answer."""
         return best_stamps(self.others, self._fragments)
 
-    def holders(self, fragment: int) -> list[Holder]:
-        """Return the others that have the fragment, those with its best stamp first."""
+    def holders(self, fragment: int, slack: int = 0) -> list[Holder]:
+        """Return the others that have the fragment, those with its best stamp first.
+
+        Siblings of the best, so many versions apart at most, are as good.
+        """
         best = self.best()[fragment]
         return sorted(
-            Holder(record.stamps[fragment] != best, record.state == JOINING, record.peer_id)
+            Holder(not siblings(stamp, best, slack), record.state == JOINING, record.peer_id)
             for record in self.others
-            if record.stamps[fragment] is not None
+            if (stamp := record.stamps[fragment]) is not None and best is not None
         )
 
     def next_round(self) -> int:
@@ -150,6 +164,7 @@ class Roster:
         own = [self._own] if self._own is not None else []
         records = [*own, *self._records.values()]
         best = best_stamps(records, self._fragments)
+        slack = SLACK_VERSIONS if self.groups > 1 else 0
         return [
             PeerStatus(
                 peer_id=record.peer_id,
@@ -162,10 +177,19 @@ class Roster:
                 tokens_per_s=record.tokens_per_s,
                 step_s=record.step_s,
                 free_bytes_per_s=record.free_bytes_per_s,
-                behind=sum(a != b for a, b in zip(record.stamps, best, strict=True)),
+                behind=_behind(record.stamps, best, slack),
                 reachable=record.peer_id == self._peer_id or self.reachable(record),
                 addresses=record.addresses,
                 seen_s=record.sequence,
             )
             for record in records
         ]
+
+
+def _behind(stamps: Sequence[Stamp | None], best: Sequence[Stamp | None], slack: int) -> int:
+    """Return how many fragments are older than they might be."""
+    return sum(
+        stamp != other
+        and (slack == 0 or stamp is None or other is None or supersedes(other, stamp, slack))
+        for stamp, other in zip(stamps, best, strict=True)
+    )

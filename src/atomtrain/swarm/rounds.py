@@ -1,4 +1,4 @@
-"""A peer's part in the sequence of rounds: proposing, leading, following, or going on alone."""
+"""A peer's part in the sequence of rounds: proposing, leading, following."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.agenda import lead_order
-from atomtrain.swarm.anchors import Anchor, Merge, Snapshot, Stamp, digest_of, whole
+from atomtrain.swarm.alone import go_alone
 from atomtrain.swarm.context import Context
-from atomtrain.swarm.desk import RoundReport
+from atomtrain.swarm.groups import SLACK_VERSIONS
 from atomtrain.swarm.leading import Leading
 from atomtrain.swarm.membering import Membering
 from atomtrain.swarm.memory import channel_pair
@@ -27,12 +24,12 @@ from atomtrain.swarm.messages import (
     Propose,
     Proposed,
 )
-from atomtrain.swarm.outer import Place, rows_of
-from atomtrain.swarm.repair import Repairer
+from atomtrain.swarm.repair import Doubt, Repairer
 from atomtrain.swarm.tasks import Tasks
 from atomtrain.swarm.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
+_LEADERS_TRIED = 3
 
 
 class Group(NamedTuple):
@@ -86,6 +83,7 @@ class Rounds:
         agenda.pace(max((record.round_s for record in members), default=0.0), step_s)
         progress = self._context.desk.progress
         agenda.share(sum(record.tokens_per_s for record in members), progress.step_s)
+        agenda.late_rounds = int(self._context.roster.groups > 1)
         agenda.add_steps(steps)
         now_s = asyncio.get_running_loop().time()
         free = self._leading is None and not self._proposing
@@ -97,11 +95,10 @@ class Rounds:
         context, agenda = self._context, self._context.agenda
         loop = asyncio.get_running_loop()
         try:
-            live = {record.peer_id for record in context.roster.training()} | {context.peer_id}
-            if live == {context.peer_id}:
-                await self._alone(agenda.next_round)
+            order = context.group(agenda.next_round)
+            if order == [context.peer_id]:
+                await go_alone(context, self._repairer, agenda.next_round)
                 return
-            order = lead_order(context.config.run, agenda.next_round, live)
             leader = agenda.propose_to(order, loop.time(), context.config.connect_s)
             if leader == context.peer_id:
                 self._lead(agenda.next_round)
@@ -112,27 +109,43 @@ class Rounds:
 
     async def _propose_to(self, leader: str) -> None:
         context, agenda = self._context, self._context.agenda
+        answer = await self._tell(leader, agenda.next_round)
+        if answer is None:
+            agenda.ask_next()
+            return
+        agenda.observe(answer.round_index)
+        if not answer.accepted:  # it is busy; another leader would only split the members
+            agenda.ask_again(asyncio.get_running_loop().time() + context.config.expiry_s / 30)
+
+    async def _tell(self, leader: str, round_index: int) -> Proposed | None:
+        """Propose a round to whom it is to lead; return the answer, None if there is none."""
+        context = self._context
         try:
             channel = await context.open(leader)
         except LinkLost as error:
             _log.debug("proposal: %s", error)
             context.roster.suspect(leader)
-            agenda.ask_next()
-            return
+            return None
         try:
-            await channel.send(Propose(round_index=agenda.next_round))
-            answer = await channel.receive(Proposed, context.config.connect_s)
-            agenda.observe(answer.round_index)
-            if not answer.accepted:  # it is busy; another leader would only split the members
-                agenda.ask_again(asyncio.get_running_loop().time() + context.config.expiry_s / 30)
+            await channel.send(Propose(round_index=round_index))
+            return await channel.receive(Proposed, context.config.connect_s)
         except (LinkLost, BadMessage) as error:
             _log.debug("proposal: %s", error)
-            agenda.ask_next()
+            return None
         finally:
             channel.close()
 
     def _lead(self, round_index: int) -> None:
         self._leading = self._tasks.spawn(self._lead_round(round_index), f"leading {round_index}")
+        if self._context.roster.groups > 1:
+            self._tasks.spawn(self._tell_other_groups(round_index), f"telling of {round_index}")
+
+    async def _tell_other_groups(self, round_index: int) -> None:
+        """Have two other groups begin the round, too; what their leaders answer is their matter."""
+        for order in self._context.groups_told(round_index):
+            for leader in order[:_LEADERS_TRIED]:
+                if await self._tell(leader, round_index) is not None:
+                    break
 
     async def _lead_round(self, round_index: int) -> None:
         try:
@@ -151,66 +164,12 @@ class Rounds:
         await mine.send(context.opening(context.peer_id))
         return mine
 
-    async def _alone(self, round_index: int) -> None:
-        """Let the anchor follow the parameters: whoever comes next starts from them."""
-        context = self._context
-        fragment = context.agenda.fragment(round_index)
-        if fragment in self._repairer.busy or context.agenda.refusal(round_index):
-            return
-        context.agenda.begin(round_index, f"{round_index}-alone")
-        self._repairer.busy.add(fragment)
-        started_s = asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout(context.config.round_ceiling_s):
-                snapshot = await context.snapshot(fragment)
-            merge = await context.offload(self._follow_local, snapshot)
-            report = RoundReport(
-                round=round_index,
-                fragment=fragment,
-                version=merge.anchor.stamp.version,
-                outcome="averaged",
-                contributors=(context.peer_id,),
-                weights=(snapshot.weight,),
-                duration_s=asyncio.get_running_loop().time() - started_s,
-                reason="alone",
-            )
-            context.desk.leave_merge(merge, report)
-        finally:
-            context.agenda.end(round_index)
-            self._repairer.free(fragment)
-
-    def _follow_local(self, snapshot: Snapshot) -> Merge:
-        old = snapshot.anchor.stamp
-        if snapshot.gradient:
-            return self._step_alone(snapshot)
-        anchor = self._context.desk.store.fresh(
-            snapshot.values, version=old.version + 1, tokens=old.tokens + snapshot.weight
-        )
-        spans = whole(snapshot.values.numel())
-        return Merge(snapshot.fragment, anchor, (), snapshot, spans)
-
-    def _step_alone(self, snapshot: Snapshot) -> Merge:
-        old, update = snapshot.anchor, self._context.updates[0]
-        values = torch.empty_like(old.values)
-        velocity = None if old.velocity is None else old.velocity.clone()
-        everything = whole(values.numel())
-        update.apply(
-            old.values,
-            snapshot.contribution(everything[0]),
-            rows_of(velocity, update.rows, everything[0]),
-            out=values,
-            place=Place(snapshot.fragment, 0, old.stamp.version),
-        )
-        tokens = old.stamp.tokens + snapshot.weight
-        stamp = Stamp(old.stamp.version + 1, tokens, digest_of(values, velocity))
-        return Merge(snapshot.fragment, Anchor(values, velocity, stamp), (), snapshot, everything)
-
     def consider(self, message: Propose) -> Proposed:
         """Answer a proposal, and lead the round if it is due."""
         agenda = self._context.agenda
         agenda_is_free = agenda.running is None and self._leading is None
         reason = ""
-        if not agenda_is_free and message.round_index >= agenda.next_round:
+        if not agenda_is_free and not agenda.is_over(message.round_index):
             reason = "a round is under way"
         elif refusal := agenda.refusal(message.round_index):
             reason = refusal
@@ -241,8 +200,11 @@ class Rounds:
             agenda.end(invite.round_index)
             self._repairer.free(fragment)
             self._repairer.doubts.pop(fragment, None)
-            if membering.in_doubt is not None:
-                self._repairer.doubts[fragment] = (invite.round_id, membering.in_doubt)
+            if membering.in_doubt is not None and membering.begin is not None:
+                doubt = Doubt(invite.round_id, membering.in_doubt, membering.begin.members)
+                self._repairer.doubts[fragment] = doubt
+            if membering.astray:
+                self._repairer.astray.add(fragment)
         return False
 
     async def _stranger(self, leader: str, invite: Invite) -> str:
@@ -271,7 +233,7 @@ class Rounds:
         self._repairer.awaited.add(fragment)
         try:
             async with asyncio.timeout(invite.answer_s / 2):
-                while self.active and invite.round_index >= agenda.next_round:
+                while self.active and not agenda.is_over(invite.round_index):
                     if agenda.running is None and fragment not in self._repairer.busy:
                         return agenda.refusal(invite.round_index)
                     if invite.round_index == agenda.running_round:
@@ -289,10 +251,11 @@ class Rounds:
     async def _catch_up(self, leader: str, invite: Invite) -> None:
         """Fetch the leader's anchor if this peer's is older; without it the round goes on.
 
-        A leader that is behind knows it, and fetches from another.
+        A leader that is behind knows it, and fetches from another. Siblings are not older.
         """
         own = self._context.desk.stamp(invite.fragment)
-        if own is None or own.version >= invite.version:
+        slack = min(invite.slack, SLACK_VERSIONS)
+        if own is None or own.version + slack >= invite.version:
             return
         try:
             async with asyncio.timeout(invite.answer_s):

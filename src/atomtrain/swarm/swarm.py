@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors import Anchor, FragmentAccess, Merge, whole
+from atomtrain.swarm.anchor_store import FragmentAccess
+from atomtrain.swarm.anchors import Anchor, Merge, whole
 from atomtrain.swarm.assembly import admission_of, build_service
 from atomtrain.swarm.clock import SwarmClock
 from atomtrain.swarm.config import PROTOCOL, Manifest, Rules, SwarmConfig
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.directory import DhtDirectory
+from atomtrain.swarm.groups import supersedes
 from atomtrain.swarm.joining import connect_any
 from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.libp2p import Libp2pTransport
@@ -201,8 +203,12 @@ class Swarm:
         """
         store = self._desk.store
         best = self._service.context.roster.best()
-        stale = [f for f, stamp in enumerate(best)
-                 if stamp is not None and stamp.beats(store.anchor(f).stamp)]  # fmt: skip
+        slack = self._service.context.slack
+        stale = [
+            f
+            for f, stamp in enumerate(best)
+            if stamp is not None and supersedes(stamp, store.anchor(f).stamp, slack(f))
+        ]
         for fragment, anchor in self._fetched(stale):
             if anchor.stamp.beats(store.anchor(fragment).stamp):
                 # It may have been sent after the checkpoint was written, and be in this anchor.

@@ -162,6 +162,13 @@ class TrainOptions:
     target_batch_tokens: int | None = option(
         None, "With --average gradient: tokens of all peers together in one step.", "N"
     )
+    group_size: int | None = option(
+        None,
+        "Members of a round at most: more peers are shuffled into several groups for each round. "
+        "0: one group of all. Set by who starts the run. Default: 16, or 0 with --average gradient "
+        "or --transport gloo.",
+        "N",
+    )
     transport: str | None = option(
         None,
         "How rounds move their data: streams (encrypted), or gloo, for a fast network whose every "
@@ -299,6 +306,10 @@ class TrainOptions:
         if self.wire is not None:
             _check_wire(self.wire)
         _check_average(self.average, self.target_batch_tokens)
+        if self.group_size is not None:
+            from atomtrain.swarm.config import check_group_size
+
+            check_group_size(self.group_size, self.average or "local", self.transport or "streams")
         if self.transport is not None:
             from atomtrain.swarm.config import check_transport
 

@@ -159,6 +159,7 @@ def swarm_config(
         outer_learning_rate=outer.learning_rate,
         outer_momentum=outer.momentum,
         overlap_weight=OVERLAP_WEIGHTS[options.outer or OUTERS[0]],
+        group_size=options.group_size,
         wire=options.wire or ("float32" if options.transport == "gloo" else "float16"),
         transport=options.transport or "streams",
         average=options.average or "local",
@@ -193,10 +194,13 @@ def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
     """
     measured = rules.get("local_steps_per_round") == 0 and options.local_steps is None
     outer = ("nesterov" if rules.get("outer_momentum") else "mean") if rules else None
+    as_before = not (options.transport or options.average)
+    group_size = rules.get("group_size") if as_before else None
     return dataclasses.replace(
         options,
         wire=options.wire or rules.get("wire"),
         outer=options.outer or outer,
+        group_size=options.group_size if options.group_size is not None else group_size,
         transport=options.transport or rules.get("transport"),
         average=options.average or rules.get("average"),
         target_batch_tokens=options.target_batch_tokens or rules.get("target_batch_tokens") or None,

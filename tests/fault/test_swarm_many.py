@@ -1,0 +1,122 @@
+"""Sixty-four peers over real sockets, in groups of eight.
+
+Each peer has an identity, a libp2p daemon, a place in the hash table and TCP ports of its own;
+sixteen share a process, as 64 interpreters are more than a small machine has room for. Runs on
+request: `pytest -m matrix tests/fault/test_swarm_many.py -s`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.matrix
+PEERS, PROCESSES, GROUP_SIZE = 64, 4, 8
+SETTINGS = {
+    "run": "many", "host": "127.0.0.1", "elements": [500, 401], "group_size": GROUP_SIZE,
+    "local_steps": 8, "step_s": 1.5, "peers": PEERS // PROCESSES,
+}  # fmt: skip
+START_S, TRAIN_S = 240.0, 120.0
+
+
+class Process:
+    """A process with several peers, and what it has said."""
+
+    def __init__(self, **settings: Any) -> None:
+        script = Path(__file__).with_name("swarm_many.py")
+        command = [sys.executable, str(script), json.dumps({**SETTINGS, **settings})]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said: list[dict[str, Any]] = []
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(json.loads(line))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [said for said in list(self.said) if said["kind"] == kind]
+
+    def wait_ready(self, until_s: float) -> str:
+        while not self.of("ready"):
+            assert self.process.poll() is None
+            assert time.monotonic() < until_s, self.said[-3:]
+            time.sleep(0.2)
+        return str(self.of("ready")[0]["address"])
+
+    def end(self) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stderr is not None
+        with self.process.stdin, self.process.stderr as stderr:
+            self.process.stdin.close()
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+            return stderr.read()
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for one in started:
+        if one.process.poll() is None:
+            one.end()
+
+
+def test_sixty_four_peers_average_in_groups_of_eight(processes: list[Process]) -> None:
+    until_s = time.monotonic() + START_S
+    processes.append(Process(first=0))
+    address = processes[0].wait_ready(until_s)
+    for index in range(1, PROCESSES):  # all at once
+        processes.append(Process(first=index * SETTINGS["peers"], join=address))
+    for process in processes:
+        process.wait_ready(until_s)
+    began = [len(process.said) for process in processes]
+    time.sleep(TRAIN_S)
+    news = [said for process, n in zip(processes, began, strict=True) for said in process.said[n:]]
+    last = {said["number"]: said for said in news if said["kind"] == "state"}
+    rounds = [said for said in news if said["kind"] == "round"]
+    together = [said for said in rounds if said["members"] > 1]
+    spread = statistics.pstdev(said["mean"] for said in last.values())
+    figures = {
+        "peers": len(last),
+        "seen": min(said["seen"] for said in last.values()),
+        "rounds of a peer": len(together) / PEERS,
+        "members": statistics.mean(said["members"] for said in together),
+        "most members": max(said["members"] for said in together),
+        "complete": sum(r["outcome"] == "averaged" for r in together) / max(1, len(together)),
+        "abandoned": sum(said["outcome"] == "abandoned" for said in rounds) / len(rounds),
+        "fetched": sum(said["outcome"] == "fetched" for said in rounds),
+        "bytes sent": statistics.mean(said["sent"] for said in together),
+        "round_s": statistics.median(said["duration_s"] for said in together),
+        "spread": spread,
+        "mean": statistics.mean(said["mean"] for said in last.values()),
+    }
+    print(json.dumps(figures, indent=1))
+    assert len(last) == PEERS
+    assert figures["most members"] <= GROUP_SIZE
+    assert {said["number"] for said in together} == set(range(PEERS))
+    assert figures["members"] > GROUP_SIZE / 2
+    # By themselves they would go to targets that are 18 apart, and reach them within 60 steps.
+    assert spread < 6
+    for process in processes:
+        assert "Traceback" not in process.end()

@@ -1,0 +1,39 @@
+"""`atom train --join lan`: a run is found on the local network, here that of loopback."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from train_processes import Trainer, write_text
+
+from atomtrain.benchmarks.churn_peers import Crowd
+from atomtrain.swarm import lan
+
+SLOW = ("--device", "emulated:12MiB/s", "--model", "tiny", "--local-steps", "5")
+
+
+def test_a_peer_joins_a_run_that_it_finds_on_the_network(tmp_path: Path) -> None:
+    run = f"lan-{os.getpid()}"  # others on this machine may train runs of their own
+    text = write_text(tmp_path / "text.txt")
+    arguments = (*SLOW, "--run", run, "--steps", "100000", "--data", str(text))
+    with Crowd(tmp_path, run, arguments) as crowd:
+        founder = crowd.start()
+        assert crowd.wait(lambda: founder.training, 60), founder.last_words()
+        if not lan.search(run, 2.0, "127.0.0.1"):
+            pytest.skip("no multicast on this machine's loopback")
+        newcomer = crowd.start("lan")
+        for peer in (founder, newcomer):
+            assert crowd.wait(
+                lambda peer=peer: any(r["contributors"] == 2 for r in peer.of("round")), 60
+            ), newcomer.last_words()
+        assert newcomer.address.rpartition("@")[0] == run
+        assert crowd.interrupt(30) == [founder, newcomer]
+
+
+def test_a_run_that_nobody_trains_is_told_in_one_line(tmp_path: Path) -> None:
+    done = Trainer(tmp_path).run("--run", f"none-{os.getpid()}", "--join", "lan")
+    assert done.returncode == 2
+    assert "on the local network" in done.stderr
+    assert done.stderr.count("\n") == 1
