@@ -111,14 +111,7 @@ def test_running_statistics_and_dropout(monkeypatch: pytest.MonkeyPatch, seed: i
         nn.Linear(6, 3),
     )  # fmt: skip
     steps, example = [pairs([4, 6, 5], 5) for _ in range(2)], pairs([6], 5)[0]
-    reference = twin(model)
-    resident = adamw(reference.parameters())
-    state = torch.get_rng_state()
-    expected = train(reference, steps, resident, sequential_loss)
-    torch.set_rng_state(state)
-    with swap(model, example, loss=regression, micro_batches=3) as engine:
-        assert [engine.step(step) for step in steps] == expected
-        assert_equal_training(engine, reference, resident)
+    check(model, steps, loss_of=sequential_loss, loss=regression, example=example)
 
 
 @pytest.mark.parametrize("seed", range(6))

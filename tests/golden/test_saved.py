@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from planning_models import use_shape
-from reference import assert_equal_training, train, twin
 from test_plan_shapes import deep_gpt
 from test_swapped_equals_resident import (
     Skips,
@@ -78,14 +77,7 @@ def test_running_statistics(monkeypatch: pytest.MonkeyPatch, mix: tuple[Activati
         nn.Linear(6, 3),
     )  # fmt: skip
     steps, example = [pairs([4, 6, 5], 5) for _ in range(3)], pairs([6], 5)[0]
-    reference = twin(model)
-    resident = adamw(reference.parameters())
-    state = torch.get_rng_state()
-    expected = train(reference, steps, resident, sequential_loss)
-    torch.set_rng_state(state)
-    with swap(model, example, loss=regression, micro_batches=3) as engine:
-        assert [engine.step(step) for step in steps] == expected
-        assert_equal_training(engine, reference, resident)
+    check(model, steps, loss_of=sequential_loss, loss=regression, example=example)
 
 
 @pytest.mark.parametrize("mix", [("keep",) * 3, ("offload",) * 3, ("keep", "offload", "keep")])

@@ -82,9 +82,13 @@ def check(
     optimizer: Any = adamw,
     loss_of: Any = gpt_loss,
     loss: Any = None,
+    example: Any = None,
     **options: Any,
 ) -> atomtrain.Engine:
-    """Train a model and its twin from the same random state; compare every bit."""
+    """Train a model and its twin from the same random state; compare every bit.
+
+    `example` is the largest micro-batch; `None` is the first.
+    """
     reference = twin(model)
     resident = optimizer(reference.parameters())
     state = torch.get_rng_state()
@@ -92,7 +96,8 @@ def check(
     left_at = torch.get_rng_state()
     torch.set_rng_state(state)
     options.setdefault("micro_batches", len(steps[0]))
-    with swap(model, steps[0][0], optimizer, loss, **options) as engine:
+    example = steps[0][0] if example is None else example
+    with swap(model, example, optimizer, loss, **options) as engine:
         losses = [engine.step(micro_batches) for micro_batches in steps]
         assert losses == expected
         assert_equal_training(engine, reference, resident)
@@ -256,14 +261,7 @@ def test_dropout_before_batch_statistics() -> None:
     )
     steps = [pairs([4, 6, 5], 5) for _ in range(STEPS)]
     example = pairs([6], 5)[0]
-    reference = twin(model)
-    resident = adamw(reference.parameters())
-    state = torch.get_rng_state()
-    expected = train(reference, steps, resident, sequential_loss)
-    torch.set_rng_state(state)
-    with swap(model, example, loss=regression, micro_batches=3, segments=5) as engine:
-        assert [engine.step(step) for step in steps] == expected
-        assert_equal_training(engine, reference, resident)
+    check(model, steps, loss_of=sequential_loss, loss=regression, example=example, segments=5)
 
 
 class Skips(nn.Module):

@@ -14,13 +14,14 @@ import pytest
 import atomtrain
 
 ROOT = Path(atomtrain.__file__).parent
-BASE = {"errors", "units", "events", "lazy"}
+BASE = {"errors", "units", "events", "lazy", "pages"}
 # What each package may import of the others, beside the base and itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
     "events": set(),
     "lazy": set(),
+    "pages": set(),
     "analysis": set(),
     "optimizers": set(),
     "planning": {"analysis"},

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from atomtrain.pages import print_page_of_result
 from atomtrain.units import format_count
 
 _CLOSE = 0.1
@@ -31,11 +29,6 @@ class Case(NamedTuple):
     def error_share(self) -> float:
         """How far the prediction was off, of what was measured."""
         return self.predicted / self.measured - 1
-
-
-def main() -> None:
-    """Print the page of the result in the file that the first argument names."""
-    sys.stdout.write(page(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -140,4 +133,4 @@ def _meant(row: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    print_page_of_result(page)

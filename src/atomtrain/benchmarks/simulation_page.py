@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from atomtrain.pages import print_page_of_result
 from atomtrain.units import format_count, format_seconds
 
 _INTRODUCTION = """\
@@ -29,12 +27,6 @@ forward twice and loads the model through PCIe.
 Written by `python -m atomtrain.benchmarks.simulation_page benchmarks/results/simulation.json`, from
 what `atom bench simulation --json` printed.
 """
-
-
-def main() -> None:
-    """Print the page of the result in the file that the first argument names."""
-    result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    sys.stdout.write(page(result))
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -110,4 +102,4 @@ def _fleet(fleet: Mapping[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    print_page_of_result(page)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from atomtrain.cli.parsers import all_parsers, options_of
+from atomtrain.pages import DOCS, write_page
 
-PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
+PAGE = DOCS / "commands.md"
 _HEAD = """# Commands
 
 Every command and option, written by `python -m atomtrain.cli.commands_page` from the code.
@@ -57,11 +56,5 @@ def _cell(text: str | None) -> str:
     return (text or "").replace("%%", "%").replace("|", "\\|").replace("<", "&lt;")
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(page(), encoding="utf-8")
-    sys.stdout.write(f"{PAGE}\n")
-
-
 if __name__ == "__main__":
-    main()
+    write_page(PAGE, page())

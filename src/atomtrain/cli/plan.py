@@ -169,6 +169,7 @@ def run(arguments: Sequence[str]) -> int:
         lambda owned: named_optimizer(owned, options.optimizer, options.precision),
         precision_of(options.precision),
         gradient_dtype_of(options.gradient_dtype),
+        place.updates,
     )
     workload = Workload(
         context_tokens=model.context_tokens,
@@ -176,6 +177,7 @@ def run(arguments: Sequence[str]) -> int:
         micro_batch=options.micro_batch,
         disk=options.disk is not None,
         on_disk=options.on_disk,
+        clips=True,  # as `atom train` does
         activations=cast("Activation | None", options.activations),
     )
     dtype = "tf32" if options.tf32 else options.precision

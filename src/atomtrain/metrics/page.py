@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from atomtrain.metrics.names import table
+from atomtrain.pages import DOCS, with_part, write_page
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = DOCS / "metrics.md"
 START = "<!-- table, written by python -m atomtrain.metrics.page -->\n"
 END = "<!-- end of table -->\n"
 
 
 def with_table(page: str) -> str:
     """Return a page with its table replaced by the present one."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}{table()}{END}{after}"
-
-
-def main() -> None:
-    """Write the table into the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stdout.write(f"{PAGE}\n")
+    return with_part(page, START, END, table())
 
 
 if __name__ == "__main__":
-    main()
+    write_page(PAGE, with_table(PAGE.read_text(encoding="utf-8")))

@@ -172,7 +172,9 @@ def _devices(setting: Setting) -> list[Change]:
         )
     better = next_gpu(card, setting.dtype)
     if better is not None:
-        machine = machine_for(better, setting.machine.host_memory_bytes)
+        machine = _with_disk_of(
+            setting.machine, machine_for(better, setting.machine.host_memory_bytes)
+        )
         changes.append(
             Change(
                 text=f"{better.title} instead of {card.title}",
@@ -180,6 +182,16 @@ def _devices(setting: Setting) -> list[Change]:
             )
         )
     return changes
+
+
+def _with_disk_of(machine: Machine, other: Machine) -> Machine:
+    """Return the other machine with this one's disk."""
+    return dataclasses.replace(
+        other,
+        storage_read_bytes_per_s=machine.storage_read_bytes_per_s,
+        storage_write_bytes_per_s=machine.storage_write_bytes_per_s,
+        storage_both_ways_share=machine.storage_both_ways_share,
+    )
 
 
 def next_gpu(card: Gpu, dtype: str) -> Gpu | None:

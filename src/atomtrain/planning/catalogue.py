@@ -12,13 +12,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from atomtrain.analysis.costs import ChainCosts, LayerCost
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.updating import ADAMW_BYTES
+
+T = TypeVar("T")
 
 MATMUL_SHARE = {"fp32": 0.7, "tf32": 0.55, "fp16": 0.55, "bf16": 0.55}
 """Share of the peak FLOP/s that a layer reaches. Power limits hold vector units below the peak at
@@ -109,18 +111,36 @@ class Host:
     source: Source
 
 
+def named(entries: Mapping[str, T], what: str, many: str, name: str, otherwise: str = "") -> T:
+    """Return an entry of the catalogue, whatever the case of its name.
+
+    Args:
+        entries: By their names in lower case.
+        what: What one of them is called.
+        many: What all of them are called.
+        name: As the user gave it.
+        otherwise: What else the user can do, for the error.
+
+    Raises:
+        ConfigError: it is not there; offers the nearest name.
+    """
+    if name.lower() not in entries:
+        raise ConfigError(
+            f"there is no {what} {name!r} in the catalogue.{nearest(name.lower(), entries)} "
+            f"{many}: {', '.join(entries)}{otherwise}"
+        )
+    return entries[name.lower()]
+
+
 def gpu(name: str) -> Gpu:
     """Return a GPU by name.
 
     Raises:
         ConfigError: it is not in the catalogue; offers the nearest name.
     """
-    if name.lower() not in GPUS:
-        raise ConfigError(
-            f"there is no GPU {name!r} in the catalogue.{nearest(name.lower(), GPUS)} "
-            f"GPUs: {', '.join(GPUS)}; or describe the machine in a file (docs/hardware.md)"
-        )
-    return GPUS[name.lower()]
+    return named(
+        GPUS, "GPU", "GPUs", name, "; or describe the machine in a file (docs/hardware.md)"
+    )
 
 
 def gpu_reported_as(name: str) -> Gpu | None:
@@ -135,12 +155,7 @@ def host(name: str) -> Host:
     Raises:
         ConfigError: it is not in the catalogue; offers the nearest name.
     """
-    if name.lower() not in HOSTS:
-        raise ConfigError(
-            f"there is no host memory {name!r} in the catalogue.{nearest(name.lower(), HOSTS)} "
-            f"Host memories: {', '.join(HOSTS)}"
-        )
-    return HOSTS[name.lower()]
+    return named(HOSTS, "host memory", "Host memories", name)
 
 
 def host_for(card: Gpu, host_memory_bytes: int) -> Host:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atomtrain.errors import ConfigError, nearest
-from atomtrain.planning.catalogue import Source, catalogue_section, source_named
+from atomtrain.planning.catalogue import Source, catalogue_section, named, source_named
 from atomtrain.planning.machine import Machine
 
 ASSUMED_DISK = "nvme-pcie3"
@@ -48,12 +47,7 @@ def disk(name: str) -> Disk:
     Raises:
         ConfigError: it is not in the catalogue; offers the nearest name.
     """
-    if name.lower() not in DISKS:
-        raise ConfigError(
-            f"there is no disk {name!r} in the catalogue.{nearest(name.lower(), DISKS)} "
-            f"Disks: {', '.join(DISKS)}"
-        )
-    return DISKS[name.lower()]
+    return named(DISKS, "disk", "Disks", name)
 
 
 def _disk(name: str, entry: Mapping[str, Any]) -> Disk:

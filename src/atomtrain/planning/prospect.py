@@ -95,6 +95,8 @@ class Workload:
     """Whether state may lie on the machine's disk."""
     activations: Activation | None = None
     """What all segments do with what forward saves; `None` is the planner's choice for each."""
+    clips: bool = False
+    """Whether no update begins before the norm of all gradients is known, as with clipping."""
     on_disk: str | None = None
     """Up to which kind of state it does then, or `None` for as little as host memory demands."""
 
@@ -128,6 +130,8 @@ class Prospect:
     micro_batch: int
     """Sequences of a micro-batch."""
     context_tokens: int
+    clips: bool = False
+    """As in the workload."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -151,6 +155,7 @@ class Prospect:
             self.plan.micro_batches,
             self.analysis.states or two_moments(self.analysis.chain),
             self.plan.on_disk,
+            self.clips,
             updates=self.analysis.updates,
         )
 
@@ -182,6 +187,7 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
             updates=analysis.updates,
             disk=_disk_request(analysis, workload),
             activations=workload.activations,
+            clips=workload.clips,
         )
         try:
             plan = make_plan(analysis.chain, analysis.costs, times, machine, request)
@@ -196,6 +202,7 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
             times=times,
             micro_batch=size,
             context_tokens=workload.context_tokens,
+            clips=workload.clips,
         )
         if best is not None and found.tokens_per_s < _HELPS * best.tokens_per_s:
             break

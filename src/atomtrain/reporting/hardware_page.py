@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+from atomtrain.pages import DOCS, with_part, write_page
 from atomtrain.planning import catalogue
-from atomtrain.planning.catalogue import GPUS, HOSTS, Gpu, pcie_bytes_per_s
+from atomtrain.planning.catalogue import GPUS, HOSTS, Gpu, Source, pcie_bytes_per_s
+from atomtrain.planning.disks import ASSUMED_DISK, DISKS
 
-PAGE = Path(__file__).parents[3] / "docs" / "hardware.md"
+PAGE = DOCS / "hardware.md"
 START = "<!-- tables, written by python -m atomtrain.reporting.hardware_page -->\n"
 END = "<!-- end of tables -->\n"
 _TYPES = ("fp32", "tf32", "fp16", "bf16")
@@ -20,14 +20,14 @@ _TYPES = ("fp32", "tf32", "fp16", "bf16")
 
 def tables() -> str:
     """Return the catalogue as Markdown."""
-    return "\n".join((*_gpus(), "", *_links(), "", *_hosts(), "", *_shares(), "", *_sources(), ""))
+    return "\n".join(
+        (*_gpus(), "", *_links(), "", *_hosts(), "", *_disks(), "", *_shares(), "", *_sources(), "")
+    )
 
 
 def with_tables(page: str) -> str:
     """Return a page with its tables replaced by the catalogue's."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}{tables()}{END}{after}"
+    return with_part(page, START, END, tables())
 
 
 def _gpus() -> Iterator[str]:
@@ -86,6 +86,26 @@ def _hosts() -> Iterator[str]:
         )
 
 
+def _disks() -> Iterator[str]:
+    yield "## Disks"
+    yield ""
+    yield "| `--disk` | reads, GB/s | writes, GB/s | each while it does both | as | source |"
+    yield "|---|---|---|---|---|---|"
+    numbers = _numbers()
+    for disk in DISKS.values():
+        yield (
+            f"| `{disk.name}` | {disk.read_bytes_per_s / 1e9:g} | "
+            f"{disk.write_bytes_per_s / 1e9:g} | {100 * disk.both_ways_share:.0f}% | "
+            f"{disk.title} | {numbers[disk.source.url]} |"
+        )
+    yield ""
+    yield (
+        "Sequential rates of data sheets. What is left of each while a disk reads and writes is "
+        "that of one that does one thing at a time. Where no disk was named or measured, "
+        f"`{ASSUMED_DISK}` is assumed."
+    )
+
+
 def _shares() -> Iterator[str]:
     yield "## Shares"
     yield ""
@@ -100,17 +120,20 @@ def _shares() -> Iterator[str]:
 def _sources() -> Iterator[str]:
     yield "## Sources"
     yield ""
-    seen = {source.url: source for card in GPUS.values() for source in card.sources}
-    seen.update({host.source.url: host.source for host in HOSTS.values()})
-    for url, number in _numbers().items():
-        yield f"{number}. [{seen[url].title}]({url}), {seen[url].year}"
+    for number, source in enumerate(_all_sources().values(), start=1):
+        yield f"{number}. [{source.title}]({source.url}), {source.year}"
 
 
 def _numbers() -> dict[str, int]:
     """Return the number of each source on the page, by its address."""
-    urls = [source.url for card in GPUS.values() for source in card.sources]
-    urls += [host.source.url for host in HOSTS.values()]
-    return {url: number for number, url in enumerate(dict.fromkeys(urls), start=1)}
+    return {url: number for number, url in enumerate(_all_sources(), start=1)}
+
+
+def _all_sources() -> dict[str, Source]:
+    """Return the sources by address, in the order in which the page names them."""
+    of_gpus = (source for card in GPUS.values() for source in card.sources)
+    others = (entry.source for entry in (*HOSTS.values(), *DISKS.values()))
+    return {source.url: source for source in (*of_gpus, *others)}
 
 
 def _pairs(values: dict[str, float]) -> str:
@@ -121,11 +144,5 @@ def _tera(card: Gpu, dtype: str) -> str:
     return f"{card.flops_per_s[dtype] / 1e12:g}" if dtype in card.flops_per_s else "-"
 
 
-def main() -> None:
-    """Write the tables into the page."""
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stdout.write(f"{PAGE}\n")
-
-
 if __name__ == "__main__":
-    main()
+    write_page(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.costs import ChainCosts, LayerCost
@@ -15,20 +16,25 @@ from atomtrain.analysis.profile import LayerTime, estimated_times, flops_per_s
 from atomtrain.planning.catalogue import MATMUL_SHARE, Gpu, estimate_times
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.prospect import Analysis, Compute
+from atomtrain.planning.updating import UpdateModel
+from atomtrain.reporting.subject import MeasureUpdates
 from atomtrain.swapping.devices import open_device
-from atomtrain.swapping.machines import measure_machine
-from atomtrain.swapping.profiling import take_profile
+from atomtrain.swapping.profile_cache import machine_key
+from atomtrain.swapping.profiling import profiled_machine, take_profile
+from atomtrain.swapping.update_rates import measured_updates
 
 _MOST_MEASURED_BYTES = 1 << 30
 """Layers that need more to be measured are estimated: planning must not need a large machine."""
 
 
 class Place(NamedTuple):
-    """Link, host and budgets, and whose compute counts: one of the last two is given."""
+    """Link, host and budgets, and whose compute counts: `card` or `local` is given."""
 
     machine: Machine
     card: Gpu | None = None
     local: Compute | None = None
+    updates: MeasureUpdates | None = None
+    """Measures the optimizer where compute is `local`; `None` leaves estimates as they are."""
 
 
 def compute_of(card: Gpu, dtype: str) -> Compute:
@@ -51,11 +57,17 @@ def this_place(device_memory_bytes: int | None) -> Place:
     """
     device = open_device("auto", device_memory_bytes)
     try:
-        machine = measure_machine(device)
+        machine = profiled_machine(device)
         rate = flops_per_s(device.torch_device, device.synchronize)
+        key, on_gpu = machine_key(device), device.torch_device.type == "cuda"
     finally:
         device.close()
-    return Place(machine, local=Compute(_Measured(rate, device_memory_bytes), rate, rate))
+
+    def updates(model: UpdateModel, optimizer: Optimizer, chain: Chain) -> UpdateModel:
+        return measured_updates(model, optimizer, chain, key, one_processor=not on_gpu)
+
+    local = Compute(_Measured(rate, device_memory_bytes), rate, rate)
+    return Place(machine, local=local, updates=updates)
 
 
 class _Measured:
@@ -112,8 +124,12 @@ def _with_data(chain: Chain, costs: ChainCosts) -> Chain:
 
 def _filled(layer: Layer) -> Layer:
     module = copy.deepcopy(layer.module).to_empty(device="cpu")
+    random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             # Not what the memory held before: denormal numbers are slow.
-            tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.zero_()
+            if tensor.is_floating_point():
+                tensor.normal_(std=0.02, generator=random)
+            else:
+                tensor.zero_()
     return dataclasses.replace(layer, module=module)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.head import split_head
 from atomtrain.errors import ConfigError
 from atomtrain.models.gpt import GPT
@@ -29,12 +30,14 @@ from atomtrain.models.hugging_face import (
 from atomtrain.models.presets import preset
 from atomtrain.planning.prospect import Analysis
 from atomtrain.swapping.gradients import with_gradients_in
+from atomtrain.planning.updating import UpdateModel
 from atomtrain.swapping.precision import Narrowed
 from atomtrain.swapping.update_model import update_model
 from atomtrain.swapping.updates import states_of
 
 Precision = Literal["bf16", "fp16"]
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
+MeasureUpdates = Callable[[UpdateModel, torch.optim.Optimizer, Chain], UpdateModel]
 
 _USUAL_CONTEXT = 4096
 """Tokens of a sequence, where the model allows more: what most models are pre-trained with."""
@@ -55,6 +58,8 @@ class Subject:
     """Of the model's parameters; `None` is AdamW with two moments of their type."""
     gradient_dtype: Literal["float32"] | None = None
     """In which type gradients add up; `None` is that of the parameters."""
+    measure: MeasureUpdates | None = None
+    """Measures what the optimizer takes; `None` leaves it estimated by what is moved."""
     _analyses: dict[int, Analysis] = field(default_factory=dict, repr=False, compare=False)
 
     def trained_with(
@@ -62,6 +67,7 @@ class Subject:
         make: OptimizerOf,
         precision: Precision | None = None,
         gradient_dtype: Literal["float32"] | None = None,
+        measure: MeasureUpdates | None = None,
     ) -> Subject:
         """Return the model with an optimizer, and in the type that it is computed in.
 
@@ -69,6 +75,7 @@ class Subject:
             make: Makes the optimizer of a model on the meta device.
             precision: As for `atomtrain.Options`; the model itself is changed.
             gradient_dtype: As for `atomtrain.Options`.
+            measure: See `Subject.measure`.
 
         Raises:
             ConfigError: a parameter that cannot be bfloat16, or that the optimizer cannot update.
@@ -76,7 +83,11 @@ class Subject:
         if precision is not None:
             Narrowed(self.model, precision)
         return replace(
-            self, optimizer=make(self.model), gradient_dtype=gradient_dtype, _analyses={}
+            self,
+            optimizer=make(self.model),
+            gradient_dtype=gradient_dtype,
+            measure=measure,
+            _analyses={},
         )
 
     @functools.cached_property
@@ -103,6 +114,8 @@ class Subject:
             updates = states = None
             if self.optimizer is not None:
                 updates, states = update_model(self.optimizer, chain), states_of(self.optimizer)
+                if self.measure is not None:
+                    updates = self.measure(updates, self.optimizer, chain)
             self._analyses[sequences] = Analysis(chain, costs, updates, states)
         return self._analyses[sequences]
 

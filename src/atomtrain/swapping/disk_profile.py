@@ -83,8 +83,8 @@ def measured_rates(folder: Path) -> DiskRates:
     file = DiskFile(folder, 2 * _MOST_BYTES)
     try:
         here, there = (aligned_empty(_MOST_BYTES) for _ in range(2))
-        # Not zeros: some disks compress.
-        here.view(torch.int64).random_()
+        # Not zeros: some disks compress. The default generator is the user's.
+        here.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
 
         def write(n_bytes: int, offset: int = 0) -> None:
             file.write(offset, here[:n_bytes])

@@ -23,9 +23,11 @@ from atomtrain.swapping.loss_scale import LossScale
 from atomtrain.swapping.options import Options
 from atomtrain.swapping.planner import Planner
 from atomtrain.swapping.precision import Narrowed
+from atomtrain.swapping.profile_cache import machine_key
 from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.update_model import update_model
+from atomtrain.swapping.update_rates import measured_updates
 from atomtrain.swapping.updates import OptimizerFactory, Updates, optimizer_of, states_of
 
 
@@ -130,6 +132,9 @@ def _open(
         states = None if options.disk is None else states_of(made)
         on_gpu = opened.torch_device.type == "cuda"
         taken = update_model(made, chain, foreach=on_gpu)
+        if options.profile:
+            key = machine_key(opened)
+            taken = measured_updates(taken, made, chain, key, one_processor=not on_gpu)
         times, one_memory = profile.times, opened.one_memory
         planner = Planner(chain, costs, times, machine, options, taken, states, one_memory)
         plan = planner.plan(options.micro_batches)

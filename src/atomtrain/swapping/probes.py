@@ -25,7 +25,7 @@ _SMALLEST_BYTES = 4 << 10
 _COPY_S = 0.02
 """How long a measured copy should take."""
 _REPEATS = 5
-_PARAMETERS = 1 << 21
+PARAMETERS = 1 << 21
 """32 MiB of parameters, gradients and moments: the update of a typical block comes from memory."""
 _STEAL_S = 0.05
 """How long compute is watched at a time while something else runs."""
@@ -68,10 +68,12 @@ def link_rates(device: Device, *, pinned: bool = True) -> LinkRates:
     def unload(n_bytes: int) -> Callable[[], None]:
         return lambda: device.copy_out(here[1][:n_bytes], there[1][:n_bytes])
 
-    n_bytes = _worthwhile(lambda size: _through(device.load, load(size)), most_bytes)
-    smallest_s = _median([_through(device.load, load(_SMALLEST_BYTES)) for _ in range(_REPEATS)])
-    load_s = _median([_through(device.load, load(n_bytes)) for _ in range(_REPEATS)])
-    unload_s = _median([_through(device.unload, unload(n_bytes)) for _ in range(_REPEATS)])
+    n_bytes = _worthwhile(lambda size: timed_through(device.load, load(size)), most_bytes)
+    smallest_s = _median(
+        [timed_through(device.load, load(_SMALLEST_BYTES)) for _ in range(_REPEATS)]
+    )
+    load_s = _median([timed_through(device.load, load(n_bytes)) for _ in range(_REPEATS)])
+    unload_s = _median([timed_through(device.unload, unload(n_bytes)) for _ in range(_REPEATS)])
     both_s = _median([_both(device, load(n_bytes), unload(n_bytes)) for _ in range(_REPEATS)])
     load_rate = _slope(n_bytes, load_s, smallest_s)
     return LinkRates(
@@ -89,21 +91,21 @@ def host_copy_bytes_per_s() -> float:
     return _LARGEST_BYTES / _median([_timed(lambda: target.copy_(source)) for _ in range(_REPEATS)])
 
 
-def update_parameters_per_s(parameters: int = _PARAMETERS) -> float:
+def update_parameters_per_s(parameters: int = PARAMETERS) -> float:
     """Measure a fused AdamW in float32, on a thread of its own as in training."""
-    step = _optimizer_step(parameters)
+    step = adamw_step(parameters)
     stream = Stream("probe")
     try:
-        _through(stream, step)
-        return parameters / _median([_through(stream, step) for _ in range(_REPEATS)])
+        timed_through(stream, step)
+        return parameters / _median([timed_through(stream, step) for _ in range(_REPEATS)])
     finally:
         stream.close()
 
 
-def device_update_parameters_per_s(device: Device, parameters: int = _PARAMETERS) -> float:
+def device_update_parameters_per_s(device: Device, parameters: int = PARAMETERS) -> float:
     """Measure a fused AdamW in float32 on the device, where compute runs."""
     with device.computing():
-        step = _optimizer_step(parameters, device.torch_device)
+        step = adamw_step(parameters, device.torch_device)
 
         def finished() -> None:
             step()
@@ -122,8 +124,8 @@ def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
         copy_bytes: Size of the copies; one should take some milliseconds too.
     """
     here, there = (torch.zeros(copy_bytes, dtype=torch.uint8) for _ in range(2))
-    parameters = _PARAMETERS // 4
-    step = _optimizer_step(parameters)
+    parameters = PARAMETERS // 4
+    step = adamw_step(parameters)
 
     def copy() -> None:
         device.copy_in(there, here)
@@ -184,7 +186,10 @@ def _beside(other: Callable[[], None] | None) -> Iterator[Callable[[], int]]:
         thread.join()
 
 
-def _optimizer_step(parameters: int, device: torch.device | None = None) -> Callable[[], None]:
+def adamw_step(
+    parameters: int = PARAMETERS, device: torch.device | None = None
+) -> Callable[[], None]:
+    """Return a step of the optimizer by which machines are rated: a fused float32 AdamW."""
     parameter = torch.nn.Parameter(torch.zeros(parameters, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -209,7 +214,8 @@ def _worthwhile(copy_s: Callable[[int], float], most_bytes: int) -> int:
     return n_bytes
 
 
-def _through(stream: Stream, job: Callable[[], None]) -> float:
+def timed_through(stream: Stream, job: Callable[[], None]) -> float:
+    """Return the seconds of a job on a stream's thread, hand-over included."""
     return _timed(lambda: stream.submit(job).wait())
 
 

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import threading
@@ -31,11 +32,12 @@ from atomtrain.planning.machine import Machine
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.emulated import EmulatedDevice
 
-VERSION = 3
+VERSION = 4
 """Of the file's form, and of what its figures mean."""
 KEPT_S = 7 * 24 * 3600.0
 """Measurements older than this are made again: drivers, cooling and neighbours change."""
-_MOST_LAYERS = 500
+_MOST_ENTRIES = 500
+"""Of layers, and of updates; the newest are kept."""
 _TURN_S = 60.0
 """Longest wait for another process's measurement; then this one measures for itself."""
 
@@ -95,11 +97,12 @@ class ProfileCache:
         self.path = folder / f"{digest[:16]}.json"
         self._machine: dict[str, Any] = {}
         self._layers: dict[str, dict[str, float]] = {}
+        self._updates: dict[str, dict[str, float]] = {}
         self.reload()
 
     def reload(self) -> None:
         """Read again what other processes may have written."""
-        self._machine, self._layers = {}, {}
+        self._machine, self._layers, self._updates = {}, {}, {}
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             self._check(data)
@@ -112,6 +115,7 @@ class ProfileCache:
         if _fresh(data["machine"], now_s):
             self._machine = data["machine"]
         self._layers = {k: v for k, v in data["layers"].items() if _fresh(v, now_s)}
+        self._updates = {k: v for k, v in data["updates"].items() if _fresh(v, now_s)}
 
     def machine(self, device_memory_bytes: int, host_memory_bytes: int) -> Machine | None:
         """Return the measured machine with these budgets, or `None` if it is not known."""
@@ -134,12 +138,25 @@ class ProfileCache:
         self._layers.pop(key, None)
         self._layers[key] = {"measured_s": time.time(), **layer_time._asdict()}
 
+    def update(self, key: str) -> float | None:
+        """Return what updating a parameter takes, in those of AdamW; `None` if it is not known."""
+        entry = self._updates.get(key)
+        return None if entry is None else entry["share"]
+
+    def put_update(self, key: str, share: float) -> None:
+        """Keep what updating a parameter takes."""
+        self._updates.pop(key, None)
+        self._updates[key] = {"measured_s": time.time(), "share": share}
+
     def save(self) -> None:
         """Replace the file. A folder that cannot be written to costs a warning only."""
-        newest = dict(list(self._layers.items())[-_MOST_LAYERS:])
         data = {
-            "version": VERSION, "key": self.key, "machine": self._machine, "layers": newest,
-        }  # fmt: skip
+            "version": VERSION,
+            "key": self.key,
+            "machine": self._machine,
+            "layers": _newest(self._layers),
+            "updates": _newest(self._updates),
+        }
         name = f"{self.path.name}.{os.getpid()}.{threading.get_ident()}.tmp"
         temporary = self.path.with_name(name)
         try:
@@ -172,20 +189,29 @@ class ProfileCache:
             raise ValueError(f"version {data['version']!r}, not {VERSION}")
         if data["key"] != self.key:
             raise ValueError("it is of another machine")
-        if not isinstance(data["layers"], dict):
-            raise ValueError("its layers are no object")
+        for name in ("layers", "updates"):
+            if not isinstance(data[name], dict):
+                raise ValueError(f"its {name} are no object")
         if data["machine"]:
             _fresh(data["machine"], 0.0)
             _machine_of(data["machine"], 1, 1)
         for name, entry in data["layers"].items():
             _fresh(entry, 0.0)
             check_time(LayerTime(entry["forward_s"], entry["backward_s"]), name)
+        for name, entry in data["updates"].items():
+            _fresh(entry, 0.0)
+            if not 0 < float(entry["share"]) < math.inf:
+                raise ValueError(f"the update {name} takes {entry['share']!r}")
 
 
 def _machine_of(entry: Mapping[str, Any], device_bytes: int, host_bytes: int) -> Machine:
     rates = {k: v for k, v in entry.items() if k != "measured_s"}
     budgets = {"device_memory_bytes": device_bytes, "host_memory_bytes": host_bytes}
     return Machine.from_json({**rates, **budgets}, "the profile")
+
+
+def _newest(entries: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return dict(list(entries.items())[-_MOST_ENTRIES:])
 
 
 def _fresh(entry: Mapping[str, Any], now_s: float) -> bool:

@@ -63,9 +63,9 @@ def check_gpu_name(name: str) -> None:
 
     file = Path(atomtrain.__file__).parent / "planning" / "hardware.json"
     names = list(json.loads(file.read_text(encoding="utf-8"))["gpus"])
-    if name not in names:
+    if name.lower() not in names:
         raise ConfigError(
-            f"there is no GPU {name!r} in the catalogue.{nearest(name, names)} "
+            f"there is no GPU {name!r} in the catalogue.{nearest(name.lower(), names)} "
             f"GPUs: {', '.join(names)}"
         )
 
