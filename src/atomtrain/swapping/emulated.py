@@ -37,18 +37,23 @@ class _Link:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy a segment in pieces, so that a value that is wanted at once need not wait for it."""
+        asked_s = time.perf_counter()
         most = max(_LEAST_PIECE_BYTES, int(_PIECE_S * self._bytes_per_s))
         if source.dim() != 1 or source.nbytes <= most:
-            self._copy(target, source)
+            self._copy(target, source, asked_s)
             return
         elements = most // source.element_size()
         for to, of in zip(target.split(elements), source.split(elements), strict=True):
-            self._copy(to, of)
+            # A link goes on by itself: that this thread slept too long does not slow it down.
+            asked_s = self._copy(to, of, asked_s)
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, then sleep for what remains of the time that the link would need."""
+    def _copy(self, target: Tensor, source: Tensor, asked_s: float) -> float:
+        """Copy, then sleep for what remains of the time that the link would need.
+
+        Returns when the link is done; it began no sooner than the copy was asked for.
+        """
         with self._lock:
-            self._free_s = max(time.perf_counter(), self._free_s)
+            self._free_s = max(asked_s, self._free_s)
             self._free_s += source.nbytes / self._bytes_per_s
             ends_s = self._free_s
         if source.is_contiguous() and target.is_contiguous() and source.dtype is target.dtype:
@@ -60,6 +65,7 @@ class _Link:
         remaining_s = ends_s - time.perf_counter()
         if remaining_s > 0:
             time.sleep(remaining_s)
+        return ends_s
 
 
 class EmulatedDevice(ProcessorDevice):
