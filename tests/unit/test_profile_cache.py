@@ -217,7 +217,7 @@ def test_old_measurements_are_made_again(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_file_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_cache, "_MOST_LAYERS", 3)
+    monkeypatch.setattr(profile_cache, "_MOST_ENTRIES", 3)
     cache = filled(tmp_path)
     for name in "bcde":
         cache.put_time(name, LayerTime(1.0, 1.0))

@@ -53,7 +53,7 @@ class Kind(NamedTuple):
     @property
     def key(self) -> str:
         """A name for it, the same in every process."""
-        options = [(name, _said(value)) for name, value in sorted(self.group.items())]
+        options = [(k, _said(value)) for k, value in sorted(self.group.items()) if k != "seed"]
         kind = self.optimizer
         said = (kind.__module__, kind.__qualname__, options, str(self.dtype), *self[3:])
         return hashlib.sha256(repr(said).encode()).hexdigest()[:32]
