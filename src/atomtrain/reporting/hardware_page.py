@@ -131,9 +131,10 @@ def _numbers() -> dict[str, int]:
 
 def _all_sources() -> dict[str, Source]:
     """Return the sources by address, in the order in which the page names them."""
-    of_gpus = (source for card in GPUS.values() for source in card.sources)
-    others = (entry.source for entry in (*HOSTS.values(), *DISKS.values()))
-    return {source.url: source for source in (*of_gpus, *others)}
+    sources = [source for card in GPUS.values() for source in card.sources]
+    sources += [host.source for host in HOSTS.values()]
+    sources += [disk.source for disk in DISKS.values()]
+    return {source.url: source for source in sources}
 
 
 def _pairs(values: dict[str, float]) -> str:

@@ -29,8 +29,8 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.models.presets import preset
 from atomtrain.planning.prospect import Analysis
-from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.planning.updating import UpdateModel
+from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.swapping.precision import Narrowed
 from atomtrain.swapping.update_model import update_model
 from atomtrain.swapping.updates import states_of

@@ -147,7 +147,8 @@ def _measured(optimizer: torch.optim.Optimizer, kind: Kind) -> float | None:
                 seconds.append((timed_through(stream, step), timed_through(stream, unit)))
         # The first ones make the state.
         taken_s, unit_s = (statistics.median(of) for of in zip(*seconds[1:], strict=True))
-        return (taken_s / math.prod(kind.shape)) / (unit_s / PARAMETERS)
+        share: float = (taken_s / math.prod(kind.shape)) / (unit_s / PARAMETERS)
+        return share
     except Exception as error:  # noqa: BLE001  whatever a foreign optimizer raises
         _logger.warning(
             "updates by %s cannot be measured (%s); their time is estimated",
