@@ -13,7 +13,8 @@ from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
 from atomtrain.data import Batch
 from atomtrain.models.hugging_face import build, read_config
-from atomtrain.models.lora import LoraConfig, adapted_layers, add_adapters, merged
+from atomtrain.models.lora import adapted_layers, add_adapters, merged
+from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.quantised import dequantise, quantise, quantised_linear
 from atomtrain.optimizers import AdamW
 from atomtrain.planning.layout import Layout

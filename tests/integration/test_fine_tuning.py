@@ -1,10 +1,8 @@
-"""Fine-tuning by the real commands, on a tiny model: those of docs/fine-tuning.md among them."""
+"""Fine-tuning by the real commands, on a tiny model."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from atomtrain.cli.main import main
 from atomtrain.events import read_events
 
 pytest.importorskip("transformers")
-DOCS = Path(__file__).parents[2] / "docs" / "fine-tuning.md"
 SMALL = [
     "--host", "127.0.0.1", "--device", "emulated:4GiB/s", "--device-memory", "3MiB",
     "--context", "32", "--sequences", "4", "--steps", "4", "--plain", "--no-profile",
@@ -44,31 +41,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows.append(json.dumps({"messages": [asked, answer]}))
     (tmp_path / "chats.jsonl").write_text("\n".join(rows))
     return tmp_path
-
-
-def commands() -> list[list[str]]:
-    """The commands of the page, in order."""
-    blocks = re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.S)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith("atom ")]
-    return [shlex.split(line, comments=True)[1:] for line in lines]
-
-
-def test_the_commands_of_the_page_work(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("peft")
-    ran = [name for name, *_ in commands()]
-    assert {"train", "export", "generate", "evaluate", "data", "plan"} <= set(ran)
-    for name, *arguments in commands():
-        more = SMALL if name == "train" else ["--tokens", "3"] if name == "generate" else []
-        if name == "plan":
-            more = ["--gpu", "rtx-3090", "--context", "32"]
-        assert main([name, *arguments, *more]) == 0, arguments
-    for run in ("mine", "chat", "adapted"):
-        losses = [
-            event["loss"]
-            for event in read_events(place / "runs" / run / "peer-0" / "events.jsonl")
-            if event["event"] == "evaluation"
-        ]
-        assert losses[-1] < losses[0]
 
 
 def test_an_evaluation_is_that_of_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

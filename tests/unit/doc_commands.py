@@ -1,4 +1,4 @@
-"""The commands that the documentation shows."""
+"""The commands and the Python that the documentation shows."""
 
 from __future__ import annotations
 
@@ -9,26 +9,57 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"(<!-- runs -->\n+)?^```(?:sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "commands.md"),
+]
+"""All but the page that is made from the code."""
+_BLOCK = re.compile(r"(<!-- runs -->\n+)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELLS = ("sh", "bash")
+
+
+class Block(NamedTuple):
+    """A block of a page between fences."""
+
+    page: str
+    language: str
+    """As it stands behind the fence; may be empty."""
+    marked: bool
+    """Whether a comment asks for the block to be run as it stands."""
+    text: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines that are not empty; those that a backslash continues are one."""
+        return [line for line in self.text.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 class Shown(NamedTuple):
-    """A command line in a block of a page."""
+    """A command line that begins with `atom`."""
 
     page: str
     runs: bool
-    """Whether a test runs the block as it stands; others are too long or need hardware."""
+    """Whether a test runs the block as it stands."""
     words: tuple[str, ...]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Yield all blocks of a page, in order."""
+    for mark, language, text in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        yield Block(page.name, language, bool(mark), text)
+
+
+def command_of(line: str) -> tuple[str, ...] | None:
+    """Return the words behind `atom` of a line of a shell, `None` if it is another program's."""
+    words = tuple(shlex.split(line, comments=True))
+    return words[1:] if words[:1] == ("atom",) else None
 
 
 def shown_commands() -> Iterator[Shown]:
     """Yield every command line that begins with `atom`."""
     for page in PAGES:
-        if page.name == "commands.md":  # made from the code
-            continue
-        for mark, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = tuple(shlex.split(line, comments=True))
-                if words[:1] == ("atom",):
-                    yield Shown(page.name, bool(mark), words[1:])
+        for block in blocks(page):
+            for line in block.lines if block.language in SHELLS else ():
+                words = command_of(line)
+                if words is not None:
+                    yield Shown(page.name, block.marked, words)

@@ -15,6 +15,7 @@ from atomtrain.data import SamplerConfig
 from atomtrain.data.chat import ChatTemplate, Encoder, Example
 from atomtrain.data.dialogues import Dialogue, Plain, understand
 from atomtrain.data.examples import IGNORED, Examples, Rows, RowSampler, held_out_rows
+from atomtrain.data.pairs import PairMaterial, References
 from atomtrain.data.rows import Row, has_rows, read_rows
 from atomtrain.errors import DataError
 
@@ -209,3 +210,99 @@ def test_the_order_is_a_function_of_seed_peer_and_position() -> None:
     held = list(held_out_rows(rows, 4))
     assert [tuple(b.inputs.shape) for b in held] == [(4, 4), (4, 4)]
     assert rows.bits_per_byte(1.0) == pytest.approx(2 / (7 * np.log(2)))
+
+
+USER = {"role": "user", "content": "the cat"}
+OTHER = {"role": "assistant", "content": "lay by the door"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": "the cat ", "chosen": "sat on the mat", "rejected": "lay by the door"},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+        {"prompt": "the cat", "chosen": [ANSWER], "rejected": [OTHER]},
+        {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+    ],
+    ids=["texts", "messages", "text and messages", "whole dialogues"],
+)
+def test_pairs_have_both_answers_behind_the_prompt(values: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    chosen, rejected = encoder().encode_pair(row(**values))
+    assert (answers_of(chosen), answers_of(rejected)) == (
+        "sat on the mat<|endoftext|>", "lay by the door<|endoftext|>",
+    )  # fmt: skip
+    before = chosen.answers.index(True)
+    assert before == rejected.answers.index(True) > 0
+    assert chosen.tokens[:before] == rejected.tokens[:before]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"prompt": "x", "completion": "y"}, "has 'prompt', 'completion'; --objective dpo needs"),
+        ({"prompt": "x", "chosen": "y", "rejected": None}, "needs chosen and rejected"),
+        ({"prompt": [USER], "chosen": "y", "rejected": "z"}, "'chosen' must be one as well"),
+        ({"chosen": [ANSWER], "rejected": "z"}, "must both be texts, or both lists"),
+        ({"chosen": 1, "rejected": 2}, "'chosen' must be a list of messages"),
+        ({"chosen": [USER], "rejected": [OTHER]}, "nothing to learn"),
+    ],
+)
+def test_bad_pairs_are_named(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(DataError) as caught:
+        encoder().encode_pair(row(**values))
+    assert str(caught.value).startswith("file.jsonl:7: ")
+    assert expected in str(caught.value)
+
+
+def test_answers_of_a_pair_stay_together() -> None:
+    def example(n: int, length: int) -> Example:
+        return Example("preference", [n] * length, [False] + [True] * (length - 1), length)
+
+    lengths = [(3, 3), (3, 9), (2, 3), *[(3, 3)] * 20]
+    made = [example(2 * n + i, pair[i]) for n, pair in enumerate(lengths) for i in (0, 1)]
+    made[1] = example(1, 9)._replace(answers=[False] * 8 + [True])
+    examples = Examples(made, "pairs", together=2)
+    assert (examples.train.count, examples.held_out.count) == (44, 2)
+    material = PairMaterial(examples, padding=0)
+    rows = material.train(4)
+    assert (len(rows), rows.dropped, rows.cut) == (21, 1, 2)
+    batch = rows.batch([0, 1])
+    assert batch.inputs[:, 0].tolist() == [2, 3, 4, 5]
+    assert batch.reference is None
+    references = References(np.arange(42, dtype=np.float32), np.zeros(2, np.float32))
+    known = material._replace(references=references)
+    sampler = known.sampler(SamplerConfig(context_tokens=4, sequences=6, seed=3), "peer")
+    seen = [sampler.batch(position) for position in range(7)]
+    for batch in seen:
+        first = batch.inputs[:, 0]
+        assert torch.equal(first[1::2], first[0::2] + 1)
+        assert batch.reference is not None
+        places = first - 2 - 2 * (first > 20).long()  # the first pair was dropped, one is held out
+        assert torch.equal(batch.reference, places.float())
+    assert len({int(n) for batch in seen for n in batch.inputs[:, 0]}) == 42
+    [judged] = known.held_out(4, 2, None)
+    assert judged.inputs[:, 0].tolist() == [20, 21]
+    with pytest.raises(DataError, match="pairs has 1 examples, at least 2"):
+        Examples(made[:2], "pairs", together=2)
+    few = Examples(made[2:6], "pairs", together=2)
+    assert (few.train.count, few.held_out.count) == (2, 2)
+
+
+def test_the_package_datasets_gives_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "named"
+    folder.mkdir()
+    for split, text in (("train", "one"), ("test", "two")):
+        (folder / f"{split}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    name = f"datasets:{folder}"
+    assert has_rows(name)
+    assert [row.values for row in read_rows(name)] == [{"text": "one"}]
+    assert [row.values for row in read_rows(f"{name}:test")] == [{"text": "two"}]
+    with pytest.raises(DataError, match="cannot be loaded"):
+        list(read_rows(f"datasets:{tmp_path / 'missing'}"))

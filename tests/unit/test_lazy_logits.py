@@ -46,6 +46,9 @@ LOSSES: dict[str, Loss] = {
     "wherever they are": lambda x, y: F.cross_entropy(
         (x if isinstance(x, Tensor) and not hasattr(x, "logits") else x.logits)[0], y[0]
     ),
+    "summed by sequence": lambda x, y: (
+        F.cross_entropy(x.transpose(1, 2), y, reduction="none").sum(1).pow(2).mean()
+    ),
     "smoothed and summed": lambda x, y: nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1)(
         x.flatten(0, -2), y.flatten()
     ),
@@ -85,10 +88,6 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "class weights": (
         lambda x, y: F.cross_entropy(x[0], y[0], weight=torch.ones(VOCABULARY)),
         "weighs the classes",
-    ),
-    "not reduced": (
-        lambda x, y: F.cross_entropy(x[0], y[0], reduction="none"),
-        "does not reduce cross-entropy to one number",
     ),
     "probabilities": (
         lambda x, y: F.cross_entropy(x[0], torch.ones(T, VOCABULARY)),

@@ -133,6 +133,8 @@ def test_a_ready_recipe_is_right(name: str) -> None:
     options_with(read_recipe(recipe_path(name)), {})
     text = recipe_path(name).read_text(encoding="utf-8")
     assert f"atom train {name}" in text, "it says how it is started"
+    page = Path(__file__).parents[2] / "docs" / "recipes.md"
+    assert f"| `{name}` |" in page.read_text(encoding="utf-8")
 
 
 def test_names_of_recipes_are_completed() -> None:

@@ -134,14 +134,14 @@ class LazyLogits:
         """Return `torch.nn.functional.cross_entropy` of the logits, in pieces."""
         if options.pop("weight") is not None:
             raise _needed("weighs the classes")
-        if options["reduction"] not in ("mean", "sum"):
-            raise _needed("does not reduce cross-entropy to one number")
         if labels.is_floating_point() or (self.ndim > 2 and not self.classes_second):
             raise _needed("takes a cross-entropy with probabilities or over another dimension")
         rows = self.hidden.reshape(-1, self.hidden.shape[-1])
         loss = linear_cross_entropy(
             rows, self.weight, self.bias, labels.reshape(-1), pieces=self.pieces, **options
         )
+        if options["reduction"] == "none":
+            loss = loss.view(labels.shape)
         return loss.to(self.dtype) if self.dtype.itemsize < 4 else loss
 
     def _with(self, **changes: Any) -> LazyLogits:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from atomtrain.errors import ConfigError
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "none"]
 
 _ALIGN_FROM = 1024
 _ALIGNED = 64
@@ -54,10 +54,11 @@ def linear_cross_entropy(
         pieces: Into how many pieces the vocabulary is split, at least 1.
         ignore_index: Rows with this label do not count.
         label_smoothing: Share of the probability that is spread evenly, from 0 to 1.
-        reduction: `mean` over the rows that count (NaN if there are none), or `sum`.
+        reduction: `mean` over the rows that count (NaN if there are none), `sum`, or `none`: each
+            row's own, 0 where it does not count.
 
     Returns:
-        0-d loss in nats; float64 for float64 inputs, float32 for all others.
+        0-d loss in nats (`[N]` with `none`); float64 for float64 inputs, float32 for all others.
 
     Raises:
         ConfigError: `pieces`, `label_smoothing` or `reduction` out of range, or shapes that do not
@@ -68,8 +69,8 @@ def linear_cross_entropy(
         raise ConfigError(f"pieces must be at least 1, not {pieces}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(f"label_smoothing must be from 0 to 1, not {label_smoothing}")
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ConfigError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
     if not fits or labels.shape != hidden.shape[:1]:
         raise ConfigError(
@@ -136,8 +137,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser)
         ctx.pieces, ctx.ignore_index = pieces, ignore_index
         ctx.label_smoothing, ctx.reduction = label_smoothing, reduction
-        loss = loss.where(counts, 0).sum()
-        return loss / counts.sum() if reduction == "mean" else loss
+        loss = loss.where(counts, 0)
+        if reduction == "none":
+            return loss
+        return loss.sum() / counts.sum() if reduction == "mean" else loss.sum()
 
     @staticmethod
     @once_differentiable

@@ -49,11 +49,17 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("checkpoint",),
     )
-    from atomtrain.training.evaluation import evaluate
+    from atomtrain.training.evaluation import PairEvaluation, evaluate
 
     found = evaluate(options.checkpoint, options.data, options.context, options.sequences)
     if options.json:
         sys.stdout.write(json.dumps(found._asdict()) + "\n")
+    elif isinstance(found, PairEvaluation):
+        sys.stdout.write(
+            f"loss            {found.loss:.4f} nats a pair\n"
+            f"preferred       {found.reward_accuracy:.1%} of {found.pairs} pairs\n"
+            f"margin          {found.reward_margin:.4f} nats\n"
+        )
     else:
         sys.stdout.write(
             f"loss            {found.loss:.4f} nats a token\n"

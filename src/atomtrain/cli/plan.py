@@ -30,6 +30,7 @@ _EXAMPLES = """\
   atom plan gpt3-13b --gpu rtx-4090 --host-memory 96GiB --disk nvme-pcie4
   atom plan gpt3-small                              this machine, measured
   atom plan gpt3-13b --gpu rtx-3090 --precision bf16 --optimizer adamw-int8
+  atom plan models/llama-70b --gpu rtx-3090 --precision bf16 --lora r=16,alpha=32,bits=4
   atom plan gpt3-xl --gpu rtx-3090 --save mine.json
   atom plan gpt3-xl --gpu rtx-3090 --machine mine.json --json"""
 
@@ -88,6 +89,9 @@ class PlanOptions:
     optimizer: str = option(
         "adamw", "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon.", "NAME"
     )
+    lora: str | None = option(
+        None, "Train adapters of a frozen model, as --lora of atom train: r=16,bits=4.", "SETTINGS"
+    )
     tf32: bool = option(
         False, "Matrix products in TF32, as torch.set_float32_matmul_precision('high') gives."
     )
@@ -119,6 +123,10 @@ class PlanOptions:
         )
 
         check_gradient_dtype(self.gradient_dtype)
+        if self.lora is not None:
+            from atomtrain.models.lora_config import parse_lora
+
+            parse_lora(self.lora)
         check_optimizer(self.optimizer)
         check_precision(self.precision, self.optimizer)
         if self.activations not in (None, *_ACTIVATIONS):
@@ -146,6 +154,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.gpu is not None:
         check_gpu_name(options.gpu)
     with leaving_at_once():
+        from atomtrain.models.lora_config import parse_lora
         from atomtrain.planning.advice import Setting
         from atomtrain.planning.machine import save_machine
         from atomtrain.planning.prospect import Workload
@@ -165,7 +174,10 @@ def run(arguments: Sequence[str]) -> int:
     place = _place(options)
     if options.disk is not None:
         place = place._replace(machine=_with_disk(place.machine, options.disk))
-    model = subject(options.model, options.context, options.head_pieces).trained_with(
+    model = subject(options.model, options.context, options.head_pieces)
+    if options.lora is not None:
+        model = model.with_adapters(parse_lora(options.lora))
+    model = model.trained_with(
         lambda owned: named_optimizer(owned, options.optimizer, options.precision),
         precision_of(options.precision),
         gradient_dtype_of(options.gradient_dtype),

@@ -83,7 +83,7 @@ def _run_peer(options: TrainOptions) -> int:
         from atomtrain.training.recipe_files import recipe_text
         from atomtrain.training.setup import open_session
 
-    session = open_session(options)
+    session = open_session(options, _tell)
     try:
         make_directory(session.directory)
         (session.directory / RECIPE_FILE).write_text(recipe_text(options), encoding="utf-8")
@@ -103,6 +103,11 @@ def _run_peer(options: TrainOptions) -> int:
         return 0 if reason == "completed" else 130
     finally:
         session.close()
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _run_peers(options: TrainOptions) -> int:

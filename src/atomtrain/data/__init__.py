@@ -3,7 +3,7 @@
 corpus = read_corpus("books/*.txt")            # or None: the demonstration corpus
 tokenizer, tokens = prepare(corpus, default_cache())
 sampler = Sampler(tokens.train, SamplerConfig(context_tokens=256, sequences=8), peer_key="a")
-inputs, labels = sampler.batch(position)
+batch = sampler.batch(position)           # batch.inputs, batch.labels
 """
 
 from __future__ import annotations

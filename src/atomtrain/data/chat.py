@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from atomtrain.data.dialogues import Dialogue, Message, Plain, understand
+from atomtrain.data.dialogues import Dialogue, Message, Plain, understand, understand_pair
 from atomtrain.data.rows import Row
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
@@ -78,7 +78,18 @@ class Encoder:
         Raises:
             DataError: what the row says cannot be learnt; names file and line.
         """
-        said = understand(row)
+        return self._encoded(row, understand(row))
+
+    def encode_pair(self, row: Row) -> tuple[Example, Example]:
+        """Return the better answer and the other one, each behind the prompt.
+
+        Raises:
+            DataError: the row is no pair; names file and line.
+        """
+        chosen, rejected = understand_pair(row)
+        return self._encoded(row, chosen), self._encoded(row, rejected)
+
+    def _encoded(self, row: Row, said: Dialogue | Plain) -> Example:
         try:
             return self._plain(said) if isinstance(said, Plain) else self._dialogue(said)
         except DataError as error:

@@ -7,6 +7,12 @@
 | alpaca | `instruction`, `output`, and possibly `input` and `system` |
 | completion | `prompt` and `completion` (texts: no template; or lists of messages) |
 | text | `text`: everything is learnt |
+
+A row may instead say which of two answers is the better one:
+
+| kind | keys of a row |
+|---|---|
+| preference | `chosen` and `rejected`, and possibly `prompt`: texts, or lists of messages |
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ _SPEAKERS = {
     "function_response": "tool", "observation": "tool",
 }  # fmt: skip
 KINDS = ("messages", "sharegpt", "alpaca", "completion", "text")
+PREFERENCE = "preference"
 
 
 class Dialogue(NamedTuple):
@@ -51,6 +58,11 @@ def understand(row: Row) -> Dialogue | Plain:
         DataError: it is of none of the kinds, or lacks something; names file and line.
     """
     values = row.values
+    if is_pair(row):
+        raise DataError(
+            f"{row.place}: is a pair of answers (chosen and rejected); learn from such with "
+            "--objective dpo, and from no other rows beside them"
+        )
     if values.get("messages") is not None:
         return _answered(row, "messages", _messages(row, "messages"))
     if values.get("conversations") is not None:
@@ -66,6 +78,66 @@ def understand(row: Row) -> Dialogue | Plain:
         f"{row.place}: has {keys}; a row needs messages, conversations, instruction and output, "
         "prompt and completion, or text"
     )
+
+
+class Pair(NamedTuple):
+    """Two answers to the same."""
+
+    chosen: Dialogue | Plain
+    rejected: Dialogue | Plain
+
+
+def is_pair(row: Row) -> bool:
+    """Return whether a row says which of two answers is the better one."""
+    return row.values.get("chosen") is not None and row.values.get("rejected") is not None
+
+
+def understand_pair(row: Row) -> Pair:
+    """Return both answers of a row, each behind the prompt.
+
+    Raises:
+        DataError: it has no two answers of one form; names file and line.
+    """
+    if not is_pair(row):
+        keys = ", ".join(map(repr, row.values)) or "nothing"
+        raise DataError(
+            f"{row.place}: has {keys}; --objective dpo needs chosen and rejected, and usually "
+            "prompt, in every row"
+        )
+    chosen, rejected = (_preferred(row, key) for key in ("chosen", "rejected"))
+    if type(chosen) is not type(rejected):
+        raise DataError(
+            f"{row.place}: 'chosen' and 'rejected' must both be texts, or both lists of messages"
+        )
+    return Pair(chosen, rejected)
+
+
+def _preferred(row: Row, key: str) -> Dialogue | Plain:
+    prompt = row.values.get("prompt")
+    if isinstance(row.values[key], str):
+        if isinstance(prompt, list):
+            raise DataError(
+                f"{row.place}: 'prompt' is a list of messages, so {key!r} must be one as well"
+            )
+        return Plain(PREFERENCE, "" if prompt is None else _text(row, "prompt"), _text(row, key))
+    answer = _answered(row, PREFERENCE, _messages(row, key)).messages
+    if isinstance(prompt, str):
+        before = [{"role": "user", "content": prompt}]
+    else:
+        before = [] if prompt is None else _messages(row, "prompt")
+    if before:
+        return Dialogue(PREFERENCE, [*before, *answer], len(before))
+    return Dialogue(PREFERENCE, answer, _shared(row))
+
+
+def _shared(row: Row) -> int:
+    """Return how many messages both answers begin with: those are the prompt."""
+    chosen, rejected = row.values["chosen"], row.values["rejected"]
+    count = 0
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
+            count += 1
+    return count
 
 
 def _answered(row: Row, kind: str, messages: list[Message]) -> Dialogue:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -62,28 +63,36 @@ class Counts:
 class Examples:
     """All examples: those to train on, and every twentieth to evaluate on."""
 
-    def __init__(self, examples: Iterable[Example], name: str) -> None:
+    def __init__(self, examples: Iterable[Example], name: str, together: int = 1) -> None:
         """Read all examples.
 
+        Args:
+            examples: In the order of the data.
+            name: Of the data, for messages.
+            together: So many, one after the other, stay together: 2 of pairs.
+
         Raises:
-            DataError: there are fewer than two, so none would be left to evaluate on.
+            DataError: there are fewer than two (twos), so none would be left to evaluate on.
         """
         kinds: Counter[str] = Counter()
         digest = hashlib.sha256()
         parts: tuple[list[Example], list[Example]] = ([], [])
         count = tokens = answers = longest = 0
         for example in examples:
-            held_out = count % HELD_OUT_EVERY == _HELD_OUT_INDEX
+            held_out = count // together % HELD_OUT_EVERY == _HELD_OUT_INDEX
             parts[held_out].append(example)
             kinds[example.kind] += 1
             digest.update(np.asarray(example.tokens, np.uint32).tobytes())
             digest.update(np.asarray(example.answers, np.bool_).tobytes())
             count, tokens = count + 1, tokens + len(example.tokens)
             answers, longest = answers + sum(example.answers), max(longest, len(example.tokens))
-        if count < _LEAST:
-            raise DataError(f"{name} has {count} examples, at least {_LEAST} are needed; add some")
+        if count < _LEAST * together:
+            raise DataError(
+                f"{name} has {count // together} examples, at least {_LEAST} are needed; add some"
+            )
         if not parts[1]:  # few examples: the last one is held out
-            parts[1].append(parts[0].pop())
+            parts[1].extend(parts[0][-together:])
+            del parts[0][-together:]
         self.train, self.held_out = _joined(parts[0]), _joined(parts[1])
         self.counts = Counts(dict(kinds), count, tokens, answers, longest, digest.hexdigest())
 
@@ -153,10 +162,20 @@ class Rows:
         return bool(self._part.answers[start + 1 : stop].any())
 
 
+class Drawn(Protocol):
+    """What batches are drawn from: rows, or pairs of them."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: Sequence[int], /) -> Batch:
+        """Return some of them, in this order."""
+        ...
+
+
 class RowSampler:
     """Gives any batch of a peer's endless order by its position, as `Sampler` does for text."""
 
-    def __init__(self, rows: Rows, config: SamplerConfig, peer_key: str) -> None:
+    def __init__(self, rows: Drawn, config: SamplerConfig, peer_key: str) -> None:
         """Draw from all rows; each epoch has an order of its own."""
         self._rows, self._config, self._peer_key = rows, config, peer_key
         self._order = lru_cache(maxsize=2)(self._draw)
@@ -178,7 +197,7 @@ class RowSampler:
         return order.astype(np.int64, copy=False)
 
 
-def held_out_rows(rows: Rows, sequences: int, limit: int | None = None) -> Iterator[Batch]:
+def held_out_rows(rows: Drawn, sequences: int, limit: int | None = None) -> Iterator[Batch]:
     """Yield batches to evaluate on: always the same, of one shape; the last begins anew."""
     batches = max(1, len(rows) // sequences)
     for number in range(min(batches, limit or batches)):

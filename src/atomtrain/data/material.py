@@ -29,8 +29,8 @@ class Material(Protocol):
         """Yield the batches to evaluate on."""
         ...
 
-    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float:
-        """Return a held-out loss in bits per byte of what is predicted."""
+    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float | None:
+        """Return a held-out loss in bits per byte of what is predicted; `None` if it is no text."""
         ...
 
 

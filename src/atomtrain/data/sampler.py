@@ -12,7 +12,7 @@ with different keys their orders have nothing in common.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -30,6 +30,17 @@ class Batch(NamedTuple):
 
     inputs: Tensor  # [sequences, context] int64
     labels: Tensor  # [sequences, context] int64; labels[i, t] is the token after inputs[i, t]
+    reference: Tensor | None = None
+    """`[sequences]` float32: of pairs of answers, what the model to compare with says of each."""
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Return batches, at least one and all of one kind, as one."""
+    reference = None
+    if batches[0].reference is not None:
+        reference = torch.cat([b.reference for b in batches if b.reference is not None])
+    inputs = torch.cat([batch.inputs for batch in batches])
+    return Batch(inputs, torch.cat([batch.labels for batch in batches]), reference)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,14 @@ class Metric(NamedTuple):
 METRICS = (
     Metric("steps", "steps", "step", "step", "Optimizer steps done."),
     Metric("loss", "nats per token", "step", "loss", "Training loss of the step."),
+    Metric(
+        "reward_accuracy", "share of 1", "step", "reward_accuracy",
+        "Pairs of the step in which the better answer has the higher reward.",
+    ),
+    Metric(
+        "reward_margin", "nats", "step", "reward_margin",
+        "By how much its reward is higher, mean over the step's pairs.",
+    ),
     Metric("tokens_total", "tokens", "step", "tokens_total", "Tokens this peer trained on."),
     Metric("tokens_per_s", "tokens/s", "step", "tokens_per_s", "Speed of the step."),
     Metric("step_s", "s", "step", "step_s", "How long the step took."),
@@ -43,6 +51,14 @@ METRICS = (
     Metric("peers", "peers", "step", "peers", "Peers that train, this one included."),
     Metric("time_left_s", "s", "step", "time_left_s", "Expected time until the last step."),
     Metric("held_out_loss", "nats per token", "evaluation", "loss", "Loss on held-out text."),
+    Metric(
+        "held_out_reward_accuracy", "share of 1", "evaluation", "reward_accuracy",
+        "Held-out pairs in which the better answer has the higher reward.",
+    ),
+    Metric(
+        "held_out_reward_margin", "nats", "evaluation", "reward_margin",
+        "By how much its reward is higher, mean over held-out pairs.",
+    ),
     Metric(
         "held_out_bits_per_byte", "bits/byte", "evaluation", "bits_per_byte",
         "Held-out loss in bits per byte of text, whatever the tokenizer.",

@@ -11,7 +11,8 @@ from torch import nn
 from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
-from atomtrain.models.lora import LoraConfig, add_adapters
+from atomtrain.models.lora import add_adapters
+from atomtrain.models.lora_config import LoraConfig
 
 Sizes = GPTConfig | HuggingFaceConfig
 

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from atomtrain.errors import ConfigError
 
-BITS = (8, 4)
 _BLOCK = 64
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,

@@ -43,6 +43,8 @@ KEYS = {"float32": "master", "split": "rest"}
 """Where a parameter's state has its master, by format."""
 _DTYPES = {"float32": torch.float32, "split": torch.int16}
 _HALF = 1 << 15
+_SLICE_ELEMENTS = 1 << 20
+"""Rounded at once."""
 STREAMS = (torch.bfloat16, torch.float16)
 """Types of parameters that have masters."""
 
@@ -106,13 +108,22 @@ def read(stream: Tensor, stored: Tensor) -> Tensor:
 
 
 def write(stream: Tensor, stored: Tensor, values: Tensor) -> None:
-    """Set master and stream to float32 values."""
+    """Set master and stream to float32 values; needs little memory beside them."""
     if stored.dtype is torch.float32:
         if values.data_ptr() != stored.data_ptr():
             stored.copy_(values)
     else:
         stored.copy_(values.contiguous().view(torch.int32))
-    stream.copy_(round_stream(values) if stream.dtype is torch.bfloat16 else values)
+    if stream.dtype is not torch.bfloat16:
+        stream.copy_(values)
+        return
+    # Row by row, or several at once: rounding makes copies of what it rounds.
+    rows = max(1, _SLICE_ELEMENTS * len(values) // max(1, values.numel())) if values.ndim else 0
+    if not rows or len(values) <= rows:
+        stream.copy_(round_stream(values))
+        return
+    for part, from_part in zip(stream.split(rows), values.split(rows), strict=True):
+        part.copy_(round_stream(from_part))
 
 
 def join(stream: Tensor, rest: Tensor, out: Tensor) -> None:

@@ -27,6 +27,8 @@ from atomtrain.models.hugging_face import (
     model_folder,
     read_config,
 )
+from atomtrain.models.lora import add_adapters
+from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.presets import preset
 from atomtrain.planning.prospect import Analysis
 from atomtrain.planning.updating import UpdateModel
@@ -89,6 +91,15 @@ class Subject:
             measure=measure,
             _analyses={},
         )
+
+    def with_adapters(self, config: LoraConfig) -> Subject:
+        """Return the model frozen, with adapters beside its linear layers, in place.
+
+        Raises:
+            ConfigError: a target names no linear layer.
+        """
+        add_adapters(self.model, config)
+        return replace(self, _analyses={})
 
     @functools.cached_property
     def parameters(self) -> int:

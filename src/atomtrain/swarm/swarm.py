@@ -171,6 +171,11 @@ class Swarm:
         return min((s.version for s in self._desk.store.stamps() if s is not None), default=0)
 
     @property
+    def fetched_bytes(self) -> int:
+        """What came of anchors from other peers so far, cut-off transfers included."""
+        return self._service.context.timing.fetched_bytes
+
+    @property
     def awaited(self) -> bool:
         """A round that this peer has given its part to has not ended: with gradients, wait."""
         return self._service.busy

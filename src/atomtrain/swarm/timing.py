@@ -41,6 +41,8 @@ class RoundTiming:
         """Rate of the last fetch of an anchor; 0 before one was measured."""
         self.moved_bytes = 0
         """Bytes that exchanges have moved each way, ever."""
+        self.fetched_bytes = 0
+        """Bytes that came of anchors from donors, ever."""
 
     def answer_s(self, step_s: Iterable[float]) -> float:
         """Return how long members with these step times may take to hand over a snapshot."""
@@ -80,6 +82,7 @@ class RoundTiming:
 
     def observe_fetch(self, received_bytes: int, seconds: float) -> None:
         """Learn from a fetch, complete or cut off, how fast anchors come here."""
+        self.fetched_bytes += received_bytes
         if received_bytes >= _TELLING_BYTES and seconds > 0:
             self.fetch_bytes_per_s = received_bytes / seconds
 

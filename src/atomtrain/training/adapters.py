@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.errors import CheckpointError
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
-from atomtrain.models.lora import ADAPTER_PARTS, LoraConfig, merged
+from atomtrain.models.lora import ADAPTER_PARTS, merged
+from atomtrain.models.lora_config import LoraConfig
 from atomtrain.models.making import make_outline
 from atomtrain.training.loading import Weights
 from atomtrain.training.recipe import Recipe

@@ -86,6 +86,11 @@ def check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
             f"--micro-batch {micro_batch} does not divide the {recipe.sequences} sequences of a "
             "step; give a divisor, or change --sequences"
         )
+    if recipe.in_pairs and micro_batch % 2:
+        raise ConfigError(
+            f"--micro-batch {micro_batch} is odd, but with --objective dpo every pair takes two "
+            "sequences; give an even divisor"
+        )
 
 
 class Fit(NamedTuple):
@@ -110,7 +115,7 @@ def find_fit(
     training bit for bit. Else it gets the fewest pieces with which one fits. With `micro_batch`
     that size is tried only.
     """
-    sizes = _sizes(recipe) if micro_batch is None else [micro_batch]
+    sizes = _sizes(recipe, objective.together) if micro_batch is None else [micro_batch]
     tried = [_Tried(model, recipe, device, objective, size) for size in sizes]
     for pieces in (None, *_PIECES):
         if tried[-1].fits(pieces):
@@ -119,10 +124,11 @@ def find_fit(
     return Fit(sizes[-1], _PIECES[-1] if tried[-1].splits else None)
 
 
-def _sizes(recipe: Recipe) -> list[int]:
-    """Return the sizes of a micro-batch, largest first; the last is 1."""
-    divisors = [n for n in range(recipe.sequences, 0, -1) if recipe.sequences % n == 0]
-    return [n for n in divisors if n == 1 or n * recipe.context <= _MOST_TOKENS_A_MICRO_BATCH]
+def _sizes(recipe: Recipe, together: int) -> list[int]:
+    """Return the sizes of a micro-batch, largest first; the last is what belongs together."""
+    whole = [n for n in range(recipe.sequences, 0, -together) if recipe.sequences % n == 0]
+    few = [n for n in whole if n * recipe.context <= _MOST_TOKENS_A_MICRO_BATCH]
+    return [*few, *([] if together in few else [together])]
 
 
 class _Tried:

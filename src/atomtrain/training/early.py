@@ -40,6 +40,7 @@ def check_early(options: TrainOptions) -> None:
     check_name("schedule", options.schedule, SCHEDULES)
     _check_device(options.device, compiled=options.compile)
     _check_numbers(options)
+    _check_objective(options)
     _check_folder(options)
     _check_addresses(options)
     if options.data is not None:
@@ -98,6 +99,19 @@ def _check_numbers(options: TrainOptions) -> None:
         raise ConfigError(
             f"--micro-batch {micro_batch} does not divide the {sequences} sequences of a step; "
             "give a divisor, or change --sequences"
+        )
+
+
+def _check_objective(options: TrainOptions) -> None:
+    """Refuse to compare with a trained model where the model is to start anew."""
+    from atomtrain.models.presets import PRESETS
+
+    starts_anew = options.model in PRESETS or (
+        options.model is None and not options.resume and not options.join
+    )
+    if options.objective == "dpo" and starts_anew:
+        raise ConfigError(
+            "--objective dpo teaches a trained model what to prefer; name its folder with --model"
         )
 
 

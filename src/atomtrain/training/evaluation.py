@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.data import Batch
 from atomtrain.data.examples import IGNORED
+from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import CONFIG_FILE, read_config
-from atomtrain.training.texts import read_text
-from atomtrain.training.trained import open_trained
+from atomtrain.training.preference import PreferredAnswer, sums_of
+from atomtrain.training.texts import has_pairs, read_text
+from atomtrain.training.trained import Trained, open_trained
 
 _USUAL_CONTEXT = 1024
 _MOST_LOSS = 700.0
@@ -33,10 +35,23 @@ class Evaluation(NamedTuple):
     context: int
 
 
+class PairEvaluation(NamedTuple):
+    """How well a model prefers the better of two held-out answers."""
+
+    loss: float
+    """Mean over pairs, nats; see `atomtrain.training.preference`."""
+    reward_accuracy: float
+    reward_margin: float
+    pairs: int
+    context: int
+
+
 def evaluate(
     path: Path, data: str | None, context: int | None = None, sequences: int = 64
-) -> Evaluation:
+) -> Evaluation | PairEvaluation:
     """Return the held-out loss of a checkpoint's model, or of a Hugging Face folder's.
+
+    Pairs of answers are judged as in training, beside the model that the run began with.
 
     Args:
         path: As `open_trained` takes it.
@@ -58,20 +73,62 @@ def evaluate(
         assert (path / CONFIG_FILE).is_file()
         sizes = read_config(path)
         context = context or min(_USUAL_CONTEXT, trained.context)
+    if has_pairs(data):
+        return _judged(path, trained, data, context, sequences)
     text = read_text(data, sizes, trained.tokenizer, packed=packed)
     total, targets, count = 0.0, 0, 0
     for batch in text.material.held_out(context, 1, sequences):
         loss, counted = _summed(trained.model, batch)
         total, targets, count = total + loss, targets + counted, count + len(batch.inputs)
     loss = total / max(1, targets)
+    bits = text.material.bits_per_byte(context, loss)
+    assert bits is not None
     return Evaluation(
         loss,
         math.exp(min(loss, _MOST_LOSS)),
-        text.material.bits_per_byte(context, loss),
+        bits,
         targets,
         count,
         context,
     )
+
+
+def _judged(
+    path: Path, trained: Trained, data: str | None, context: int, sequences: int
+) -> PairEvaluation:
+    recipe = trained.recipe
+    if recipe is None or not recipe.in_pairs:
+        raise ConfigError(
+            f"{data} has pairs of answers, which are judged beside the model that a run with "
+            f"--objective dpo began with; {path} is no such run: name other --data"
+        )
+    text = read_text(data, recipe.sizes, trained.tokenizer, pairs=True)
+    objective = PreferredAnswer(recipe.beta)
+    batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
+    said = _said(objective, trained.model, batches)
+    folder = Path(str(open_checkpoint(path).meta.get("model_folder")))
+    if not folder.is_dir():
+        raise ConfigError(
+            f"the run of {path} began with the model in {folder}, which is not there any more; "
+            "put it there again"
+        )
+    margins = objective.margins(said, _said(objective, open_trained(folder).model, batches))
+    return PairEvaluation(
+        float(-F.logsigmoid(margins).mean()),
+        float((margins > 0).float().mean()),
+        float(margins.mean()),
+        len(margins),
+        context,
+    )
+
+
+def _said(objective: PreferredAnswer, model: Any, batches: list[Batch]) -> torch.Tensor:
+    """Return `[2 * batches]`: the sum of the logarithms of each answer's probabilities."""
+    with torch.no_grad(), objective.listening() as heard:
+        for batch in batches:
+            [micro_batch] = objective.micro_batches(batch, len(batch.inputs))
+            objective.loss(model(batch.inputs), micro_batch)
+    return sums_of(heard)
 
 
 def _summed(model: Any, batch: Batch) -> tuple[float, int]:

@@ -153,6 +153,7 @@ def _started_line(event: Event) -> str:
         tag(count(event, "steps"), "{} steps"),
         tag(tokens, "{} tokens a step"),
         tag(words(event, "data"), "data {}"),
+        tag(size(event, "fetched_bytes"), "{} fetched") if event.get("fetched_bytes") else None,
     )
 
 
@@ -160,6 +161,7 @@ def _step_line(event: Event) -> str:
     return _sentence(
         tag(steps_text(event), "step {}"),
         tag(decimal(event, "loss"), "loss {}"),
+        *_rewards(event),
         tag(rate(event), "{} tokens/s"),
         tag(optional(duration, number(event, "time_left_s")), "{} left"),
         tag(memory_text(event) or None, "device {}"),
@@ -198,7 +200,16 @@ def _evaluation_line(event: Event) -> str:
     return "held-out " + _sentence(
         tag(decimal(event, "bits_per_byte"), "bits per byte {}"),
         tag(decimal(event, "loss"), "loss {}"),
+        *_rewards(event),
         tag(count(event, "step"), "step {}"),
+    )
+
+
+def _rewards(event: Event) -> tuple[str | None, ...]:
+    """Return what is told of pairs of answers."""
+    return (
+        tag(share(event, "reward_accuracy"), "preferred {}"),
+        tag(decimal(event, "reward_margin"), "margin {}"),
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.data.examples import Examples, Part, Rows
 from atomtrain.data.material import ExampleMaterial, TextMaterial
+from atomtrain.data.pairs import PairMaterial
 from atomtrain.models.hugging_face import model_folder, read_config
-from atomtrain.training.texts import read_text
+from atomtrain.training.texts import has_pairs, read_text
 
 _SHOWN_TOKENS = 200
 
@@ -24,7 +25,7 @@ def inspect(
     """
     folder = model_folder(model)
     sizes, tokenizer = read_config(folder), read_tokenizer(folder)
-    text = read_text(data, sizes, tokenizer, packed=packed)
+    text = read_text(data, sizes, tokenizer, packed=packed, pairs=has_pairs(data))
     if isinstance(text.material, TextMaterial):
         tokens = text.material.tokens
         shown = tokens.train[:_SHOWN_TOKENS].tolist()
@@ -36,7 +37,9 @@ def inspect(
             "sequences": max(1, len(tokens.train) // context),
             "samples": [tokenizer.decode(shown)][:samples],
         }
-    assert isinstance(text.material, ExampleMaterial)
+    assert isinstance(text.material, ExampleMaterial | PairMaterial)
+    if isinstance(text.material, PairMaterial):
+        return _pairs(text.material, tokenizer, context, samples)
     examples = text.material.examples
     rows = Rows(examples.train, context, packed=packed, padding=tokenizer.separator)
     return {
@@ -53,6 +56,28 @@ def inspect(
         "samples": [
             _marked(examples.train, index, tokenizer)
             for index in range(min(samples, examples.train.count))
+        ],
+    }
+
+
+def _pairs(
+    material: PairMaterial, tokenizer: Tokenizer, context: int, samples: int
+) -> dict[str, Any]:
+    examples, rows = material.examples, material.train(context)
+    shown = range(min(2 * samples, examples.train.count))
+    return {
+        "kinds": {kind: count // 2 for kind, count in examples.counts.kinds.items()},
+        "pairs": examples.counts.examples // 2,
+        "held_out": examples.held_out.count // 2,
+        "tokens": examples.counts.tokens,
+        "answer_tokens": examples.counts.answer_tokens,
+        "longest_tokens": examples.counts.longest_tokens,
+        "sequences": 2 * len(rows),
+        "cut": rows.cut,
+        "dropped": rows.dropped,
+        "samples": [
+            ("rejected: " if index % 2 else "chosen: ") + _marked(examples.train, index, tokenizer)
+            for index in shown
         ],
     }
 

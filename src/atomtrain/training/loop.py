@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from atomtrain.checkpoint import save
-from atomtrain.data import Batch
+from atomtrain.data.sampler import joined
 from atomtrain.errors import DiskError, StreamError
 from atomtrain.events import EventLog
 from atomtrain.models.sampling import sample
@@ -55,6 +55,7 @@ class Loop:
         self._members: dict[str, str] = {}
         self._swarm_file = SwarmFile(session.directory)
         self._saved_step: int | None = None
+        self._numbers: dict[str, float] = {}
         self._last: tuple[float | None, float | None] = (None, None)
 
     def run(self) -> str:
@@ -106,7 +107,9 @@ class Loop:
         torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
         self._shown = self._is_shown()
         session.engine.recording = session.options.trace is not None or self._shown
-        loss = session.engine.step(micro_batches)
+        with session.objective.listening() as heard:
+            loss = session.engine.step(micro_batches)
+        self._numbers = session.objective.numbers(heard, micro_batches)
         if isinstance(session.fragments, GradientFragments):
             session.fragments.note_step()
             session.step += session.swarm is None
@@ -224,6 +227,7 @@ class Loop:
             step=session.step,
             steps=recipe.steps,
             loss=loss,
+            **self._numbers,
             tokens=recipe.tokens_per_step,
             tokens_total=session.tokens,
             tokens_per_s=recipe.tokens_per_step / report.step_s,
@@ -238,25 +242,22 @@ class Loop:
             time_left_s=elapsed_s / done * (recipe.steps - session.step),
         )
 
-    def _evaluate(self, sequences: int) -> float:
+    def _evaluate(self, sequences: int) -> None:
         session = self._session
         material, context = session.text.material, session.recipe.context
         size = session.fit.micro_batch
         found = list(material.held_out(context, size, max(1, sequences // size)))
         # As one batch, so that every target counts alike.
-        whole = Batch(torch.cat([b.inputs for b in found]), torch.cat([b.labels for b in found]))
-        batches = session.objective.micro_batches(whole, size)
-        loss = session.engine.evaluate(batches)
+        batches = session.objective.micro_batches(joined(found), size)
+        with session.objective.listening() as heard:
+            loss = session.engine.evaluate(batches)
+        numbers = session.objective.numbers(heard, batches)
         bits = material.bits_per_byte(context, loss)
+        if bits is not None:
+            perplexity = math.exp(min(loss, _MOST_LOSS))
+            numbers = {**numbers, "perplexity": perplexity, "bits_per_byte": bits}
         self._last = (self._last[0], bits)
-        self._events.emit(
-            "evaluation",
-            step=session.step,
-            loss=loss,
-            perplexity=math.exp(min(loss, _MOST_LOSS)),
-            bits_per_byte=bits,
-        )
-        return bits
+        self._events.emit("evaluation", step=session.step, loss=loss, **numbers)
 
     def _checkpoint(self) -> Path:
         session = self._session

@@ -7,7 +7,8 @@ Targets of -100 do not count, and every target that does counts alike, in whiche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,15 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomtrain.data import Batch
-from atomtrain.models import HuggingFaceConfig, Sizes
 
 IGNORED = -100
 """A target that does not count, as in Hugging Face's models."""
 MicroBatch = dict[str, Tensor]
+Said = Tensor | list[float]
+"""What a loss says of each row of a micro-batch, beside its value."""
 
 
 class Objective(Protocol):
     """Between batches and the engine."""
+
+    together: int
+    """So many sequences, one after the other, belong together in a micro-batch."""
 
     @property
     def loss(self) -> Callable[[Any, Mapping[str, Tensor]], Tensor] | None:
@@ -39,8 +44,34 @@ class Objective(Protocol):
         """
         ...
 
+    def listening(self) -> AbstractContextManager[list[Said]]:
+        """Give a list that the loss fills with what `numbers` needs, until the context is left."""
+        ...
 
-class OwnLoss:
+    def numbers(
+        self, heard: Sequence[Said], micro_batches: Sequence[MicroBatch]
+    ) -> dict[str, float]:
+        """Return further numbers of these micro-batches, by the names that events have."""
+        ...
+
+
+class _LossOnly:
+    """Tells nothing but its loss."""
+
+    together = 1
+
+    def listening(self) -> AbstractContextManager[list[Said]]:
+        """See `Objective`."""
+        return nullcontext([])
+
+    def numbers(
+        self, heard: Sequence[Said], micro_batches: Sequence[MicroBatch]
+    ) -> dict[str, float]:
+        """See `Objective`."""
+        return {}
+
+
+class OwnLoss(_LossOnly):
     """The model takes labels and returns its loss."""
 
     loss = None
@@ -49,11 +80,11 @@ class OwnLoss:
         """See `Objective`."""
         return [
             {"input_ids": batch.inputs[rows], "labels": batch.labels[rows]}
-            for rows in _rows(batch, sequences)
+            for rows in rows_of(batch, sequences)
         ]
 
 
-class NextToken:
+class NextToken(_LossOnly):
     """Cross-entropy of the next token, of those that count."""
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -65,7 +96,7 @@ class NextToken:
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
         """See `Objective`."""
-        rows = _rows(batch, sequences)
+        rows = rows_of(batch, sequences)
         # Losses of micro-batches are averaged: their mean is then that over all targets.
         counted = int((batch.labels != IGNORED).sum())
         mean_targets = torch.tensor(max(counted, 1) / len(rows))
@@ -79,10 +110,6 @@ class NextToken:
         ]
 
 
-def objective_of(sizes: Sizes) -> Objective:
-    """Return what a model of these sizes learns from batches."""
-    return NextToken() if isinstance(sizes, HuggingFaceConfig) else OwnLoss()
-
-
-def _rows(batch: Batch, sequences: int) -> list[slice]:
+def rows_of(batch: Batch, sequences: int) -> list[slice]:
+    """Return the rows of each micro-batch of so many sequences."""
     return [slice(row, row + sequences) for row in range(0, len(batch.inputs), sequences)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from atomtrain.units import parse_bytes, parse_rate
 NAME_MAX = 64
 WIRES = ("float16", "float32", "int8", "int4", "topk")
 """Names of the codecs, told here so that a wrong one is refused at once; a test compares."""
+OBJECTIVES = ("next-token", "dpo")
 _RUNS = Path("runs")
 
 
@@ -99,6 +101,17 @@ class TrainOptions:
         "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
         "the default), dora=true, and bits=8 or 4 to hold the frozen matrices in so many bits.",
         "SETTINGS",
+    )
+    objective: str | None = option(
+        None,
+        "What is learnt: next-token, or dpo: to prefer the better of two answers (rows with "
+        "chosen and rejected). Default: next-token.",
+        "NAME",
+    )
+    beta: float | None = option(
+        None,
+        "With --objective dpo: how strongly the model is held to what it was. Default: 0.1.",
+        "NUMBER",
     )
     packing: bool = option(
         False, "Put several rows of data into one sequence; they then see those before them.", ""
@@ -300,11 +313,12 @@ class TrainOptions:
     def _check_parts(self) -> None:
         """Refuse mistakes in what has parts of its own, before anything is prepared."""
         if self.lora is not None:
-            from atomtrain.models.lora import parse_lora
+            from atomtrain.models.lora_config import parse_lora
 
             parse_lora(self.lora)
         if self.wire is not None:
             _check_wire(self.wire)
+        _check_objective(self.objective, self.beta)
         _check_average(self.average, self.target_batch_tokens)
         if self.group_size is not None:
             from atomtrain.swarm.config import check_group_size
@@ -357,6 +371,16 @@ class TrainOptions:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _check_objective(objective: str | None, beta: float | None) -> None:
+    if objective is not None and objective not in OBJECTIVES:
+        raise ConfigError(
+            f"--objective {objective!r} does not exist; choose {' or '.join(OBJECTIVES)}."
+            + nearest(objective, OBJECTIVES)
+        )
+    if beta is not None and not 0 < beta < math.inf:
+        raise ConfigError(f"--beta must be above 0, such as 0.1, not {beta}")
 
 
 def _check_average(average: str | None, target_tokens: int | None) -> None:

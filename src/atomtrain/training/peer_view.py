@@ -76,10 +76,15 @@ class PeerView:
         loss = text.decimal(end, "loss") or text.decimal(step, "loss")
         bits = text.decimal(end, "bits_per_byte") or text.decimal(held_out, "bits_per_byte")
         path = text.words(end, "checkpoint") or text.words(self.newest("checkpoint"), "path")
+        held_out_margin = text.decimal(held_out, "reward_margin")
+        unit = "nats per token" if held_out_margin is None else "nats per pair"
         facts = {
             "reason": text.words(lost, "reason"),
-            "loss": text.tag(loss, "{} nats per token"),
+            "loss": text.tag(loss, f"{{}} {unit}"),
             "held-out": text.tag(bits, "{} bits per byte"),
+            "preferred": text.tag(
+                text.share(held_out, "reward_accuracy"), f"{{}}, margin {held_out_margin} nats"
+            ),
             "duration": text.optional(text.duration, text.number(end, "duration_s")),
             "checkpoint": path,
             "picture": text.words(end, "picture"),

@@ -17,7 +17,7 @@ from atomtrain.models.hugging_face import (
     model_folder,
     read_config,
 )
-from atomtrain.models.lora import LoraConfig, parse_lora
+from atomtrain.models.lora_config import LoraConfig, parse_lora
 from atomtrain.models.making import Sizes, sizes_from_json
 from atomtrain.models.presets import preset
 from atomtrain.optimizers import Schedule
@@ -30,6 +30,7 @@ from atomtrain.training.options import TrainOptions
 
 FORMAT = 1
 _FINE_TUNING_CONTEXT = 1024
+USUAL_BETA = 0.1
 _SMALL = ("demo", "tiny")
 """Models that train in minutes on two CPU cores; with little text, more small steps do better."""
 
@@ -73,12 +74,22 @@ class Recipe:
     gradient_dtype: str | None = None
     """`float32`: gradients of parameters of 16 bits add up in 32; `None`: in the parameters' type.
     """
+    objective: str = "next-token"
+    """`next-token`, or `dpo`: to prefer the better of two answers."""
+    beta: float = USUAL_BETA
+    """Of `dpo`: how strongly the model is held to what it was."""
 
     def __post_init__(self) -> None:
+        self._check_objective()
         check_optimizer(self.optimizer)
         check_precision(self.precision, self.optimizer)
         check_gradient_dtype(self.gradient_dtype)
         self._schedule()
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether sequences come in twos: a better and another answer."""
+        return self.objective == "dpo"
 
     @property
     def tokens_per_step(self) -> int:
@@ -97,6 +108,20 @@ class Recipe:
         # A run that is resumed may have fewer steps than its warm-up.
         warmup_steps = min(self.warmup_steps, self.steps)
         return Schedule(kind=self.schedule, steps=self.steps, warmup_steps=warmup_steps, final=0.1)
+
+    def _check_objective(self) -> None:
+        if not self.in_pairs:
+            return
+        if self.sequences % 2:
+            raise ConfigError(
+                f"--sequences {self.sequences} is odd, but with --objective dpo every pair takes "
+                "two; give an even number"
+            )
+        if self.packed:
+            raise ConfigError(
+                "--packing puts several rows into one sequence, but with --objective dpo every "
+                "answer has its own; leave it out"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -154,7 +179,20 @@ def new_recipe(options: TrainOptions) -> Recipe:
         schedule=options.schedule or "cosine",
         precision=options.precision or "fp32",
         gradient_dtype=options.gradient_dtype,
+        objective=_objective(options),
+        beta=options.beta or USUAL_BETA,
     )
+
+
+def _objective(options: TrainOptions) -> str:
+    objective = options.objective or "next-token"
+    if objective == "dpo" and not _is_folder(options.model):
+        raise ConfigError(
+            "--objective dpo teaches a trained model what to prefer; name its folder with --model"
+        )
+    if objective != "dpo" and options.beta is not None:
+        raise ConfigError("--beta belongs to --objective dpo; give both, or leave it out")
+    return objective
 
 
 def model_name(model: str | None) -> str:
@@ -220,6 +258,8 @@ def _usual_of_folder(options: TrainOptions) -> _Usual:
     # What was learnt is to be kept: rates are those usual in fine-tuning, 2e-5 at 4096 wide.
     # Adapters begin at nothing, and take ten times as much (Hu et al. 2021, table 11).
     rate = min(1e-4, 2e-5 * 4096 / sizes.width) * (1 if options.lora is None else 10)
+    if options.objective == "dpo":
+        rate /= 20  # 1e-6 where fine-tuning takes 2e-5 (Rafailov et al. 2023, appendix B)
     return _Usual(sizes, context, rate, weight_decay=0.0)
 
 
@@ -227,8 +267,8 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
     """Return a recipe that was read from `source`, with the options that may differ.
 
     Raises:
-        ConfigError: an option contradicts what is fixed: model, its sizes, optimizer, precision, or
-            the seed.
+        ConfigError: an option contradicts what is fixed: model, its sizes, objective, optimizer,
+            precision, or the seed.
     """
     fixed = {
         "model": recipe.model,
@@ -240,6 +280,8 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         "precision": recipe.precision,
         "gradient_dtype": recipe.gradient_dtype,
         "lora": recipe.lora,
+        "objective": recipe.objective,
+        "beta": recipe.beta,
     }
     for field, value in fixed.items():
         given = getattr(options, field)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +41,8 @@ from atomtrain.training.gradients import (
     averages_gradients,
     step_of,
 )
-from atomtrain.training.objective import Objective, objective_of
+from atomtrain.training.objective import Objective
+from atomtrain.training.objectives import objective_of
 from atomtrain.training.optimizing import gradient_dtype_of, make_optimizer, precision_of
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import (
@@ -50,13 +53,17 @@ from atomtrain.training.peering import (
     with_addresses,
     with_rules,
 )
+from atomtrain.training.preference import PreferredAnswer
 from atomtrain.training.recipe import Recipe, model_name
+from atomtrain.training.references import with_references
 from atomtrain.training.sources import Source, find_source
 from atomtrain.training.state import restore, swarm_tensors
 from atomtrain.training.texts import Text
 
 if TYPE_CHECKING:
     from atomtrain.swarm import Swarm
+
+_log = logging.getLogger("atomtrain.training")
 
 
 @dataclass
@@ -97,8 +104,12 @@ class Session:
         self.engine.close()
 
 
-def open_session(options: TrainOptions) -> Session:
+def open_session(options: TrainOptions, tell: Callable[[str], None] | None = None) -> Session:
     """Return a peer that is ready to train.
+
+    Args:
+        options: What the user said.
+        tell: Gets a line now and then while something takes long.
 
     Raises:
         AtomError: any mistake in options, data, checkpoint, address or budget; nothing is changed.
@@ -114,7 +125,7 @@ def open_session(options: TrainOptions) -> Session:
     check_directory(directory, resume=options.resume)
     source = find_source(options, run, name, directory)
     try:
-        return _assemble(options, source, run, name, directory)
+        return _assemble(options, source, run, name, directory, tell or _log.info)
     except BaseException:
         if source.swarm is not None:
             source.swarm.leave()
@@ -122,11 +133,16 @@ def open_session(options: TrainOptions) -> Session:
 
 
 def _assemble(
-    options: TrainOptions, source: Source, run: str, name: str, directory: Path
+    options: TrainOptions,
+    source: Source,
+    run: str,
+    name: str,
+    directory: Path,
+    tell: Callable[[str], None],
 ) -> Session:
-    recipe = source.recipe
+    recipe, text = source.recipe, source.text
     memory = device_memory_of(options, recipe)
-    objective = objective_of(recipe.sizes)
+    objective = objective_of(recipe)
     # Everything that can be refused is refused before the weights take memory.
     outline = make_outline(recipe.sizes, recipe.lora)
     if recipe.precision in PRECISIONS:
@@ -150,6 +166,10 @@ def _assemble(
         fragments = GradientFragments(engine) if gradients else _fragments(engine, options, source)
         if source.weights is not None:
             source.weights.load(engine)
+        if isinstance(objective, PreferredAnswer):  # the model is as it was before it learns
+            text = with_references(
+                text, engine, objective, fit.micro_batch, recipe, directory, tell
+            )
         if source.checkpoint is not None:
             restore(engine, source.checkpoint)
         config = SamplerConfig(
@@ -161,13 +181,13 @@ def _assemble(
             run=run,
             name=name,
             directory=directory,
-            text=source.text,
+            text=text,
             engine=engine,
             model=model,
             objective=objective,
             fit=fit,
             model_folder=None if source.weights is None else source.weights.folder,
-            sampler=source.text.material.sampler(config, name),
+            sampler=text.material.sampler(config, name),
             swarm=source.swarm,
             fragments=fragments,
         )

@@ -73,8 +73,11 @@ def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:
             f"{recipe.sizes.vocabulary}; both must be of one model"
         )
     weights = _weights_in(folder, recipe)
-    text = read_text(options.data, recipe.sizes, tokenizer, packed=recipe.packed)
-    return Source(recipe, text, weights=weights)
+    return Source(recipe, _text(options.data, recipe, tokenizer), weights=weights)
+
+
+def _text(data: str | None, recipe: Recipe, tokenizer: Tokenizer) -> Text:
+    return read_text(data, recipe.sizes, tokenizer, packed=recipe.packed, pairs=recipe.in_pairs)
 
 
 def _weights_in(folder: Path, recipe: Recipe) -> Weights:
@@ -85,16 +88,19 @@ def _weights_in(folder: Path, recipe: Recipe) -> Weights:
 
 
 def _base_of(recipe: Recipe, given: str | None, known: str | None) -> Weights | None:
-    """Return the frozen weights beside which a run's adapters are, if it has any.
+    """Return the weights that a run began with, if it still needs them.
+
+    Adapters lie beside them, and what is preferred is compared with what they prefer.
 
     Raises:
         ConfigError: the folder is not there, or was not named.
     """
-    if recipe.lora is None:
+    if recipe.lora is None and not recipe.in_pairs:
         return None
     if given is None and known is None:
+        what = "adapters of" if recipe.lora is not None else "the preferences of"
         raise ConfigError(
-            f"the run trains adapters of {recipe.model}; name the folder of that model with --model"
+            f"the run trains {what} {recipe.model}; name the folder of that model with --model"
         )
     return _weights_in(model_folder(given or known or ""), recipe)
 
@@ -105,7 +111,7 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
     recipe, tokenizer = recipe_of(checkpoint)
     recipe = amended(recipe, options, str(checkpoint.path))
     data = options.data or meta["data"]
-    text = read_text(data, recipe.sizes, tokenizer, packed=recipe.packed)
+    text = _text(data, recipe, tokenizer)
     if options.data is None and text.sha256 != meta["text_sha256"]:
         raise DataError(
             f"the text of {meta['data'] or 'the demo corpus'} is not what {checkpoint.path} was "
@@ -139,7 +145,7 @@ def _joined(options: TrainOptions, swarm: Swarm) -> Source:
     )
     tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
     weights = _base_of(recipe, options.model, None)
-    text = read_text(options.data, recipe.sizes, tokenizer, packed=recipe.packed)
+    text = _text(options.data, recipe, tokenizer)
     return Source(recipe, text, None, swarm, weights)
 
 

@@ -32,6 +32,7 @@ def announce(session: Session, events: EventLog) -> None:
         tokens_per_step=session.recipe.tokens_per_step,
         data=session.text.data or "the demo corpus",
         join_address=None if swarm is None else pasted_address(session.run, swarm.address),
+        fetched_bytes=None if swarm is None else swarm.fetched_bytes,
         directory=str(session.directory),
     )
     events.emit(

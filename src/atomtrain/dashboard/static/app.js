@@ -80,7 +80,9 @@ function dropFrom(events, step) {
 
 function said(event) {
   switch (event.event) {
-    case "evaluation": return `held-out bits per byte ${form.decimal(event.bits_per_byte)} at step ${event.step}`;
+    case "evaluation": return event.bits_per_byte === undefined
+      ? `held-out loss ${form.decimal(event.loss)} at step ${event.step}`
+      : `held-out bits per byte ${form.decimal(event.bits_per_byte)} at step ${event.step}`;
     case "checkpoint": return `checkpoint at step ${event.step}, ${form.bytes(event.bytes)}`;
     case "sample": return `“${event.prompt}” → ${event.text}`;
     case "warning": return `warning: ${event.message}`;

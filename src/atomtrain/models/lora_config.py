@@ -1,0 +1,88 @@
+"""What low-rank adapters are asked for by. No torch here: mistakes are told at once.
+
+See `atomtrain.models.lora` for what is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from atomtrain.errors import ConfigError, nearest
+
+ALL_LINEAR = "all-linear"
+BITS = (8, 4)
+"""Of a frozen matrix that is held narrow."""
+_EXAMPLE = "r=8,alpha=16,targets=q_proj+v_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """What is adapted, and how."""
+
+    r: int = 8
+    """Rank of the adapters."""
+    alpha: float = 16.0
+    """The adapter's output is multiplied by `alpha / r`."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Last names of the linear layers to adapt, or `all-linear`: all but the head."""
+    dora: bool = False
+    """Train the length of the adapted matrix's rows as well."""
+    bits: int | None = None
+    """Hold the adapted matrices in 8 or 4 bits; `None`: as they are."""
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ConfigError(f"--lora r={self.r} must be at least 1, such as {_EXAMPLE}")
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise ConfigError(f"--lora alpha={self.alpha} must be above 0, such as {_EXAMPLE}")
+        if not self.targets or not all(self.targets):
+            raise ConfigError(f"--lora targets= names nothing; give some, such as {_EXAMPLE}")
+        if self.bits is not None and self.bits not in BITS:
+            raise ConfigError(f"--lora bits={self.bits} must be 8 or 4")
+
+    @property
+    def scale(self) -> float:
+        """By what an adapter's output is multiplied."""
+        return self.alpha / self.r
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LoraConfig:
+        """Read what `dataclasses.asdict` made, possibly through JSON."""
+        return cls(**{**data, "targets": tuple(data["targets"])})
+
+
+def parse_lora(text: str) -> LoraConfig:
+    """Return what `r=8,alpha=16,targets=q_proj+v_proj,dora=true,bits=4` says.
+
+    Raises:
+        ConfigError: an unknown or missing value; says what is known.
+    """
+    known = [field.name for field in fields(LoraConfig)]
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if name not in known:
+            raise ConfigError(
+                f"--lora has no part {name!r}.{nearest(name, known)} Write for example {_EXAMPLE}"
+            )
+        if not equals or not value:
+            raise ConfigError(f"--lora {name} lacks a value; write for example {_EXAMPLE}")
+        try:
+            values[name] = _VALUES[name](value)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"--lora {name}={value} cannot be; write for example {_EXAMPLE}"
+            ) from error
+    return LoraConfig(**values)
+
+
+_VALUES: dict[str, Any] = {
+    "r": int,
+    "alpha": float,
+    "bits": int,
+    "dora": {"true": True, "false": False}.__getitem__,
+    "targets": lambda value: tuple(value.split("+")),
+}
