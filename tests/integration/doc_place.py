@@ -91,7 +91,8 @@ PYTHON_NOT_RUN = {
 """
 
 PYTHON_WORDS = {
-    'device="cuda"': 'device="emulated"', "131072": "1024", "131073": "1025",
+    'device="cuda"': 'device="emulated"', 'device="cuda:0,cuda:1"': 'device="emulated,emulated"',
+    "131072": "1024", "131073": "1025",
     '"/mnt/nvme"': '"disk"',
 }  # fmt: skip
 """Parts of Python that are replaced."""

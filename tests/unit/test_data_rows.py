@@ -196,6 +196,19 @@ def test_packing_loses_and_mixes_nothing() -> None:
     assert int((whole.labels != IGNORED).sum()) == 2 * 38
     counted = whole.labels != IGNORED
     assert torch.equal(whole.inputs[counted], whole.labels[counted])
+    assert whole.documents is not None
+    for inputs, documents in zip(whole.inputs, whole.documents, strict=True):
+        # Tokens are the number of their example, so each example is one document.
+        begins = inputs[1:] != inputs[:-1]
+        assert torch.equal(documents[1:] - documents[:-1], begins.long())
+
+
+def test_rows_with_one_example_tell_documents_where_training_does() -> None:
+    train = Examples(some(4), "x").train
+    alone = Rows(train, 8, packed=False, padding=99, separate=True).batch([0])
+    assert alone.documents is not None
+    assert alone.documents.tolist() == [[0] * 5 + [1] * 3]
+    assert Rows(train, 8, packed=False, padding=99).batch([0]).documents is None
 
 
 def test_the_order_is_a_function_of_seed_peer_and_position() -> None:

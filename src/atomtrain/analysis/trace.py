@@ -47,6 +47,15 @@ class HasOutput(Protocol):
         ...
 
 
+@runtime_checkable
+class HasLayersGiven(Protocol):
+    """A model whose chain depends on which of forward's arguments micro-batches have."""
+
+    def layers_given(self, given: Sequence[str]) -> Sequence[Layer]:
+        """Return the layers as `chain_layers` does, for micro-batches with these names."""
+        ...
+
+
 class Traced(NamedTuple):
     """A chain, and how a micro-batch becomes the chain's inputs."""
 
@@ -102,13 +111,16 @@ def chain_of(
     if layers is not None:
         return _by_hand(model, example, loss, layers)
     if isinstance(model, HasLayers):
-        own = list(model.chain_layers())
+        names = _argument_names(model)
+        if isinstance(model, HasLayersGiven):
+            own = list(model.layers_given(_given(example, names)))
+        else:
+            own = list(model.chain_layers())
         if not own or not own[-1].writes:
             raise AnalysisError(
                 f"chain_layers() of {type(model).__name__} must return at least one layer, and the "
                 "last one must write the loss"
             )
-        names = _argument_names(model)
         if loss is not None:
             return _with_outer_loss(model, names, example, loss)
         used = {name for layer in own for name in layer.reads}
@@ -223,11 +235,7 @@ def _with_outer_loss(
     assert isinstance(model, nn.Module)
     if not isinstance(model, HasOutput):
         raise ConfigError(f"{type(model).__name__} computes its own loss; leave out loss=...")
-    if isinstance(example, Mapping):
-        entries = tuple(example)
-    else:
-        count = 1 if isinstance(example, Tensor) else len(example)
-        entries = (*names[:count], *(f"input{index}" for index in range(len(names), count)))
+    entries = _given(example, names)
     layers = list(model.output_layers(entries))
     return _joined(model, layers, entries, isinstance(example, Mapping), loss)
 
@@ -289,6 +297,14 @@ def _chain(model: nn.Module, layers: Sequence[Layer], inputs: tuple[str, ...], l
     if stray := [name for key, name in names.items() if key not in chain.users]:
         raise AnalysisError(f"parameter {stray[0]!r} belongs to no layer of the chain")
     return chain
+
+
+def _given(example: MicroBatch, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a micro-batch's entries, those without one numbered."""
+    if isinstance(example, Mapping):
+        return tuple(name for name, value in example.items() if value is not None)
+    count = 1 if isinstance(example, Tensor) else len(example)
+    return (*names[:count], *(f"input{index}" for index in range(len(names), count)))
 
 
 def _argument_names(model: nn.Module) -> tuple[str, ...]:

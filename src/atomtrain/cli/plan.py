@@ -28,6 +28,7 @@ _EXAMPLES = """\
   atom plan gpt3-175b --gpu h100 --host-memory 4TiB --picture plan.png --trace plan.json
   atom plan models/llama-3-70b --gpu a100-80gb --host-memory 2TiB --tokens-per-step 65536
   atom plan gpt3-13b --gpu rtx-4090 --host-memory 96GiB --disk nvme-pcie4
+  atom plan gpt3-13b --gpu rtx-3090 --devices 4 --host-memory 512GiB
   atom plan gpt3-small                              this machine, measured
   atom plan gpt3-13b --gpu rtx-3090 --precision bf16 --optimizer adamw-int8
   atom plan models/llama-70b --gpu rtx-3090 --precision bf16 --lora r=16,alpha=32,bits=4
@@ -48,6 +49,7 @@ class PlanOptions:
     gpu: str | None = option(
         None, "GPU of the catalogue, such as rtx-3090 or h100. Default: this machine.", "NAME"
     )
+    devices: int = option(1, "GPUs of the host that divide a step's micro-batches among them.", "N")
     host_memory: str | None = option(
         None, "Host memory, such as 128GiB. Default: what a usual host of the GPU holds.", "SIZE"
     )
@@ -106,7 +108,7 @@ class PlanOptions:
     json: bool = option(False, "Print exactly one JSON object instead of a table.")
 
     def __post_init__(self) -> None:
-        for name in ("context", "tokens_per_step", "micro_batch", "head_pieces"):
+        for name in ("context", "tokens_per_step", "micro_batch", "head_pieces", "devices"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 flag = "--" + name.replace("_", "-")
@@ -191,6 +193,7 @@ def run(arguments: Sequence[str]) -> int:
         on_disk=options.on_disk,
         clips=True,  # as `atom train` does
         activations=cast("Activation | None", options.activations),
+        devices=options.devices,
     )
     dtype = "tf32" if options.tf32 else options.precision
     setting = Setting(machine=place.machine, workload=workload, card=place.card, dtype=dtype)

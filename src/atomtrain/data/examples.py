@@ -1,8 +1,8 @@
 """Examples with answers: tokens in flat arrays, rows of equal length, batches by position.
 
 A row is one example, cut at the context and padded behind its end, or (packed) several, one after
-the other. Attention is causal, so what lies behind an example's end changes nothing in it; packed
-examples see those before them in their row.
+the other. Attention is causal, so what lies behind an example's end changes nothing in it. Packed
+examples do not see each other: batches say which example each token belongs to.
 """
 
 from __future__ import annotations
@@ -100,7 +100,15 @@ class Examples:
 class Rows:
     """Rows of a part: `context` inputs, and as many labels, of which only answers count."""
 
-    def __init__(self, part: Part, context: int, *, packed: bool, padding: int) -> None:
+    def __init__(
+        self,
+        part: Part,
+        context: int,
+        *,
+        packed: bool,
+        padding: int,
+        separate: bool | None = None,
+    ) -> None:
         """Divide a part into rows.
 
         Args:
@@ -108,11 +116,14 @@ class Rows:
             context: Tokens of a row.
             packed: Whether rows may hold several examples.
             padding: Token behind the last example of a row.
+            separate: Whether batches say which example each token belongs to; `None`: if rows hold
+                several.
 
         Raises:
             DataError: no example has an answer within the context.
         """
         self._part, self._context, self._padding = part, context, padding
+        self._separate = packed if separate is None else separate
         lengths = np.minimum(np.diff(part.starts), context + 1)
         counted = [index for index in range(part.count) if self._counts(index)]
         self.cut = int((np.diff(part.starts) > context + 1).sum())
@@ -130,21 +141,25 @@ class Rows:
         return len(self.rows)
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return inputs and labels of some rows, `[rows, context]`."""
+        """Return inputs, labels and documents of some rows, `[rows, context]`."""
         width = self._context + 1
         tokens = np.full((len(rows), width), self._padding, np.int64)
         marks = np.zeros((len(rows), width), bool)
+        documents = np.zeros((len(rows), width), np.int64)
         for line, row in enumerate(rows):
             at = 0
-            for index in self.rows[row]:
+            for number, index in enumerate(self.rows[row]):
                 start, stop = self._range(index)
                 tokens[line, at : at + stop - start] = self._part.tokens[start:stop]
                 marks[line, at : at + stop - start] = self._part.answers[start:stop]
                 marks[line, at] = False  # the first token follows nothing of its example
+                documents[line, at : at + stop - start] = number
                 at += stop - start
+            documents[line, at:] = len(self.rows[row])  # padding is a document of its own
         labels = np.where(marks, tokens, IGNORED)[:, 1:]
         inputs: Tensor = torch.from_numpy(tokens[:, :-1].copy())
-        return Batch(inputs, torch.from_numpy(labels.copy()))
+        own = torch.from_numpy(documents[:, :-1].copy()) if self._separate else None
+        return Batch(inputs, torch.from_numpy(labels.copy()), documents=own)
 
     def bits_per_byte(self, loss_nats_per_token: float) -> float:
         """Return a mean loss over the answers in bits per byte of their text."""

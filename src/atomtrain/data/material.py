@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from atomtrain.data.examples import Examples, Rows, RowSampler, held_out_rows
-from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, held_out_batches
+from atomtrain.data.sampler import (
+    Batch,
+    Sampler,
+    SamplerConfig,
+    divided_at,
+    held_out_batches,
+)
 from atomtrain.data.tokens import Tokens
 
 
@@ -34,18 +40,36 @@ class Material(Protocol):
         ...
 
 
+class _Divided(NamedTuple):
+    """Batches of running text whose documents do not see each other."""
+
+    whole: Batches
+    separator: int
+
+    def batch(self, position: int) -> Batch:
+        """See `Batches`."""
+        return divided_at(self.whole.batch(position), self.separator)
+
+
 class TextMaterial(NamedTuple):
     """Running text: every token is predicted."""
 
     tokens: Tokens
+    separator: int | None = None
+    """What stands between documents that must not see each other; `None`: they do."""
 
     def sampler(self, config: SamplerConfig, peer_key: str) -> Batches:
         """See `Material`."""
-        return Sampler(self.tokens.train, config, peer_key)
+        sampler = Sampler(self.tokens.train, config, peer_key)
+        return sampler if self.separator is None else _Divided(sampler, self.separator)
 
     def held_out(self, context: int, sequences: int, limit: int | None) -> Iterator[Batch]:
         """See `Material`."""
-        return held_out_batches(self.tokens.held_out, context, sequences, limit)
+        batches = held_out_batches(self.tokens.held_out, context, sequences, limit)
+        separator = self.separator
+        if separator is None:
+            return batches
+        return (divided_at(batch, separator) for batch in batches)
 
     def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float:
         """See `Material`."""
@@ -75,4 +99,10 @@ class ExampleMaterial(NamedTuple):
 
     def _held_out(self, context: int) -> Rows:
         # Never packed: each example is judged alone.
-        return Rows(self.examples.held_out, context, packed=False, padding=self.padding)
+        return Rows(
+            self.examples.held_out,
+            context,
+            packed=False,
+            padding=self.padding,
+            separate=self.packed,  # batches as in training
+        )

@@ -32,15 +32,18 @@ class Batch(NamedTuple):
     labels: Tensor  # [sequences, context] int64; labels[i, t] is the token after inputs[i, t]
     reference: Tensor | None = None
     """`[sequences]` float32: of pairs of answers, what the model to compare with says of each."""
+    documents: Tensor | None = None  # [sequences, context] int64
+    """Numbers of documents that must not see each other; `None`: each sees those before it."""
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
     """Return batches, at least one and all of one kind, as one."""
-    reference = None
-    if batches[0].reference is not None:
-        reference = torch.cat([b.reference for b in batches if b.reference is not None])
-    inputs = torch.cat([batch.inputs for batch in batches])
-    return Batch(inputs, torch.cat([batch.labels for batch in batches]), reference)
+    return Batch(*(_together(parts) for parts in zip(*batches, strict=True)))
+
+
+def _together(parts: Sequence[Tensor | None]) -> Any:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +152,14 @@ def held_out_batches(
         _gather(tokens, starts[first : first + sequences], context_tokens)
         for first in range(0, total, sequences)
     )
+
+
+def divided_at(batch: Batch, separator: int) -> Batch:
+    """Return a batch of running text whose documents do not see each other.
+
+    The separator behind a document is the first token of the next one, whose first word follows it.
+    """
+    return batch._replace(documents=(batch.inputs == separator).cumsum(-1))
 
 
 def _gather(tokens: NDArray[Any], starts: list[int], context: int) -> Batch:

@@ -21,6 +21,7 @@ from atomtrain.analysis.lazy_logits import LazyLogits
 from atomtrain.analysis.pieces import linear_cross_entropy
 from atomtrain.errors import ConfigError
 from atomtrain.models.gpt_config import GPTConfig
+from atomtrain.models.packing import own_past, places
 
 
 class GPTOutput(NamedTuple):
@@ -39,14 +40,17 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
         length = input_ids.shape[-1]
         if length > self.position.num_embeddings:
             raise ConfigError(
                 f"a sequence of {length} tokens is longer than the model's context of "
                 f"{self.position.num_embeddings}; cut it, or build the model with a larger context"
             )
-        positions = self.position.weight[:length]
+        if documents is None:
+            positions = self.position.weight[:length]
+        else:
+            positions = self.position(places(documents))
         embedded: Tensor = self.dropout(self.token(input_ids) + positions)
         return embedded
 
@@ -66,17 +70,23 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.dropout(self._attention(self.attention_norm(hidden)))
+    def forward(self, hidden: Tensor, documents: Tensor | None = None) -> Tensor:
+        attended = self._attention(self.attention_norm(hidden), documents)
+        hidden = hidden + self.dropout(attended)
         mlp = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh"))
         out: Tensor = hidden + self.dropout(mlp)
         return out
 
-    def _attention(self, hidden: Tensor) -> Tensor:
+    def _attention(self, hidden: Tensor, documents: Tensor | None) -> Tensor:
         batch, length, _ = hidden.shape
         qkv = self.qkv(hidden).view(batch, length, 3, self.heads, self.head_width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # each [B, H, T, K]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if documents is None:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            # Made anew by each layer: it would be the largest value to hand on.
+            seen = own_past(documents)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -162,30 +172,38 @@ class GPT(nn.Module):
 
     def chain_layers(self) -> list[Layer]:
         """Return embedding, blocks and head."""
-        layers = [Layer("embedding", self.embedding, ("input_ids",), ("hidden0",))]
+        return self.layers_given(())
+
+    def layers_given(self, given: Sequence[str]) -> list[Layer]:
+        """Return embedding, blocks and head; with `documents` if micro-batches have them."""
+        documents = ("documents",) if "documents" in given else ()
+        layers = [Layer("embedding", self.embedding, ("input_ids", *documents), ("hidden0",))]
         for index, block in enumerate(self.blocks):
-            layers.append(
-                Layer(f"blocks.{index}", block, (f"hidden{index}",), (f"hidden{index + 1}",))
-            )
+            reads, writes = (f"hidden{index}", *documents), (f"hidden{index + 1}",)
+            layers.append(Layer(f"blocks.{index}", block, reads, writes))
         last = f"hidden{len(self.blocks)}"
         return [*layers, Layer("head", self.head, (last, "labels"), ("loss",))]
 
     def output_layers(self, given: Sequence[str]) -> list[Layer]:
         """Return the layers up to `GPTOutput`, for a loss of the caller's own."""
-        *body, head = self.chain_layers()
+        *body, head = self.layers_given(given)
         reads = (head.reads[0], *(name for name in ("labels",) if name in given))
         return [*body, Layer("head", _OutputHead(self.head), reads, ("output",))]
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> GPTOutput:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
+    ) -> GPTOutput:
         """Return the loss if labels are given, else the logits.
 
         Args:
             input_ids: `[B, T]` int64, `T` at most the context.
             labels: `[B, T]` int64, the next token at each position.
+            documents: `[B, T]` integers, the document of each position (`atomtrain.models.packing`)
+                where those of a sequence must not see each other; `None`: they do.
         """
-        hidden = self.embedding(input_ids)
+        hidden = self.embedding(input_ids, documents)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, documents)
         if labels is not None:
             return GPTOutput(self.head(hidden, labels), None)
         return GPTOutput(None, self.head.logits(hidden))

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.plan import Plan
+from atomtrain.planning.several import further_gradients_bytes
 
 
 class Region(NamedTuple):
@@ -27,20 +28,25 @@ class Region(NamedTuple):
         return self._asdict()
 
 
-def memory_map(chain: Chain, plan: Plan, optimizer_state_bytes: int) -> list[Region]:
+def memory_map(
+    chain: Chain, plan: Plan, optimizer_state_bytes: int, devices: int = 1
+) -> list[Region]:
     """Return all regions; those of each place add up to what the plan says of it.
 
     Args:
         chain: The model's layers.
         plan: Made for it.
         optimizer_state_bytes: Of all parameters, in host memory.
+        devices: How many share the host; the regions on the device are those of each of them.
     """
     layout = Layout(chain)
-    return [*_host(layout, plan, optimizer_state_bytes), *_device(chain, layout, plan)]
+    host = _host(layout, plan, optimizer_state_bytes, devices)
+    return [*host, *_device(chain, layout, plan)]
 
 
-def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int) -> Iterator[Region]:
-    held = optimizer_state_bytes
+def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int, devices: int) -> Iterator[Region]:
+    further = further_gradients_bytes(layout, devices)
+    held = optimizer_state_bytes + further
     if "parameters" not in plan.on_disk:
         held += layout.total_bytes
         for label, size in _parts(layout, plan):
@@ -50,6 +56,9 @@ def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int) -> Iterator[Re
     trained = list(_parts(layout.gradients, plan))
     for label, size in trained:
         yield Region("host", "gradients", label, each * size)
+    for number in range(1, devices):
+        size = further // (devices - 1)
+        yield Region("host", "gradients", f"of device {number}, until they are added", size)
     total = max(1, layout.gradients.total_bytes)
     for label, size in trained:
         yield Region("host", "optimizer", label, optimizer_state_bytes * size // total)

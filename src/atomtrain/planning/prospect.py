@@ -21,9 +21,11 @@ from atomtrain.planning.disk import DiskRequest, States, on_disk_up_to, two_mome
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
+from atomtrain.planning.several import plan_of_all, shared_updates
 from atomtrain.planning.shape import Activation
 from atomtrain.planning.timeline import Span
 from atomtrain.planning.updating import UpdateModel
+from atomtrain.planning.updating import two_moments as updates_of_two_moments
 
 LARGEST_MICRO_BATCH_TOKENS = 1 << 16
 """Far beyond the size from which a device's matrix units are busy."""
@@ -99,9 +101,13 @@ class Workload:
     """Whether no update begins before the norm of all gradients is known, as with clipping."""
     on_disk: str | None = None
     """Up to which kind of state it does then, or `None` for as little as host memory demands."""
+    devices: int = 1
+    """How many devices of the host divide a step's micro-batches among them."""
 
     def __post_init__(self) -> None:
-        for name in ("context_tokens", "tokens_per_step", "micro_batch", "least_micro_batch"):
+        for name in (
+            "context_tokens", "tokens_per_step", "micro_batch", "least_micro_batch", "devices"
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
@@ -116,6 +122,12 @@ class Workload:
             raise ConfigError(
                 f"micro-batches of {self.micro_batch} sequences do not divide the "
                 f"{tokens // context} sequences of a step; give a divisor, or other tokens a step"
+            )
+        each = (self.micro_batch or 1) * self.devices
+        if tokens is not None and tokens // context % each:
+            raise ConfigError(
+                f"{tokens // context} sequences of a step cannot be divided equally among "
+                f"{self.devices} devices; give a multiple of {each * context} tokens a step"
             )
 
 
@@ -132,11 +144,13 @@ class Prospect:
     context_tokens: int
     clips: bool = False
     """As in the workload."""
+    devices: int = 1
+    """How many run the plan, each on a share of the step."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that a step trains on."""
-        return self.plan.micro_batches * self.micro_batch * self.context_tokens
+        """Tokens that a step trains on, on all devices."""
+        return self.devices * self.plan.micro_batches * self.micro_batch * self.context_tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -161,8 +175,9 @@ class Prospect:
 
     @property
     def flops_per_s(self) -> float:
-        """Predicted useful FLOP/s: forward and backward, recomputing not counted."""
-        return self.analysis.step_flops * self.plan.micro_batches / self.plan.step_s
+        """Predicted useful FLOP/s of all devices: forward and backward, recomputing not counted."""
+        micro_batches = self.devices * self.plan.micro_batches
+        return self.analysis.step_flops * micro_batches / self.plan.step_s
 
 
 def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Workload) -> Prospect:
@@ -176,6 +191,7 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
         PlanError: nothing fits.
         ConfigError: a workload that cannot be.
     """
+    analyse = _shared(analyse, workload.devices)
     best: Prospect | None = None
     first = analyse(workload.micro_batch or workload.least_micro_batch)
     sequences = _sequences(first, compute.estimate(first), machine, workload)
@@ -191,6 +207,10 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
         )
         try:
             plan = make_plan(analysis.chain, analysis.costs, times, machine, request)
+            if analysis.updates is not None:
+                plan = plan_of_all(
+                    plan, analysis.chain, analysis.updates, machine, workload.devices
+                )
         except PlanError:
             if best is None:
                 raise
@@ -203,6 +223,7 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
             micro_batch=size,
             context_tokens=workload.context_tokens,
             clips=workload.clips,
+            devices=workload.devices,
         )
         if best is not None and found.tokens_per_s < _HELPS * best.tokens_per_s:
             break
@@ -217,6 +238,19 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
         covering = dataclasses.replace(workload, tokens_per_step=tokens)
         return prospect(analyse, compute, machine, covering)
     return best
+
+
+def _shared(analyse: Analyse, devices: int) -> Analyse:
+    """Return the analysis with what updates take when several devices share them."""
+    if devices == 1:
+        return analyse
+
+    def analyse_shared(size: int) -> Analysis:
+        analysis = analyse(size)
+        updates = analysis.updates or updates_of_two_moments(analysis.chain)
+        return analysis._replace(updates=shared_updates(updates, analysis.chain, devices))
+
+    return analyse_shared
 
 
 def _disk_request(analysis: Analysis, workload: Workload) -> DiskRequest | None:
@@ -268,9 +302,10 @@ def covering_tokens(
 def _sequences(
     analysis: Analysis, times: Mapping[str, LayerTime], machine: Machine, workload: Workload
 ) -> int:
+    """Return the sequences of a step on each device."""
     context = workload.context_tokens
     if workload.tokens_per_step is not None:
-        return workload.tokens_per_step // context
+        return workload.tokens_per_step // context // workload.devices
     micro_batch = workload.micro_batch or workload.least_micro_batch
     tokens = covering_tokens(analysis, times, machine, micro_batch * context)
     sequences = -(-tokens // context)

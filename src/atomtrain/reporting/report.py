@@ -28,7 +28,7 @@ class Report:
     setting: Setting
     prospect: Prospect
     peak_flops_per_s: float
-    """Of the device, by its data sheet or by measurement."""
+    """Of all devices, by their data sheet or by measurement."""
     advice: tuple[Advice, ...]
 
     @property
@@ -65,6 +65,7 @@ class Report:
             "dtype": self.setting.dtype,
             "machine": found.machine.to_json(),
             "analysis": _analysis_json(found.analysis, self.parameters),
+            "devices": found.devices,
             "plan": found.plan.to_json(),
             "context_tokens": found.context_tokens,
             "micro_batch_sequences": found.micro_batch,
@@ -125,7 +126,7 @@ def make_report(
         parameters=subject.parameters,
         setting=setting,
         prospect=found,
-        peak_flops_per_s=_compute(setting, local).peak_flops_per_s,
+        peak_flops_per_s=found.devices * _compute(setting, local).peak_flops_per_s,
         advice=advice(found, possible_changes(found, setting), forecast) if advise else (),
     )
 

@@ -86,7 +86,9 @@ def host_names(found: Prospect) -> list[str]:
 def _title(report: Report) -> str:
     here = " (this machine)"
     how = here if report.setting.card is None else f" ({report.setting.dtype} products)"
-    return f"{report.model} on {report.prospect.machine.name}{how}: predicted"
+    devices = report.prospect.devices
+    count = "" if devices == 1 else f"{devices} x "
+    return f"{report.model} on {count}{report.prospect.machine.name}{how}: predicted"
 
 
 def _model(report: Report) -> list[tuple[str, str]]:
@@ -115,7 +117,8 @@ def _memory(report: Report) -> list[tuple[str, str]]:
         (
             "device",
             f"{format_bytes(plan.device_peak_bytes)} peak of "
-            f"{format_bytes(plan.device_memory_bytes)}",
+            f"{format_bytes(plan.device_memory_bytes)}"
+            f"{'' if report.prospect.devices == 1 else ', each'}",
         ),
     ]
 
@@ -146,7 +149,8 @@ def _schedule(report: Report) -> list[tuple[str, str]]:
         (
             "step",
             f"{found.tokens_per_step:,} tokens: {plan.micro_batches} {batches} of "
-            f"{found.micro_batch} {sequences}",
+            f"{found.micro_batch} {sequences}"
+            f"{'' if found.devices == 1 else f' on each of {found.devices} devices'}",
         )
     )
     return rows
@@ -163,6 +167,7 @@ def _slots(plan: Plan) -> str:
 
 def _speed(report: Report) -> list[tuple[str, str]]:
     plan, found = report.prospect.plan, report.prospect
+    whose = "device's" if found.devices == 1 else "devices'"
     rows = [
         (
             "speed",
@@ -171,7 +176,7 @@ def _speed(report: Report) -> list[tuple[str, str]]:
         ),
         (
             "useful",
-            f"{100 * report.peak_share:.0f}% of the device's {_flops(report.peak_flops_per_s)}",
+            f"{100 * report.peak_share:.0f}% of the {whose} {_flops(report.peak_flops_per_s)}",
         ),
     ]
     shares = ", ".join(f"{name} {100 * share:.1f}%" for name, share in report.busy_shares.items())

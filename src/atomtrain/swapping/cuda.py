@@ -25,6 +25,8 @@ from atomtrain.swapping.tracing import Record
 _ROUNDING_BYTES = 64 << 20
 _PIECE_BYTES = 32 << 20
 """About a millisecond of the link. A copy engine serves streams in turns, copy by copy."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all GPUs, since several may load from one copy."""
 _WORKSPACE_BYTES = 24 << 20
 """What cuBLAS and cuBLASLt keep for themselves through PyTorch's allocator, with the setting
 below."""
@@ -172,7 +174,7 @@ class CudaDevice:
         tensor = aligned_empty(n_bytes)[:n_bytes]
         runtime = torch.cuda.cudart()
         address = tensor.data_ptr()
-        code = int(runtime.cudaHostRegister(address, n_bytes, 0))
+        code = int(runtime.cudaHostRegister(address, n_bytes, _PORTABLE))
         if code != 0:
             raise StreamError(
                 f"pinning {n_bytes} bytes of host memory failed with CUDA error {code}; raise the "

@@ -43,3 +43,23 @@ def parse_device(name: str) -> DeviceName:
         f"there is no device {name!r}.{nearest(kind, _KINDS)} "
         "Devices: auto, cpu, cuda, cuda:NUMBER, emulated, emulated:LINK such as emulated:4GiB/s"
     )
+
+
+def parse_devices(names: str) -> list[DeviceName]:
+    """Return what a list of devices says, separated by commas, such as `cuda:0,cuda:1`.
+
+    Raises:
+        ConfigError: no such device, or devices that cannot share a model.
+    """
+    found = [parse_device(name.strip()) for name in names.split(",")]
+    if len(found) == 1:
+        return found
+    for one in found:
+        if one.kind not in ("cuda", "emulated") or one.kind != found[0].kind:
+            raise ConfigError(
+                f"devices {names!r} cannot share a model; give several GPUs, such as "
+                "cuda:0,cuda:1, or several emulated devices"
+            )
+    if one.kind == "cuda" and len({one.number for one in found}) < len(found):
+        raise ConfigError(f"devices {names!r} name a GPU twice; give each one once")
+    return found

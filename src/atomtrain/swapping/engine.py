@@ -18,6 +18,7 @@ from torch import Tensor
 from atomtrain.analysis.trace import MicroBatch
 from atomtrain.errors import ConfigError
 from atomtrain.planning.memory_map import Region, memory_map
+from atomtrain.planning.several import further_gradients_bytes
 from atomtrain.planning.timeline import Span
 from atomtrain.swapping.disk_placement import DiskTraffic
 from atomtrain.swapping.engine_state import EngineState
@@ -32,8 +33,9 @@ class StepReport:
     loss: float
     step_s: float
     link_wait_s: float
-    """Time that compute waited for the link or for host updates."""
+    """Time that compute waited for the link or for host updates; the longest of several devices."""
     device_peak_bytes: int
+    """The highest of several devices."""
 
 
 class Engine(EngineState):
@@ -48,6 +50,12 @@ class Engine(EngineState):
     recording = False
     """Whether steps note what each stream does, for `last_spans`."""
     _record: Record | None = None
+
+    @property
+    def device_name(self) -> str:
+        """What the devices are called, such as `2 x NVIDIA H100`."""
+        count, name = len(self.devices), self.device.name
+        return name if count == 1 else f"{count} x {name}"
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -80,17 +88,19 @@ class Engine(EngineState):
         self._traced.ready(True)
         self._make_room(len(batches))
         started_s = time.perf_counter()
-        self.device.reset_peak()
+        for device in self.devices:
+            device.reset_peak()
         with self._guarded(), self.device.computing(), self._recorded():
             losses = self._running.train(batches)
             loss = _mean(losses)
             del losses
-        self.device.synchronize()
+        for device in self.devices:
+            device.synchronize()
         self.last = StepReport(
             loss=loss,
             step_s=time.perf_counter() - started_s,
-            link_wait_s=self.device.take_wait_s(),
-            device_peak_bytes=self.device.peak_bytes(),
+            link_wait_s=max(device.take_wait_s() for device in self.devices),
+            device_peak_bytes=max(device.peak_bytes() for device in self.devices),
         )
         return loss
 
@@ -127,10 +137,12 @@ class Engine(EngineState):
     def memory_map(self) -> list[Region]:
         """Return where the plan's memory goes, on host and device."""
         planner = self.planner
-        state_bytes = self.state_bytes - self._store.layout.arena_bytes
+        layout, devices = self._store.layout, len(self.devices)
+        state_bytes = self.state_bytes - layout.arena_bytes
+        state_bytes -= further_gradients_bytes(layout, devices)
         if self._updates.disk is not None:
             state_bytes -= self._updates.disk.use.saved_state_bytes
-        return memory_map(planner.chain, self.plan, state_bytes)
+        return memory_map(planner.chain, self.plan, state_bytes, devices)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Return the mean loss over the micro-batches, in evaluation mode; nothing is updated.
@@ -149,12 +161,13 @@ class Engine(EngineState):
             self._traced.ready(False)
             with self._guarded(), self.device.computing():
                 losses: list[Tensor] = []
-                most = self.plan.micro_batches
+                most = self.plan.micro_batches * len(self.devices)
                 for first in range(0, len(batches), most):
                     losses += self._running.evaluate(batches[first : first + most])
                 loss = _mean(losses)
                 del losses
-            self.device.take_wait_s()
+            for device in self.devices:
+                device.take_wait_s()
             return loss
         finally:
             for module, mode in training.items():

@@ -7,7 +7,7 @@ everything that would read the model refuses.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -18,7 +18,8 @@ from atomtrain.analysis.trace import Traced
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Visit
-from atomtrain.swapping.device import Device
+from atomtrain.planning.several import share_of
+from atomtrain.swapping.crew import Crew, Member, Together, executor_of
 from atomtrain.swapping.executor import Executor
 from atomtrain.swapping.model_state import ModelState
 from atomtrain.swapping.planner import Planner
@@ -46,13 +47,20 @@ class EngineBase:
         planner: Planner,
         plan: Plan,
         store: HostStore,
-        device: Device,
+        members: Sequence[Member],
         updates: Updates,
+        together: Together | None = None,
     ) -> None:
-        self.model, self.plan, self.device = model, plan, device
+        """`members` are the devices; `together` is what several of them have in common."""
+        self.model, self.plan = model, plan
+        self.device = members[0].device
+        """The first device."""
+        self.devices = tuple(member.device for member in members)
+        self._members, self._together = members, together
         self.on_segment: Callable[[SegmentDone], None] | None = None
-        """Called after each segment's visit, in steps and evaluations, on the caller's thread. What
-        it raises ends the step and the engine with it, as any other error in a step."""
+        """Called after each segment's visit, in steps and evaluations, on the caller's thread; of
+        several devices, after those of the first one. What it raises ends the step and the engine
+        with it, as any other error in a step."""
         self._traced, self._store, self._updates = traced, store, updates
         self.planner = planner
         """What plans are made from: costs and times of the layers, rates of the machine."""
@@ -63,9 +71,9 @@ class EngineBase:
         self._broken: BaseException | None = None
         self._closed = False
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
-        self._release = weakref.finalize(self, _release, updates, device)
+        self._release = weakref.finalize(self, _release, updates, members, together)
         try:
-            self._executor: Executor | None = self._execute(plan)
+            self._executor: Executor | Crew | None = self._execute(plan)
         except BaseException:
             self._release()
             raise
@@ -115,9 +123,10 @@ class EngineBase:
 
     def _make_room(self, micro_batches: int) -> None:
         """Make a new plan if the step has more micro-batches than the plan was made for."""
-        if micro_batches <= self.plan.micro_batches:
+        share = share_of(micro_batches, len(self.devices))
+        if share <= self.plan.micro_batches:
             return
-        plan = self.planner.plan(micro_batches, self.plan.on_disk)
+        plan = self.planner.plan(share, self.plan.on_disk)
         self.synchronize()
         with self._guarded():
             # The old slots must be gone before the new ones come, or both would count.
@@ -142,17 +151,14 @@ class EngineBase:
             self._executor.slots.there.wrote(block, values=values, moments=not values)
 
     @property
-    def _running(self) -> Executor:
+    def _running(self) -> Executor | Crew:
         if self._executor is None:
             raise ConfigError("the engine is closed; call atomtrain.swap again")
         return self._executor
 
-    def _execute(self, plan: Plan) -> Executor:
+    def _execute(self, plan: Plan) -> Executor | Crew:
         planner = self.planner
-        with self.device.computing():
-            executor = Executor(
-                planner.chain, planner.costs, plan, self._store, self.device, self._updates
-            )
+        executor = executor_of(self._members, planner.costs, plan, self._together)
         engine = weakref.ref(self)  # no cycle, so that a forgotten engine goes at once
 
         def visited(visit: Visit) -> None:
@@ -181,6 +187,11 @@ class EngineBase:
             raise
 
 
-def _release(updates: Updates, device: Device) -> None:
+def _release(updates: Updates, members: Sequence[Member], together: Together | None) -> None:
+    if together is not None:
+        together.pool.shutdown()
     updates.close()
-    device.close()
+    for member in members:
+        member.device.close()
+    for member in members[1:]:
+        member.store.close()

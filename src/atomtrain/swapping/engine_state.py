@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from atomtrain.planning.several import further_gradients_bytes
 from atomtrain.swapping.engine_base import EngineBase
 from atomtrain.swapping.fragments import Fragment, element_bytes, fragment_ranges
 
@@ -37,7 +38,7 @@ class EngineState(EngineBase):
     def refresh_buffers(self) -> None:
         """Bring the model's buffers to the device again, after they were changed on the host."""
         if self._executor is not None:
-            self._executor.buffers.from_host()
+            self._executor.refresh_buffers()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer state by parameter name, such as `exp_avg`; shares memory.
@@ -66,7 +67,9 @@ class EngineState(EngineBase):
         """
         taken = self.planner.updates
         assert taken is not None
-        return self._store.layout.arena_bytes + taken.host_bytes - taken.scratch_bytes
+        layout = self._store.layout
+        gradients = further_gradients_bytes(layout, len(self.devices))
+        return layout.arena_bytes + gradients + taken.host_bytes - taken.scratch_bytes
 
     def layers(self) -> dict[str, list[str]]:
         """Return the names of the parameters by layer; a shared weight is with its first layer."""

@@ -20,6 +20,7 @@ from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
 from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
+from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.buffers import DeviceBuffers
 from atomtrain.swapping.carried import Carried, Outbox, Saved, leaf_of
 from atomtrain.swapping.device import Device
@@ -32,7 +33,6 @@ from atomtrain.swapping.routes import Route, forward_routes
 from atomtrain.swapping.slots import Slots, Tensors
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.tracing import Record, recorded_visit
-from atomtrain.swapping.updates import Updates
 
 Values = Mapping[str, Any]
 """A micro-batch: the chain's inputs by name."""
@@ -48,7 +48,7 @@ class Executor:
         plan: Plan,
         store: HostStore,
         device: Device,
-        updates: Updates,
+        updates: Delivery,
     ) -> None:
         """Allocate slots and buffers; call inside `Device.computing`."""
         self._chain, self._costs, self._plan = chain, costs, plan
@@ -68,20 +68,35 @@ class Executor:
         window_bytes = SavedTensors(chain, costs).window_bytes
         self._graphs = Graphs(Offload(device, self.pool, window_bytes))
         self._losses: list[Tensor] = []
-        self._count = 0
+        self._count = self._of = 0
         self.record: Record | None = None
         """Where visits are noted, or `None`."""
         self.visited: Callable[[Visit], None] | None = None
         """Called after each visit, on the computing thread."""
 
+    @property
+    def random(self) -> bool:
+        """Whether any layer draws random numbers."""
+        return self._random.used
+
     def train(self, micro_batches: Sequence[Values]) -> list[Tensor]:
         """Run forward and backward; gradients go to `Updates`. Return the losses (0-d)."""
-        self._random.begin(len(micro_batches))
+        self.begin(len(micro_batches), len(micro_batches))
+        return self.run(micro_batches)
+
+    def begin(self, count: int, of: int, seeds: Sequence[int] | None = None) -> None:
+        """Start a step of which `count` of `of` micro-batches run here, with `seeds` if some do
+        not."""
+        self._of = of
+        self._random.begin(count, seeds)
         backward = [v.layers for v in self._training.visits if v.gradient is not None]
         deliveries: dict[Layers, list[int]] = {v: self.slots.delivered(v) for v in backward}
         if self._plan.host_layers:
             deliveries[self._host.layers] = self._host.blocks
         self._updates.begin_step(deliveries)
+
+    def run(self, micro_batches: Sequence[Values]) -> list[Tensor]:
+        """Run the step that has begun; return the losses (0-d)."""
         losses = self._run(self._training, micro_batches)
         self.slots.there.finish_step()
         self._updates.finish_step()
@@ -91,6 +106,10 @@ class Executor:
     def evaluate(self, micro_batches: Sequence[Values]) -> list[Tensor]:
         """Run forward only. Return the losses (0-d)."""
         return self._run(self._evaluation, micro_batches)
+
+    def refresh_buffers(self) -> None:
+        """Bring the model's buffers to the device again."""
+        self.buffers.from_host()
 
     def _run(self, a_pass: _Pass, micro_batches: Sequence[Values]) -> list[Tensor]:
         self._losses, self._count = [], len(micro_batches)
@@ -262,7 +281,7 @@ class Executor:
             loss = graph.values[self._chain.loss]
             self._losses.append(loss.detach())
             with torch.enable_grad():
-                mean = loss / self._count
+                mean = loss / self._of
                 # Asked for as late as possible: the step before may still be deciding.
                 scale = self._updates.scale_of_loss()
                 roots.append(mean if scale == 1.0 else mean * scale)
@@ -297,6 +316,17 @@ class Executor:
         wanted: Sequence[str],
     ) -> dict[str, Any]:
         """Run the segment's layers; return the wanted values."""
+        with self._random.alone:
+            return self._run_alone(visit, tensors, micro_batch, taken, wanted)
+
+    def _run_alone(
+        self,
+        visit: Visit,
+        tensors: Tensors,
+        micro_batch: int,
+        taken: Mapping[str, Any],
+        wanted: Sequence[str],
+    ) -> dict[str, Any]:
         start, stop = visit.layers
         values = dict(taken)
         again = visit.phase is Phase.BACKWARD

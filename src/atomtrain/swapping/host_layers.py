@@ -21,18 +21,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from atomtrain.analysis.chain import Chain
+from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.carried import Saved
 from atomtrain.swapping.gradients import accept_wide
 from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.store import HostStore, view_of
-from atomtrain.swapping.updates import Updates
 
 
 class HostLayers:
     """Runs the first layers of a chain on the host."""
 
     def __init__(
-        self, chain: Chain, count: int, store: HostStore, updates: Updates, pool: HostPool
+        self, chain: Chain, count: int, store: HostStore, updates: Delivery, pool: HostPool
     ) -> None:
         """Run layers 0 to `count`."""
         self._chain, self._store, self._updates, self._pool = chain, store, updates, pool

@@ -13,9 +13,11 @@ from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.errors import ConfigError
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.several import share_of
 from atomtrain.swapping.compiled import TRACING, compiled, require_compilable
+from atomtrain.swapping.crew import check_loads, check_shared, join, machine_of_all, times_of_all
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.devices import open_devices
 from atomtrain.swapping.disk_placement import Placement, machine_with_disk, placed
 from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.gradients import with_gradients_in
@@ -37,7 +39,7 @@ def swap(
     *,
     optimizer: OptimizerFactory,
     device_memory: str | int | None = None,
-    device: str | Device = "auto",
+    device: str | Device | Sequence[str | Device] = "auto",
     loss: Loss | None = None,
     layers: Sequence[str] | None = None,
     options: Options | None = None,
@@ -57,7 +59,8 @@ def swap(
             parameter independently of the others, as those of `torch.optim` do.
         device_memory: Budget such as `"8GiB"`; see `open_device` for the default.
         device: `auto`, `cpu`, `cuda`, `cuda:1` or `emulated:4GiB/s`; or an open device, which the
-            engine then owns (its budget counts, not `device_memory`).
+            engine then owns (its budget counts, not `device_memory`). Several, as a list or with
+            commas between the names, divide the micro-batches of each step among them.
         loss: `loss(output)` or `loss(output, micro_batch)`; `None` takes the output's `.loss`. A
             micro-batch may then hold more than forward takes (targets), for the loss.
         layers: Paths of the modules that forward calls one after the other, each on what the one
@@ -94,7 +97,7 @@ def _open(
     example: MicroBatch,
     optimizer: OptimizerFactory,
     device_memory: str | int | None,
-    device: str | Device,
+    device: str | Device | Sequence[str | Device],
     loss: Loss | None,
     layers: Sequence[str] | None,
     options: Options,
@@ -107,9 +110,8 @@ def _open(
         chain = split_head(chain, options.head_pieces)
     chain = with_gradients_in(chain, options.gradient_dtype)
     require_data(chain)
-    opened = (
-        open_device(device, device_memory, options.inject) if isinstance(device, str) else device
-    )
+    devices = open_devices(device, device_memory, options.inject)
+    opened = devices[0]
     placement: Placement | None = None
     try:
         if opened.one_memory and (options.host_layers or options.disk is not None):
@@ -121,6 +123,7 @@ def _open(
         if options.compile:
             require_compilable(opened)
         costs = layer_costs(chain, inputs, opened.torch_device)
+        check_shared(chain, costs, options, devices)
         if options.head_pieces == "auto":
             chain = split_head_as_needed(chain, costs, opened.torch_device)
             costs = layer_costs(chain, inputs, opened.torch_device)
@@ -128,16 +131,19 @@ def _open(
         if options.compile:
             chain = compiled(chain, costs)
         made = optimizer_of(chain, optimizer)
-        machine = machine_with_disk(profile.machine, options)
+        machine = machine_of_all(machine_with_disk(profile.machine, options), devices)
         states = None if options.disk is None else states_of(made)
         on_gpu = opened.torch_device.type == "cuda"
         taken = update_model(made, chain, foreach=on_gpu)
         if options.profile:
             key = machine_key(opened)
             taken = measured_updates(taken, made, chain, key, one_processor=not on_gpu)
-        times, one_memory = profile.times, opened.one_memory
-        planner = Planner(chain, costs, times, machine, options, taken, states, one_memory)
-        plan = planner.plan(options.micro_batches)
+        times, one_memory = times_of_all(profile.times, devices), opened.one_memory
+        planner = Planner(
+            chain, costs, times, machine, options, taken, states, one_memory, len(devices)
+        )
+        plan = planner.plan(share_of(options.micro_batches, len(devices)))
+        check_loads(plan, devices)
         layout = Layout(chain)
         if states is not None and plan.on_disk and options.disk is not None:
             placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
@@ -157,9 +163,11 @@ def _open(
                 else None
             ),
         )
+        members, together = join(chain, devices, store, updates)
     except BaseException:
-        opened.close()
+        for one in devices:
+            one.close()
         if placement is not None:
             placement.file.close()
         raise
-    return Engine(model, traced, planner, plan, store, opened, updates)
+    return Engine(model, traced, planner, plan, store, members, updates, together)

@@ -20,7 +20,8 @@ class Options:
     """How a model is swapped; every field has a working default."""
 
     micro_batches: int = 1
-    """How many micro-batches a step will have. A step with more makes a new plan first."""
+    """How many micro-batches a step will have, on all devices together. A step with more makes a
+    new plan first."""
     segments: int | None = None
     """Number of segments, or `None` for the planner's choice."""
     slots: int | None = None

@@ -14,8 +14,9 @@ from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
+from atomtrain.planning.several import plan_of_all, shared_updates
 from atomtrain.planning.timeline import Span
-from atomtrain.planning.updating import UpdateModel
+from atomtrain.planning.updating import UpdateModel, two_moments
 from atomtrain.swapping.options import Options
 
 
@@ -34,9 +35,11 @@ class Planner:
     """The optimizer's state of each parameter, if part of it may lie on disk."""
     one_memory: bool = False
     """Whether the device is the host: then nothing is resident and no layer apart."""
+    devices: int = 1
+    """How many devices share a step's micro-batches, by the same plan."""
 
     def plan(self, micro_batches: int, on_disk: OnDisk | None = None) -> Plan:
-        """Return the best plan for steps of so many micro-batches.
+        """Return the best plan for so many micro-batches of a step on each device.
 
         `on_disk` says what lies on disk already; `None` leaves it to options and planner.
         """
@@ -46,6 +49,7 @@ class Planner:
         if self.states is not None:
             disk = DiskRequest(states=self.states, on_disk=on_disk)
         resident, there = self._pinned()
+        updates = self._shared_updates()
         request = Request(
             micro_batches=micro_batches,
             segments=self.options.segments,
@@ -56,24 +60,34 @@ class Planner:
             offload=not self.one_memory,  # nothing would be gained where both memories are one
             resident=resident,
             device_blocks=there,
-            updates=self.updates,
+            updates=updates,
             disk=disk,
             clips=self.options.waits,
         )
-        return make_plan(self.chain, self.costs, self.times, self.machine, request)
+        plan = make_plan(self.chain, self.costs, self.times, self.machine, request)
+        if updates is None:
+            return plan
+        return plan_of_all(plan, self.chain, updates, self.machine, self.devices)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""
         spans = spans_of(
             plan.shape, self.chain, self.costs, self.times, self.machine, plan.micro_batches,
-            self.states, plan.on_disk, self.options.waits, self.updates,
+            self.states, plan.on_disk, self.options.waits, self._shared_updates(),
         )  # fmt: skip
         return tuple(span for span in spans if span.end_s > span.start_s)
+
+    def _shared_updates(self) -> UpdateModel | None:
+        if self.devices == 1:
+            return self.updates
+        return shared_updates(self.updates or two_moments(self.chain), self.chain, self.devices)
 
     def _pinned(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Return the resident blocks, and those on the device, as far as the options fix them."""
         if self.one_memory:
             return (), ()
+        if self.devices > 1:
+            return None, ()
         if self.options.optimizer_on_device is None:
             return None, None
         if not self.options.optimizer_on_device:

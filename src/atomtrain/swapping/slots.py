@@ -26,13 +26,13 @@ from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
+from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.device_updates import DeviceUpdates
 from atomtrain.swapping.gradients import accept_wide
 from atomtrain.swapping.residents import Copy, Residents
 from atomtrain.swapping.store import HostStore, gradient_view, view_of
 from atomtrain.swapping.streams import Event, finished
-from atomtrain.swapping.updates import Updates
 
 Tensors = list[dict[str, Tensor]]
 """For each layer of a segment, its parameters on the device by the module's own names."""
@@ -42,7 +42,7 @@ class Slots:
     """Loads segments ahead of their visits and unloads their gradients."""
 
     def __init__(
-        self, chain: Chain, plan: Plan, store: HostStore, device: Device, updates: Updates
+        self, chain: Chain, plan: Plan, store: HostStore, device: Device, updates: Delivery
     ) -> None:
         """Allocate; call inside `Device.computing`."""
         self._chain, self._store, self._layout = chain, store, store.layout
@@ -59,7 +59,7 @@ class Slots:
             self._first,
             plan.device_blocks,
         )
-        self.there = DeviceUpdates(plan.device_blocks, self._residents, device, updates)
+        self.there = DeviceUpdates(plan.device_blocks, self._residents, device, updates.whole)
         """Updates on the device."""
         slot, gradient = (plan.slot_bytes,), (plan.gradient_bytes,)
         one = device.one_memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -48,23 +49,32 @@ class HostStore:
         else:
             self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
             self.parameters.zero_()
-        places, factor = layout.gradients, layout.gradient_factor
         self.keeps_gradients = not device.one_memory
         """Whether there is an arena of gradients."""
-        gradient_bytes = factor * places.total_bytes if self.keeps_gradients else 0
-        self.gradients = device.host_empty(gradient_bytes)  # [...] uint8
-        self._gradient_views: dict[int, Tensor] = {}
         for parameter in chain.parameters:
             view = view_of(self.parameters, layout.offsets[id(parameter)], parameter)
             view.copy_(parameter.data)
             # The old storage dies here, so host memory never holds a second copy of the model.
             parameter.data = view
             if parameter.requires_grad:
-                accept_wide(parameter, factor)
-                if self.keeps_gradients:
-                    self._gradient_views[id(parameter)] = gradient_view(
-                        self.gradients, places.offsets[id(parameter)], parameter, factor
-                    )
+                accept_wide(parameter, layout.gradient_factor)
+        self._make_gradients(chain, device)
+
+    def beside(self, chain: Chain, device: Device) -> HostStore:
+        """Return a store of the same parameters, with gradients of its own for another device."""
+        other = copy.copy(self)
+        other._make_gradients(chain, device)
+        return other
+
+    def _make_gradients(self, chain: Chain, device: Device) -> None:
+        places, factor = self.layout.gradients, self.layout.gradient_factor
+        gradient_bytes = factor * places.total_bytes if self.keeps_gradients else 0
+        self.gradients = device.host_empty(gradient_bytes)  # [...] uint8
+        self._gradient_views: dict[int, Tensor] = {
+            id(p): gradient_view(self.gradients, places.offsets[id(p)], p, factor)
+            for p in chain.parameters
+            if p.requires_grad and self.keeps_gradients
+        }
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return a trainable parameter's gradient, in the parameter's shape.

@@ -20,6 +20,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.planning.disk import StateBytes, States
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.shape import Layers
+from atomtrain.swapping.arrivals import Arrivals
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.disk_state import DiskState
 from atomtrain.swapping.loss_scale import LossScale
@@ -54,6 +55,8 @@ class Updates:
         self._blocks = _blocks(chain, layout)
         self._block_of = {id(p): b for b, members in enumerate(self._blocks) for p in members}
         self._offsets = layout.gradients.offsets
+        # As forward wants them; a shared weight is wanted by its first user.
+        self._order = sorted(range(layout.blocks), key=lambda block: layout.users(block)[0])
         self._guard = guard or nullcontext()
         self.loss_scale = loss_scale
         """By what the loss is multiplied; a step whose gradients overflow is skipped."""
@@ -81,9 +84,7 @@ class Updates:
         """Done when all of the last step's gradients have been looked at."""
         self.decision = Decision()
         """What is true of the last step's updates, once `decided` is done."""
-        self._waiting: list[set[Layers]] = []
-        self._touched: set[int] = set()
-        self._arrived: list[list[Event]] = []
+        self._arrivals = Arrivals(self._blocks)
         self._measured: list[Event] = []
         self._labels = [""] * len(self._blocks)
         self._norms: dict[int, Tensor] = {}
@@ -92,12 +93,7 @@ class Updates:
 
     def begin_step(self, deliveries: Mapping[Layers, Iterable[int]]) -> None:
         """Start a step in which these segments deliver gradients of these blocks."""
-        self._waiting = [set() for _ in self._blocks]
-        for layers, blocks in deliveries.items():
-            for block in blocks:
-                self._waiting[block].add(layers)
-        self._touched = set()
-        self._arrived = [[] for _ in self._blocks]
+        self._arrivals.begin(deliveries)
         self._measured = []
         self._norms = {}
         # Read now, on the caller's thread: a scheduler may change them while updates still run.
@@ -109,9 +105,19 @@ class Updates:
             self.disk.begin(self._expected(deliveries))
 
     @property
+    def whole(self) -> Updates:
+        """These: all gradients are delivered here."""
+        return self
+
+    @property
+    def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The parameters of each block."""
+        return self._blocks
+
+    @property
     def touched(self) -> set[int]:
         """The parameters that have gradients in this step, by `id`; its jobs may add to it."""
-        return self._touched
+        return self._arrivals.touched
 
     def members(self, block: int) -> Sequence[nn.Parameter]:
         """Return the parameters of a block."""
@@ -119,29 +125,24 @@ class Updates:
 
     def has_gradient(self, block: int) -> bool:
         """Return whether part of the block's gradient came to the host earlier in this step."""
-        return any(id(p) in self._touched for p in self._blocks[block])
+        return self._arrivals.has_gradient(block)
 
     def arrivals_of(self, block: int) -> list[Event]:
         """Return the events after which the block's gradient so far is on the host."""
-        return self._arrived[block]
+        return self._arrivals.events_of(block)
 
     def arrived(
         self, layers: Layers, blocks: Iterable[int], event: Event, touched: set[int]
     ) -> None:
         """Take note that a segment's gradients are on the host once `event` is done."""
-        self._touched |= touched
-        for block in blocks:
-            self._arrived[block].append(event)
-            self._labels[block] = "" if self.stream.record is None else self.stream.record.label
-            self._waiting[block].discard(layers)
-            if self._waiting[block]:
-                continue
+        label = "" if self.stream.record is None else self.stream.record.label
+        for block in self._arrivals.note(layers, blocks, event, touched):
+            self._labels[block] = label
+            after = self.arrivals_of(block)
             if not self.waits:
-                self.updated[block] = self._submit(block, Decision(), self._arrived[block])
+                self.updated[block] = self._submit(block, Decision(), after)
             else:
-                self._measured.append(
-                    self.stream.submit(self._norm_job(block), self._arrived[block])
-                )
+                self._measured.append(self.stream.submit(self._norm_job(block), after))
 
     def finish_step(self) -> None:
         """Submit what had to wait for all gradients; never blocks."""
@@ -149,7 +150,7 @@ class Updates:
             return
         decision = self.decision = Decision()
         self.decided = self.stream.submit(self._decide_job(self._norms, decision), self._measured)
-        for block in range(len(self._blocks)):
+        for block in self._order:
             if block not in self.on_device:
                 after, label = [self.decided], self._labels[block]
                 self.updated[block] = self._submit(block, decision, after, label)
@@ -260,15 +261,8 @@ class Updates:
     def _expected(self, deliveries: Mapping[Layers, Iterable[int]]) -> Iterable[int]:
         """Return the blocks in the order in which they will be updated."""
         if self.waits:
-            return [block for block in range(len(self._blocks)) if block not in self.on_device]
-        waiting = [set(layers) for layers in self._waiting]
-        order = []
-        for layers, blocks in deliveries.items():
-            for block in blocks:
-                waiting[block].discard(layers)
-                if not waiting[block]:
-                    order.append(block)
-        return order
+            return [block for block in self._order if block not in self.on_device]
+        return self._arrivals.order(deliveries)
 
     def _submit(
         self,
@@ -281,7 +275,7 @@ class Updates:
         job = self._update_job(block, decision)
         if self.disk is None or not self.disk.has(block):
             return self.stream.submit(job, after, label)
-        members, touched = self._blocks[block], self._touched
+        members, touched = self._blocks[block], self.touched
 
         def changes() -> bool:
             return any(id(parameter) in touched for parameter in members)
@@ -290,7 +284,7 @@ class Updates:
 
     def _update_job(self, block: int, decision: Decision) -> Callable[[], None]:
         worker, members = self._workers[block], self._blocks[block]
-        hyperparameters, touched = self.hyperparameters, self._touched
+        hyperparameters, touched = self.hyperparameters, self.touched
 
         def update() -> None:
             if worker is None or decision.skip:
@@ -314,7 +308,7 @@ class Updates:
         return update
 
     def _norm_job(self, block: int) -> Callable[[], None]:
-        members, norms, touched = self._blocks[block], self._norms, self._touched
+        members, norms, touched = self._blocks[block], self._norms, self.touched
         wide = self.loss_scale is not None
 
         def measure() -> None:

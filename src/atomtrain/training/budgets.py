@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from atomtrain.data import Batch
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPTConfig
 from atomtrain.planning.search import fits
+from atomtrain.planning.several import share_of
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.swapping.machines import host_memory_bytes
@@ -93,6 +95,33 @@ def check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
         )
 
 
+def check_packing(outline: nn.Module, recipe: Recipe) -> None:
+    """Refuse to pack for a model that cannot be told where a document begins.
+
+    Raises:
+        ConfigError: it is such a model.
+    """
+    if not recipe.packed or isinstance(recipe.sizes, GPTConfig):
+        return
+    if "position_ids" not in inspect.signature(outline.forward).parameters:
+        raise ConfigError(
+            f"{recipe.model} takes no position_ids, so rows that share a sequence would see each "
+            "other; leave --packing out"
+        )
+
+
+def check_devices(devices: int, recipe: Recipe) -> None:
+    """Refuse several devices for an objective that hears its losses one after the other.
+
+    Raises:
+        ConfigError: it is such an objective.
+    """
+    if devices > 1 and recipe.in_pairs:
+        raise ConfigError(
+            "--objective dpo compares pairs one micro-batch after the other; give one --device"
+        )
+
+
 class Fit(NamedTuple):
     """How a step is divided so that it fits the device."""
 
@@ -105,18 +134,19 @@ class Fit(NamedTuple):
 def find_fit(
     model: nn.Module,
     recipe: Recipe,
-    device: Device,
+    devices: Sequence[Device],
     objective: Objective,
     micro_batch: int | None = None,
 ) -> Fit:
     """Return a micro-batch that fits the budget well: the largest divisor of a step's sequences.
 
-    The head stays whole if a single sequence fits with it; then the result is that of ordinary
-    training bit for bit. Else it gets the fewest pieces with which one fits. With `micro_batch`
-    that size is tried only.
+    Where there are enough sequences each device gets a micro-batch. The head stays whole if a
+    single sequence fits with it; then the result is that of ordinary training bit for bit. Else it
+    gets the fewest pieces with which one fits. With `micro_batch` that size is tried only.
     """
-    sizes = _sizes(recipe, objective.together) if micro_batch is None else [micro_batch]
-    tried = [_Tried(model, recipe, device, objective, size) for size in sizes]
+    together = objective.together
+    sizes = _sizes(recipe, together, len(devices)) if micro_batch is None else [micro_batch]
+    tried = [_Tried(model, recipe, devices, objective, size) for size in sizes]
     for pieces in (None, *_PIECES):
         if tried[-1].fits(pieces):
             return Fit(next(t.size for t in tried if t.fits(pieces)), pieces)
@@ -124,9 +154,10 @@ def find_fit(
     return Fit(sizes[-1], _PIECES[-1] if tried[-1].splits else None)
 
 
-def _sizes(recipe: Recipe, together: int) -> list[int]:
+def _sizes(recipe: Recipe, together: int, devices: int) -> list[int]:
     """Return the sizes of a micro-batch, largest first; the last is what belongs together."""
-    whole = [n for n in range(recipe.sequences, 0, -together) if recipe.sequences % n == 0]
+    most = max(together, recipe.sequences // devices // together * together)
+    whole = [n for n in range(most, 0, -together) if recipe.sequences % n == 0]
     few = [n for n in whole if n * recipe.context <= _MOST_TOKENS_A_MICRO_BATCH]
     return [*few, *([] if together in few else [together])]
 
@@ -135,11 +166,17 @@ class _Tried:
     """One size of a micro-batch; the model is analysed when it is asked for, and once."""
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, device: Device, objective: Objective, size: int
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        devices: Sequence[Device],
+        objective: Objective,
+        size: int,
     ) -> None:
         self.size = size
         self._model, self._recipe, self._objective = model, recipe, objective
-        self._budget_bytes = device.memory_bytes - device.reserved_bytes
+        self._budget_bytes = min(d.memory_bytes - d.reserved_bytes for d in devices)
+        self._micro_batches = share_of(recipe.sequences // size, len(devices))
 
     def fits(self, pieces: int | None) -> bool:
         """Return whether some plan fits with the head in so many pieces."""
@@ -149,7 +186,7 @@ class _Tried:
                 return False
             chain = split_head(chain, pieces)
         costs = layer_costs(chain, inputs)
-        return fits(chain, costs, self._budget_bytes, self._recipe.sequences // self.size)
+        return fits(chain, costs, self._budget_bytes, self._micro_batches)
 
     @functools.cached_property
     def splits(self) -> bool:
@@ -174,4 +211,5 @@ def example_of(recipe: Recipe, micro_batch: int, objective: Objective) -> MicroB
     generator = torch.Generator().manual_seed(0)
     shape = (micro_batch, recipe.context)
     ids = torch.randint(recipe.sizes.vocabulary, shape, generator=generator)
-    return objective.micro_batches(Batch(ids, ids), micro_batch)[0]
+    documents = torch.zeros_like(ids) if recipe.packed else None
+    return objective.micro_batches(Batch(ids, ids, documents=documents), micro_batch)[0]

@@ -82,9 +82,9 @@ def check_name(what: str, given: str | None, allowed: Iterable[str]) -> None:
 
 
 def _check_device(name: str, *, compiled: bool) -> None:
-    from atomtrain.swapping.device_names import parse_device
+    from atomtrain.swapping.device_names import parse_devices
 
-    if parse_device(name).kind == "emulated" and compiled:
+    if parse_devices(name)[0].kind == "emulated" and compiled:
         raise ConfigError(
             f"--device {name} counts the memory of every operation, which compiled code does not "
             "show; leave --compile out, or choose --device cpu or cuda"

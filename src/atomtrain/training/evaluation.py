@@ -13,7 +13,9 @@ from atomtrain.checkpoint import open_checkpoint
 from atomtrain.data import Batch
 from atomtrain.data.examples import IGNORED
 from atomtrain.errors import ConfigError
-from atomtrain.models.hugging_face import CONFIG_FILE, read_config
+from atomtrain.models.hugging_face import CONFIG_FILE, HuggingFaceConfig, read_config
+from atomtrain.models.making import Sizes
+from atomtrain.training.objective import MicroBatch, NextToken, OwnLoss
 from atomtrain.training.preference import PreferredAnswer, sums_of
 from atomtrain.training.texts import has_pairs, read_text
 from atomtrain.training.trained import Trained, open_trained
@@ -78,7 +80,7 @@ def evaluate(
     text = read_text(data, sizes, trained.tokenizer, packed=packed)
     total, targets, count = 0.0, 0, 0
     for batch in text.material.held_out(context, 1, sequences):
-        loss, counted = _summed(trained.model, batch)
+        loss, counted = _summed(trained.model, _inputs(sizes, batch), batch)
         total, targets, count = total + loss, targets + counted, count + len(batch.inputs)
     loss = total / max(1, targets)
     bits = text.material.bits_per_byte(context, loss)
@@ -131,10 +133,14 @@ def _said(objective: PreferredAnswer, model: Any, batches: list[Batch]) -> torch
     return sums_of(heard)
 
 
-def _summed(model: Any, batch: Batch) -> tuple[float, int]:
+def _inputs(sizes: Sizes, batch: Batch) -> MicroBatch:
+    return (NextToken() if isinstance(sizes, HuggingFaceConfig) else OwnLoss()).inputs(batch)
+
+
+def _summed(model: Any, inputs: MicroBatch, batch: Batch) -> tuple[float, int]:
     """Return the sum of the losses of a batch's targets, and their number."""
     labels = batch.labels.flatten()
     with torch.no_grad():
-        logits = model(batch.inputs).logits.flatten(0, 1).float()
+        logits = model(**inputs).logits.flatten(0, 1).float()
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     return float(loss), int((labels != IGNORED).sum())

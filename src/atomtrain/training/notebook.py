@@ -31,7 +31,7 @@ class PlanView:
         """Return the predicted step as a picture."""
         plan = self._engine.plan
         facts = f"predicted: {format_seconds(plan.step_s)} a step, bound by {plan.bound}"
-        caption = Caption(f"Plan for {self._engine.device.name}", facts)
+        caption = Caption(f"Plan for {self._engine.device_name}", facts)
         figure = step_figure(self._engine.predicted_spans(), caption)
         target = io.BytesIO()
         figure.savefig(target, format="png", dpi=_DPI)

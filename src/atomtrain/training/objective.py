@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomtrain.data import Batch
+from atomtrain.models.packing import places
 
 IGNORED = -100
 """A target that does not count, as in Hugging Face's models."""
@@ -76,12 +77,16 @@ class OwnLoss(_LossOnly):
 
     loss = None
 
+    def inputs(self, batch: Batch) -> MicroBatch:
+        """Return what the model's forward takes of a batch, `[S, T]` each."""
+        if batch.documents is None:
+            return {"input_ids": batch.inputs}
+        return {"input_ids": batch.inputs, "documents": batch.documents}
+
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
         """See `Objective`."""
-        return [
-            {"input_ids": batch.inputs[rows], "labels": batch.labels[rows]}
-            for rows in rows_of(batch, sequences)
-        ]
+        entries = {**self.inputs(batch), "labels": batch.labels}
+        return [_part(entries, rows) for rows in rows_of(batch, sequences)]
 
 
 class NextToken(_LossOnly):
@@ -94,20 +99,28 @@ class NextToken(_LossOnly):
         total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         return total / batch["mean_targets"]
 
+    def inputs(self, batch: Batch) -> MicroBatch:
+        """Return what the model's forward takes of a batch, `[S, T]` each.
+
+        Hugging Face's models see by places that begin again that another document begins, and mask
+        attention accordingly, if they get no mask.
+        """
+        if batch.documents is None:
+            return {"input_ids": batch.inputs}
+        return {"input_ids": batch.inputs, "position_ids": places(batch.documents)}
+
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
         """See `Objective`."""
         rows = rows_of(batch, sequences)
         # Losses of micro-batches are averaged: their mean is then that over all targets.
         counted = int((batch.labels != IGNORED).sum())
         mean_targets = torch.tensor(max(counted, 1) / len(rows))
-        return [
-            {
-                "input_ids": batch.inputs[part],
-                "targets": batch.labels[part],
-                "mean_targets": mean_targets,
-            }
-            for part in rows
-        ]
+        entries = {**self.inputs(batch), "targets": batch.labels}
+        return [{**_part(entries, part), "mean_targets": mean_targets} for part in rows]
+
+
+def _part(entries: MicroBatch, rows: slice) -> MicroBatch:
+    return {name: entry[rows] for name, entry in entries.items()}
 
 
 def rows_of(batch: Batch, sequences: int) -> list[slice]:

@@ -65,13 +65,14 @@ class TrainOptions:
     device: str = option(
         "auto",
         "auto, cpu (the host itself, nothing is copied), cuda, cuda:NUMBER, emulated or "
-        "emulated:LINK such as emulated:4GiB/s.",
+        "emulated:LINK such as emulated:4GiB/s; several with commas between them, such as "
+        "cuda:0,cuda:1, divide the micro-batches of each step.",
         "DEVICE",
     )
     device_memory: str | None = option(
         None,
-        "Device budget, such as 256MiB. Default: small for demo and tiny, else 90% of what the "
-        "GPU has free, all memory of the host for cpu, or 1GiB for the emulated device.",
+        "Budget of each device, such as 256MiB. Default: small for demo and tiny, else 90% of what "
+        "the GPU has free, all memory of the host for cpu, or 1GiB for the emulated device.",
         "SIZE",
     )
     host_memory: str | None = option(
@@ -114,7 +115,10 @@ class TrainOptions:
         "NUMBER",
     )
     packing: bool = option(
-        False, "Put several rows of data into one sequence; they then see those before them.", ""
+        False,
+        "Put several rows of data into one sequence. Neither they nor documents of running text "
+        "see each other then.",
+        "",
     )
     head_pieces: int | None = option(
         None,

@@ -66,7 +66,8 @@ class Recipe:
     schedule: str = "cosine"
     """Kind of `Schedule`; all but `constant` end at a tenth of the peak."""
     packed: bool = False
-    """Whether a sequence may hold several rows of data with answers."""
+    """Whether a sequence may hold several rows of data with answers; neither they nor documents of
+    running text see each other then."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the model."""
     precision: str = "fp32"

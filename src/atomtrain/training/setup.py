@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,15 +21,17 @@ from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.reporting.files import require_writable
 from atomtrain.swapping.compiled import require_compilable
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.devices import open_devices
 from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
 from atomtrain.swapping.precision import PRECISIONS
 from atomtrain.training.budgets import (
     Fit,
+    check_devices,
     check_host_memory,
     check_micro_batch,
+    check_packing,
     device_memory_of,
     example_of,
     find_fit,
@@ -147,20 +149,23 @@ def _assemble(
     outline = make_outline(recipe.sizes, recipe.lora)
     if recipe.precision in PRECISIONS:
         outline.to(PRECISIONS[recipe.precision])
+    check_packing(outline, recipe)
     check_host_memory(outline, recipe, options)
-    device = open_device(options.device, memory)
+    devices = open_devices(options.device, memory)
     try:
         if options.compile:
-            require_compilable(device)
-        fit = _fit(options, source, outline, device, objective)
+            require_compilable(devices[0])
+        check_devices(len(devices), recipe)
+        fit = _fit(options, source, outline, devices, objective)
         check_micro_batch(fit.micro_batch, recipe)
         torch.manual_seed(recipe.seed)
         model = make_model(recipe.sizes, recipe.lora)
     except BaseException:
-        device.close()
+        for device in devices:
+            device.close()
         raise
     gradients = averages_gradients(options, source)
-    engine = _open_engine(model, recipe, device, fit, objective, options, gradients=gradients)
+    engine = _open_engine(model, recipe, devices, fit, objective, options, gradients=gradients)
     engine.recording = options.trace is not None
     try:
         fragments = GradientFragments(engine) if gradients else _fragments(engine, options, source)
@@ -201,7 +206,7 @@ def _assemble(
 def _open_engine(
     model: nn.Module,
     recipe: Recipe,
-    device: Device,
+    devices: Sequence[Device],
     fit: Fit,
     objective: Objective,
     options: TrainOptions,
@@ -212,7 +217,7 @@ def _open_engine(
         model,
         example_of(recipe, fit.micro_batch, objective),
         optimizer=GradientCollector if gradients else lambda _: make_optimizer(model, recipe),
-        device=device,
+        device=devices,
         loss=objective.loss,
         options=Options(
             micro_batches=recipe.sequences // fit.micro_batch,
@@ -230,7 +235,11 @@ def _open_engine(
 
 
 def _fit(
-    options: TrainOptions, source: Source, outline: nn.Module, device: Device, objective: Objective
+    options: TrainOptions,
+    source: Source,
+    outline: nn.Module,
+    devices: Sequence[Device],
+    objective: Objective,
 ) -> Fit:
     """Return how a step is divided.
 
@@ -244,7 +253,7 @@ def _fit(
         return Fit(options.micro_batch, options.head_pieces)
     if options.micro_batch is not None:
         check_micro_batch(options.micro_batch, source.recipe)
-    found = find_fit(outline, source.recipe, device, objective, options.micro_batch)
+    found = find_fit(outline, source.recipe, devices, objective, options.micro_batch)
     return found._replace(head_pieces=options.head_pieces or found.head_pieces)
 
 

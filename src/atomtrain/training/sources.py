@@ -58,7 +58,7 @@ def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> 
     recipe = new_recipe(options)
     if isinstance(recipe.sizes, HuggingFaceConfig):
         return _from_folder(options, recipe)
-    return Source(recipe, read_text(options.data, recipe.sizes, None))
+    return Source(recipe, read_text(options.data, recipe.sizes, None, packed=recipe.packed))
 
 
 def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:

@@ -24,7 +24,7 @@ def announce(session: Session, events: EventLog) -> None:
         run=session.run,
         peer=session.name,
         model=session.recipe.model,
-        device=engine.device.name,
+        device=engine.device_name,
         device_memory_bytes=engine.device.memory_bytes,
         parameters=engine.parameters,
         state_bytes=engine.state_bytes,
@@ -80,7 +80,7 @@ def trace_last_step(session: Session) -> None:
     ]
     about = {
         "model": session.recipe.model,
-        "device": engine.device.name,
+        "device": engine.device_name,
         "predicted_step_s": engine.plan.step_s,
         "measured_step_s": engine.last.step_s,
     }

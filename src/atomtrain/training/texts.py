@@ -40,7 +40,8 @@ def read_text(
         data: Text files, or files of rows; `None` is the demonstration corpus.
         sizes: The model's; a Hugging Face model has a chat template among its files.
         tokenizer: `None` trains one on the text.
-        packed: Whether a sequence may hold several rows.
+        packed: Whether a sequence may hold several rows; they, and documents of running text, do
+            not see each other then.
         pairs: Whether each row must say which of two answers is the better one.
 
     Raises:
@@ -52,10 +53,11 @@ def read_text(
                 f"{data or 'the demo corpus'} is running text; --objective dpo needs rows with "
                 "chosen and rejected: name .jsonl or .parquet files with --data"
             )
-        return _running(data, read_corpus(data), sizes, tokenizer)
+        return _running(data, read_corpus(data), sizes, tokenizer, packed)
     assert data is not None
     if not isinstance(sizes, HuggingFaceConfig):
-        return _running(data, corpus_of_texts(data, _texts_only(data)), sizes, tokenizer)
+        corpus = corpus_of_texts(data, _texts_only(data))
+        return _running(data, corpus, sizes, tokenizer, packed)
     assert tokenizer is not None
     encoder = Encoder(tokenizer, ChatTemplate(sizes.files))
     if pairs:
@@ -76,9 +78,12 @@ def has_pairs(data: str | None) -> bool:
     return first is not None and is_pair(first)
 
 
-def _running(data: str | None, corpus: Corpus, sizes: Sizes, tokenizer: Tokenizer | None) -> Text:
+def _running(
+    data: str | None, corpus: Corpus, sizes: Sizes, tokenizer: Tokenizer | None, packed: bool
+) -> Text:
     prepared = prepare(corpus, default_cache(), vocabulary=sizes.vocabulary, tokenizer=tokenizer)
-    return Text(data, corpus.sha256, prepared.tokenizer, TextMaterial(prepared.tokens))
+    separator = prepared.tokenizer.separator if packed else None
+    return Text(data, corpus.sha256, prepared.tokenizer, TextMaterial(prepared.tokens, separator))
 
 
 def _texts_only(data: str) -> list[str]:

@@ -253,7 +253,7 @@ class Trainer:
             "run_started",
             run=Path(self.args.output_dir).name,
             model=type(self.model).__name__,
-            device=engine.device.name,
+            device=engine.device_name,
             device_memory_bytes=engine.device.memory_bytes,
             parameters=engine.parameters,
             state_bytes=engine.state_bytes,
