@@ -36,7 +36,7 @@ def documents_of(lengths: Sequence[Sequence[int]] = LENGTHS) -> Tensor:
 
 def packed_batch(vocabulary: int = 101) -> Batch:
     tokens = torch.randint(vocabulary, (len(LENGTHS), WIDTH + 1))
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), documents_of())
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), documents=documents_of())
 
 
 def pieces(batch: Batch) -> list[tuple[int, slice]]:

@@ -36,13 +36,13 @@ def test_further_devices_take_memory_and_time_of_the_host() -> None:
 
 
 def plan(capsys: pytest.CaptureFixture[str], *more: str) -> Any:
-    given = ["plan", "gpt3-small", "--gpu", "rtx-3090", "--context", "512", "--micro-batch", "4"]
+    given = ["plan", "tiny", "--gpu", "rtx-3090", "--context", "64", "--micro-batch", "4"]
     assert main([*given, *more, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_atom_plan_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    tokens = ["--tokens-per-step", str(8 * 4 * 512)]
+    tokens = ["--tokens-per-step", str(8 * 4 * 64)]
     one, two = plan(capsys, *tokens), plan(capsys, *tokens, "--devices", "2")
     assert one["devices"] == 1
     assert two["devices"] == 2
@@ -51,7 +51,8 @@ def test_atom_plan_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert two["plan"]["host_bytes"] > one["plan"]["host_bytes"]
     assert two["peak_flops_per_s"] == 2 * one["peak_flops_per_s"]
     assert two["plan"]["device_blocks"] == []
-    assert main(["plan", "gpt3-small", "--gpu", "rtx-3090", "--devices", "2"]) == 0
+    given = ["plan", "tiny", "--gpu", "rtx-3090", "--context", "64", "--devices", "2"]
+    assert main(given) == 0
     shown = capsys.readouterr().out
     assert "2 x " in shown
     assert "on each of 2 devices" in shown

@@ -144,7 +144,7 @@ def _less_waiting(now: Prospect, setting: Setting) -> list[Change]:
 
 def _micro_batches(now: Prospect, setting: Setting) -> list[Change]:
     """Return other sizes of a micro-batch that the user fixed; else it is the best already."""
-    per_step = now.tokens_per_step // now.context_tokens
+    per_step = now.tokens_per_step // now.context_tokens // now.devices  # on each device
     changes = []
     for size in (now.micro_batch // _DOUBLE, _DOUBLE * now.micro_batch):
         if size > 0 and per_step % size == 0:
