@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.training.early import check_gpu_name, check_model_name
+from atomtrain.training.early import (
+    OPTIMIZERS,
+    PRECISIONS,
+    check_gpu_name,
+    check_model_name,
+    check_name,
+)
 from atomtrain.training.options import option
 from atomtrain.units import parse_bytes
 
@@ -118,19 +124,10 @@ class PlanOptions:
                 parse_bytes(getattr(self, name), "--" + name.replace("_", "-"))
         if self.on_disk is not None and self.disk is None:
             raise ConfigError(f"--on-disk {self.on_disk} needs --disk DISK")
-        from atomtrain.training.optimizing import (
-            check_gradient_dtype,
-            check_optimizer,
-            check_precision,
-        )
-
-        check_gradient_dtype(self.gradient_dtype)
         if self.lora is not None:
             from atomtrain.models.lora_config import parse_lora
 
             parse_lora(self.lora)
-        check_optimizer(self.optimizer)
-        check_precision(self.precision, self.optimizer)
         if self.activations not in (None, *_ACTIVATIONS):
             raise ConfigError(
                 f"--activations must be {', '.join(_ACTIVATIONS)}, not {self.activations!r}."
@@ -155,6 +152,9 @@ def run(arguments: Sequence[str]) -> int:
     check_model_name(options.model)
     if options.gpu is not None:
         check_gpu_name(options.gpu)
+    check_name("optimizer", options.optimizer, OPTIMIZERS)
+    check_name("precision", options.precision, PRECISIONS)
+    _check_training(options)
     with leaving_at_once():
         from atomtrain.models.lora_config import parse_lora
         from atomtrain.planning.advice import Setting
@@ -212,6 +212,19 @@ def run(arguments: Sequence[str]) -> int:
     text = json.dumps(report.to_json(), allow_nan=False) if options.json else plan_text(report)
     sys.stdout.write(text.rstrip("\n") + "\n")
     return 0
+
+
+def _check_training(options: PlanOptions) -> None:
+    """Refuse what no run could be trained with; imports torch, so it comes after quick checks."""
+    from atomtrain.training.optimizing import (
+        check_gradient_dtype,
+        check_optimizer,
+        check_precision,
+    )
+
+    check_gradient_dtype(options.gradient_dtype)
+    check_optimizer(options.optimizer)
+    check_precision(options.precision, options.optimizer)
 
 
 def _place(options: PlanOptions) -> Place:
