@@ -133,6 +133,7 @@ def filled(folder: Path) -> ProfileCache:
     cache = ProfileCache(folder, KEY)
     cache.put_machine(MACHINE)
     cache.put_time("a", LayerTime(1.0, 2.0))
+    cache.put_update("u", 2.5)
     cache.save()
     return cache
 
@@ -143,6 +144,8 @@ def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
     assert again.machine(5, 6) == MACHINE
     assert again.time("a") == LayerTime(1.0, 2.0)
     assert again.time("b") is None
+    assert again.update("u") == 2.5
+    assert again.update("v") is None
 
 
 def change(data: dict[str, Any], path: str, value: Any) -> None:
@@ -169,6 +172,9 @@ def change(data: dict[str, Any], path: str, value: Any) -> None:
         ("layers/a/measured_s", "never"),
         ("layers/a", None),
         ("layers", []),
+        ("updates", []),
+        ("updates/u/share", float("nan")),
+        ("updates/u/share", -1.0),
         ("machine/load_bytes_per_s", float("inf")),
         ("machine/update_parameters_per_s", -1),
         ("machine/speed", 1),
@@ -189,6 +195,7 @@ def test_damage_is_passed_over_and_replaced(
     assert str(path) in caplog.text
     assert cache.machine(5, 6) is None
     assert cache.time("a") is None
+    assert cache.update("u") is None
     caplog.clear()
     filled(tmp_path)
     assert ProfileCache(tmp_path, KEY).machine(5, 6) == MACHINE

@@ -18,6 +18,8 @@ from atomtrain.planning.advice import (
     possible_changes,
 )
 from atomtrain.planning.catalogue import GPUS, estimate_times, gpu, machine_for
+from atomtrain.planning.disk import PAGE_BYTES
+from atomtrain.planning.disks import disk
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Request
 from atomtrain.planning.prospect import (
@@ -31,6 +33,7 @@ from atomtrain.planning.prospect import (
 from atomtrain.planning.search import make_plan
 from atomtrain.reporting.report import forecaster
 from atomtrain.reporting.subject import Subject, subject
+from atomtrain.training.optimizing import named_optimizer, precision_of
 
 GIB = 1 << 30
 FLOPS_PER_S = 1e12
@@ -137,6 +140,27 @@ def test_spans_end_with_the_step_and_are_as_busy_as_the_plan_says(tiny: Subject)
     assert max(span.end_s for span in found.spans) == pytest.approx(found.plan.step_s)
     compute_s = sum(s.end_s - s.start_s for s in found.spans if s.stream == "compute")
     assert compute_s == pytest.approx(found.plan.compute_s)
+
+
+@pytest.mark.parametrize(
+    ("precision", "name", "each_bytes"),
+    [("fp32", "adamw", 8), ("fp32", "adamw-bfloat16", 4), ("fp16", "adamw", 12)],
+)
+def test_what_lies_on_disk_follows_precision_and_optimizer(
+    precision: str, name: str, each_bytes: int
+) -> None:
+    """Moments, and beside 16-bit parameters a float32 master."""
+    model = subject("tiny").trained_with(
+        lambda owned: named_optimizer(owned, name, precision), precision_of(precision)
+    )
+    workload = Workload(
+        context_tokens=64, tokens_per_step=64, disk=True, on_disk="masters", clips=True
+    )
+    with_disk = disk("nvme-pcie4").of(machine())
+    found = prospect(model.analyse, even(), with_disk, workload)
+    whole_pages = 3 * PAGE_BYTES * len(list(model.model.parameters()))
+    assert 0 <= found.plan.disk_bytes - each_bytes * model.parameters < whole_pages
+    assert found.spans
 
 
 def test_nothing_fits_is_an_error(tiny: Subject) -> None:
