@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -17,8 +18,11 @@ from test_swarm_vandals import Vandal
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import SwarmConfig, slices
 from atomtrain.swarm.anchors import Stamp
+from atomtrain.swarm.bases import Bases
 from atomtrain.swarm.config import Rules
+from atomtrain.swarm.exchange import Exchange, ExchangeSetup
 from atomtrain.swarm.groups import group_count, group_of, groups_of, siblings, supersedes, told_next
+from atomtrain.swarm.messages import Begin
 from atomtrain.swarm.roster import Roster
 
 NESTEROV = {"outer_momentum": 0.5, "outer_learning_rate": 0.5}
@@ -231,6 +235,40 @@ def test_a_resumed_peer_keeps_its_velocity() -> None:
             assert kept is not None
             assert velocity.any()
             assert torch.equal(velocity, kept)
+
+    run_virtual(scenario)
+
+
+def test_a_false_base_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that sends another anchor than its own keeps its slices from being committed."""
+    encode, enter = Bases._encode, Exchange.__init__
+    liars: list[Bases | None] = []
+    told: list[bool] = []
+
+    def lie(self: Bases, index: int) -> Any:
+        if any(liar is self for liar in liars):
+            anchor = replace(self._snapshot.anchor, values=self._snapshot.anchor.values + 1e8)
+            self._snapshot = replace(self._snapshot, anchor=anchor)
+        return encode(self, index)
+
+    def entered(self: Exchange, setup: ExchangeSetup, begin: Begin) -> None:
+        enter(self, setup, begin)
+        if told and setup.peer_id == "peer1":
+            liars.append(self._bases)
+
+    monkeypatch.setattr(Bases, "_encode", lie)
+    monkeypatch.setattr(Exchange, "__init__", entered)
+
+    async def scenario() -> None:
+        simulation = Simulation((300,), 7, group_size=3)
+        await start(simulation, 6)
+        await asyncio.sleep(15)
+        told.append(True)
+        await asyncio.sleep(15)
+        reports = [r for p in simulation.peers.values() for r in p.reports]
+        assert any("its anchor is far" in text for r in reports for text in r.rejected)
+        for name, peer in simulation.peers.items():
+            assert name == "peer1" or float(peer.fragments[0].abs().max()) < 1e4
 
     run_virtual(scenario)
 

@@ -23,6 +23,9 @@ from atomtrain.swarm.owning import Offload, receive_buffer
 from atomtrain.swarm.slices import Span, piece_spans
 from atomtrain.swarm.transport import Channel
 
+_ROUNDING = 2.0**-10
+"""More than a base's rounding may change a number, relative to it."""
+
 
 def base_codec(codec: Codec) -> Codec:
     """Return how bases travel in a run whose changes travel with `codec`."""
@@ -142,11 +145,12 @@ class Bases:
             return False
         if not guard.limit or stop - start < JUDGED_ELEMENTS:
             return True
-        # Siblings are less than one round's changes apart. Before a mean was seen, and without a
-        # change, nothing is judged but that the base is not of another size than the anchor.
+        # Siblings are less than one round's changes apart, and bases rounded. Before a mean was
+        # seen, and without a change, only bases of another size than the anchor are not believed.
+        size = square_of(anchor) or 0.0
         change = square_of(self._snapshot.contribution(self._spans[index])) or 0.0
-        usual = usual_rms**2 * (stop - start) or square_of(anchor) or 0.0
-        return not usual or drift <= guard.limit**2 * max(usual, change)
+        usual = usual_rms**2 * (stop - start) or size
+        return not usual or drift <= guard.limit**2 * max(usual, change) + _ROUNDING**2 * size
 
 
 def _digest(pieces: list[memoryview]) -> str:
