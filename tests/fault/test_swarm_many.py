@@ -25,7 +25,7 @@ SETTINGS = {
     "run": "many", "host": "127.0.0.1", "elements": [500, 401], "group_size": GROUP_SIZE,
     "local_steps": 8, "step_s": 1.5, "peers": PEERS // PROCESSES,
 }  # fmt: skip
-START_S, TRAIN_S = 240.0, 90.0
+START_S, TRAIN_S = 200.0, 80.0
 
 
 class Process:
