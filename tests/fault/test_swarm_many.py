@@ -1,8 +1,9 @@
-"""Sixty-four peers over real sockets, in groups of eight.
+"""Sixteen, and sixty-four, peers over real sockets, in groups.
 
 Each peer has an identity, a libp2p daemon, a place in the hash table and TCP ports of its own;
-sixteen share a process, as 64 interpreters are more than a small machine has room for. Runs on
-request: `pytest -m matrix tests/fault/test_swarm_many.py -s`.
+eight or sixteen share a process, as 64 interpreters are more than a small machine has room for.
+Runs on request: `pytest -m matrix tests/fault/test_swarm_many.py -s`. Starting 64 peers takes two
+cores some minutes, in which they are not good for much else.
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.matrix
-PEERS, PROCESSES, GROUP_SIZE = 64, 4, 8
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1200)]
 SETTINGS = {
-    "run": "many", "host": "127.0.0.1", "elements": [500, 401], "group_size": GROUP_SIZE,
-    "local_steps": 8, "step_s": 1.5, "peers": PEERS // PROCESSES,
+    "run": "many", "host": "127.0.0.1", "elements": [500, 401], "local_steps": 8, "step_s": 1.5,
 }  # fmt: skip
-START_S, TRAIN_S = 200.0, 80.0
+START_S, TRAIN_S = 600.0, 80.0
 
 
 class Process:
@@ -82,12 +81,16 @@ def processes() -> Iterator[list[Process]]:
             one.end()
 
 
-def test_sixty_four_peers_average_in_groups_of_eight(processes: list[Process]) -> None:
+@pytest.mark.parametrize(("peers", "share", "group_size"), [(16, 2, 4), (64, 4, 8)])
+def test_many_peers_average_in_groups(
+    processes: list[Process], peers: int, share: int, group_size: int
+) -> None:
     until_s = time.monotonic() + START_S
-    processes.append(Process(first=0))
+    each: dict[str, Any] = {"peers": peers // share, "group_size": group_size}
+    processes.append(Process(first=0, **each))
     address = processes[0].wait_ready(until_s)
-    for index in range(1, PROCESSES):  # all at once
-        processes.append(Process(first=index * SETTINGS["peers"], join=address))
+    for index in range(1, share):  # all at once
+        processes.append(Process(first=index * each["peers"], join=address, **each))
     for process in processes:
         process.wait_ready(until_s)
     began = [len(process.said) for process in processes]
@@ -100,7 +103,7 @@ def test_sixty_four_peers_average_in_groups_of_eight(processes: list[Process]) -
     figures = {
         "peers": len(last),
         "seen": min(said["seen"] for said in last.values()),
-        "rounds of a peer": len(together) / PEERS,
+        "rounds of a peer": len(together) / peers,
         "members": statistics.mean(said["members"] for said in together),
         "most members": max(said["members"] for said in together),
         "complete": sum(r["outcome"] == "averaged" for r in together) / max(1, len(together)),
@@ -112,11 +115,11 @@ def test_sixty_four_peers_average_in_groups_of_eight(processes: list[Process]) -
         "mean": statistics.mean(said["mean"] for said in last.values()),
     }
     print(json.dumps(figures, indent=1))
-    assert len(last) == PEERS
-    assert figures["most members"] <= GROUP_SIZE
-    assert {said["number"] for said in together} == set(range(PEERS))
-    assert figures["members"] > GROUP_SIZE / 2
-    # By themselves they would go to targets that are 18 apart, and reach them within 60 steps.
-    assert spread < 6
+    assert len(last) == peers
+    assert figures["most members"] <= group_size
+    assert {said["number"] for said in together} == set(range(peers))
+    assert figures["members"] > group_size / 2
+    # By themselves they would go to targets that are so far apart, and nearly reach them.
+    assert spread < statistics.pstdev(range(peers)) / 3
     for process in processes:
         assert "Traceback" not in process.end()
