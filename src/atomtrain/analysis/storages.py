@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -47,6 +47,15 @@ class LiveStorages(Generic[T]):
         """Remember something for the tensor's storage."""
         storage = tensor.untyped_storage()
         self._known[storage._cdata] = weakref.ref(storage), thing
+
+
+def uncounted() -> AbstractContextManager[None]:
+    """Let operations on this thread pass by the tracker, and by what calling it costs.
+
+    For those that allocate nothing, or whose result is adopted by hand.
+    """
+    guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return guard
 
 
 OverBudget = Callable[[int, int, str], None]

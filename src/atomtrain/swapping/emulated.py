@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from atomtrain.analysis.storages import StorageTracker
+from atomtrain.analysis.storages import StorageTracker, uncounted
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.swapping.processor_device import ProcessorDevice
 from atomtrain.swapping.streams import Inject
@@ -96,6 +96,12 @@ class EmulatedDevice(ProcessorDevice):
     def computing(self) -> Iterator[None]:
         with self._tracker:
             yield
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with uncounted():
+            tensor = torch.empty(shape, dtype=dtype)
+        self._tracker.adopt(tensor, "empty")
+        return tensor
 
     def on_host(self) -> AbstractContextManager[None]:
         return self._tracker.ignoring()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from atomtrain.analysis.storages import uncounted
 from atomtrain.swapping.offload import Away, Offload, Parcel
 
 
@@ -146,8 +147,10 @@ class WaitingGraph:
             return packed
         if isinstance(packed, Away):
             return packed.parcel.unpack(packed)
-        view = torch.empty(0, dtype=packed.dtype, device=self._device)
-        return view.set_(self._slot.untyped_storage(), packed.offset, packed.size, packed.stride)
+        with uncounted():
+            view = torch.empty(0, dtype=packed.dtype, device=self._device)
+            slot = self._slot.untyped_storage()
+            return view.set_(slot, packed.offset, packed.size, packed.stride)
 
 
 class Graphs:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atomtrain.analysis.storages import LiveStorages
+from atomtrain.analysis.storages import LiveStorages, uncounted
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.streams import Event
@@ -200,8 +200,9 @@ class Parcel:
         """Return a saved tensor, in a storage of its own."""
         storage = away.storage
         back = self._offload.use(storage)
-        view = torch.empty(0, dtype=away.dtype, device=back.device)
-        view.set_(back.untyped_storage(), away.offset, away.size, away.stride)
+        with uncounted():
+            view = torch.empty(0, dtype=away.dtype, device=back.device)
+            view.set_(back.untyped_storage(), away.offset, away.size, away.stride)
         if not away.used:
             away.used = True
             storage.users -= 1
