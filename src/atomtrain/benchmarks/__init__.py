@@ -45,6 +45,9 @@ REGISTRY: dict[str, Benchmark] = {
     "disk": Benchmark(
         "atomtrain.benchmarks.disk", "optimizer state and parameters on disk against in memory"
     ),
+    "staleness": Benchmark(
+        "atomtrain.benchmarks.staleness", "what parameters one update old would gain, predicted"
+    ),
     "network": Benchmark(
         "atomtrain.benchmarks.network", "ATOM against a pipeline on links from fast to slow"
     ),
