@@ -378,6 +378,22 @@ def test_as_little_is_on_disk_as_host_memory_demands(problem: Problem, share: fl
         planned(None, sizes[0] - 1)
 
 
+def test_a_step_lasts_as_long_as_the_disk_reads() -> None:
+    """Even where all else is over sooner, and updates have memory to read ahead."""
+    kind = Kind(1024, 0.6, 3.0, 256, 1152, 1088, (False, True), True)
+    problem = Problem(
+        (kind,) * MOST_KINDS, (0, 0, 0, 0), (), 1, 1e3, 1e3, 3e2, 0.0, 0.0,
+        disk_bytes_per_s=(1e3, 3e5), on_disk=KINDS,
+    )  # fmt: skip
+    built = build(problem)
+    fastest = fastest_of(built.space(Request(micro_batches=1)), 1 << 40)
+    assert fastest is not None
+    space = built.space(Request(micro_batches=1))
+    assert space.costing.disk is not None
+    assert fastest.step_s == pytest.approx(space.costing.step(fastest.shape).step_s)
+    assert fastest.step_s >= space.costing.disk.read_s
+
+
 BAD = [-1.0, math.nan, math.inf]
 
 

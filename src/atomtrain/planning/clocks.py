@@ -93,7 +93,11 @@ class Clocks:
         updated: Array = clocks[:, UPDATE]
         if self._disk is None:
             return updated
-        return np.maximum(updated + self._last_s, clocks[:, FIRST] + self._working_s)
+        # However early the first gradients are there, all is read within the step.
+        read_s = 0.0 if self._disk.clips else self._disk.read_s
+        working_s = np.maximum(clocks[:, FIRST] + self._working_s, read_s)
+        ends: Array = np.maximum(updated + self._last_s, working_s)
+        return ends
 
 
 def undominated(values: Array) -> list[int]:
