@@ -23,6 +23,8 @@ from atomtrain.swarm.anchors import (
     whole,
 )
 from atomtrain.swarm.config import Manifest, SwarmConfig
+from atomtrain.swarm.digests import OLD_HASH
+from atomtrain.swarm.large import large_copy, large_empty
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.reduction import SliceReduction
 from atomtrain.swarm.slices import (
@@ -326,3 +328,37 @@ def test_garbage_is_no_manifest(data: bytes) -> None:
 def test_config_says_which_field_is_wrong(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=repr(value).replace(".", r"\.")):
         SwarmConfig(**{"run": "ok", field: value})  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_whose_hash_is_the_old_one_is_taken_and_checked() -> None:
+    store = AnchorStore((3,), momentum=0)
+    store.adopt_local(_Access(torch.tensor([1.0, 2.0, 3.0])))
+    old = digest_of(store.anchor(0).values, None, OLD_HASH)
+    meta = {**store.meta(), "digests": [old]}
+    del meta["hash"]
+    again = AnchorStore((3,), momentum=0)
+    again.load(store.tensors(), meta)
+    assert again.stamps() == store.stamps(), "with the hash that peers agree on now"
+    with pytest.raises(SwarmError, match="damaged"):
+        again.load({"anchor.0": torch.zeros(3)}, meta)
+
+
+@pytest.mark.parametrize("elements", [0, 3, 1 << 20, (1 << 20) + 5])
+def test_large_memory_holds_what_is_written(elements: int) -> None:
+    values = large_empty(elements)
+    assert (values.dtype, values.shape) == (torch.float32, (elements,))
+    values.copy_(torch.arange(elements))
+    assert large_copy(values).sum(dtype=torch.float64) == elements * (elements - 1) / 2
+
+
+def test_a_mean_lies_where_it_is_wanted() -> None:
+    reduction = SliceReduction(2, [1, 3])
+    first, second = torch.tensor([4.0, 8.0]), torch.tensor([8.0, 4.0])
+    reduction.add(0, first)
+    reduction.add(1, second)
+    out = torch.empty(2)
+    counted, mean = reduction.close(out)
+    assert counted == (0, 1)
+    assert mean is out
+    assert out.tolist() == [7.0, 5.0]
+    assert first.tolist() == [4.0, 8.0], "contributions stay as they are"

@@ -35,6 +35,7 @@ class AveragingPeer:
             "enter": self.enter,
             "meet": self.meet,
             "round": self.round,
+            "check": self.check,
             "leave": self.leave,
         }
 
@@ -112,10 +113,9 @@ class AveragingPeer:
     def round(self, at_s: float, peers: int, patience_s: float) -> Reply:
         """Change the vector, and average it with all others from `at_s` (monotonic clock) on.
 
-        Returns the seconds until the vector held the mean, the round's own time, and how far the
-        vector is from the mean.
+        Returns the seconds until the vector held the mean, and the round's own time.
         """
-        expected = float(self._values[0]) + (peers + 1) / 2
+        self._expected = float(self._values[0]) + (peers + 1) / 2
         self._values.add_(self._rank + 1.0)
         time.sleep(max(0.0, at_s - time.monotonic()))
         steps, tokens = int(self._rank == 0), 1
@@ -128,12 +128,21 @@ class AveragingPeer:
                     "round_s": took_s,
                     "exchange_s": report.duration_s,
                     "sent_bytes": report.bytes_sent,
-                    "error": float((self._values - expected).abs().max()),
-                    "digest": self._swarm.state_dict().meta["digests"][0] if self._swarm else "",
                 }
             steps, tokens = 0, 0
             time.sleep(_BOUNDARY_S)
         raise TimeoutError("the round did not end")
+
+    def check(self) -> Reply:
+        """Return how far the vector is from the mean, and the hash of the swarm's.
+
+        Apart from the round: who ends first would take the processor from those who have not.
+        """
+        assert self._swarm is not None
+        return {
+            "error": _largest_error(self._values, self._expected),
+            "digest": self._swarm.state_dict().meta["digests"][0],
+        }
 
     def leave(self) -> Reply:
         """Leave the run."""
@@ -162,6 +171,7 @@ class HivemindPeer:
             "average": self.average,
             "assemble": self.assemble,
             "round": self.round,
+            "check": self.check,
             "leave": self.leave,
         }
 
@@ -220,14 +230,17 @@ class HivemindPeer:
         return {}
 
     def round(self, at_s: float, peers: int, patience_s: float) -> Reply:
-        """Average with the group; return the seconds, and how far the vector is from the mean."""
+        """Average with the group; return the seconds."""
+        self._expected += (peers + 1) / 2
         time.sleep(max(0.0, at_s - time.monotonic()))
         self._control.allow_allreduce()
         self._control.result(patience_s)
-        took_s = time.monotonic() - at_s
+        return {"round_s": time.monotonic() - at_s}
+
+    def check(self) -> Reply:
+        """Return how far the vector is from the mean."""
         with self._averager.get_tensors() as (values,):
-            error = float((values - self._expected - (peers + 1) / 2).abs().max())
-        return {"round_s": took_s, "error": error}
+            return {"error": _largest_error(values, self._expected)}
 
     def leave(self) -> Reply:
         """End the helper processes."""
@@ -239,6 +252,11 @@ class HivemindPeer:
         if self._averager is not None:
             self._averager.shutdown()
             self._averager = None
+
+
+def _largest_error(values: torch.Tensor, expected: float) -> float:
+    least, most = torch.aminmax(values)
+    return max(abs(float(least) - expected), abs(float(most) - expected))
 
 
 def _swallow(server: socket.socket) -> None:

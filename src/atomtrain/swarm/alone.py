@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import torch
-
 from atomtrain.swarm.anchors import Anchor, Merge, Snapshot, Stamp, digest_of, whole
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.desk import RoundReport
+from atomtrain.swarm.large import large_copy, large_empty
 from atomtrain.swarm.outer import Place, rows_of
 from atomtrain.swarm.repair import Repairer
 
@@ -54,8 +53,8 @@ def _follow_local(context: Context, snapshot: Snapshot) -> Merge:
 
 def _step_alone(context: Context, snapshot: Snapshot) -> Merge:
     old, update = snapshot.anchor, context.updates[0]
-    values = torch.empty_like(old.values)
-    velocity = None if old.velocity is None else old.velocity.clone()
+    values = large_empty(old.values.numel())
+    velocity = None if old.velocity is None else large_copy(old.velocity)
     everything = whole(values.numel())
     update.apply(
         old.values,

@@ -13,6 +13,7 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors import Anchor, Merge, Snapshot, Stamp, digest_of
+from atomtrain.swarm.digests import HASH, OLD_HASH
 from atomtrain.swarm.slices import Span
 
 
@@ -231,6 +232,7 @@ class AnchorStore:
             "versions": [stamp.version for stamp in stamps],
             "tokens": [stamp.tokens for stamp in stamps],
             "digests": [stamp.digest for stamp in stamps],
+            "hash": HASH,
             "tokens_since": [self.tokens_seen - merged for merged in self._tokens_merged],
             "measured_from": list(self._measured_from),
             "grouped": [a is not None and a.grouped for a in self._anchors],
@@ -247,6 +249,7 @@ class AnchorStore:
                 "the checkpoint's swarm state has other fragments than this run; resume with the "
                 "model and fragments it was saved with"
             )
+        name = meta.get("hash", OLD_HASH)
         for fragment, (version, tokens, digest) in enumerate(
             zip(meta["versions"], meta["tokens"], meta["digests"], strict=True)
         ):
@@ -254,8 +257,11 @@ class AnchorStore:
             velocity = tensors.get(f"velocity.{fragment}")
             self.check_size(fragment, values)
             grouped = bool(meta.get("grouped", [False] * (fragment + 1))[fragment])
-            if digest_of(values, None if grouped else velocity) != digest:
+            hashed = None if grouped else velocity
+            if digest_of(values, hashed, name) != digest:
                 raise SwarmError(f"anchor {fragment} of the checkpoint is damaged: wrong hash")
+            if name != HASH:
+                digest = digest_of(values, hashed)  # noqa: PLW2901 - the one that peers use now
             fits = self.momentum * values.numel() == (0 if velocity is None else velocity.numel())
             kept = None if velocity is None or not fits else velocity.detach().clone()
             stamp = Stamp(version, tokens, digest)

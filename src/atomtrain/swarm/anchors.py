@@ -6,7 +6,6 @@ that a donor can stream one while the next is being made.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from atomtrain.swarm.codec import byte_view
+from atomtrain.swarm.digests import HASH, Digest
 from atomtrain.swarm.slices import Span
 
 
@@ -121,12 +121,13 @@ class Merge:
     """What this peer's own velocity becomes with a grouped anchor; None: it stays."""
 
 
-def digest_of(values: torch.Tensor, velocity: torch.Tensor | None) -> str:
+def digest_of(values: torch.Tensor, velocity: torch.Tensor | None, name: str = HASH) -> str:
     """Return the hash of an anchor's bytes; releases the interpreter lock for large tensors."""
-    digest = hashlib.sha256(byte_view(values))
+    digest = Digest(name)
+    digest.update(byte_view(values))
     if velocity is not None:
         digest.update(byte_view(velocity))
-    return digest.hexdigest()[:32]
+    return digest.text()
 
 
 def whole(elements: int) -> tuple[Span, ...]:

@@ -9,14 +9,15 @@ docs/groups.md.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 
 import torch
 
 from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.codec import Codec, codec_named, decode_span, encode_span, square_of
+from atomtrain.swarm.digests import Digest
 from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard
+from atomtrain.swarm.large import large_empty
 from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.outer import OuterUpdate, Place, rows_of
 from atomtrain.swarm.owning import Offload, receive_buffer
@@ -82,7 +83,7 @@ class Bases:
         offload: Offload,
     ) -> None:
         """Know none yet; `codec` is that of changes, `spans` are those of the slices."""
-        self.values = torch.empty_like(snapshot.values)
+        self.values = large_empty(snapshot.values.numel())
         """1-D float32, one base after the other; undefined where none is known."""
         self.digests = [""] * len(spans)
         """Hash of each base as it travels."""
@@ -154,7 +155,7 @@ class Bases:
 
 
 def _digest(pieces: list[memoryview]) -> str:
-    digest = hashlib.sha256()
+    digest = Digest()
     for piece in pieces:
         digest.update(piece)
-    return digest.hexdigest()[:32]
+    return digest.text()

@@ -17,6 +17,7 @@ from atomtrain.swarm.desk import Desk
 from atomtrain.swarm.groups import SLACK_VERSIONS, group_of, groups_of, told_next
 from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.known import KnownPeers
+from atomtrain.swarm.large import large_empty
 from atomtrain.swarm.messages import Open
 from atomtrain.swarm.outer import Update
 from atomtrain.swarm.owning import Offload
@@ -122,7 +123,7 @@ class Context:
 
 
 def _written(elements: int) -> torch.Tensor:
-    return torch.empty(elements).fill_(0)  # not zeros(): those are not in memory yet
+    return large_empty(elements).fill_(0)  # not zeros(): those are not in memory yet
 
 
 def _into(

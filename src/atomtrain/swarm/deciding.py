@@ -20,6 +20,7 @@ from atomtrain.swarm.bases import velocity_after
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.exchange import ExchangeResult
 from atomtrain.swarm.groups import SLACK_VERSIONS
+from atomtrain.swarm.large import large_copy, large_empty
 from atomtrain.swarm.messages import BadMessage, Begin, Commit
 from atomtrain.swarm.outer import OuterUpdate, Place, Update, rows_of
 from atomtrain.swarm.slices import Span, slice_spans
@@ -64,7 +65,7 @@ def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
     """
     snapshot, begin = decided.snapshot, decided.begin
     old = snapshot.anchor
-    values = torch.empty_like(old.values)
+    values = large_empty(old.values.numel())
     velocity = None if begin.bases else _velocity(old, update)
     parts = []
     committed = frozenset(decided.commit.slices)
@@ -102,7 +103,7 @@ def _velocity(old: Anchor, update: Update) -> torch.Tensor | None:
     """Return a copy of an anchor's velocity; after several groups it begins with zeros."""
     if old.grouped and update.rows:
         return torch.zeros(update.rows * old.values.numel())
-    return None if old.velocity is None else old.velocity.clone()
+    return None if old.velocity is None else large_copy(old.velocity)
 
 
 def _own_velocity(

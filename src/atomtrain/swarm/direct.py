@@ -171,8 +171,7 @@ class Direct:
         loop = asyncio.get_running_loop()
         plain = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            plain.setblocking(False)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _tune(plain)
             await loop.sock_connect(plain, (host, offer.port))
             mine = Agreement()
             await loop.sock_sendall(plain, _name(offer.secret) + mine.public)
@@ -207,8 +206,7 @@ class Direct:
         await handler(channel)
 
     async def _greeted(self, plain: socket.socket) -> Channel:
-        plain.setblocking(False)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _tune(plain)
         said = await _exactly(plain, _NAME_BYTES + PUBLIC_BYTES)
         if said[:_NAME_BYTES] not in self._named:
             raise OSError("an unknown token")
@@ -222,6 +220,19 @@ class Direct:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _tune(plain: socket.socket) -> None:
+    """Prepare a TCP socket for a dozen streams that share a link.
+
+    CUBIC has them share it evenly. Some systems' usual choice, BBR, does not, and an exchange ends
+    with its slowest stream: measured 1.28 instead of 1.19 times the link's bound. A system without
+    CUBIC keeps its own choice.
+    """
+    plain.setblocking(False)
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
 def _name(secret: bytes) -> bytes:

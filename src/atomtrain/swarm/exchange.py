@@ -17,8 +17,9 @@ import torch
 
 from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.bases import Bases
-from atomtrain.swarm.codec import Codec, decoded, square_of
+from atomtrain.swarm.codec import Codec, byte_view, decode_span, decoded, square_of
 from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard
+from atomtrain.swarm.large import large_empty
 from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Mean
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.owning import (
@@ -104,6 +105,7 @@ class Exchange:
             else None
         )
         self._means: list[SliceMean | None] = [None] * len(self._spans)
+        self._values = large_empty(elements)  # what all means lie in
         self._own_square = [0.0] * len(self._spans)
         self._wrong_means: dict[str, str] = {}
         self._channels: list[Channel] = []
@@ -118,7 +120,11 @@ class Exchange:
         for member, peer_id in enumerate(begin.members):
             if peer_id in setup.excluded:
                 reduction.lose(member)
-        return OwnedSlice(index, span, begin, setup.codec, setup.offload, reduction)
+        return OwnedSlice(index, self._place(index), begin, setup.codec, setup.offload, reduction)
+
+    def _place(self, index: int) -> torch.Tensor:
+        start, stop = self._spans[index]
+        return self._values[start:stop]
 
     def _lane(self, owner: int, lane: int) -> range:
         """Return the slices that one lane to, or from, an owner carries, in their order."""
@@ -190,8 +196,9 @@ class Exchange:
             return self._bases.contribution(span)
         return self._setup.snapshot.contribution(span)
 
-    def _own_contribution(self, span: Span) -> torch.Tensor:
+    def _own_contribution(self, index: int) -> torch.Tensor:
         """Return this member's contribution to its own slice, as others would have received it."""
+        span = self._spans[index]
         if self._setup.snapshot.lost is None:
             return self._contribution(span)
         pieces = [self._encode_change(piece)[0] for piece in piece_spans(span)]
@@ -273,10 +280,14 @@ class Exchange:
             raise BadMessage("a mean over members that are not in the group")
         if len(set(header.contributors)) != len(header.contributors):
             raise BadMessage("a mean that counts a member twice")
-        pieces = []
+        pieces, place = [], self._place(index)
         codec = mean_codec(self._setup.codec, self._begin, index, len(header.contributors))
-        for piece in piece_spans(self._spans[index]):
-            data = receive_buffer(codec.encoded_bytes(piece.elements))
+        for start, stop in piece_spans(Span(0, place.numel())):
+            data = (
+                byte_view(place[start:stop])  # the bytes are the values
+                if codec.exact
+                else receive_buffer(codec.encoded_bytes(stop - start))
+            )
             await channel.receive_into(data)
             pieces.append(data)
         held: SliceMean | None = await self._setup.offload(
@@ -292,8 +303,10 @@ class Exchange:
         base_digest = "" if self._bases is None else self._bases.digests[index]
         if mean_digest(header.contributors, pieces, base_digest) != header.digest:
             return None
+        values = self._place(index)
         try:
-            values = decoded(codec, pieces, self._spans[index].elements)
+            if not codec.exact:
+                decode_span(codec, pieces, values)
         except BadMessage:
             return None
         square = square_of(values)

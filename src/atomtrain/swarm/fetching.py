@@ -20,6 +20,7 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors import Anchor, Origin, Part, Stamp, digest_of, joined_parts
 from atomtrain.swarm.codec import byte_view
 from atomtrain.swarm.context import Context
+from atomtrain.swarm.large import large_empty
 from atomtrain.swarm.messages import AnchorHeader, AskAnchor, BadMessage
 from atomtrain.swarm.roster import Holder
 from atomtrain.swarm.slices import Span
@@ -185,9 +186,9 @@ class Fetcher:
             return had
         if header.start_bytes:
             raise BadMessage(f"peer {channel.remote[-8:]} sent the rest of something else")
-        values = torch.empty(elements)
+        values = large_empty(elements)
         rows = 0 if header.grouped else context.desk.store.momentum
-        velocity = torch.empty(rows * elements) if rows else None
+        velocity = large_empty(rows * elements) if rows else None
         self._partial[fragment] = partial = Partial(header, values, velocity)
         return partial
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import hashlib
 from typing import Any
 
 import torch
 
-from atomtrain.swarm.codec import byte_view, square_of
+from atomtrain.swarm.anchors import digest_of
+from atomtrain.swarm.codec import square_of
 from atomtrain.swarm.exchange import ExchangeResult, ExchangeSetup, checked_place
 from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Meeting
 from atomtrain.swarm.owning import SliceMean
@@ -131,8 +131,7 @@ class GlooExchange:
         square = square_of(values)
         if square is None:
             raise RuntimeError("the mean is not finite")
-        digest = hashlib.sha256(byte_view(values)).hexdigest()[:32]
-        return SliceMean(values, counted, digest, square)
+        return SliceMean(values, counted, digest_of(values, None), square)
 
 
 def _distributed() -> Any:

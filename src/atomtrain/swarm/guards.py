@@ -82,22 +82,25 @@ class Guard:
         return mean_rms > self.limit * max(usual_rms, own_share)
 
     def mean_of(
-        self, contributions: Mapping[int, torch.Tensor], weights: Sequence[int]
+        self,
+        contributions: Mapping[int, torch.Tensor],
+        weights: Sequence[int],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted mean of at least one contribution; float32, summed in order.
 
-        May use the contributions' memory.
+        It is in `out`; without one, in the contributions' memory or in new memory.
         """
         members = sorted(contributions)
         total = sum(weights[member] for member in members)
         elements = contributions[members[0]].numel()
         if self.mean == "clipped" and _can_judge(len(members), elements):
-            return _centred_clipping(
+            mean = _centred_clipping(
                 [contributions[m] for m in members], [weights[m] / total for m in members]
             )
-        mean = contributions[members[0]]
-        if weights[members[0]] != total:
-            mean = mean.mul_(weights[members[0]] / total)
+            return mean if out is None else out.copy_(mean)
+        first = contributions[members[0]]
+        mean = torch.mul(first, weights[members[0]] / total, out=first if out is None else out)
         for member in members[1:]:
             mean.add_(contributions[member], alpha=weights[member] / total)
         return mean

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from atomtrain.swarm.codec import Codec, byte_view, decode_span, decoded, encode_span, square_of
+from atomtrain.swarm.digests import Digest
 from atomtrain.swarm.messages import BadMessage, Begin, Mean
 from atomtrain.swarm.reduction import SliceReduction
 from atomtrain.swarm.slices import Span, piece_spans
@@ -52,10 +53,11 @@ def mean_digest(
     contributors: tuple[int, ...], pieces: list[memoryview], base_digest: str = ""
 ) -> str:
     """Return the hash of a mean as it travels, and of the base that it is to be added to."""
-    digest = hashlib.sha256(repr(contributors).encode() + base_digest.encode())
+    digest = Digest()
+    digest.update(repr(contributors).encode() + base_digest.encode())
     for piece in pieces:
         digest.update(piece)
-    return digest.hexdigest()[:32]
+    return digest.text()
 
 
 def receive_buffer(size_bytes: int) -> memoryview:
@@ -69,19 +71,22 @@ class OwnedSlice:
     def __init__(
         self,
         slice_index: int,
-        span: Span,
+        place: torch.Tensor,
         begin: Begin,
         codec: Codec,
         offload: Offload,
         reduction: SliceReduction,
     ) -> None:
-        """Own a slice of the round from now on, for half of its time."""
+        """Own a slice of the round from now on, for half of its time.
+
+        Its mean is written to `place`, 1-D float32 of the slice's size.
+        """
         self.reduction = reduction
         self.base_digest = ""
         """Hash of the slice's base, in rounds that have bases; known before the slice is closed."""
         self.contributors: tuple[int, ...] = ()
         self._index = slice_index
-        self._span = span
+        self._place = place
         self._begin = begin
         self._codec = codec
         self._offload = offload
@@ -107,7 +112,7 @@ class OwnedSlice:
             LinkLost: the member is gone; whoever called has to lose it.
         """
         pieces = []
-        for start, stop in piece_spans(Span(0, self._span.elements)):
+        for start, stop in piece_spans(Span(0, self._place.numel())):
             data = receive_buffer(self._codec.encoded_bytes(stop - start))
             await channel.receive_into(data)
             pieces.append(data)
@@ -129,10 +134,11 @@ class OwnedSlice:
         for piece in out.pieces:
             await channel.send_bytes(piece)
 
-    async def reduce(self, me: int, own: Callable[[Span], torch.Tensor]) -> SliceMean | None:
+    async def reduce(self, me: int, own: Callable[[int], torch.Tensor]) -> SliceMean | None:
         """Wait for the contributions; return the mean as it travels, None if there is none.
 
-        `own` returns this member's contribution; it is called if the member has a weight.
+        `own` returns this member's contribution to the slice; it is called if the member has a
+        weight.
         """
         try:
             async with asyncio.timeout_at(self._collect_until_s):
@@ -150,18 +156,18 @@ class OwnedSlice:
 
     def _add(self, member: int, pieces: list[memoryview]) -> None:
         try:
-            values = decoded(self._codec, pieces, self._span.elements)
+            values = decoded(self._codec, pieces, self._place.numel())
         except BadMessage as error:
             self.reduction.reject(member, str(error))
             return
         self.reduction.add(member, values)
 
     def _close(
-        self, me: int, own: Callable[[Span], torch.Tensor]
+        self, me: int, own: Callable[[int], torch.Tensor]
     ) -> tuple[_Outbound, SliceMean | None]:
         if me in self.reduction.awaited:
-            self.reduction.add(me, own(self._span))
-        contributors, mean = self.reduction.close()
+            self.reduction.add(me, own(self._index))
+        contributors, mean = self.reduction.close(self._place)
         self.contributors = contributors
         if mean is None:
             return _Outbound(Mean(contributors=(), digest=""), []), None

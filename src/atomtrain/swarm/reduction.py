@@ -72,8 +72,11 @@ class SliceReduction:
         self._awaited.discard(member)
         self.rejected.setdefault(member, reason)
 
-    def close(self) -> tuple[tuple[int, ...], torch.Tensor | None]:
-        """Return who counts, ascending, and their mean; None if nobody does. Closes for good."""
+    def close(self, out: torch.Tensor | None = None) -> tuple[tuple[int, ...], torch.Tensor | None]:
+        """Return who counts, ascending, and their mean; None if nobody does. Closes for good.
+
+        The mean is written to `out` if there is one, else perhaps to a contribution's memory.
+        """
         self._closed = True
         self._awaited.clear()
         values, self._values = self._values, {}
@@ -83,4 +86,4 @@ class SliceReduction:
             self.rejected[member] = reason
         if not values:
             return (), None
-        return tuple(sorted(values)), self._guard.mean_of(values, self._weights)
+        return tuple(sorted(values)), self._guard.mean_of(values, self._weights, out)
