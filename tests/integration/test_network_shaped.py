@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -128,14 +129,13 @@ def running(pid: int) -> bool:
     return state != "Z"
 
 
-def test_the_benchmark_measures_every_method() -> None:
+def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:
     setup = NetworkSetup(
         model=ModelSetup(
             layers=4, width=64, vocabulary=64, sequence_tokens=16, sequences_per_peer=32
         ),
-        pipeline_budget_share=4.0,
-        budget_share=1.0,
-        micro_batch=8,
+        spare_share=3.5,
+        micro_batches=(4, 8),
         links=((1e8, 0.01),),
         stand_ins=(),
         local_steps=4,
@@ -143,9 +143,11 @@ def test_the_benchmark_measures_every_method() -> None:
         trial_s=0.1,
         window_s=0.5,
         settle_s=1.0,
+        alone_s=0.5,
         longest_window_s=3.0,
     )
-    result = network.run(BenchmarkOptions(), setup)
+    kept = tmp_path / "network.json"
+    result = network.run(BenchmarkOptions(out=kept), setup)
     (row,) = result["rows"]
     assert row["errors"] == []
     assert row["link_bits_per_s"] == 1e8
@@ -156,7 +158,11 @@ def test_the_benchmark_measures_every_method() -> None:
     assert all(trial["tokens_per_s"] for trial in row["pipeline"]["trials"])
     assert row["bits_per_flop"] == 1e8 / result["peer_flops_per_s"]
     assert row["atom"]["device_peak_bytes"] <= result["device_budget_bytes"]
-    assert row["pipeline"]["device_peak_bytes"] <= result["pipeline_device_budget_bytes"]
+    assert row["pipeline"]["device_peak_bytes"] <= result["device_budget_bytes"]
+    assert set(result["micro_batch_step_s"]) == {"4", "8"}
+    alone = row["atom"]["alone_tokens_per_s"]
+    assert row["atom"]["share_of_alone"] == row["atom_tokens_per_s"] / alone
+    assert json.loads(kept.read_text()) == {**json.loads(json.dumps(result)), "complete": False}
     # A pipeline sends activations: far more for a token than averaging now and then.
     assert row["pipeline"]["sent_bytes_per_token"] > 2 * MODEL_BYTES_PER_TOKEN
 

@@ -108,8 +108,8 @@ def test_every_link_is_a_case() -> None:
     assert found[0].link.bits_per_s is None
 
 
-@pytest.mark.parametrize("fields", [{"peers": 1}, {"budget_share": 2.0}, {"micro_batch": 7}])
-def test_inputs_that_cannot_be_are_refused(fields: dict[str, float]) -> None:
+@pytest.mark.parametrize("fields", [{"peers": 1}, {"spare_share": 0.0}, {"micro_batches": (4, 7)}])
+def test_inputs_that_cannot_be_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         NetworkSetup(**fields)  # type: ignore[arg-type]
 

@@ -23,6 +23,15 @@ def test_it_prints_one_object_with_a_row_for_each_link(capsys: pytest.CaptureFix
     assert result["tokens_per_step"] == 256
 
 
+def test_narrow_values_are_computed_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {}
+    for precision in ("fp32", "bf16"):
+        wide = ("simulate", "gpt3-small", "--link", "1Gbit/s", "--precision", precision, "--json")
+        assert main([*wide]) == 0
+        rates[precision] = json.loads(capsys.readouterr().out)["rows"][0]["atom_tokens_per_s"]
+    assert rates["bf16"] > 1.2 * rates["fp32"]
+
+
 def test_the_table_says_that_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--link", "100Mbit/s"]) == 0
     text = capsys.readouterr().out
@@ -55,6 +64,7 @@ def test_rounds_of_unlike_peers_are_simulated_on_each_link(
         (("--link", "fast"), "is not a rate"),
         (("--gpu", "rtx-3091"), "Did you mean 'rtx-3090'"),
         (("--wire", "float15"), "wire format"),
+        (("--precision", "bf61"), "there is no precision 'bf61'"),
     ],
 )
 def test_mistakes_take_one_line(

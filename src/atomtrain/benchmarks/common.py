@@ -22,7 +22,7 @@ from atomtrain.errors import ConfigError, nearest
 from atomtrain.units import format_bytes, format_count, format_seconds
 
 Result = dict[str, Any]
-LINKS = ("all", "plain", "stand-ins")
+LINKS = ("all", "plain", "stand-ins", "alone")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class BenchmarkOptions:
     peers: int | None = None
     """Number of peers, for benchmarks that let one choose."""
     links: str = "all"
-    """Which links `network` measures: `all`, `plain` ones, or `stand-ins` for a GPU's."""
+    """Which links `network` measures: `all`, `plain` ones, `stand-ins` for a GPU's, or `alone`:
+    100 and 10 Mbit/s without baselines, for what the swarm keeps of its peers' speed."""
     kills: int | None = None
     """Peers to kill, for benchmarks that do."""
     at_once: int | None = None
@@ -100,6 +101,16 @@ def report(result: Mapping[str, Any], *, json: bool = False, out: Path | None = 
         _print_table(result)
     if out is not None:
         _write(out, json_format.dumps(result, allow_nan=False, indent=2) + "\n")
+
+
+def keep_partial(result: Mapping[str, Any], out: Path | None) -> None:
+    """Write what has been measured so far to `out`, if there is one; marked as not complete.
+
+    A benchmark that is ended, or fails, leaves that; `report` replaces it.
+    """
+    if out is not None:
+        text = json_format.dumps({**result, "complete": False}, allow_nan=False, indent=2)
+        _write(out, text + "\n")
 
 
 def _processor() -> str:

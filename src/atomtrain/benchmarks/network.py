@@ -33,10 +33,19 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.benchmarks.churn import _terminable
-from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
-from atomtrain.benchmarks.network_methods import LOSSES_OF_PEERS, Measured, Methods
+from atomtrain.benchmarks.common import (
+    BenchmarkOptions,
+    Result,
+    description,
+    keep_partial,
+    progress,
+)
+from atomtrain.benchmarks.network_atom_method import LOSSES_OF_PEERS
+from atomtrain.benchmarks.network_measured import Measured
+from atomtrain.benchmarks.network_methods import Methods
 from atomtrain.benchmarks.network_peers import PeerError
 from atomtrain.benchmarks.network_setup import (
+    ALONE_LINKS,
     QUICK,
     UNSHAPED_BITS_PER_S,
     Case,
@@ -70,6 +79,8 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
         setup = replace(setup, stand_ins=())
     elif options.links == "stand-ins":
         setup = replace(setup, links=())
+    elif options.links == "alone":
+        setup = replace(setup, links=ALONE_LINKS, stand_ins=(), baselines=False)
     started_s = time.monotonic()
     load = os.getloadavg()[0]
     if load > _QUIET_LOAD:
@@ -78,6 +89,7 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
             "does, so the ratios will be too good; run again when it is quiet"
         )
     rows: list[Result] = []
+    result: Result = {}
     with (
         _terminable(),
         tempfile.TemporaryDirectory(prefix="atom-network-") as folder,
@@ -93,22 +105,29 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
                 break
             rows.append(_row(case, setup, methods, speeds, flops_per_s))
             progress(f"{time.monotonic() - started_s:4.0f} s: {_sentence(rows[-1])}")
-        plan = methods.plan
+            result = {
+                "rows": rows,
+                "load_average_before": load,
+                "links_left_out": len(wanted) - len(rows),
+                "simulation": _simulation(rows),
+                **_setting(setup, methods, speeds, flops_per_s),
+            }
+            keep_partial(result, options.out)
+    return result
+
+
+def _setting(setup: NetworkSetup, methods: Methods, speeds: Speeds, flops_per_s: float) -> Result:
     return {
-        "rows": rows,
-        "load_average_before": load,
-        "links_left_out": len(wanted) - len(rows),
         "peers": setup.peers,
         "parameters": setup.model.parameters,
         "state_bytes": setup.model.state_bytes,
         "device_budget_bytes": setup.budget_bytes,
-        "pipeline_device_budget_bytes": setup.pipeline_budget_bytes,
         "tokens_per_step": setup.step_sequences * setup.model.sequence_tokens,
         "peer_flops_per_s": flops_per_s,
         "compute_bound_tokens_per_s": setup.peers * speeds.tokens_per_s(setup.model),
         "boundary_bits_per_flop": setup.model.boundary_bits_per_flop,
-        "simulation": _simulation(rows),
-        "plan": plan,
+        "plan": methods.atom.plan,
+        "micro_batch_step_s": {str(k): v for k, v in methods.atom.micro_batches.items()},
         "inputs": setup.to_json(),
         **description(),
     }
@@ -130,13 +149,16 @@ def _row(
     bound = setup.peers * speeds.tokens_per_s(setup.model)
     methods.network.shape(case.link)
     _try(errors, lambda: row.update({"probe": methods.probe(case.link)}))
-    before = _try(errors, lambda: _pipeline(case, setup, methods, speeds))
-    atom = _try(errors, lambda: methods.atom(case.link, speeds))
+    with_others = setup.baselines
+    before = _try(errors, lambda: _pipeline(case, setup, methods, speeds)) if with_others else None
+    atom = _try(errors, lambda: methods.atom.measure(case.link, speeds))
     methods.network.shape(case.link)
     if before is not None:
         after = _try(errors, lambda: methods.pipeline(before["search"], setup.window_s))
         row["pipeline"] = _pipeline_result(before, after, bound)
-    parallel = _try(errors, lambda: methods.data_parallel(case.link, speeds))
+    parallel: Measured | str | None = "not asked for"
+    if with_others:
+        parallel = _try(errors, lambda: methods.data_parallel(case.link, speeds))
     row["data_parallel_tokens_per_s"] = None
     if isinstance(parallel, str):
         row["data_parallel"] = {"left_out": parallel}
@@ -216,7 +238,9 @@ def _sentence(row: Result) -> str:
 
     link = f"{row['link_bits_per_s'] / 1e6:g} Mbit/s"
     ratio = "" if row["ratio"] is None else f", ratio {row['ratio']:.2f}"
+    share = (row.get("atom") or {}).get("share_of_alone")
+    alone = "" if share is None else f" ({share:.2f} of as many alone)"
     return (
-        f"{link}, {format_seconds(row['round_trip_s'])}: ATOM {rate(row['atom_tokens_per_s'])}, "
-        f"pipeline {rate(row['pipeline_tokens_per_s'])}{ratio}"
+        f"{link}, {format_seconds(row['round_trip_s'])}: ATOM {rate(row['atom_tokens_per_s'])}"
+        f"{alone}, pipeline {rate(row['pipeline_tokens_per_s'])}{ratio}"
     )

@@ -11,6 +11,7 @@ from typing import Any
 import atomtrain
 from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
 from atomtrain.benchmarks.network_worker import Reply, sent_bytes
+from atomtrain.errors import PlanError
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.leading import exchange_bytes
@@ -24,6 +25,7 @@ class AtomPeer:
 
     def __init__(self) -> None:
         self._step = 0
+        self.engine: Any = None
         self._swarm: Swarm | None = None
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
@@ -49,24 +51,34 @@ class AtomPeer:
         device_link_bytes_per_s: float,
         device_memory_bytes: int,
     ) -> Reply:
-        """Build the engine; this peer's samples are those of `seed`."""
+        """Build the engine, in place of any other; this peer's samples are those of `seed`.
+
+        Returns a step's seconds and the plan, or in `refused` why there is none.
+        """
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
         self.setup = ModelSetup.from_json(model)
-        self._seed, self._micro_batch = seed, micro_batch
+        self._seed, self._micro_batch, self._step = seed, micro_batch, 0
         batches = self._batches()
-        self.engine = atomtrain.swap(
-            self.setup.model(),
-            batches[0],
-            optimizer=lambda ps: fused_adamw(ps, self.setup.learning_rate),
-            device=f"emulated:{int(device_link_bytes_per_s)}B/s",
-            device_memory=device_memory_bytes,
-            options=atomtrain.Options(micro_batches=len(batches)),
-        )
+        try:
+            self.engine = atomtrain.swap(
+                self.setup.model(),
+                batches[0],
+                optimizer=lambda ps: fused_adamw(ps, self.setup.learning_rate),
+                device=f"emulated:{int(device_link_bytes_per_s)}B/s",
+                device_memory=device_memory_bytes,
+                options=atomtrain.Options(micro_batches=len(batches)),
+            )
+        except PlanError as error:
+            return {"refused": str(error)}
         self.fragments = EngineFragments(self.engine)
         for _ in range(2):
             started_s = time.monotonic()
             self.engine.step(batches)
             self.engine.synchronize()
         return {
+            "refused": "",
             "step_s": time.monotonic() - started_s,
             "plan": self.engine.plan.describe(),
         }

@@ -72,8 +72,11 @@ def cases(rows: list[dict[str, Any]]) -> list[Case]:
 
 
 def _rows(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| link | round trip | stands for | ATOM, tokens/s | pipeline | data parallel | ratio |"
-    yield "|---|---|---|---|---|---|---|"
+    yield (
+        "| link | round trip | stands for | ATOM, tokens/s | of as many alone | pipeline | "
+        "data parallel | ratio |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
     best = max((row["atom_tokens_per_s"] or 0 for row in rows), default=0)
     disturbed = False
     for row in rows:
@@ -85,6 +88,8 @@ def _rows(rows: list[dict[str, Any]]) -> Iterator[str]:
                 row["data_parallel_tokens_per_s"],
             )
         ]
+        share = (row.get("atom") or {}).get("share_of_alone")
+        rates.insert(1, "-" if share is None else f"{share:.2f}")
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         if row["atom_tokens_per_s"] and row["atom_tokens_per_s"] < _BUSY * best:
             ratio, disturbed = f"({ratio})", True

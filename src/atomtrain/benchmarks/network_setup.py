@@ -13,6 +13,8 @@ from atomtrain.planning.catalogue import MATMUL_SHARE, gpu, machine_for
 
 UNSHAPED_BITS_PER_S = 1e10
 """What an unshaped link is called in the result; memory is at least about as fast."""
+ALONE_LINKS = ((1e8, 0.0), (1e7, 0.0))
+"""Where the swarm is compared with as many peers alone, and with nothing else."""
 _HOST_BYTES = 128 << 30
 
 
@@ -46,12 +48,11 @@ class NetworkSetup:
     model: ModelSetup = field(default_factory=ModelSetup)
     gpu: str = "rtx-3090"
     """GPU whose link to the host, for each FLOP, the emulated device has."""
-    pipeline_budget_share: float = 1.1
-    """Device budget of a stage as a share of the model's parameters, gradients and moments."""
-    budget_share: float = 0.4
-    """ATOM's device budget, likewise; at most the pipeline's."""
-    micro_batch: int = 4
-    """Sequences in ATOM's micro-batch."""
+    spare_share: float = 0.35
+    """Device budget of every peer, ATOM's as well as a pipeline's, beyond an even part of the
+    model's parameters, gradients and moments, as a share of these; above 0."""
+    micro_batches: tuple[int, ...] = (4, 8, 16)
+    """Sequences in ATOM's micro-batch: all are tried, the fastest that fits the budget counts."""
     local_steps: int = 12
     """ATOM: local steps in which every fragment is averaged once."""
     wire: str = "int8"
@@ -68,6 +69,8 @@ class NetworkSetup:
         (1e7, 0.1),
     )
     """Bits per second (`None`: unshaped) and round trip in seconds."""
+    baselines: bool = True
+    """Whether the pipeline and data parallelism are measured as well."""
     stand_ins: tuple[StandsFor, ...] = (
         StandsFor("rtx-3090", 1e9),
         StandsFor("rtx-3090", 1e8, None, 0.03),
@@ -81,6 +84,8 @@ class NetworkSetup:
     """Aimed length of a trial."""
     window_s: float = 12.0
     """Least length of a measurement."""
+    alone_s: float = 8.0
+    """Least length of the one in which ATOM's peers train each for itself."""
     settle_s: float = 6.0
     """ATOM trains so long before it is measured: peers come to know of each other meanwhile."""
     longest_window_s: float = 240.0
@@ -95,26 +100,19 @@ class NetworkSetup:
     def __post_init__(self) -> None:
         if self.peers < 2:
             raise ConfigError(f"a network needs at least 2 peers, not {self.peers}")
-        if not 0 < self.budget_share <= self.pipeline_budget_share:
+        if self.spare_share <= 0:
+            raise ConfigError(f"spare_share must be above 0, not {self.spare_share}")
+        sequences = self.model.sequences_per_peer
+        if not self.micro_batches or any(sequences % size for size in self.micro_batches):
             raise ConfigError(
-                f"budget_share must be above 0 and at most pipeline_budget_share "
-                f"({self.pipeline_budget_share}), not {self.budget_share}"
-            )
-        if self.model.sequences_per_peer % self.micro_batch:
-            raise ConfigError(
-                f"micro_batch ({self.micro_batch}) must divide sequences_per_peer "
-                f"({self.model.sequences_per_peer})"
+                f"micro_batches ({self.micro_batches}) must each divide sequences_per_peer "
+                f"({sequences})"
             )
 
     @property
     def budget_bytes(self) -> int:
-        """ATOM's device memory on each peer."""
-        return int(self.budget_share * self.model.state_bytes)
-
-    @property
-    def pipeline_budget_bytes(self) -> int:
-        """A stage's device memory."""
-        return int(self.pipeline_budget_share * self.model.state_bytes)
+        """Device memory of each peer, for whatever method has a budget."""
+        return int((1 / self.peers + self.spare_share) * self.model.state_bytes)
 
     @property
     def step_sequences(self) -> int:
@@ -133,8 +131,8 @@ QUICK = NetworkSetup(
     model=ModelSetup(
         layers=4, width=128, vocabulary=256, sequence_tokens=16, sequences_per_peer=128
     ),
-    budget_share=0.6,
-    micro_batch=8,
+    spare_share=0.6,
+    micro_batches=(8,),
     local_steps=8,
     links=((None, 0.0), (1e6, 0.0)),
     stand_ins=(),
@@ -142,6 +140,7 @@ QUICK = NetworkSetup(
     trial_s=0.5,
     window_s=2.0,
     settle_s=2.0,
+    alone_s=1.0,
     longest_window_s=5.0,
     longest_step_s=4.0,
     case_s=15.0,

@@ -91,12 +91,20 @@ class Speeds(NamedTuple):
 
     def tokens_per_s(self, setup: ModelSetup) -> float:
         """Return one peer's rate of forward and backward over the whole model, at its best."""
-        rates: list[float] = []
+        return max(self._rates(setup).values())
+
+    def best_size(self, setup: ModelSetup) -> int:
+        """Return the sequences in a micro-batch at which that rate is reached."""
+        rates = self._rates(setup)
+        return max(rates, key=lambda size: rates[size])
+
+    def _rates(self, setup: ModelSetup) -> dict[int, float]:
+        rates = {}
         for size, kinds in self.sizes.items():
             layers = [*_layer_kinds(setup)]
             took_s = sum(kinds[k]["forward_s"] + kinds[k]["backward_s"] for k in layers)
-            rates.append(size * setup.sequence_tokens / took_s)
-        return max(rates)
+            rates[size] = size * setup.sequence_tokens / took_s
+        return rates
 
 
 def candidates(

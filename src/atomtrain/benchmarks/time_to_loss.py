@@ -20,8 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.benchmarks.churn import _terminable
-from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
-from atomtrain.benchmarks.network_methods import LOSSES_OF_PEERS, Measured, Methods
+from atomtrain.benchmarks.common import (
+    BenchmarkOptions,
+    Result,
+    description,
+    keep_partial,
+    progress,
+)
+from atomtrain.benchmarks.network_atom_method import LOSSES_OF_PEERS
+from atomtrain.benchmarks.network_measured import Measured
+from atomtrain.benchmarks.network_methods import Methods
 from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_setup import NetworkSetup, StandsFor, stand_in
 from atomtrain.benchmarks.pipeline_search import Speeds
@@ -35,13 +43,14 @@ _UNTIMED_STEPS = 2
 _TRAIN_S = 100.0
 _QUICK_S = 4.0
 _MODEL = ModelSetup(vocabulary=256, learning_rate=1e-3)
-_SETUP = NetworkSetup(model=_MODEL, wire="int4", settle_s=0.0, trials=4)
+_SETUP = NetworkSetup(model=_MODEL, wire="int4", settle_s=0.0, alone_s=0.0, trials=4)
 _QUICK = NetworkSetup(
     model=replace(_MODEL, layers=4, width=128, sequence_tokens=16, sequences_per_peer=64),
     wire="int4",
-    budget_share=0.6,
-    micro_batch=8,
+    spare_share=0.6,
+    micro_batches=(8,),
     settle_s=0.0,
+    alone_s=0.0,
     trials=1,
     trial_s=0.5,
     case_s=8.0,
@@ -72,6 +81,7 @@ def run(options: BenchmarkOptions) -> Result:
         with Network(setup.peers) as network:
             for name, link in _links(setup, network, Path(folder), options.quick):
                 curves += _curves(name, link, setup, network, Path(folder), train_s)
+                keep_partial({"curves": curves, "reached": _reached(curves)}, options.out)
     return {
         "curves": curves,
         "reached": _reached(curves),
@@ -107,7 +117,7 @@ def _curves(
     with Methods(setup, network, folder) as methods:
         speeds = methods.speeds()
         found = [
-            _of_atom(setup, methods.atom(link, speeds)),
+            _of_atom(setup, methods.atom.measure(link, speeds)),
             *_of_baselines(setup, methods, link, speeds, network, train_s),
         ]
     for curve in found:

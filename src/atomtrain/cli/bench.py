@@ -31,7 +31,10 @@ class BenchOptions:
         None, "With network (default: 2) and churn (default: 3): number of peers.", "N"
     )
     links: str = option(
-        "all", "With network: all, plain, or stand-ins (links that stand for a GPU's).", "WHICH"
+        "all",
+        "With network: all, plain, stand-ins (links that stand for a GPU's), or alone (the swarm "
+        "against its peers alone).",
+        "WHICH",
     )
     kills: int | None = option(None, "With churn: peers to kill. Default: 20.", "N")
     at_once: int | None = option(

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from atomtrain.simulation.compare import Comparison, Site
 
 _LINKS = ("10Gbit/s", "1Gbit/s", "300Mbit/s", "100Mbit/s", "30Mbit/s", "10Mbit/s")
+_OPTIMIZER = "adamw"
 _EXAMPLES = """\
   atom simulate gpt3-xl --gpu rtx-3090 --peers 8
   atom simulate gpt3-13b --gpu rtx-4090 --peers 64 --link 100Mbit/s --round-trip 0.05
-  atom simulate gpt3-6.7b --gpu a100-40gb --peers 1000 --json
+  atom simulate gpt3-6.7b --gpu a100-40gb --peers 1000 --precision bf16 --json
   atom simulate gpt3-xl --peers 10000 --link 100Mbit/s --wire int4 --rounds 1000 --group 32"""
 
 
@@ -50,6 +51,7 @@ class SimulateOptions:
     tokens_per_step: int | None = option(
         None, "Tokens of a peer's step. Default: what lets compute cover the link.", "N"
     )
+    precision: str = option("fp32", "fp32, bf16 or fp16; both with exact float32 masters.", "TYPE")
     local_steps: int = option(30, "Local steps in which the whole model is averaged once.", "N")
     wire: str = option("float16", "How the swarm's averages travel.", "NAME")
     rounds: int | None = option(
@@ -81,6 +83,9 @@ class SimulateOptions:
                 raise ConfigError(f"--{flag} must be at least {least}, not {getattr(self, name)}")
         if self.rounds is not None and self.rounds < 1:
             raise ConfigError(f"--rounds must be at least 1, not {self.rounds}")
+        from atomtrain.training.optimizing import check_precision
+
+        check_precision(self.precision, _OPTIMIZER)
         if not 0 <= self.spread <= 2:
             raise ConfigError(f"--spread takes 0 (all alike) to 2, not {self.spread:g}")
 
@@ -122,6 +127,7 @@ def prospect_of(options: SimulateOptions) -> Prospect:
     from atomtrain.planning.prospect import Workload, prospect
     from atomtrain.reporting.place import compute_of
     from atomtrain.reporting.subject import subject
+    from atomtrain.training.optimizing import named_optimizer, precision_of
 
     card = gpu(options.gpu)
     host_bytes = (
@@ -132,11 +138,14 @@ def prospect_of(options: SimulateOptions) -> Prospect:
     device = options.device_memory
     device_bytes = parse_bytes(device, "--device-memory") if device else None
     machine = machine_for(card, host_bytes, device_memory_bytes=device_bytes)
-    model = subject(options.model, options.context)
+    precision = options.precision
+    model = subject(options.model, options.context).trained_with(
+        lambda owned: named_optimizer(owned, _OPTIMIZER, precision), precision_of(precision)
+    )
     workload = Workload(
         context_tokens=model.context_tokens, tokens_per_step=options.tokens_per_step
     )
-    return prospect(model.analyse, compute_of(card, "fp32"), machine, workload)
+    return prospect(model.analyse, compute_of(card, precision), machine, workload)
 
 
 def _to_json(
@@ -151,6 +160,7 @@ def _to_json(
         "tokens_per_step": site.tokens_per_step,
         "step_s": site.step_s,
         "local_steps": site.local_steps,
+        "precision": options.precision,
         "wire": options.wire,
         "rows": [
             {
@@ -172,7 +182,8 @@ def _text(
 ) -> str:
     lines = [
         f"{options.model} ({format_count(found.analysis.parameters)} parameters) on {site.peers} "
-        f"peers with {found.machine.name}, round trip {format_seconds(options.round_trip)}",
+        f"peers with {found.machine.name}, {options.precision}, round trip "
+        f"{format_seconds(options.round_trip)}",
         f"ATOM: {format_count(site.tokens_per_step)} tokens a peer and step, "
         f"{format_seconds(site.step_s)}; the model averaged once in {site.local_steps} steps",
         "",

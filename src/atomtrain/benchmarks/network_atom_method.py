@@ -1,0 +1,229 @@
+"""ATOM in `atom bench network`: its engine at its best, alone and as a swarm."""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from atomtrain.benchmarks.common import progress
+from atomtrain.benchmarks.network_peers import Peers
+from atomtrain.benchmarks.network_setup import (
+    UNSHAPED_BITS_PER_S,
+    NetworkSetup,
+    device_link_bytes_per_s,
+)
+from atomtrain.benchmarks.network_worker import Reply
+from atomtrain.benchmarks.pipeline_search import Speeds
+from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link, Network
+from atomtrain.errors import PlanError
+from atomtrain.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
+from atomtrain.swarm.config import SwarmConfig
+
+START_S = 120.0
+LATE_FACTOR = 6.0
+_AHEAD_S = 0.3
+LOSSES_OF_PEERS = "losses_of_peers"
+"""Key of what `AtomMethod.measure` returns."""
+
+
+def patience_s(expected_s: float) -> float:
+    """Return how long an answer that should take `expected_s` is waited for."""
+    return 30.0 + LATE_FACTOR * expected_s
+
+
+class AtomMethod:
+    """Keeps ATOM's peers, and their engines, between links."""
+
+    def __init__(self, setup: NetworkSetup, network: Network, folder: Path) -> None:
+        """Start nothing yet."""
+        self.setup, self.network, self.folder = setup, network, folder
+        self.plan = ""
+        """The plan, for people."""
+        self.micro_batches: dict[int, float | None] = {}
+        """Seconds of a step by sequences in a micro-batch; `None`: it does not fit."""
+        self._peers: Peers | None = None
+        self._opened = False
+        self._open_size: int | None = None
+        self._exchange_bytes: list[int] = []
+        self._step_s = 0.0
+
+    def close(self) -> None:
+        """End the peers; idempotent."""
+        if self._peers is not None:
+            self._peers.close()
+        self._peers = None
+
+    def measure(self, link: Link, speeds: Speeds) -> Reply:
+        """Measure ATOM: a new run on unshaped links, then `link` while it trains.
+
+        Before and after, all peers train at the same time too, but each for itself. They share the
+        cores as in the swarm, so `share_of_alone` is what averaging leaves.
+        """
+        peers = self._ready(speeds)
+        setup = self.setup
+        alone = [self._alone(peers)]
+        rate = link.bits_per_s or UNSHAPED_BITS_PER_S
+        run = f"network-{secrets.token_hex(4)}"
+        self.network.shape(Link(bits_per_s=None))
+        shared = {
+            "run": run,
+            "peers": setup.peers,
+            "local_steps": setup.local_steps,
+            "wire": setup.wire,
+            "link_bytes_per_s": min(SwarmConfig.slowest_link_bytes_per_s, rate / 8),
+        }
+        address = self._enter(peers, 0, None, shared)
+        for index in range(1, setup.peers):
+            self._enter(peers, index, address, shared)
+        self.network.shape(link)
+        predicted = self._predicted(link)
+        window_s = self._window_s(predicted)
+        begin_s = time.monotonic() + _AHEAD_S
+        start_s = begin_s + setup.settle_s
+        replies = peers.tell_all(
+            "train",
+            patience_s(setup.settle_s + window_s + 3 * self._step_s),
+            begin_s=begin_s,
+            start_s=start_s,
+            until_s=start_s + window_s,
+            least_steps=2,
+            upload=self._upload_limit_bytes_per_s(link),
+        )
+        self.network.shape(Link(bits_per_s=None))
+        peers.tell_all("leave", START_S)
+        alone.append(self._alone(peers))
+        return {**self._result(replies, predicted), **_beside(alone, _rate(replies))}
+
+    def _alone(self, peers: Peers) -> float | None:
+        """Return the tokens per second of all peers, none in a swarm; `None`: not wanted."""
+        alone_s = self.setup.alone_s
+        if not alone_s:
+            return None
+        begin_s = time.monotonic() + _AHEAD_S
+        replies = peers.tell_all(
+            "train",
+            patience_s(alone_s + 3 * self._step_s),
+            begin_s=begin_s,
+            start_s=begin_s,
+            until_s=begin_s + alone_s,
+            least_steps=2,
+        )
+        return _rate(replies)
+
+    def _enter(self, peers: Peers, index: int, join: str | None, shared: dict[str, Any]) -> str:
+        address = self.network.address(index)
+        reply = peers.tell(index, "enter", START_S, join=join, address=address, **shared)
+        self._exchange_bytes = reply["exchange_bytes"]
+        return str(reply["address"])
+
+    def _predicted(self, link: Link) -> SwarmRun:
+        """Simulate the swarm, with the step time that the engine had without one."""
+        work = SwarmWork(
+            step_s=[self._step_s] * self.setup.peers,
+            tokens_per_step=self.setup.model.tokens_per_step,
+            exchange_bytes=self._exchange_bytes,
+            local_steps=self.setup.local_steps,
+        )
+        limit = self._upload_limit_bytes_per_s(link)
+        rate = 8 * limit if limit else PAYLOAD_SHARE * UNSHAPED_BITS_PER_S
+        return simulate_swarm(work, SwarmLink(bits_per_s=rate, one_way_s=link.round_trip_s / 2))
+
+    def _upload_limit_bytes_per_s(self, link: Link) -> float:
+        """Return ATOM's limit on a link; 0: none."""
+        return self.setup.upload_share * (link.bits_per_s or 0.0) / 8
+
+    def _window_s(self, predicted: SwarmRun) -> float:
+        """Return how long to train: until a round is over, within bounds."""
+        setup = self.setup
+        round_s = predicted.averaged_every_s / len(self._exchange_bytes)
+        wanted_s = max(setup.window_s, 1.5 * round_s + 2 * self._step_s)
+        return wanted_s if wanted_s <= setup.longest_window_s else setup.window_s
+
+    def _result(self, replies: list[Reply], predicted: SwarmRun) -> Reply:
+        tokens = sum(reply["tokens"] for reply in replies)
+        trained_s = [reply["ended_s"] - reply["started_s"] for reply in replies]
+        rate = _rate(replies)
+        return {
+            "tokens_per_s": rate,
+            "sent_bytes_per_token": sum(reply["sent_bytes"] for reply in replies) / tokens,
+            "window_s": max(trained_s),
+            "steps": sum(reply["steps"] for reply in replies),
+            "rounds_averaged": max(reply["averaged"] for reply in replies),
+            "rounds": dict(sum((Counter(r["rounds"]) for r in replies), Counter())),
+            "reasons": sorted({reason for reply in replies for reason in reply["reasons"]}),
+            "round_s": [s for reply in replies for s in reply["round_s"]],
+            "predicted_tokens_per_s": predicted.tokens_per_s,
+            "predicted_round_s": predicted.round_s,
+            "predicted_averaged_every_s": predicted.averaged_every_s,
+            "predicted_averaged_every_tokens": predicted.averaged_every_s * rate,
+            "link_wait_share": sum(reply["link_wait_s"] for reply in replies) / sum(trained_s),
+            "device_peak_bytes": max(reply["device_peak_bytes"] for reply in replies),
+            "loss": statistics.fmean(loss for reply in replies for loss in reply["losses"]),
+            LOSSES_OF_PEERS: [reply["losses"] for reply in replies],
+        }
+
+    def _ready(self, speeds: Speeds) -> Peers:
+        """Return ATOM's peers, their engines open with the best size of micro-batch."""
+        peers = self.start()
+        if not self._opened:
+            refused = ""
+            for size in self.setup.micro_batches:
+                if size in self.micro_batches:  # tried before the peers were started anew
+                    continue
+                refused = self._open(peers, speeds, size) or refused
+            fitting = {size: s for size, s in self.micro_batches.items() if s is not None}
+            if not fitting:
+                raise PlanError(refused)
+            best = min(fitting, key=lambda size: fitting[size])
+            if self._open_size != best:
+                self._open(peers, speeds, best)
+            self._opened = True
+        return peers
+
+    def _open(self, peers: Peers, speeds: Speeds, micro_batch: int) -> str:
+        """Open the engines, in place of any others; return why they do not fit, if so."""
+        setup = self.setup
+        peer_flops = speeds.tokens_per_s(setup.model) * setup.model.flops_per_token
+        replies = peers.tell_all(
+            "open",
+            START_S,
+            lambda index: {"seed": index},
+            model=setup.model.to_json(),
+            micro_batch=micro_batch,
+            device_link_bytes_per_s=device_link_bytes_per_s(setup, peer_flops),
+            device_memory_bytes=setup.budget_bytes,
+        )
+        if refused := next((reply["refused"] for reply in replies if reply["refused"]), ""):
+            self.micro_batches[micro_batch] = self._open_size = None
+            return str(refused)
+        self.plan = str(replies[0]["plan"])
+        self._step_s = max(reply["step_s"] for reply in replies)
+        self.micro_batches[micro_batch] = self._step_s
+        self._open_size = micro_batch
+        progress(f"micro-batches of {micro_batch}: ATOM's step takes {self._step_s:.2f} s")
+        return ""
+
+    def start(self) -> Peers:
+        """Return the peers, started if need be."""
+        if self._peers is not None and self._peers.failed:
+            self._peers.close()
+            self._peers, self._opened, self._open_size = None, False, None
+        if self._peers is None:
+            self._peers = Peers("atom", self.network, self.setup.peers, self.folder)
+        return self._peers
+
+
+def _rate(replies: list[Reply]) -> float:
+    """Return tokens per second; each peer ends with a step of its own, and so has its own time."""
+    return float(sum(r["tokens"] / (r["ended_s"] - r["started_s"]) for r in replies))
+
+
+def _beside(alone: list[float | None], together: float) -> dict[str, float | None]:
+    """Return what peers alone would train, and the share of it that the swarm does."""
+    known = [rate for rate in alone if rate is not None]
+    mean = statistics.fmean(known) if known else None
+    return {"alone_tokens_per_s": mean, "share_of_alone": together / mean if mean else None}
