@@ -1,8 +1,8 @@
 """Hashes of large tensors, which name anchors and show that members hold the same bytes.
 
 BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020), cut to 128 bits, hashes several blocks at
-once in the processor's wide registers: a round hashes a fragment twice on each peer, and SHA-256
-took a fifth of the processor's time in it.
+once in the processor's wide registers, which matters where each peer hashes a fragment twice in a
+round.
 """
 
 from __future__ import annotations

@@ -225,9 +225,9 @@ class Direct:
 def _tune(plain: socket.socket) -> None:
     """Prepare a TCP socket for a dozen streams that share a link.
 
-    CUBIC has them share it evenly. Some systems' usual choice, BBR, does not, and an exchange ends
-    with its slowest stream: measured 1.28 instead of 1.19 times the link's bound. A system without
-    CUBIC keeps its own choice.
+    An exchange ends with its slowest stream. One of 25 MB among 4 peers, at 25 Mbit/s and 200 ms,
+    took 1.28 times the link's bound with BBR and 1.19 times with CUBIC (one round of each). A
+    system without CUBIC keeps its own choice.
     """
     plain.setblocking(False)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
