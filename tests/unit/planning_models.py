@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from atomtrain.planning import Layout, Plan, Shape
-from atomtrain.planning.costing import Costing
+from atomtrain.planning.costing import Costing, Steps
 from atomtrain.planning.memory import MemoryModel
-from atomtrain.planning.search import plan_of
+from atomtrain.planning.problem import plan_of
 from atomtrain.planning.shape import ACTIVATIONS, Activation
 from atomtrain.swapping.planner import Planner
 
@@ -25,8 +25,8 @@ def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
         updates = planner.updates
         memory = MemoryModel(planner.chain, planner.costs, layout, micro_batches, updates)
         costing = Costing(
-            planner.chain, planner.costs, planner.times, planner.machine, layout, micro_batches,
-            updates=updates,
+            planner.chain, planner.costs, planner.times, planner.machine, layout,
+            Steps(micro_batches=micro_batches, updates=updates),
         )  # fmt: skip
         return plan_of(shape, memory, costing, planner.machine)
 
@@ -59,6 +59,7 @@ def random_shape(
         resident = [block for block in range(blocks) if source.random() < share]
     share = source.choice([0.0, 0.5, 1.0])
     device = [block for block in resident if source.random() < share]
+    early = [block for block in resident if block not in device][::2]
     return Shape(
         forward,
         backward,
@@ -69,6 +70,7 @@ def random_shape(
         0,
         tuple(activations),
         tuple(device),
+        tuple(early),
     )
 
 

@@ -9,9 +9,10 @@ import torch
 from test_profile import parts, small_gpt
 
 from atomtrain.analysis import LayerTime
-from atomtrain.planning.costing import Costing
+from atomtrain.planning.costing import Costing, Steps
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
+from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import training_visits
 from atomtrain.planning.shape import Shape
 from atomtrain.planning.timeline import StepTime
@@ -44,8 +45,8 @@ def shape(model) -> Shape:
 def step(model, shape: Shape, **rates: float) -> StepTime:
     chain, costs = model
     times = {cost.kind: LayerTime(1e-3, 3e-3) for cost in costs.layers}
-    machine = dataclasses.replace(FAST, **rates)
-    return Costing(chain, costs, times, machine, Layout(chain), MICRO_BATCHES).step(shape)
+    machine, steps = dataclasses.replace(FAST, **rates), Steps(micro_batches=MICRO_BATCHES)
+    return Costing(chain, costs, times, machine, Layout(chain), steps).step(shape)
 
 
 def test_each_visit_costs_once_for_each_micro_batch(model, shape: Shape) -> None:
@@ -72,6 +73,19 @@ def test_copies_and_updates_take_from_compute(model, shape: Shape) -> None:
     copying = step(model, shape, compute_s_per_copied_byte=1e-6)
     # All parameters come at least once, all gradients leave once.
     assert copying.compute_s - plain.compute_s >= 1e-6 * 2 * 4 * parameters
+
+
+def test_what_is_offloaded_takes_from_compute_each_way(model, shape: Shape) -> None:
+    chain, costs = model
+    saved = SavedTensors(chain, costs)
+    ahead = shape.backward_bounds[:-1]
+    mixed = shape._replace(activations=("offload", "keep", "recompute"))
+    moved = saved.of(*ahead[:2])
+    for rate, count in (("storage", moved.storages), ("byte", moved.n_bytes)):
+        price = {f"compute_s_per_offloaded_{rate}": 1e-3}
+        extra_s = step(model, mixed, **price).compute_s - step(model, mixed).compute_s
+        assert extra_s == pytest.approx(2e-3 * MICRO_BATCHES * count)
+        assert step(model, shape, **price) == step(model, shape)
 
 
 def test_a_link_that_both_directions_share_is_slower(model, shape: Shape) -> None:

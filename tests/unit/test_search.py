@@ -20,12 +20,12 @@ from atomtrain.analysis.costs import ChainCosts, ValueSpec
 from atomtrain.analysis.saved import SavedCost
 from atomtrain.errors import PlanError
 from atomtrain.planning import Layout, Machine, Plan, Request, Shape, make_plan
-from atomtrain.planning.costing import Costing
+from atomtrain.planning.choice import Choice, fastest_of, leanest_of
+from atomtrain.planning.costing import Costing, Steps
 from atomtrain.planning.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.saved import SavedTensors
-from atomtrain.planning.search import Choice, fastest_of, leanest_of
 from atomtrain.planning.shape import Activation
 from atomtrain.planning.space import Space
 
@@ -65,6 +65,8 @@ class Problem(NamedTuple):
     """Reads and writes."""
     on_disk: OnDisk = ()
     clips: bool = False
+    offload_cost: tuple[float, float] = (0.0, 0.0)
+    """Seconds of compute for each storage and each byte that is offloaded, each way."""
 
 
 class Holder(nn.Module):
@@ -104,6 +106,7 @@ def problems(draw: st.DrawFn, most_layers: int = 5) -> Problem:
         disk_bytes_per_s=(draw(st.floats(1e3, 1e6)), draw(st.floats(1e3, 1e6))),
         on_disk=KINDS[: draw(st.sampled_from([0, 0, 1, 3]))],
         clips=draw(st.booleans()),
+        offload_cost=draw(st.sampled_from([(0.0, 0.0), (0.02, 0.0), (0.02, 1e-5)])),
     )
 
 
@@ -128,9 +131,7 @@ class Built(NamedTuple):
             self.times,
             self.machine,
             layout,
-            count,
-            disk=disk,
-            clips=self.clips,
+            Steps(micro_batches=count, disk=disk, clips=self.clips),
         )
         return Space(self.chain, self.costs, layout, memory, costing, request)
 
@@ -175,6 +176,8 @@ def build(problem: Problem) -> Built:
         update_parameters_per_s=problem.update_parameters_per_s,
         device_update_parameters_per_s=3 * problem.update_parameters_per_s,
         compute_s_per_copied_byte=problem.copy_cost,
+        compute_s_per_offloaded_storage=problem.offload_cost[0],
+        compute_s_per_offloaded_byte=problem.offload_cost[1],
         device_memory_bytes=1 << 40,
         host_memory_bytes=1 << 40,
         storage_read_bytes_per_s=problem.disk_bytes_per_s[0],
@@ -202,7 +205,7 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
         if request.segments not in (None, len(backward) - 1):
             continue
         for forward in compositions(backward[-2]):
-            for resident, there in space.residencies:
+            for resident, there, early in space.residencies:
                 slots = {min(k, len(forward)) for k in (1, 2)}
                 if request.slots:
                     slots = {min(request.slots, len(forward))}
@@ -211,9 +214,8 @@ def all_shapes(space: Space, built: Built, request: Request) -> Iterator[Shape]:
                     buffers = {min(request.gradient_buffers, len(backward) - 1)}
                 for k, g, boundary in itertools.product(slots, buffers, ("device", "host")):
                     for activations in all_activations(built, request, forward, backward):
-                        shape = Shape(
-                            forward, backward, k, g, boundary, resident, 0, activations, there
-                        )  # type: ignore[arg-type]
+                        where = resident, 0, activations, there, early
+                        shape = Shape(forward, backward, k, g, boundary, *where)  # type: ignore[arg-type]
                         shape.check(count, layout.blocks)
                         yield shape
 

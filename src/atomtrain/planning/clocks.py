@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.planning.costing import VisitTable
+from atomtrain.planning.tables import VisitTable
 from atomtrain.planning.timeline import DiskWork
 
 Array = NDArray[np.float64]
@@ -62,7 +62,7 @@ class Clocks:
             start: First layer of the segment, or those of several.
             stop: The layer after its last one.
         """
-        compute, load, unload, before, update, first = np.moveaxis(clocks, -1, 0)
+        compute, load, unload, before, update, first = (clocks[..., i] for i in range(CLOCKS))
         loaded = load + table.loading_s[start, stop]
         ready = np.maximum(compute, loaded)
         begin = np.maximum(ready, unload if self._single else before)

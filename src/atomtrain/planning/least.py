@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from atomtrain.errors import PlanError
-from atomtrain.planning.mixed import Mixed
+from atomtrain.planning.room import Rooms
 from atomtrain.planning.space import Bytes, Family, Space
 
 
@@ -16,17 +16,19 @@ def least_device_bytes(space: Space) -> int:
         PlanError: there is none, because what all segments should do is not possible.
     """
     best = np.inf
+    # What comes early needs the same memory as what does not.
+    families = [family for family in space.families if not family.early]
     if space.recomputes:
-        for family in space.families:
+        for family in families:
             for slot_bytes in space.slot_sizes(family):
                 held = space.held_bytes(family, slot_bytes)
                 if held >= best:
                     break
                 best = min(best, held + _least_work(space, family, slot_bytes))
-    elif whole := [family for family in space.families if family.whole]:
+    elif whole := [family for family in families if family.whole]:
         best = min(_whole_bytes(space, family) for family in whole)
     if space.mixes:
-        for family in space.families:
+        for family in families:
             if not family.whole:
                 best = _least_mixed(space, family, best)
     if not np.isfinite(best):
@@ -48,18 +50,18 @@ def _least_mixed(space: Space, family: Family, best: float) -> float:
 
     Found by bisection: a plan that works within a limit works within a larger one.
     """
-    mixed = Mixed(space, family, offload=space.request.offload)
+    rooms = Rooms(space, family, offload=space.request.offload)
     for slot_bytes in space.slot_sizes(family):
         low = space.held_bytes(family, slot_bytes)
         if low >= best:
             break
-        high = best if np.isfinite(best) else mixed.most_bytes(slot_bytes)
-        if not mixed.works(mixed.room([slot_bytes], int(high) - 1)):
+        high = best if np.isfinite(best) else rooms.most_bytes(slot_bytes)
+        if not rooms.works(rooms.room([slot_bytes], int(high) - 1)):
             continue
         # Works below `high`, not below `low`.
         while high - low > 1:
             middle = (int(low) + int(high)) // 2
-            if mixed.works(mixed.room([slot_bytes], middle)):
+            if rooms.works(rooms.room([slot_bytes], middle)):
                 high = middle
             else:
                 low = middle

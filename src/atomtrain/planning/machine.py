@@ -41,6 +41,12 @@ class Machine:
     not the computing processor's work."""
     compute_s_per_update: float = 0.0
     """Seconds that compute loses for each parameter that is updated meanwhile."""
+    compute_s_per_offloaded_storage: float = 0.0
+    """Seconds that compute spends on each storage that is sent to the host to wait for backward,
+    and again on its way back: hooks and hand-overs. 0 where the device computes while the host does
+    that."""
+    compute_s_per_offloaded_byte: float = 0.0
+    """The same for each of its bytes, beside `compute_s_per_copied_byte`."""
     device_update_parameters_per_s: float | None = None
     """The same optimizer on the device; `None`: as on the host."""
     visit_s: float = 0.0

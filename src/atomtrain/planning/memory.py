@@ -4,16 +4,18 @@ The device holds slots, gradient buffers, resident blocks, the model's buffers, 
 busiest visit needs beside them: the values and gradients that stand at its cuts, and the workspace
 of one micro-batch; what kept segments save; and, from the first offloaded segment up and down again
 to it, the window of what is on its way to the host or back. Only what is kept grows with depth.
-
-Legend: A micro-batches; *below* and *above*, the values that cross the segment's lower and upper
-cut, for one micro-batch; *workspace*, the peak growth while one micro-batch runs through it.
+The formulas of one visit are in `planning/visit_memory.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
@@ -23,6 +25,7 @@ from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, training_visits
 from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.planning.updating import UpdateModel, two_moments
+from atomtrain.planning.visit_memory import SegmentBytes, visit_bytes
 from atomtrain.planning.workspace import Workspaces
 
 PROCESS_BYTES = 8 << 20
@@ -93,14 +96,18 @@ class MemoryModel:
         """Return the peak on the device."""
         work = kept = 0
         there = bool(shape.device_blocks)
-        away = [layers for layers, how in shape.waiting.items() if how == "offload"]
+        away = {
+            layers: self.saved_bytes(*layers)
+            for layers, how in shape.waiting.items()
+            if how == "offload"
+        }
         for visit in training_visits(shape):
             how = visit.activation
             own = self.saved_bytes(*visit.layers) if how == "keep" else 0
             if visit.phase is Phase.BACKWARD:
                 kept -= own
             # Sent by this visit and those below it, or still to come back for them.
-            moving = sum(self.saved_bytes(*pair) for pair in away if pair[0] <= visit.layers[0])
+            moving = sum(n for layers, n in away.items() if layers[0] <= visit.layers[0])
             window = min(self.saved.window_bytes, moving)
             need = self.work_bytes(visit.phase, *visit.layers, shape.boundary, how, there)
             work = max(work, need + kept + window)
@@ -193,55 +200,66 @@ class MemoryModel:
             activation: What happens to what the segment saves; the turn has none of it.
             on_device: Whether blocks are updated on the device.
         """
-        # When a visit is over, a block may be updated in place of the workspace.
         scratch = self.device_scratch_bytes if on_device else 0
-        count = self.micro_batches
-        space, saved = self._workspaces.of(start, stop), self.saved.of(start, stop)
-        below, above = self._crossing[start], self._crossing[stop]
-        # This and the next micro-batch's inputs.
-        ahead = min(2, count)
-        inputs = ahead * self._input_bytes(start, stop)
-        if phase is Phase.FORWARD:
-            kept, inner = 0, space.forward
-            if activation == "offload":
-                inner = saved.forward
-            elif activation == "keep":
-                # The other micro-batches' saved tensors; some of them are what is handed on.
-                kept, inner = (count - 1) * saved.n_bytes, space.graph
-                above -= saved.out_bytes
-            standing = max(count * below, below + kept + (count - 1) * above)
-            if boundary == "host":
-                standing = ahead * below + kept
-            # One value at a time is still being saved when the next micro-batch runs.
-            leaving = max(self._largest[start + 1 : stop + 1])
-            return inputs + standing + leaving + inner
-        leaving, coming = self._given_gradients(start, stop)
-        if boundary == "host":
-            leaving = max(leaving, self._largest[start])
-        if phase is Phase.TURN:
-            standing = (count if boundary == "device" else ahead) * below
-            inner = max(space.graph, space.backward, scratch)
-            return inputs + ahead * coming + standing + leaving + inner
-        inner, kept, values = max(space.graph, space.backward, scratch), 0, below
-        if activation != "recompute":
-            inputs = values = 0
-        if activation == "offload":
-            inner = max(saved.backward, scratch)
-        elif activation == "keep":
-            kept = self.saved_bytes(start, stop)
-            inner = max(self._beside_graph(start, stop), scratch - kept)
-        inner += inputs + ahead * coming
-        if boundary == "device":
-            # What is kept goes as the gradients of the values below come.
-            rising = above + kept // count + (count - 1) * below
-            return max(count * above + kept, rising) + ahead * values + leaving + inner
-        leaving = max(leaving, self._largest[stop])
-        return kept + ahead * (values + above) + leaving + inner
+        of, count = self._segment(start, stop), self.micro_batches
+        return int(visit_bytes(phase, of, count, boundary, activation, scratch))
 
-    def _beside_graph(self, start: int, stop: int) -> int:
-        """Return the peak growth of backward of one micro-batch above its graph."""
-        graph = self._kept[stop] - self._kept[start]
-        return max(0, self._workspaces.of(start, stop).backward - graph)
+    def work_table(
+        self,
+        phase: Phase,
+        boundary: Boundary,
+        activation: Activation = "recompute",
+        on_device: bool = False,
+    ) -> NDArray[np.float64]:
+        """Return `work_bytes` of all segments, `[start, stop]`; infinite where there is none."""
+        scratch = self.device_scratch_bytes if on_device else 0
+        table = visit_bytes(
+            phase, self._segments, self.micro_batches, boundary, activation, scratch
+        )
+        there = np.triu(np.ones(table.shape, bool), 1)
+        return np.where(there, table, np.inf)
+
+    @cached_property
+    def saved_table(self) -> NDArray[np.float64]:
+        """`saved_bytes` of all segments, `[start, stop]`; infinite where graphs cannot wait."""
+        count = len(self._chain.layers)
+        table = np.full((count + 1, count + 1), np.inf)
+        for start, stop in itertools.combinations(range(count + 1), 2):
+            saved = self.saved.of(start, stop)
+            if saved.movable:
+                table[start, stop] = self.micro_batches * saved.n_bytes
+        return table
+
+    @cached_property
+    def _segments(self) -> SegmentBytes:
+        """All segments; 0 where there is none."""
+        count = len(self._chain.layers)
+        table = np.zeros((len(SegmentBytes._fields), count + 1, count + 1), np.int64)
+        for start, stop in itertools.combinations(range(count + 1), 2):
+            table[:, start, stop] = self._segment(start, stop)
+        return SegmentBytes(*table)
+
+    def _segment(self, start: int, stop: int) -> SegmentBytes:
+        space, saved = self._workspaces.of(start, stop), self.saved.of(start, stop)
+        leaving, coming = self._given_gradients(start, stop)
+        return SegmentBytes(
+            forward=space.forward,
+            graph=space.graph,
+            backward=space.backward,
+            beside_graph=max(0, space.backward - (self._kept[stop] - self._kept[start])),
+            saved=saved.n_bytes,
+            saved_out=saved.out_bytes,
+            saved_forward=saved.forward,
+            saved_backward=saved.backward,
+            below=self._crossing[start],
+            above=self._crossing[stop],
+            largest_below=self._largest[start],
+            largest_above=self._largest[stop],
+            largest_written=max(self._largest[start + 1 : stop + 1]),
+            inputs=self._input_bytes(start, stop),
+            given_leaving=leaving,
+            given_coming=coming,
+        )
 
     def _given_gradients(self, start: int, stop: int) -> tuple[int, int]:
         """Return what leaves to layers on the host at a time, and what comes back to be added to.

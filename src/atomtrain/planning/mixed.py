@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atomtrain.planning.clocks import CLOCKS, COMPUTE, SLACK, Clocks, undominated
-from atomtrain.planning.costing import VisitTable
 from atomtrain.planning.optimum import Found
-from atomtrain.planning.room import Reach, Room, Saving
+from atomtrain.planning.room import Room, Rooms, Saving
 from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Activation, Shape
 from atomtrain.planning.space import Bytes, Family, Space
+from atomtrain.planning.tables import VisitTable
 
 Array = NDArray[np.float64]
 _ABOVE, _ROOM, _AHEAD = CLOCKS, CLOCKS + 1, CLOCKS + 2  # columns behind the clocks
@@ -74,16 +74,10 @@ class Mixed:
         self._space, self._family = space, family
         self._segments, self._layers = space.request.segments, space.layers
         self._overlap = family.slots > 1
-        self._kept = space.work(family).kept
-        self._window_bytes = space.memory.saved.window_bytes
-        # Of all partitions the finest saves most: what several layers save counts at each of them.
-        single = np.diagonal(self._kept, offset=1)
-        self._most_kept = float(single[np.isfinite(single)].sum())
-        pinned = space.request.activations
-        self._choices: list[Activation] = ["recompute"]
-        if offload and pinned in (None, "offload"):
-            self._choices.append("offload")
-        self._keeps, self._pinned = pinned in (None, "keep"), pinned
+        self.rooms = Rooms(space, family, offload=offload)
+        """What may be kept under which limit of memory."""
+        self._kept, self._window_bytes = self.rooms.kept, self.rooms.window_bytes
+        self._choices, self._keeps = self.rooms.choices, self.rooms.keeps
         self._turn = space.costing.table(Phase.TURN, family.place, load=True)
         self._disk = space.costing.disk
         self._backlog_s = 0.0 if self._disk is None else self._disk.backlog_s
@@ -101,41 +95,9 @@ class Mixed:
         )
         self._saving = Saving(space, "offload" in self._choices)
 
-    def room(self, slot_sizes: Sequence[int], device_bytes: int) -> Room:
-        """Return what segments leave of a limit of device memory with slots of a size.
-
-        With several sizes it is no less than with any of them: all segments fit that fit the
-        largest, and slots take no more than the smallest.
-        """
-        left = device_bytes - self._space.held_bytes(self._family, slot_sizes[0])
-        slot_bytes = slot_sizes[-1]
-        sizes = self._space.costing.segment_bytes(frozenset(self._family.resident))
-        work = self._space.work(self._family)
-        fitting = np.triu(sizes <= slot_bytes, 1)
-        fitting[:, -1] = False
-        turn = np.where(sizes[:, -1] <= slot_bytes, left - work.turn, -np.inf)
-        turn[[0, -1]] = -np.inf
-
-        def of(work_bytes: Bytes, most: float) -> Bytes:
-            # More than can be used is as good as what can.
-            room = np.where(fitting, left - work_bytes, -1.0)
-            return np.clip(room, -1.0, most)
-
-        window, most = float(self._window_bytes), self._most_kept + self._window_bytes
-        recompute = np.maximum(work.forward, work.backward)
-        if self._pinned is not None:  # only what cannot do as it should
-            possible = work.keep if self._pinned == "keep" else work.offload
-            recompute = np.where(np.isfinite(possible), np.inf, recompute)
-        return Room(
-            of(recompute, window),
-            of(work.keep, most),
-            of(work.offload, window),
-            np.clip(turn, -1.0, most),
-        )
-
-    def bound_s(self, room: Room) -> float:
-        """Return a time below which no plan with this room can be."""
-        starts = np.flatnonzero(room.turn >= 0)
+    def bound_s(self, turn: Bytes) -> float:
+        """Return a time below which no plan can be to whose turns so much room is left."""
+        starts = np.flatnonzero(turn >= 0)
         if not starts.size:
             return np.inf
         # A range loaded at once takes no longer than in parts.
@@ -143,7 +105,7 @@ class Mixed:
         loads = loads + self._forward("recompute").loading_s[0, starts]
         ahead = self._ahead_s[starts]
         back = self._least_s[starts] - ahead + self._back_s[-1] - self._back_s[starts]
-        again = self._saving.again_s(self._recomputed_s[starts], room.turn[starts])
+        again = self._saving.again_s(self._recomputed_s[starts], turn[starts])
         compute = self._saving.least_s(ahead, back, again)
         alone = np.zeros_like(loads)
         if not self._overlap:
@@ -151,48 +113,6 @@ class Mixed:
         if self._overlap:
             alone = alone + self._ends_s
         return float(np.maximum(compute + alone, loads).min())
-
-    def most_bytes(self, slot_bytes: int) -> float:
-        """Return a limit of device memory that is beyond what any plan needs."""
-        work = self._space.work(self._family)
-        tables = (work.forward, work.backward, work.turn, work.keep, work.offload)
-        busiest = max(table[np.isfinite(table)].max(initial=0.0) for table in tables)
-        held = self._space.held_bytes(self._family, slot_bytes)
-        return float(held + busiest + self._most_kept + self._window_bytes)
-
-    def works(self, room: Room) -> bool:
-        """Return whether there is any plan with this room."""
-        here = Reach(self._layers)
-        for window in (False, True):
-            here.keeping[int(window)] = room.turn - window * self._window_bytes
-        cuts = range(self._layers - 1, 0, -1)
-        if self._segments is None:
-            for cut in cuts:
-                self._reach(here, here, cut, room)
-            return here.done
-        for _ in range(self._segments - 1):
-            there = Reach(self._layers)
-            for cut in cuts:
-                self._reach(here, there, cut, room)
-            here = there
-        return here.done
-
-    def _reach(self, here: Reach, there: Reach, cut: int, room: Room) -> None:
-        """Note where one more segment leads from a cut."""
-        starts = slice(None, cut)
-        for window in (0, 1):
-            reserved, left = window * self._window_bytes, here.keeping[window, cut]
-            if self._keeps and left >= 0:
-                after = np.minimum(
-                    left - self._kept[starts, cut], room.keep[starts, cut] - reserved
-                )
-                there.keeping[window, starts] = np.maximum(there.keeping[window, starts], after)
-            if left < 0 and not here.rest[window, cut]:
-                continue
-            if "recompute" in self._choices:
-                there.rest[window, starts] |= room.recompute[starts, cut] >= reserved
-            if "offload" in self._choices and window:
-                there.rest[:, starts] |= room.offload[starts, cut] >= reserved
 
     def best(
         self, slot_sizes: Sequence[int], device_bytes: int, below_s: float = np.inf
@@ -203,8 +123,9 @@ class Mixed:
         First as if a slot were as large as the largest and took no more than the smallest: what is
         found is the best if it fits. If not, the sizes are halved.
         """
-        room = self.room(slot_sizes, device_bytes)
-        found = self._best(room, below_s) if self.bound_s(room) < below_s else None
+        if self.bound_s(self.rooms.turn(slot_sizes, device_bytes)) >= below_s:
+            return None
+        found = self._best(self.rooms.room(slot_sizes, device_bytes), below_s)
         if found is None or self._space.memory.device_bytes(found.shape) <= device_bytes:
             return found
         assert len(slot_sizes) > 1
@@ -383,6 +304,7 @@ class Mixed:
             0,
             tuple(activations),
             self._family.on_device,
+            self._family.early,
         )
 
 

@@ -250,6 +250,7 @@ class Optimum:
                 0,
                 everywhere * (len(bounds) - 1),
                 self._family.on_device,
+                self._family.early,
             ),
         )
 

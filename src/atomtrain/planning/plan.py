@@ -42,6 +42,8 @@ class Request:
     planner's choice."""
     device_blocks: tuple[int, ...] | None = None
     """Resident blocks whose optimizer runs on the device, or `None` for the planner's choice."""
+    early: bool = True
+    """Whether the planner may let resident blocks come in pieces ahead of their first user."""
     updates: UpdateModel | None = None
     """What the optimizer takes; `None`: AdamW with two moments of the parameters' own type."""
     disk: DiskRequest | None = None
@@ -76,6 +78,9 @@ class Plan:
     device_blocks: tuple[int, ...]
     """Those of the resident blocks whose optimizer runs on the device, state included: nothing of
     them crosses the link in a step."""
+    early_blocks: tuple[int, ...]
+    """Those of the other resident blocks that come ahead of their first user, in equal pieces with
+    each layer of forward."""
     host_layers: int
     """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]
@@ -127,6 +132,7 @@ class Plan:
             self.host_layers,
             self.activations,
             self.device_blocks,
+            self.early_blocks,
         )
 
     @property
@@ -188,6 +194,8 @@ class Plan:
             lines.append(f"resident   blocks {_listed(self.resident_blocks)}")
         if self.device_blocks:
             lines.append(f"on device  optimizer of blocks {_listed(self.device_blocks)}")
+        if self.early_blocks:
+            lines.append(f"early      blocks {_listed(self.early_blocks)}: a piece with each layer")
         if self.shape.waiting:
             lines.append(f"saved      {saved_text(self.shape)}")
         disk = [f"disk       {disk_text(self)}"] if self.on_disk else []

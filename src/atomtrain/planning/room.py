@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.planning.space import Bytes, Space
+from atomtrain.planning.shape import Activation
+from atomtrain.planning.space import Bytes, Family, Space
 
 Array = NDArray[np.float64]
 
@@ -77,3 +79,104 @@ class Reach:
     def done(self) -> bool:
         """Whether the first layer is reached."""
         return bool((self.keeping[:, 0] >= 0).any() or self.rest[:, 0].any())
+
+
+class Rooms:
+    """What a family leaves for kept segments, and what is possible with it."""
+
+    def __init__(self, space: Space, family: Family, *, offload: bool = True) -> None:
+        """`offload`: whether segments may be offloaded."""
+        self._space, self._family = space, family
+        self._segments, self._layers = space.request.segments, space.layers
+        self._work = space.work(family)
+        self.kept = self._work.kept
+        """Bytes that keeping a segment takes, `[start, stop]`; infinite where it cannot be kept."""
+        self.window_bytes = space.memory.saved.window_bytes
+        # Of all partitions the finest saves most: what several layers save counts at each of them.
+        single = np.diagonal(self.kept, offset=1)
+        self._most_bytes = float(single[np.isfinite(single)].sum()) + self.window_bytes
+        self._pinned = space.request.activations
+        self.choices: list[Activation] = ["recompute"]
+        """What segments that are not kept may do."""
+        if offload and self._pinned in (None, "offload"):
+            self.choices.append("offload")
+        self.keeps = self._pinned in (None, "keep")
+        """Whether segments may be kept."""
+
+    def room(self, slot_sizes: Sequence[int], device_bytes: int) -> Room:
+        """Return what segments leave of a limit of device memory with slots of a size.
+
+        With several sizes it is no less than with any of them: all segments fit that fit the
+        largest, and slots take no more than the smallest.
+        """
+        left = device_bytes - self._space.held_bytes(self._family, slot_sizes[0])
+        slot_bytes = slot_sizes[-1]
+        sizes = self._space.costing.segment_bytes(frozenset(self._family.resident))
+        work = self._work
+        fitting = np.triu(sizes <= slot_bytes, 1)
+        fitting[:, -1] = False
+
+        def of(work_bytes: Bytes, most: float) -> Bytes:
+            # More than can be used is as good as what can.
+            room = np.where(fitting, left - work_bytes, -1.0)
+            return np.clip(room, -1.0, most)
+
+        window, most = float(self.window_bytes), self._most_bytes
+        recompute = np.maximum(work.forward, work.backward)
+        if self._pinned is not None:  # only what cannot do as it should
+            possible = work.keep if self._pinned == "keep" else work.offload
+            recompute = np.where(np.isfinite(possible), np.inf, recompute)
+        return Room(
+            of(recompute, window),
+            of(work.keep, most),
+            of(work.offload, window),
+            self.turn(slot_sizes, device_bytes),
+        )
+
+    def turn(self, slot_sizes: Sequence[int], device_bytes: int) -> Bytes:
+        """Return `Room.turn` of the room with slots of these sizes."""
+        left = device_bytes - self._space.held_bytes(self._family, slot_sizes[0])
+        sizes = self._space.costing.segment_bytes(frozenset(self._family.resident))[:, -1]
+        turn = np.where(sizes <= slot_sizes[-1], left - self._work.turn, -1.0)
+        turn[[0, -1]] = -1.0
+        return np.clip(turn, -1.0, self._most_bytes)
+
+    def most_bytes(self, slot_bytes: int) -> float:
+        """Return a limit of device memory that is beyond what any plan needs."""
+        work = self._work
+        tables = (work.forward, work.backward, work.turn, work.keep, work.offload)
+        busiest = max(table[np.isfinite(table)].max(initial=0.0) for table in tables)
+        held = self._space.held_bytes(self._family, slot_bytes)
+        return float(held + busiest + self._most_bytes)
+
+    def works(self, room: Room) -> bool:
+        """Return whether there is any plan with this room."""
+        here = Reach(self._layers)
+        for window in (False, True):
+            here.keeping[int(window)] = room.turn - window * self.window_bytes
+        cuts = range(self._layers - 1, 0, -1)
+        if self._segments is None:
+            for cut in cuts:
+                self._reach(here, here, cut, room)
+            return here.done
+        for _ in range(self._segments - 1):
+            there = Reach(self._layers)
+            for cut in cuts:
+                self._reach(here, there, cut, room)
+            here = there
+        return here.done
+
+    def _reach(self, here: Reach, there: Reach, cut: int, room: Room) -> None:
+        """Note where one more segment leads from a cut."""
+        starts = slice(None, cut)
+        for window in (0, 1):
+            reserved, left = window * self.window_bytes, here.keeping[window, cut]
+            if self.keeps and left >= 0:
+                after = np.minimum(left - self.kept[starts, cut], room.keep[starts, cut] - reserved)
+                there.keeping[window, starts] = np.maximum(there.keeping[window, starts], after)
+            if left < 0 and not here.rest[window, cut]:
+                continue
+            if "recompute" in self.choices:
+                there.rest[window, starts] |= room.recompute[starts, cut] >= reserved
+            if "offload" in self.choices and window:
+                there.rest[:, starts] |= room.offload[starts, cut] >= reserved

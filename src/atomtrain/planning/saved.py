@@ -5,6 +5,8 @@ Computed for all segments that begin at a layer by going up once.
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cached_property
 from typing import NamedTuple
 
 from atomtrain.analysis.chain import Chain
@@ -38,12 +40,14 @@ class SavedTensors:
         self._rows: dict[int, list[Saved]] = {}
         self.inner_bytes = [cost.saved.inner_bytes for cost in costs.layers]
         """Of each layer, what it saves beside values; no segment saves less."""
-        layers = range(len(chain.layers))
-        moved = [self.of(i, i + 1).n_bytes for i in layers if costs.layers[i].saved.movable]
-        self.window_bytes = max(moved, default=0)
+
+    @cached_property
+    def window_bytes(self) -> int:
         """What may be on its way to the host, or back ahead of its use, at a time: as much as one
         micro-batch saves in the layer that saves most, so that a layer's work hides each transfer.
         """
+        able = [i for i, cost in enumerate(self._costs.layers) if cost.saved.movable]
+        return max((self.of(i, i + 1).n_bytes for i in able), default=0)
 
     def of(self, start: int, stop: int) -> Saved:
         """Return what layers `start` to `stop` save."""
@@ -53,34 +57,44 @@ class SavedTensors:
 
     def _row(self, start: int) -> list[Saved]:
         row = []
-        inner = storages = forward = above = alive = shared = 0
+        inner = storages = forward = above = alive = shared = values = out = 0
         movable = True
-        names: dict[str, int] = {}  # saved values and their bytes
-        written: dict[str, int] = {}
+        saved_names, written = set[str](), set[str]()
+        # Bytes of values written so far, and of those that are saved too, by their last reader.
+        ends, ends_out = Counter[int](), Counter[int]()
         for index in range(start, len(self._layers)):
             layer, saved = self._layers[index], self._costs.layers[index].saved
             movable = movable and saved.movable
             inner += saved.inner_bytes
             storages += saved.inner
+            forward = max(forward, alive + saved.forward_bytes)
+            alive -= ends.pop(index, 0)
+            out -= ends_out.pop(index, 0)
+            written.update(layer.writes)
             for name, is_saved in zip(
                 (*layer.reads, *layer.writes), (*saved.reads, *saved.writes), strict=True
             ):
-                if is_saved:
-                    n_bytes = self._costs.values[name].n_bytes
+                if not is_saved:
+                    continue
+                n_bytes, last = self._costs.values[name].n_bytes, self._last_reader.get(name, -1)
+                if name in saved_names:
                     # Where several layers save a value it stays from the first use to the last.
-                    shared += n_bytes * (name in names)
-                    names[name] = n_bytes
-            forward = max(forward, alive + saved.forward_bytes)
-            written.update({name: self._costs.values[name].n_bytes for name in layer.writes})
-            out = sum(
-                n_bytes
-                for name, n_bytes in names.items()
-                if name in written and self._last_reader.get(name, -1) > index
-            )
-            total = inner + sum(names.values())
+                    shared += n_bytes
+                    continue
+                saved_names.add(name)
+                values += n_bytes
+                if last > index and name in written:
+                    out += n_bytes
+                    ends_out[last] += n_bytes
+            total = inner + values
             # Gradients of what the segment writes are counted by its cuts.
             backward = max(above, saved.backward_bytes) + shared
-            row.append(Saved(total, storages + len(names), out, forward, backward, movable))
-            alive = sum(n for name, n in written.items() if self._last_reader.get(name, -1) > index)
+            count = storages + len(saved_names)
+            row.append(Saved(total, count, out, forward, backward, movable))
+            for name in layer.writes:
+                n_bytes, last = self._costs.values[name].n_bytes, self._last_reader.get(name, -1)
+                if last > index:
+                    alive += n_bytes
+                    ends[last] += n_bytes
             above = max(above, alive + saved.backward_bytes)
         return row

@@ -39,6 +39,9 @@ class Shape(NamedTuple):
     device_blocks: tuple[int, ...] = ()
     """Those of the resident blocks whose optimizer runs on the device, so that nothing of them
     crosses the link in a step."""
+    early_blocks: tuple[int, ...] = ()
+    """Those of the other resident blocks that come ahead of their first user, in equal pieces with
+    each layer of forward."""
 
     @property
     def segments(self) -> int:
@@ -94,6 +97,13 @@ class Shape(NamedTuple):
             raise PlanError(
                 f"device_blocks are {list(device)}; they must rise, and be among the resident "
                 f"blocks {list(resident)}"
+            )
+        early = self.early_blocks
+        loaded = set(resident) - set(device)
+        if list(early) != sorted(set(early)) or not set(early) <= loaded:
+            raise PlanError(
+                f"early_blocks are {list(early)}; they must rise, and be among the resident blocks "
+                f"that are not updated on the device, {sorted(loaded)}"
             )
         if self.activations and len(self.activations) != self.segments:
             raise PlanError(

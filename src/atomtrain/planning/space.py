@@ -10,10 +10,14 @@ A plan of the space has
   there are segments to fill them;
 - values at the cuts on the device or on the host;
 - as resident blocks any of the shared weights and of the layers that are the only ones of their
-  kind (embedding, head), among the three largest of these, each updated on the host or on the
-  device;
-- or some of these and an eighth, two eighths, ..., all of the other blocks, evenly spread over the
-  chain, all of them updated on the device.
+  kind (embedding, head), among the three largest of these that have at least a 32nd of the largest
+  block's bytes, each updated on the host or on the device;
+- those of the first kind that are updated on the host come with their first user, or, if it is not
+  the first layer and they are larger than most layers, early: a piece with each layer of forward
+  (all of these, or none; not where updates wait for the norm of all gradients: forward begins with
+  the pieces, so they must have been updated by then);
+- or some of the first kind and an eighth, two eighths, ..., all of the other blocks, evenly spread
+  over the chain, all of them updated on the device.
 """
 
 from __future__ import annotations
@@ -34,16 +38,19 @@ from atomtrain.planning.layout import Layout
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.plan import Request
 from atomtrain.planning.schedule import Phase
-from atomtrain.planning.shape import Boundary
+from atomtrain.planning.shape import Activation, Boundary
 
 Mask = NDArray[np.bool_]
 Bytes = NDArray[np.float64]
 
 _MOST_CANDIDATES = 3
+_AWKWARD_SHARE = 32
+"""Blocks below this part of the largest one change nothing by where they are."""
 _SHARES = 8
 """Into how many steps the number of other blocks on the device is divided."""
 _COMPARED = 3
 """With how many larger slot sizes one is compared; more would find few others to leave out."""
+_BELOW = Phase.FORWARD, Phase.BACKWARD
 _BOUNDARIES: tuple[Boundary, ...] = ("device", "host")
 
 
@@ -53,6 +60,8 @@ class Residency(NamedTuple):
     blocks: tuple[int, ...]
     on_device: tuple[int, ...]
     """Those whose optimizer runs on the device."""
+    early: tuple[int, ...] = ()
+    """Those that come in pieces ahead of their first user."""
 
 
 class Family(NamedTuple):
@@ -66,11 +75,14 @@ class Family(NamedTuple):
     """Only the plan of a single segment; it fills one slot and one gradient buffer."""
     on_device: tuple[int, ...] = ()
     """Resident blocks that are updated on the device."""
+    early: tuple[int, ...] = ()
+    """Resident blocks that come in pieces ahead of their first user."""
 
     @property
     def place(self) -> Place:
         """What the seconds of visits depend on."""
-        return Place(frozenset(self.resident), self.boundary, frozenset(self.on_device))
+        resident, on_device = frozenset(self.resident), frozenset(self.on_device)
+        return Place(resident, self.boundary, on_device, frozenset(self.early))
 
 
 class Work(NamedTuple):
@@ -133,13 +145,14 @@ class Space:
         boundaries = (request.boundary,) if request.boundary else _BOUNDARIES
         several = self.layers > 1 and request.segments != 1
         families = []
-        for boundary, (resident, there) in itertools.product(boundaries, self.residencies):
+        for boundary, (resident, there, early) in itertools.product(boundaries, self.residencies):
             if several:
                 families += [
-                    Family(resident, k, g, boundary, False, there)
+                    Family(resident, k, g, boundary, False, there, early)
                     for k, g in itertools.product(slots, buffers)
                 ]
-            if request.segments in (None, 1):
+            # A single segment comes at once.
+            if request.segments in (None, 1) and not early:
                 families.append(Family(resident, 1, 1, boundary, True, there))
         return families
 
@@ -155,7 +168,29 @@ class Space:
 
     @cached_property
     def residencies(self) -> list[Residency]:
-        """The sets of resident blocks, and which of them are updated on the device."""
+        """The sets of resident blocks, which of them are updated on the device, and which come
+        early."""
+        some = self._updated_here_or_there()
+        early = (one._replace(early=self._early(one)) for one in some)
+        return [*some, *(one for one in early if one.early)]
+
+    def _early(self, residency: Residency) -> tuple[int, ...]:
+        """Return the blocks that may come ahead of their first user."""
+        if self.request.clips or not self.request.early:
+            return ()
+        layout = self._layout
+        # With no more to load than most visits have it is covered as they are.
+        usual_bytes = sorted(map(layout.block_bytes, range(self.layers)))[self.layers // 2]
+        return tuple(
+            block
+            for block in residency.blocks
+            if block not in residency.on_device
+            and layout.block_bytes(block) > usual_bytes
+            and layout.users(block)[:1] > (0,)
+        )
+
+    def _updated_here_or_there(self) -> list[Residency]:
+        """Return the sets of resident blocks, and which of them are updated on the device."""
         request, fixed = self.request, self.request.device_blocks
         if request.resident is not None:
             return self._updated_anywhere(tuple(sorted(request.resident)))
@@ -173,7 +208,9 @@ class Space:
         kinds = Counter(cost.kind for cost in self._costs.layers)
         single = [i for i, cost in enumerate(self._costs.layers) if kinds[cost.kind] == 1]
         blocks = [*single, *range(self.layers, self._layout.blocks)]
-        blocks = [block for block in blocks if self._layout.block_bytes(block)]
+        sizes = [self._layout.block_bytes(block) for block in range(self._layout.blocks)]
+        least_bytes = max(1, max(sizes) // _AWKWARD_SHARE)
+        blocks = [block for block in blocks if sizes[block] >= least_bytes]
         blocks.sort(key=lambda block: (-self._layout.block_bytes(block), block))
         return sorted(blocks[:_MOST_CANDIDATES])
 
@@ -220,7 +257,8 @@ class Space:
         key = family.resident, family.on_device
         if key not in self._fixed:
             self._fixed[key] = self.memory.fixed_bytes(*key)
-        gradient_bytes = self.costing.most_gradient_bytes(frozenset(family.resident), slot_bytes)
+        traffic = self.costing.traffic
+        gradient_bytes = traffic.most_gradient_bytes(frozenset(family.resident), slot_bytes)
         buffers = family.slots * slot_bytes + family.gradient_buffers * gradient_bytes
         return buffers + self._fixed[key]
 
@@ -272,23 +310,19 @@ class Space:
         return self._work[key]
 
     def _work_tables(self, boundary: Boundary, there: bool) -> Work:
-        count = self.layers
-        forward, backward, keep, offload, kept = np.full((5, count + 1, count + 1), np.inf)
-        turn = np.full(count + 1, np.inf)
-        memory, both = self.memory, (Phase.FORWARD, Phase.BACKWARD)
-        work = memory.work_bytes
-        for start in range(count):
-            turn[start] = work(Phase.TURN, start, count, boundary, on_device=there)
-            for stop in range(start + 1, count + 1):
-                at = start, stop
-                forward[at] = work(Phase.FORWARD, *at, boundary, on_device=there)
-                backward[at] = work(Phase.BACKWARD, *at, boundary, on_device=there)
-                if memory.saved.of(*at).movable:
-                    keep[at] = max(work(p, *at, boundary, "keep", there) for p in both)
-                    kept[at] = memory.saved_bytes(*at)
-                    if kept[at] >= memory.saved.window_bytes:
-                        offload[at] = max(work(p, *at, boundary, "offload", there) for p in both)
-        return Work(forward, backward, turn, keep, offload, kept)
+        memory = self.memory
+
+        def both(activation: Activation) -> Bytes:
+            tables = (memory.work_table(p, boundary, activation, there) for p in _BELOW)
+            return np.maximum(*tables)
+
+        kept = memory.saved_table
+        fills = np.isfinite(kept) & (kept >= memory.saved.window_bytes)
+        turn = memory.work_table(Phase.TURN, boundary, on_device=there)
+        forward, backward = (memory.work_table(p, boundary, on_device=there) for p in _BELOW)
+        keep = np.where(np.isfinite(kept), both("keep"), np.inf)
+        offload = np.where(fills, both("offload"), np.inf)
+        return Work(forward, backward, turn[:, -1], keep, offload, kept)
 
 
 def _subsets(blocks: list[int]) -> list[tuple[int, ...]]:

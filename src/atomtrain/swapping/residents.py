@@ -1,8 +1,9 @@
 """Resident blocks: each has a place of its own on the device for parameters and for gradients.
 
-They come once a step, with the first segment that uses them; their gradients add up in place and
-leave once, with the last segment that adds to them (the first one again). What is updated on the
-device (`swapping/device_updates.py`) neither comes nor leaves.
+They come once a step, with the first segment that uses them, or *early*: a piece with each layer of
+forward up to that one. Their gradients add up in place and leave once, with the last segment that
+adds to them (the one with the first user). What is updated on the device
+(`swapping/device_updates.py`) neither comes nor leaves.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Residents:
         collector: Callable[[int], Hook],
         first: int = 0,
         on_device: Collection[int] = (),
+        early: Collection[int] = (),
     ) -> None:
         """Allocate; call inside `Device.computing`.
 
@@ -61,8 +63,9 @@ class Residents:
             collector: Makes the hook that takes a parameter's first gradient, by its `id`.
             first: The first layer that runs on the device.
             on_device: Those of the blocks that are updated there.
+            early: Those of the others that come in pieces.
         """
-        self._on_device = frozenset(on_device)
+        self._on_device, self._early = frozenset(on_device), frozenset(early)
         self.blocks = frozenset(blocks)
         self.leaves: dict[int, Tensor] = {}
         """Every resident parameter on the device, by the parameter's `id`."""
@@ -81,8 +84,19 @@ class Residents:
             place.parameters.untyped_storage()._cdata for place in self._places.values()
         )
 
-    def moved_with(self, layers: Layers) -> list[int]:
-        """Return the blocks that come with a segment in forward, and leave with it in backward."""
+    def coming_with(self, layers: Layers) -> dict[int, Copy]:
+        """Return what comes with a segment in forward, whole or in part, by its block."""
+        leaving = self.leaving_with(layers)
+        coming = {block: self.load_of(block) for block in leaving if block not in self._early}
+        for block in sorted(self._early):
+            piece = slice(*self._layout.early_range(block, *layers, self._first))
+            if piece.start < piece.stop:
+                target, source = self.load_of(block)
+                coming[block] = Copy(target[piece], source[piece])
+        return coming
+
+    def leaving_with(self, layers: Layers) -> list[int]:
+        """Return the blocks whose gradients leave with a segment in backward."""
         return [block for block in self.completed_by(layers) if block not in self._on_device]
 
     def completed_by(self, layers: Layers) -> list[int]:

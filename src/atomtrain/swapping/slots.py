@@ -9,8 +9,8 @@ Hand-overs of a slot, each with the event that releases it:
 | gradient buffer | compute | unload stream | the unload's event, held by compute at its next use |
 | host gradients | unload stream | update stream | the unload's event |
 
-A resident block (`swapping/residents.py`) comes with the first segment that uses it, unless it is
-updated on the device.
+A resident block (`swapping/residents.py`) comes with the first segment that uses it, or in pieces
+with all segments up to that one, unless it is updated on the device.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Slots:
             self._collector,
             self._first,
             plan.device_blocks,
+            plan.early_blocks,
         )
         self.there = DeviceUpdates(plan.device_blocks, self._residents, device, updates.whole)
         """Updates on the device."""
@@ -159,8 +160,8 @@ class Slots:
         ]
         blocks = [b for b in self._layout.blocks_of(*visit.layers) if b not in self._residents]
         if visit.phase is not Phase.BACKWARD:
-            coming = self._residents.moved_with(visit.layers)
-            copies += [self._residents.load_of(block) for block in coming]
+            coming = self._residents.coming_with(visit.layers)
+            copies += coming.values()
             blocks += coming
         if not blocks:  # all of it is updated on the device
             return finished()
@@ -315,7 +316,7 @@ class Slots:
                 for p in self._moved_pieces(visit.layers, gradients=True)
             )
         ]
-        leaving = self._residents.moved_with(visit.layers)
+        leaving = self._residents.leaving_with(visit.layers)
         copies += [self._residents.unload_of(block) for block in leaving]
 
         def unload() -> None:

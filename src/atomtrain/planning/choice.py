@@ -1,0 +1,172 @@
+"""Chooses among the plans of a space: the fastest, and the leanest of those about as fast.
+
+Each family of plans is solved on its own (`planning/optimum.py`, `planning/mixed.py`); families are
+tried by their bounds, so that most are never searched.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from atomtrain.planning.mixed import Mixed
+from atomtrain.planning.optimum import Found, Optimum
+from atomtrain.planning.shape import Shape
+from atomtrain.planning.space import Family, Space
+
+
+class Choice(NamedTuple):
+    """A plan of the space."""
+
+    shape: Shape
+    step_s: float
+    device_bytes: int
+
+
+def fastest_of(space: Space, device_bytes: int) -> Choice | None:
+    """Return a plan with the least predicted step time under a limit of device memory."""
+    tasks = sorted(
+        (
+            task
+            for family in space.families
+            for task in _Solvers(space, family, offload=space.request.offload).tasks(device_bytes)
+        ),
+        key=lambda task: task.bound_s,
+    )
+    best: Choice | None = None
+    # Those that promise most first: the others then end early.
+    for task in tasks:
+        if best is not None and task.bound_s >= best.step_s:
+            break
+        found = task.best(np.inf if best is None else best.step_s)
+        if found is not None:
+            best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+    return best
+
+
+class _Task(NamedTuple):
+    """A part of the space that is searched at once, under a limit of device memory."""
+
+    bound_s: float
+    """No plan of the part is faster."""
+    best: Callable[[float], Found | None]
+    """Gives the part's fastest plan, or `None` if none is faster than so many seconds."""
+
+
+class _Solvers:
+    """What searches the plans of a family."""
+
+    def __init__(self, space: Space, family: Family, *, offload: bool) -> None:
+        """`offload`: whether segments may be offloaded."""
+        self._space, self._family, self._offload = space, family, offload
+
+    # Made when the family is known to fit.
+    @cached_property
+    def _optimum(self) -> Optimum | None:
+        if not (self._space.recomputes or self._family.whole):
+            return None
+        return Optimum(self._space.costing, self._family, self._space.request.segments)
+
+    @cached_property
+    def _mixed(self) -> Mixed | None:
+        if not self._space.mixes or self._family.whole:
+            return None
+        return Mixed(self._space, self._family, offload=self._offload)
+
+    def tasks(self, device_bytes: int) -> Iterator[_Task]:
+        """Yield the parts of the family under a limit of device memory."""
+        space, family = self._space, self._family
+        loosest = space.loosest(family, device_bytes)
+        if loosest is None:
+            return
+        if self._optimum is not None:
+            best = functools.partial(_best_recomputed, space, family, self._optimum, device_bytes)
+            yield _Task(self._optimum.bound_s(loosest), best)
+        if self._mixed is not None:
+            sizes = space.slot_sizes(family)
+            sizes = [n for n in sizes if space.held_bytes(family, n) < device_bytes]
+            bound_s = self._mixed.bound_s(self._mixed.rooms.turn(sizes, device_bytes))
+            yield _Task(bound_s, functools.partial(self._mixed.best, sizes, device_bytes))
+
+
+def _best_recomputed(
+    space: Space, family: Family, optimum: Optimum, device_bytes: int, below_s: float
+) -> Found | None:
+    """Return a family's fastest plan that recomputes everything, if it is below `below_s`."""
+    some = [allowed for _, allowed in space.different(family, device_bytes)]
+    best = None
+    for bound_s, index in sorted((optimum.bound_s(a), i) for i, a in enumerate(some)):
+        if bound_s >= below_s:
+            break
+        found = optimum.best(some[index], below_s)
+        if found is not None:
+            best, below_s = found, found.step_s
+    return best
+
+
+def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int) -> Choice:
+    """Return the plan with the least device memory among those that take at most `limit_s`.
+
+    Plans whose values wait on the device come first, then those that offload nothing: what goes
+    through the host takes its memory bandwidth even where the prediction hides it.
+
+    Args:
+        space: The plans.
+        fastest: The fastest one under the limit of memory.
+        limit_s: The longest step.
+        device_bytes: The limit of memory.
+    """
+    best: Choice | None = None
+    for rank in itertools.product(("device", "host"), (False, True)):
+        boundary, offload = rank
+        if offload and not space.request.offload:
+            continue
+        if rank_of(fastest.shape) == rank:
+            best = fastest
+        # Those with less of everything first: the others then end early. Blocks come early only
+        # where that pays.
+        for family in sorted(reversed(space.families), key=lambda family: bool(family.early)):
+            if family.boundary != boundary:
+                continue
+            most = device_bytes if best is None else best.device_bytes - 1
+            best = _leanest(space, family, most, limit_s, offload) or best
+        if best is not None:
+            return best
+    return fastest
+
+
+def rank_of(shape: Shape) -> tuple[str, bool]:
+    """Return how much a shape sends through the host; less comes first."""
+    return shape.boundary, "offload" in shape.activations
+
+
+def _leanest(
+    space: Space, family: Family, device_bytes: int, limit_s: float, offload: bool
+) -> Choice | None:
+    """Return the leanest plan of a family that takes at most `limit_s`, by bisection of memory."""
+    below_s = float(np.nextafter(limit_s, np.inf))
+    solvers = _Solvers(space, family, offload=offload)
+    best: Choice | None = None
+    low, high = 0, device_bytes
+    limit = device_bytes
+    while low <= high:
+        found = None
+        for task in solvers.tasks(limit):
+            if task.bound_s < below_s:
+                found = task.best(below_s)
+            if found is not None:
+                break
+        if found is None:
+            if best is None:
+                return None
+            low = limit + 1
+        else:
+            best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+            high = best.device_bytes - 1
+        limit = (low + high) // 2
+    return best

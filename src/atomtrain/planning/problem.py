@@ -1,0 +1,164 @@
+"""The plans with a number of leading layers on the host and some kinds of state on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+
+from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.costs import ChainCosts
+from atomtrain.analysis.profile import LayerTime
+from atomtrain.errors import PlanError
+from atomtrain.planning.choice import Choice, fastest_of, leanest_of
+from atomtrain.planning.costing import Costing, Steps
+from atomtrain.planning.disk import OnDisk, disk_use
+from atomtrain.planning.host import blocks_of_host, host_choices, host_s, whole_shape, without
+from atomtrain.planning.layout import Layout
+from atomtrain.planning.machine import Machine
+from atomtrain.planning.memory import MemoryModel
+from atomtrain.planning.plan import Plan, Request
+from atomtrain.planning.shape import Shape
+from atomtrain.planning.space import Space
+from atomtrain.planning.updating import two_moments
+
+
+class Problem:
+    """The plans with a number of leading layers on the host."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        costs: ChainCosts,
+        times: Mapping[str, LayerTime],
+        machine: Machine,
+        request: Request,
+        host_layers: int,
+        on_disk: OnDisk,
+    ) -> None:
+        self.host_layers, self._whole, self._machine = host_layers, chain, machine
+        self.chain, rest_costs = without(chain, costs, host_layers)
+        count = request.micro_batches
+        if on_disk:  # what is updated on the device is all in memory
+            if request.device_blocks:
+                raise PlanError(
+                    "blocks that are updated on the device have no state on disk; leave one of "
+                    "them to the planner"
+                )
+            request = dataclasses.replace(request, device_blocks=())
+        # Of all parameters: who is not on the device is updated on the host.
+        updates = request.updates or two_moments(chain)
+        layout = Layout(self.chain)
+        states = request.disk.states if request.disk is not None else {}
+        disk = disk_use(self.chain, layout, states, on_disk)
+        self._disk = disk_use(chain, Layout(chain), states, on_disk)
+        self.memory = MemoryModel(self.chain, rest_costs, layout, count, updates)
+        steps = Steps(micro_batches=count, disk=disk, clips=request.clips, updates=updates)
+        self.costing = Costing(self.chain, rest_costs, times, machine, layout, steps)
+        host_used = blocks_of_host(chain, self.chain, layout, host_layers)
+        self.space = Space(
+            self.chain, rest_costs, layout, self.memory, self.costing, request, host_used
+        )
+        self._all = MemoryModel(chain, costs, Layout(chain), count, updates, self._disk)
+        self.host_s = host_s(chain, costs, host_layers, machine, count, self._disk, updates)
+        _check_request(self.space, layout)
+
+    @property
+    def least_host_bytes(self) -> int:
+        """What any plan takes of host memory, and most take more."""
+        return self._all.state_bytes
+
+    @cached_property
+    def fastest(self) -> Choice | None:
+        """A fastest plan of the rest; the host's part of the step is not in its time."""
+        return fastest_of(self.space, self._machine.device_memory_bytes)
+
+    def leanest(self, limit_s: float) -> Choice | None:
+        """Return the leanest plan of the rest with which a step takes at most `limit_s`."""
+        if self.fastest is None or self.fastest.step_s + self.host_s > limit_s:
+            return None
+        device_bytes = self._machine.device_memory_bytes
+        return leanest_of(self.space, self.fastest, limit_s - self.host_s, device_bytes)
+
+    def plan(self, choice: Choice) -> Plan:
+        """Return the plan of the whole chain."""
+        plan = plan_of(choice.shape, self.memory, self.costing, self._machine)
+        shape = whole_shape(choice.shape, self._whole, self.chain, self.host_layers)
+        return dataclasses.replace(
+            plan,
+            **shape._asdict(),
+            host_bytes=self._all.host_bytes(shape),
+            on_disk=self._disk.on_disk,
+            disk_bytes=self._disk.file_bytes,
+            disk_written_bytes=self._disk.written_bytes,
+            step_s=plan.step_s + self.host_s,
+        )
+
+
+def problems_of(
+    chain: Chain,
+    costs: ChainCosts,
+    times: Mapping[str, LayerTime],
+    machine: Machine,
+    request: Request,
+    on_disk: OnDisk = (),
+) -> list[Problem]:
+    counts = host_choices(chain, costs)
+    if request.host_layers is not None:
+        if request.host_layers not in counts:
+            allowed = " or ".join(map(str, counts))
+            raise PlanError(
+                f"host_layers is {request.host_layers}; with this model it can be {allowed}: only "
+                "leading layers that look up in large tables can run on the host"
+            )
+        if request.host_layers and (request.resident or request.device_blocks):
+            raise PlanError(
+                "resident blocks cannot be fixed together with layers on the host; leave one of "
+                "them to the planner"
+            )
+        counts = [request.host_layers]
+    elif request.resident is not None or request.device_blocks:
+        counts = [0]  # their blocks are those of all layers
+    fewest = request.segments or 1
+    counts = [n for n in counts if n == counts[0] or len(chain.layers) - n >= fewest]
+    return [Problem(chain, costs, times, machine, request, n, on_disk) for n in counts]
+
+
+def _check_request(space: Space, layout: Layout) -> None:
+    segments, layers = space.request.segments, space.layers
+    if segments is not None and segments > layers:
+        raise PlanError(
+            f"no partition has {segments} segments; this model's {layers} layers allow 1 to "
+            f"{layers}"
+        )
+    resident, there = space.request.resident, space.request.device_blocks
+    if there and not space.memory.updates_on_device:
+        raise PlanError(
+            "this optimizer cannot run on the device; leave its blocks to the host, or use one of "
+            "atomtrain.optimizers"
+        )
+    if there and resident is not None and not set(there) <= set(resident):
+        raise PlanError("blocks that are updated on the device must be resident too")
+    wrong = [b for b in (*(resident or ()), *(there or ())) if not 0 <= b < layout.blocks]
+    if wrong:
+        raise PlanError(
+            f"there is no block {wrong[0]} to be resident; this model has 0 to {layout.blocks - 1}"
+        )
+
+
+def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machine) -> Plan:
+    """Return the plan of a shape with its predicted time and memory, whether or not it fits."""
+    time = costing.step(shape)
+    return Plan(
+        **shape._asdict(),
+        **memory.sizes(shape)._asdict(),
+        micro_batches=memory.micro_batches,
+        device_peak_bytes=memory.device_bytes(shape),
+        device_memory_bytes=machine.device_memory_bytes,
+        host_bytes=memory.host_bytes(shape),
+        on_disk=(),
+        disk_bytes=0,
+        disk_written_bytes=0,
+        bound=time.bound,
+        **time._asdict(),
+    )
