@@ -396,6 +396,16 @@ def test_a_step_lasts_as_long_as_the_disk_reads() -> None:
     assert fastest.step_s >= space.costing.disk.read_s
 
 
+def test_what_the_disk_reads_during_forward_counts_once() -> None:
+    """Clocks of backward begin at the turn; reading began with the step."""
+    kind = Kind(64, 0.6240524660776324, 3.0, 64, 1024, 0, (False, False), True)
+    problem = Problem(
+        (kind,) * MOST_KINDS, (0, 0, 0, 0), (), 2, 1e3, 1e3, 3e2, 0.0, 0.0,
+        disk_bytes_per_s=(1e3, 2436.0), on_disk=("moments",),
+    )  # fmt: skip
+    compare(problem, build(problem), Request(micro_batches=2))
+
+
 BAD = [-1.0, math.nan, math.inf]
 
 

@@ -88,14 +88,14 @@ class Clocks:
         hopeful: NDArray[np.bool_] = ends <= below_s * SLACK
         return hopeful
 
-    def ends(self, clocks: Array) -> Array:
-        """Return when steps end, `[n]`."""
+    def ends(self, clocks: Array, begun_s: Array | float = 0.0) -> Array:
+        """Return when steps end, `[n]`; `begun_s`: how long before the clocks' zero they began."""
         updated: Array = clocks[:, UPDATE]
         if self._disk is None:
             return updated
         # However early the first gradients are there, all is read within the step.
         read_s = 0.0 if self._disk.clips else self._disk.read_s
-        working_s = np.maximum(clocks[:, FIRST] + self._working_s, read_s)
+        working_s = np.maximum(clocks[:, FIRST] + self._working_s, read_s - begun_s)
         ends: Array = np.maximum(updated + self._last_s, working_s)
         return ends
 

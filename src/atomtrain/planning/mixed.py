@@ -152,10 +152,10 @@ class Mixed:
         for way, parts in labels.items():
             if way.cut == 0 and (self._segments or 0) == way.segments:
                 here = done[way] = _best_of(parts)
-                ends_s = self._clocks.ends(here.values)
                 first_s = here.values[:, _AHEAD] + here.values[:, _ABOVE]
-                step_s = ends_s + np.maximum(first_s, self._backlog_s)
-                ends += [(float(value), way, index) for index, value in enumerate(step_s)]
+                turns_s = np.maximum(first_s, self._backlog_s)
+                steps_s = turns_s + self._clocks.ends(here.values, turns_s)
+                ends += [(float(value), way, index) for index, value in enumerate(steps_s)]
         if not ends or min(ends)[0] >= below_s:
             return None
         step_s, way, index = min(ends)
