@@ -34,7 +34,8 @@ def starts(drawn: Sampler, first: int, last: int) -> list[int]:
 
 
 def test_shapes_types_and_labels() -> None:
-    inputs, labels, _ = sampler().batch(3)
+    batch = sampler().batch(3)
+    inputs, labels = batch.inputs, batch.labels
     assert inputs.shape == labels.shape == (4, 10)
     assert inputs.dtype == labels.dtype == torch.int64
     assert torch.equal(labels, inputs + 1), "the label is the next token"

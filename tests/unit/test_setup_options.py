@@ -14,7 +14,7 @@ from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.engine import Engine
 from atomtrain.training import setup
 from atomtrain.training.budgets import Fit, example_of
-from atomtrain.training.objective import objective_of
+from atomtrain.training.objectives import objective_of
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import new_recipe
 
@@ -35,7 +35,7 @@ def operation_by_operation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def opened(options: TrainOptions) -> Engine:
     recipe = new_recipe(options)
-    objective = objective_of(recipe.sizes)
+    objective = objective_of(recipe)
     torch.manual_seed(recipe.seed)
     return setup._open_engine(
         make_model(recipe.sizes), recipe, open_device(options.device, "64MiB"), Fit(2, None),
@@ -45,7 +45,7 @@ def opened(options: TrainOptions) -> Engine:
 
 def loss_of(options: TrainOptions) -> float:
     recipe = new_recipe(options)
-    batch = example_of(recipe, 2, objective_of(recipe.sizes))
+    batch = example_of(recipe, 2, objective_of(recipe))
     with opened(options) as engine:
         assert engine.planner.options.compile is options.compile
         assert engine.planner.chain.gradient_factor == 1 + (options.gradient_dtype is not None)

@@ -101,7 +101,9 @@ def test_what_came_from_a_lost_donor_is_not_fetched_again(monkeypatch: pytest.Mo
     async def scenario() -> None:
         simulation = Simulation((elements,), seed=23, local_steps_per_round=100_000)
         for name in ("a", "b"):
-            await simulation.add(name, step_s=0.5, step=lambda _: None)
+            await simulation.add(
+                name, step_s=0.5, step=lambda _: None, upload_limit_bytes_per_s=1e6
+            )
         late = SimulatedPeer(simulation, "late", 0.5)
         await late.service.start()
         fetching = asyncio.ensure_future(late.service.fetch(0, 10.0))
