@@ -54,6 +54,7 @@ def emulated_visit_s() -> float:
                 started_s = time.perf_counter()
                 engine.step([example] * _MICRO_BATCHES)
                 seconds.append(time.perf_counter() - started_s)
+            engine.synchronize()  # the last step's updates write what is timed next
             visits = training_visits(engine.plan.shape)
             times = layer_times(
                 traced.chain, costs, inputs, torch.device("cpu"), lambda: None, StorageTracker
