@@ -28,7 +28,7 @@ from atomtrain.cli.main import main
 
 swap.QUICK = swap.SwapSetup(
     layers=6, width=96, vocabulary=64, sequence_tokens=24, sequences=1, micro_batches=3,
-    pairs=2, block_steps=2, link_pairs=1,
+    pairs=2, block_steps=2, recompute_pairs=1, link_pairs=1,
 )
 depth.QUICK = depth.DepthSetup(
     depths=(4, 12), width=64, vocabulary=64, sequence_tokens=16, device_memory_bytes=2 << 20,
@@ -40,6 +40,7 @@ SWAP_KEYS = {
     "resident_step_s", "swapped_step_s", "speed_ratio", "link_wait_share", "device_peak_bytes",
     "device_budget_bytes", "state_bytes", "tokens_per_step", "bit_equal", "machine", "versions",
     "parameters", "inputs", "plan", "link_bound_share", "link_bound_bytes_per_s",
+    "recompute_speed_ratio", "recompute_link_wait_share",
 }  # fmt: skip
 
 
@@ -68,6 +69,8 @@ def test_swap_compares_equal_work_with_equal_bits(tmp_path: Path) -> None:
     result = only_object(run_tiny("swap", "--json", "--out", str(out)))
     assert set(result) >= SWAP_KEYS
     assert result["bit_equal"] is True
+    assert result["recompute_bit_equal"] is True
+    assert set(result["recompute_plan"]["activations"]) == {"recompute"}
     assert result["tokens_per_step"] == 3 * 24
     assert result["state_bytes"] >= 4 * result["device_budget_bytes"]
     assert 0 < result["device_peak_bytes"] <= result["device_budget_bytes"]

@@ -72,6 +72,8 @@ class SwapSetup:
     """Pairs of one swapped and one resident block; at least 1."""
     block_steps: int = 1
     """Steps in a block; at least 1."""
+    recompute_pairs: int = 9
+    """Pairs in which both sides recompute every layer; at least 1."""
     link_pairs: int = 5
     """Pairs on the link on which loading takes as long as computing; at least 1."""
     warmup_steps: int = 1
@@ -89,7 +91,9 @@ class SwapSetup:
         return self.micro_batches * self.sequences * self.sequence_tokens
 
 
-QUICK = SwapSetup(layers=6, width=256, sequences=1, pairs=3, block_steps=2, link_pairs=2)
+QUICK = SwapSetup(
+    layers=6, width=256, sequences=1, pairs=3, block_steps=2, recompute_pairs=2, link_pairs=2
+)
 
 
 class Block(NamedTuple):
@@ -165,7 +169,7 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
     Raises:
         PlanError: the model cannot be trained within its share of the budget.
     """
-    from atomtrain.benchmarks import swap_link  # it imports this
+    from atomtrain.benchmarks import swap_link, swap_recompute  # they import this
 
     setup = setup or (QUICK if options.quick else SwapSetup())
     torch.manual_seed(setup.seed)
@@ -191,6 +195,7 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
     early_stop = resident.block(steps, early_stop=True)
     pairs = [(resident.block(steps, counted=False), resident.block(steps)) for _ in range(_PAIRS)]
     return {
+        **swap_recompute.run(setup, budget_bytes),
         **swap_link.run(setup, planner),
         **measured.keys(),
         "device_budget_bytes": budget_bytes,
