@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -249,3 +250,36 @@ async def _throw_garbage(address: str, peer_id: str) -> None:
             channel.close()
     finally:
         await transport.close()
+
+
+def test_two_peers_end_on_one_model() -> None:
+    model = Model(1.0)
+    rules = {"run": "ends", "local_steps_per_round": 1000, "outer_momentum": 0.5}
+    first = Swarm.found(config(**rules), Manifest("ends", ELEMENTS, {}), model)
+    try:
+        other = Swarm.join(config("ends", join=(first.address,)))
+        try:
+            copy = Model()
+            other.download(copy)
+            for value, peer in ((0.5, (first, model)), (0.25, (other, copy))):
+                peer[1].add(value)
+                cross(*peer)
+            assert first.settle(model, stop=lambda: True) == [], "it can be stopped"
+            with ThreadPoolExecutor(1) as pool:
+                theirs = pool.submit(other.settle, copy)
+                mine = first.settle(model)
+                assert [len(r.contributors) for r in mine] == [2, 2]
+                assert [r.round for r in theirs.result(20)] == [r.round for r in mine]
+            for index, (a, b) in enumerate(zip(model.fragments, copy.fragments, strict=True)):
+                assert torch.equal(a, b)
+                assert torch.equal(a, first.state_dict().tensors[f"anchor.{index}"])
+                assert 1.2 < float(a.mean()) < 1.7
+        finally:
+            other.leave(2.0)
+        model.add(1.0)
+        cross(first, model)
+        started_s = time.monotonic()
+        first.settle(model)
+        assert time.monotonic() - started_s < 2, "nobody is left to average with"
+    finally:
+        first.leave(2.0)

@@ -152,6 +152,17 @@ def test_agenda_accepts_one_round_at_a_time_and_never_an_old_one() -> None:
     assert agenda.fragment(5) == 2
 
 
+def test_agenda_in_haste_needs_no_steps_but_one_round_at_a_time() -> None:
+    agenda = Agenda(fragments=3, local_steps_per_round=600)
+    assert not agenda.due(0.0)
+    agenda.hasten()
+    assert agenda.due(0.0)
+    agenda.begin(0, "0-x")
+    assert not agenda.due(0.0), "one is under way"
+    agenda.end(0)
+    assert agenda.due(0.0)
+
+
 def test_measured_pace_is_the_fewest_steps_that_leave_a_fifth_of_the_time() -> None:
     agenda = Agenda(fragments=3, local_steps_per_round=0)
     assert agenda.steps_per_fragment == 10, "until something is measured"

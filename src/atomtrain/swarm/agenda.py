@@ -60,6 +60,7 @@ class Agenda:
         self._running: str | None = None
         self._attempts = 0
         self._not_before_s = 0.0
+        self._hasty = False
 
     def fragment(self, round_index: int) -> int:
         """Return the fragment that a round averages."""
@@ -96,6 +97,10 @@ class Agenda:
         """Count local steps."""
         self._steps += steps
 
+    def hasten(self) -> None:
+        """Have each round proposed as soon as the last one has ended: no steps follow any more."""
+        self._hasty = True
+
     def observe(self, next_round: int) -> None:
         """Hear that others have `next_round` before them.
 
@@ -109,7 +114,7 @@ class Agenda:
         """Say whether this peer should have the next round proposed now."""
         return (
             self._running is None
-            and self._steps >= self._steps_per_fragment
+            and (self._hasty or self._steps >= self._steps_per_fragment)
             and now_s >= self._not_before_s
         )
 

@@ -120,10 +120,14 @@ class AnchorStore:
         """Return every fragment's stamp; None where there is no anchor yet."""
         return tuple(None if a is None else a.stamp for a in self._anchors)
 
+    def unmerged_tokens(self, fragment: int) -> int:
+        """Return how many of this peer's tokens went into no anchor of a fragment yet."""
+        return self.tokens_seen - self._tokens_merged[fragment]
+
     def snapshot(self, fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:
         """Copy a fragment's parameters to `into` for a round."""
         self.check_size(fragment, local)
-        weight = self.tokens_seen - self._tokens_merged[fragment]
+        weight = self.unmerged_tokens(fragment)
         values = into.copy_(local.detach())
         anchor = self.anchor(fragment)
         return Snapshot(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from atomtrain.swarm.libp2p import Libp2pTransport
 from atomtrain.swarm.outer import Update
 from atomtrain.swarm.records import PeerStatus
 from atomtrain.swarm.service import Service
+from atomtrain.swarm.settling import settle
 from atomtrain.swarm.threads import LoopThread
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -235,6 +236,18 @@ class Swarm:
         return self._desk.boundary(
             steps=steps, tokens=tokens, tokens_per_s=tokens_per_s, step_s=step_s, access=access
         )
+
+    def settle(
+        self, access: FragmentAccess, stop: Callable[[], bool] = lambda: False
+    ) -> list[RoundReport]:
+        """After the last step: have what this peer has learnt since its last rounds averaged, too.
+
+        Rounds follow one another until every fragment has been in one, and its parameters are the
+        anchor. Blocks until done, until no other peer takes part, until nothing has come of it for
+        as long as two rounds may take, or until `stop` says so. Returns the rounds that ended.
+        """
+        self._thread.post(self._service.context.agenda.hasten)
+        return settle(self._service.context, access, stop)
 
     @property
     def address(self) -> str:

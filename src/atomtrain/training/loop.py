@@ -27,7 +27,7 @@ from atomtrain.training.picture import loss_picture
 from atomtrain.training.setup import Session
 from atomtrain.training.state import SWARM_SHARD, loss_scale_of, shards_of
 from atomtrain.training.swarm_file import SwarmFile
-from atomtrain.training.telling import announce, tell_timeline, trace_last_step
+from atomtrain.training.telling import announce, tell_rounds, tell_timeline, trace_last_step
 
 _GLANCE_SEQUENCES = 16
 """Held-out sequences of an evaluation during training; the one at the end takes more, unless it is
@@ -80,7 +80,10 @@ class Loop:
                     self._evaluate(_GLANCE_SEQUENCES)
                 if self._due(recipe.checkpoint_every):
                     self._checkpoint()
-            return self._finish("interrupted" if self._stop else "completed")
+            if self._stop:
+                return self._finish("interrupted")
+            self._settle()
+            return self._finish("completed")
 
     def _warn_of_buffers(self) -> None:
         """Say it if reads and writes of state on disk cannot go past the page cache."""
@@ -171,25 +174,17 @@ class Loop:
             )
         if together:
             session.step = session.swarm.version
-        held = session.swarm.state_dict().meta if reports else {}
-        names = {peer.peer_id: peer.name for peer in session.swarm.peers()} if reports else {}
-        for report in reports:
-            self._events.emit(
-                "round",
-                round=report.round,
-                fragment=report.fragment,
-                version=held["versions"][report.fragment],
-                digest=held["digests"][report.fragment],
-                outcome=report.outcome,
-                contributors=len(report.contributors),
-                members=[names.get(key, key[-8:]) for key in report.contributors],
-                bytes_sent=report.bytes_sent,
-                bytes_received=report.bytes_received,
-                duration_s=report.duration_s,
-                reason=report.reason,
-            )
+        tell_rounds(session.swarm, reports, self._events)
         self._watch_members()
         return session.swarm.progress().round
+
+    def _settle(self) -> None:
+        """End on what all peers have learnt: parameters become those that the swarm agrees on."""
+        session = self._session
+        if session.swarm is None or isinstance(session.fragments, GradientFragments):
+            return
+        reports = session.swarm.settle(session.fragments, lambda: self._stop)
+        tell_rounds(session.swarm, reports, self._events)
 
     def _watch_members(self) -> None:
         assert self._session.swarm is not None

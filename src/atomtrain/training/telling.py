@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from atomtrain.events import EventLog
 from atomtrain.planning.timeline import Span
 from atomtrain.reporting.trace import Account, write_trace
 from atomtrain.training.peering import pasted_address
 from atomtrain.training.setup import Session
+
+if TYPE_CHECKING:
+    from atomtrain.swarm import RoundReport, Swarm
 
 _MOST_SPANS = 5000
 """Beyond them a step's spans are no picture any more, and too long a line."""
@@ -45,6 +49,29 @@ def announce(session: Session, events: EventLog) -> None:
         bound=plan.bound,
         memory=[region.to_json() for region in engine.memory_map()],
     )
+
+
+def tell_rounds(swarm: Swarm, reports: Sequence[RoundReport], events: EventLog) -> None:
+    """Tell how rounds ended for this peer."""
+    if not reports:
+        return
+    held = swarm.state_dict().meta
+    names = {peer.peer_id: peer.name for peer in swarm.peers()}
+    for report in reports:
+        events.emit(
+            "round",
+            round=report.round,
+            fragment=report.fragment,
+            version=held["versions"][report.fragment],
+            digest=held["digests"][report.fragment],
+            outcome=report.outcome,
+            contributors=len(report.contributors),
+            members=[names.get(key, key[-8:]) for key in report.contributors],
+            bytes_sent=report.bytes_sent,
+            bytes_received=report.bytes_received,
+            duration_s=report.duration_s,
+            reason=report.reason,
+        )
 
 
 def tell_timeline(session: Session, events: EventLog) -> None:
