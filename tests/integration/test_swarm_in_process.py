@@ -261,6 +261,10 @@ def test_two_peers_end_on_one_model() -> None:
         try:
             copy = Model()
             other.download(copy)
+            until_s = time.monotonic() + 10
+            while sum(peer.state == "training" for peer in first.peers()) < 2:
+                assert time.monotonic() < until_s
+                time.sleep(0.02)
             for value, peer in ((0.5, (first, model)), (0.25, (other, copy))):
                 peer[1].add(value)
                 cross(*peer)

@@ -169,11 +169,15 @@ class LocalSwarm:
             self._merge(step)
             if (step + 1) % between == 0:
                 self._average(step)
-        self._merge(step + self._how.overlap_steps)
-        replica = self.replicas[0]
-        for fragment, span in enumerate(self._spans):
-            replica.values[slice(*span)] = self._stores[0].anchor(fragment).values
-        return replica.loss(text)
+        self._merge(task.steps + self._how.overlap_steps)
+        self._settle()
+        return self.replicas[0].loss(text)
+
+    def _settle(self) -> None:
+        """Average every fragment once more, as peers do after their last step."""
+        for _ in self._spans:
+            self._average(self._task.steps)
+            self._merge(self._task.steps + self._how.overlap_steps)
 
     def _average(self, step: int) -> None:
         fragment = self._round % len(self._spans)
