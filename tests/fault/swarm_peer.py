@@ -16,61 +16,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from swarm_vectors import Vectors, config_of, cross, daemon_pid, found, say
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm import Manifest, Swarm, SwarmConfig
-
-
-class Vectors:
-    """Fragments as plain tensors; a step moves each towards `target`."""
-
-    def __init__(self, elements: tuple[int, ...]) -> None:
-        self.fragments = [torch.zeros(n) for n in elements]
-
-    @contextlib.contextmanager
-    def view(self, index: int) -> Iterator[torch.Tensor]:
-        yield self.fragments[index]
-
-    def step(self, target: float) -> None:
-        for fragment in self.fragments:
-            fragment.lerp_(torch.tensor(target), 0.05)
-
-
-def say(kind: str, **fields: Any) -> None:
-    print(json.dumps({"kind": kind, **fields}), flush=True)
+from atomtrain.swarm import Swarm
 
 
 def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
-    config = SwarmConfig(
-        run=settings["run"],
-        listen_host=settings.get("host", "127.0.0.1"),
-        join=tuple(settings.get("join", ())),
-        identity_path=Path(settings["identity"]) if "identity" in settings else None,
-        peers_path=Path(settings["peers_file"]) if "peers_file" in settings else None,
-        discoverable=settings.get("discoverable", False),
-        local_steps_per_round=settings.get("local_steps", 8),
-        outer_momentum=settings.get("momentum", 0.0),
-        transport=settings.get("transport", "streams"),
-        wire="float32" if "transport" in settings else "float16",
-        key_path=Path(settings["key"]) if "key" in settings else None,
-        expiry_s=settings.get("expiry_s", 5.0),
-        connect_s=5.0,
-        stall_s=5.0,
-        round_floor_s=settings.get("round_floor_s", 4.0),
-    )
-    elements = tuple(settings.get("elements", (2000, 3001)))
-    if not (config.join or settings.get("rejoin")):
-        vectors = Vectors(elements)
-        return Swarm.found(
-            config, Manifest(config.run, elements, {"kind": "test"}), vectors
-        ), vectors
-    swarm = Swarm.join(config)
+    if not (settings.get("join") or settings.get("rejoin")):
+        return found(settings)
+    swarm = Swarm.join(config_of(settings))
     vectors = Vectors(swarm.manifest.fragment_elements)
     say("joined", address=swarm.address, daemon=daemon_pid(swarm))
     swarm.download(vectors)
@@ -130,10 +90,6 @@ def flood(swarm: Swarm) -> None:
     swarm._thread.submit(open_all())
 
 
-def daemon_pid(swarm: Swarm) -> int:
-    return swarm._service.context.transport.daemon_pid
-
-
 def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
@@ -150,9 +106,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
         time.sleep(step_s)
         vectors.step(settings["target"])
         begun_s = time.monotonic()
-        reports = swarm.boundary(
-            steps=1, tokens=100, tokens_per_s=100 / step_s, step_s=step_s, access=vectors
-        )
+        reports = cross(swarm, vectors, step_s)
         longest_s = max(longest_s, time.monotonic() - begun_s)
         for report in reports:
             say("round", **asdict(report))
@@ -163,7 +117,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
                 "state",
                 versions=state.meta["versions"],
                 digests=state.meta["digests"],
-                means=[float(f.mean()) for f in vectors.fragments],
+                means=vectors.means(),
                 peers=[p.peer_id for p in swarm.peers()],
                 longest_boundary_s=longest_s,
             )

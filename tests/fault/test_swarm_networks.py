@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from swarm_processes import PeerProcess
 
-from atomtrain.benchmarks.shaping import Network
+from atomtrain.benchmarks.shaping import Link, Network
 from atomtrain.errors import ConfigError
 
 pytestmark = [
@@ -97,3 +97,14 @@ def test_a_cut_network_goes_on_in_halves_and_grows_together(
     switch(network, "ip", "link", "set", "p2", "master", "br0")
     wait_averaged(first, *peers)
     wait_averaged(third, *peers)
+
+
+def test_a_network_that_loses_packets_is_one_to_average_over(
+    network: Network, peers: list[PeerProcess]
+) -> None:
+    network.shape(Link(bits_per_s=2e7, round_trip_s=0.03, loss_share=0.03))
+    address = start(network, peers, 0, ())
+    start(network, peers, 1, (address,))
+    start(network, peers, 2, (address,))
+    wait_averaged(peers[0], *peers)
+    wait_averaged(peers[1], *peers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -72,16 +73,16 @@ def test_a_restarted_peer_finds_the_run_when_its_first_contact_is_gone(
 
 def test_a_run_is_found_on_the_local_network(peers: list[PeerProcess]) -> None:
     """On loopback: peers that listen there answer there, and nowhere else."""
-    run = "fault-lan"
+    run, other = (f"fault-{name}-{os.getpid()}" for name in ("lan", "other"))
     first = start(peers, run=run, discoverable=True)
     address = first.wait_ready()
-    start(peers, run="fault-other", discoverable=True).wait_ready()
+    start(peers, run=other, discoverable=True).wait_ready()
     hidden = start(peers, run="fault-hidden")
     hidden.wait_ready()
     found = lan.search(None, 1.0, "127.0.0.1")
     if not found:
         pytest.skip("no multicast on this machine's loopback")
-    assert {peer.run for peer in found} >= {run, "fault-other"}
+    assert {peer.run for peer in found} >= {run, other}
     assert "fault-hidden" not in {peer.run for peer in found}
     assert lan.find(run, "127.0.0.1") == (run, (address,))
     with pytest.raises(SwarmError, match="--join lan --run fault-"):

@@ -89,6 +89,29 @@ def test_links_have_the_rate_and_the_way_that_was_asked_for() -> None:
         assert free > 2.5e7
 
 
+def test_links_lose_as_many_packets_as_was_asked_for() -> None:
+    opening = "import socket,sys,time\nend=socket.socket(socket.AF_INET,socket.SOCK_DGRAM)\n"
+    sender = opening + (
+        "for _ in range(400): end.sendto(b'x', (sys.argv[1], 5001)); time.sleep(0.001)\n"
+    )
+    receiver = opening + (
+        "end.bind(('0.0.0.0', 5001)); print('ready', flush=True); count = 0\n"
+        "end.settimeout(2)\n"
+        "try:\n  while True: count += bool(end.recv(9))\n"
+        "except TimeoutError: print(count, flush=True)\n"
+    )
+    with Network(2) as net:
+        net.shape(Link(bits_per_s=None, loss_share=0.3))
+        taking = [*net.entering(0), sys.executable, "-c", receiver]
+        with subprocess.Popen(taking, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            server.stdout.readline()
+            sending = [*net.entering(1), sys.executable, "-c", sender, net.address(0)]
+            subprocess.run(sending, check=True, timeout=30)
+            arrived = int(server.stdout.readline())
+    assert 200 < arrived < 350
+
+
 def test_a_user_who_is_not_root_has_a_network_in_a_namespace_of_his_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -32,7 +32,14 @@ def test_the_queue_holds_what_is_under_way() -> None:
     assert limit_bytes[1] >= 1e9 / 8 * 0.2 > limit_bytes[0]
 
 
-@pytest.mark.parametrize("link", [{"bits_per_s": 0}, {"bits_per_s": 1e6, "round_trip_s": -1}])
+@pytest.mark.parametrize(
+    "link",
+    [
+        {"bits_per_s": 0},
+        {"bits_per_s": 1e6, "round_trip_s": -1},
+        {"bits_per_s": 1e6, "loss_share": 0.6},
+    ],
+)
 def test_impossible_links_are_refused(link: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Link(**link)
@@ -50,6 +57,15 @@ def test_frames_come_out_in_order_when_they_are_due() -> None:
     assert queue.due(13.0) == (1, b"b")
     assert queue.wait_s(13.0) is None
     assert queue.waiting_bytes == 0
+
+
+def test_so_many_frames_are_lost_as_was_asked_for() -> None:
+    queue = DelayQueue()
+    assert all(queue.put(0.0, 0, b"x") for _ in range(1000)), "none without being asked"
+    queue.loss_share = 0.1
+    kept = sum(queue.put(0.0, 0, b"x") for _ in range(10_000))
+    assert 8_800 < kept < 9_200
+    assert queue.waiting_bytes == 1000 + kept
 
 
 def test_a_full_queue_drops() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from swarm_virtual import Simulation, run_virtual
 
 from atomtrain.errors import ConfigError
+from atomtrain.swarm import signing
 from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.anchors import Stamp
 from atomtrain.swarm.clock import SwarmClock
@@ -27,7 +28,8 @@ from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.runtime_folder import RuntimeFolder
-from atomtrain.swarm.signing import open_record, sign_record
+from atomtrain.swarm.service import beat_pause_s
+from atomtrain.swarm.signing import RecordReader, open_record, sign_record
 
 NOW_S = 1_700_000_000.0
 ALICE, MALLORY = Identity(bytes(range(32))), Identity(bytes(range(1, 33)))
@@ -111,6 +113,44 @@ def test_forged_replayed_and_stale_records_are_refused() -> None:
             assert not open_record(ALICE.peer_id, run, wrong, now_s), what
 
 
+def test_a_reader_checks_a_signature_once_and_the_time_always(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[str] = []
+
+    def counted(peer_id: str, data: bytes, signature: bytes) -> bool:
+        checked.append(peer_id)
+        return verify(peer_id, data, signature)
+
+    monkeypatch.setattr(signing, "verify", counted)
+    reader = RecordReader("run")
+    data = sign_record(ALICE, "run", b"record", NOW_S + 30)
+    for now_s in (NOW_S, NOW_S + 20):
+        assert reader.open(ALICE.peer_id, bytes(bytearray(data)), now_s) == (b"record", NOW_S + 30)
+    assert checked == [ALICE.peer_id]
+    for peer_id, wrong, now_s in (
+        (ALICE.peer_id, data, NOW_S + 31),
+        (MALLORY.peer_id, data, NOW_S),
+        (ALICE.peer_id, data[:-1] + b"x", NOW_S),
+        (ALICE.peer_id, sign_record(ALICE, "other", b"record", NOW_S + 30), NOW_S),
+        (ALICE.peer_id, None, NOW_S),
+    ):
+        with pytest.raises(BadMessage):
+            reader.open(peer_id, wrong, now_s)  # type: ignore[arg-type]
+    assert reader.open(ALICE.peer_id, data, NOW_S)[0] == b"record", "and is not put off by them"
+
+
+def test_a_reader_remembers_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signing, "_GOOD_BYTES_MAX", 500)
+    reader = RecordReader("run")
+    for number in range(20):
+        data = sign_record(ALICE, "run", b"r%d" % number, NOW_S + 30)
+        reader.open(ALICE.peer_id, data, NOW_S)
+        reader.open(ALICE.peer_id, data, NOW_S)
+    assert sum(len(data) for data in reader._good) == reader._good_bytes <= 500
+    assert reader._good
+
+
 @given(st.binary(max_size=200), st.integers(0, 100), st.integers(0, 255))
 def test_any_change_of_a_record_shows(garbage: bytes, position: int, value: int) -> None:
     data = sign_record(ALICE, "run", b"r" * 30, NOW_S + 30)
@@ -139,7 +179,7 @@ def test_nodes_of_the_hash_table_keep_signed_records_of_the_run_only(tmp_path: P
             expires_s,
         )
 
-    open_run = record_validator(Admission("run", "me"), lambda: NOW_S)
+    open_run = record_validator(Admission("run", "me"), lambda: NOW_S, RecordReader("run"))
     good = sign_record(ALICE, "run", b"record", NOW_S + 30)
     assert open_run.validate(stored(good))
     assert not open_run.validate(stored(good, peer=MALLORY))
@@ -150,9 +190,15 @@ def test_nodes_of_the_hash_table_keep_signed_records_of_the_run_only(tmp_path: P
         assert not open_run.validate(stored(junk))
     assert not open_run.validate(DHTRecord(stored(good).key, b"", b"\xff", NOW_S + 30))
     key = Admission("run", ALICE.peer_id, b"k" * 32)
-    keyed = record_validator(Admission("run", "me", b"k" * 32), lambda: NOW_S)
+    keyed = record_validator(Admission("run", "me", b"k" * 32), lambda: NOW_S, RecordReader("run"))
     assert not keyed.validate(stored(good)), "by somebody who does not know the key"
     assert keyed.validate(stored(sign_record(ALICE, "run", key.seal(b"record"), NOW_S + 30)))
+
+
+def test_records_take_a_ninth_of_the_time_but_never_expire() -> None:
+    assert beat_pause_s(30.0, 0.0) == (1.0, 7.0), "whatever news there are"
+    assert beat_pause_s(30.0, 0.5)[0] == 4.0
+    assert beat_pause_s(30.0, 5.0) == (6.0, 7.0), "a beat that takes long is not put off for long"
 
 
 # What a peer makes of the records

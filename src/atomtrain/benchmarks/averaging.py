@@ -42,6 +42,8 @@ class AveragingSetup:
     """Measured on the slow link, after one."""
     slow_bits_per_s: float = 1e8
     slow_round_trip_s: float = 0.05
+    slow_loss_share: float = 0.0
+    """Packets that the slow link loses at random."""
     probe_bytes: int = 25_000_000
     part_bytes: tuple[int, ...] = (1 << 19, 1 << 21)
     """hivemind: sizes of parts that are tried, its default first; none: it is left out."""
@@ -92,7 +94,13 @@ def run(options: BenchmarkOptions, setup: AveragingSetup | None = None) -> Resul
 
 def _measure_slow(setup: AveragingSetup, folder: Path) -> Result:
     with Network(setup.peers) as network:
-        network.shape(Link(bits_per_s=setup.slow_bits_per_s, round_trip_s=setup.slow_round_trip_s))
+        network.shape(
+            Link(
+                bits_per_s=setup.slow_bits_per_s,
+                round_trip_s=setup.slow_round_trip_s,
+                loss_share=setup.slow_loss_share,
+            )
+        )
         hosts = [network.address(index) for index in range(setup.peers)]
         rate = setup.slow_bits_per_s / 16
         return _measure(setup, network, hosts, folder, setup.slow_rounds, rate)

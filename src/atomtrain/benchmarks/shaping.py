@@ -1,8 +1,9 @@
-"""Hosts in network namespaces of their own, joined by links of given rate and round trip.
+"""Hosts in network namespaces of their own, joined by links of given rate, round trip and loss.
 
 Each host has one interface, `eth0`, whose other end is a port of a switch in one more namespace.
-Both ends of each link carry a token bucket (`tc tbf`), so both directions have the rate. Delay is
-added in the switch, by the kernel's bridge being cut in two and joined by `shaping_delay`.
+Both ends of each link carry a token bucket (`tc tbf`), so both directions have the rate. Delay
+and loss are added in the switch, by the kernel's bridge being cut in two and joined by
+`shaping_delay`.
 
 A namespace lives as long as the processes in it. Here that is one `cat` that reads a pipe of this
 process: however this process ends, the pipe closes, and kernel and `cat` remove everything. Nothing
@@ -32,6 +33,8 @@ _LEAST_BURST_BYTES = 3_200
 _QUEUE_S = 0.05
 _LEAST_QUEUE_BYTES = 48_000
 _COMMAND_S = 20.0
+_SEGMENTS_MAX = "65535"
+"""What the kernel has by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +45,16 @@ class Link:
     """Rate of each direction; `None`: as fast as this machine can."""
     round_trip_s: float = 0.0
     """Added to the round trip between any two hosts."""
+    loss_share: float = 0.0
+    """So many of all packets are lost on their way, at random; 0 to 0.5."""
 
     def __post_init__(self) -> None:
         if self.bits_per_s is not None and not 1e3 <= self.bits_per_s <= 1e11:
             raise ConfigError(f"a link needs 1 kbit/s to 100 Gbit/s, not {self.bits_per_s:g} bit/s")
         if not 0 <= self.round_trip_s <= 10:
             raise ConfigError(f"a round trip takes 0 to 10 s, not {self.round_trip_s:g} s")
+        if not 0 <= self.loss_share <= 0.5:
+            raise ConfigError(f"a link loses 0 to 0.5 of its packets, not {self.loss_share:g}")
 
     def bucket(self) -> list[str]:
         """Return the token bucket's arguments to `tc`; empty without a rate."""
@@ -81,7 +88,7 @@ class Network:
         self._user = os.geteuid() != 0
         self._holders: list[subprocess.Popen[bytes]] = []
         self._relay: subprocess.Popen[bytes] | None = None
-        self._shaped = self._delayed = False
+        self._shaped = self._relayed = self._single = False
         try:
             self._build()
         except BaseException:
@@ -124,7 +131,7 @@ class Network:
                 elif self._shaped:
                     _run([*prefix, "tc", "qdisc", "del", "dev", device, "root"])
         self._shaped = bool(bucket)
-        self._delay(link.round_trip_s / 2)
+        self._delay(link.round_trip_s / 2, link.loss_share)
 
     def close(self) -> None:
         """Remove everything; idempotent."""
@@ -184,18 +191,26 @@ class Network:
     def _switch(self) -> list[str]:
         return self._enter(self._holders[0].pid)
 
-    def _delay(self, one_way_s: float) -> None:
-        if one_way_s > 0 and self._relay is None:
+    def _delay(self, one_way_s: float, loss_share: float) -> None:
+        relayed = one_way_s > 0 or loss_share > 0
+        if relayed and self._relay is None:
             self._start_relay()
         if self._relay is not None:
             assert self._relay.stdin is not None
-            self._relay.stdin.write(f"{one_way_s!r}\n".encode())
+            self._relay.stdin.write(f"{one_way_s!r} {loss_share!r}\n".encode())
             self._relay.stdin.flush()
-        if (one_way_s > 0) != self._delayed:
+        if relayed != self._relayed:
             for host in range(self.hosts):
-                bridge = f"d{host}" if one_way_s > 0 else "br0"
+                bridge = f"d{host}" if relayed else "br0"
                 _run([*self._switch(), "ip", "link", "set", f"p{host}", "master", bridge])
-        self._delayed = one_way_s > 0
+        self._relayed = relayed
+        if (loss_share > 0) != self._single:
+            # Else the kernel hands on dozens of packets as one, which would be lost together.
+            segments = "1" if loss_share > 0 else _SEGMENTS_MAX
+            for host in range(self.hosts):
+                device = ("dev", INTERFACE, "gso_max_segs", segments)
+                _run([*self.entering(host), "ip", "link", "set", *device])
+        self._single = loss_share > 0
 
     def _start_relay(self) -> None:
         """Give each port a bridge of its own, and the relay a tap in each of them."""

@@ -1,14 +1,16 @@
-"""Delays packets between the ports of a switch: a process of its own, for kernels without netem.
+"""Delays and loses packets between the ports of a switch: a process, for kernels without netem.
 
 It has one tap device for each host, reads whole frames from it (with the kernel's offloads, so a
 frame may hold 64 KiB), keeps each for the delay, and writes it to the tap of the host that it is
-for. Standard input carries the delay in seconds, one number a line; at its end the process ends.
+for. Standard input carries, one line each time, the delay in seconds and the share of frames that
+is lost; at its end the process ends.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import random
 import select
 import struct
 import sys
@@ -31,11 +33,15 @@ class DelayQueue:
 
     def __init__(self) -> None:
         self.delay_s = 0.0
+        self.loss_share = 0.0
         self.waiting_bytes = 0
+        self._chance = random.Random(1)
         self._frames: deque[tuple[float, int, bytes]] = deque()
 
     def put(self, now_s: float, source: int, frame: bytes) -> bool:
-        """Take a frame from port `source`; return whether there was room for it."""
+        """Take a frame from port `source`; return whether it is on its way, and not lost."""
+        if self.loss_share and self._chance.random() < self.loss_share:
+            return False
         if self.waiting_bytes + len(frame) > _MOST_WAITING_BYTES:
             return False
         self.waiting_bytes += len(frame)
@@ -98,7 +104,7 @@ def relay(taps: list[int], control: int) -> None:
                 text = os.read(control, 4096)
                 if not text:
                     return
-                queue.delay_s = float(text.split()[-1])
+                queue.delay_s, queue.loss_share = map(float, text.splitlines()[-1].split())
             else:
                 for frame in _frames(descriptor):
                     queue.put(now_s, port_of[descriptor], frame)

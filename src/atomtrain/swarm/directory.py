@@ -17,10 +17,13 @@ from atomtrain.swarm.clock import SwarmClock
 from atomtrain.swarm.identity import Identity
 from atomtrain.swarm.libp2p import Libp2pTransport, peer_of
 from atomtrain.swarm.messages import BadMessage
-from atomtrain.swarm.signing import open_record, sign_record
+from atomtrain.swarm.signing import RecordReader, sign_record
 
 _REPLICAS = 8
+"""Nodes that keep the records, and so many are asked for them: the nearest to their key. hivemind
+would ask 20, at each beat twice."""
 _START_S = 15.0
+_ANSWER_S = 3.0
 _GREETINGS = 3
 _CLOCK_TOLERATED_S = 1.0
 
@@ -28,12 +31,20 @@ _CLOCK_TOLERATED_S = 1.0
 class DhtDirectory:
     """Membership records in the hash table."""
 
-    def __init__(self, node: Any, identity: Identity, admission: Admission, clock: SwarmClock):
+    def __init__(
+        self,
+        node: Any,
+        identity: Identity,
+        admission: Admission,
+        clock: SwarmClock,
+        reader: RecordReader,
+    ) -> None:
         """Use a running node; see `create`."""
         self._node = node
         self._identity = identity
         self._admission = admission
         self._clock = clock
+        self._reader = reader
         self._key = _key_of(admission.run)
 
     @classmethod
@@ -43,8 +54,11 @@ class DhtDirectory:
         admission: Admission,
         clock: SwarmClock,
         through: tuple[str, ...],
+        expiry_s: float,
     ) -> DhtDirectory:
         """Join the hash table through the peers with these addresses, or start one without any.
+
+        `expiry_s`: how long records live; nodes that do not answer for a tenth of it count as lost.
 
         Raises:
             SwarmError: none of them lets this peer in.
@@ -53,15 +67,17 @@ class DhtDirectory:
 
         if abs(clock.offset_s) > _CLOCK_TOLERATED_S:
             follow_clock(clock)
+        reader = RecordReader(admission.run)
         try:
             async with asyncio.timeout(_START_S):
                 node = await DHTNode.create(
                     p2p=transport.p2p,
                     initial_peers=list(through) or None,
                     num_replicas=_REPLICAS,
+                    wait_timeout=max(_ANSWER_S, expiry_s / 10),
                     cache_locally=False,
                     cache_nearest=0,
-                    record_validator=record_validator(admission, clock),
+                    record_validator=record_validator(admission, clock, reader),
                     # Whether others can dial this peer shows when they do: behind a NAT they
                     # cannot, and reach it through a relay.
                     strict=False,
@@ -72,7 +88,7 @@ class DhtDirectory:
                 f"no peer of run {admission.run!r} answered for the membership records: "
                 f"{str(error)[:200] or type(error).__name__}; try again, or another peer's address"
             ) from error
-        directory = cls(node, transport.identity, admission, clock)
+        directory = cls(node, transport.identity, admission, clock, reader)
         if through and not await directory._met(through):
             raise SwarmError(
                 f"no peer of run {admission.run!r} answered for the membership records; try again, "
@@ -92,17 +108,19 @@ class DhtDirectory:
         """Store this peer's record."""
         expires_s = self._clock() + expiry_s
         signed = sign_record(self._identity, self._admission.run, record, expires_s)
-        await self._node.store(self._key, signed, expires_s, subkey=self._identity.peer_id)
+        await self._node.store(
+            self._key, signed, expires_s, subkey=self._identity.peer_id, beam_size=_REPLICAS
+        )
 
     async def records(self) -> dict[str, bytes]:
         """Return all peers' records, each signed by its peer and valid now."""
-        found = await self._node.get(self._key, latest=True)
+        found = await self._node.get(self._key, latest=True, beam_size=_REPLICAS)
         if found is None or not isinstance(found.value, dict):
             return {}
         records = {}
         for peer_id, entry in found.value.items():
             try:
-                opened = open_record(peer_id, self._admission.run, entry.value, self._clock())
+                opened = self._reader.open(peer_id, entry.value, self._clock())
             except BadMessage:
                 continue
             records[peer_id] = opened[0]
@@ -115,7 +133,7 @@ class DhtDirectory:
         return await self._node.protocol.call_ping(PeerID.from_base58(peer_id)) is not None
 
 
-def record_validator(admission: Admission, clock: Callable[[], float]) -> Any:
+def record_validator(admission: Admission, clock: Callable[[], float], reader: RecordReader) -> Any:
     """Return what decides which records a node of the hash table keeps and believes."""
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
@@ -134,7 +152,7 @@ def record_validator(admission: Admission, clock: Callable[[], float]) -> Any:
                 value = MSGPackSerializer.loads(record.value)
                 if not isinstance(peer_id, str):
                     return False
-                body, expires_s = open_record(peer_id, admission.run, value, clock())
+                body, expires_s = reader.open(peer_id, value, clock())
                 admission.unseal(peer_id, body)
             except Exception:  # noqa: BLE001 - whatever strange bytes do to the decoder
                 return False

@@ -43,7 +43,18 @@ from atomtrain.swarm.usage import Usage
 _log = logging.getLogger("atomtrain.swarm")
 _STREAMS, _STREAMS_EACH = 1024, 128
 """Incoming streams served at once, in all and from one peer."""
+_PAUSE_BEATS = 8.0
 _OPENING = (AskManifest, AskStatus, Ping, Propose, Invite, Contribution)
+
+
+def beat_pause_s(expiry_s: float, beat_s: float) -> tuple[float, float]:
+    """Return how long a peer waits from one beat to the next, with news and without any.
+
+    Records take at most a ninth of the time, going by how long the last beat took, `beat_s`: the
+    larger the swarm and the busier machine and link, the longer a beat. But they must not expire.
+    """
+    most_s = expiry_s / 30 + expiry_s / 5
+    return min(max(expiry_s / 30, _PAUSE_BEATS * beat_s), expiry_s / 5), most_s
 
 
 class Service:
@@ -113,15 +124,19 @@ class Service:
     # Membership -----------------------------------------------------------------------------
 
     async def _heartbeat(self) -> None:
-        expiry_s = self.context.config.expiry_s
+        loop = asyncio.get_running_loop()
+        beat_s = 0.0
         while True:
-            await asyncio.sleep(expiry_s / 30)  # however often there is news
+            least_s, most_s = beat_pause_s(self.context.config.expiry_s, beat_s)
+            await asyncio.sleep(least_s)  # however often there is news
             try:
-                async with asyncio.timeout(expiry_s / 5):
+                async with asyncio.timeout(most_s - least_s):
                     await self._publish_soon.wait()
             except TimeoutError:
                 pass
+            begun_s = loop.time()
             await self._beat()
+            beat_s = loop.time() - begun_s
 
     async def _beat(self) -> None:
         self._publish_soon.clear()

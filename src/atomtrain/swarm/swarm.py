@@ -101,7 +101,9 @@ class Swarm:
             try:
                 clock = SwarmClock()
                 admission = admission_of(config, transport.peer_id)
-                directory = await DhtDirectory.create(transport, admission, clock, ())
+                directory = await DhtDirectory.create(
+                    transport, admission, clock, (), config.expiry_s
+                )
                 service = build_service(config, manifest, transport, directory, thread, clock)
                 if update is not None:
                     service.context.updates[0] = update
@@ -133,7 +135,9 @@ class Swarm:
             try:
                 admission = admission_of(config, transport.peer_id)
                 way = await connect_any(transport, config, admission)
-                directory = await DhtDirectory.create(transport, admission, way.clock, way.through)
+                directory = await DhtDirectory.create(
+                    transport, admission, way.clock, way.through, config.expiry_s
+                )
                 service = build_service(
                     config, way.manifest, transport, directory, thread, way.clock
                 )
