@@ -1,4 +1,4 @@
-"""The page of measured networks is what its result says."""
+"""The page of measured networks is what its results say, and marks what does not count."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from atomtrain.benchmarks.network_page import cases, page
+from atomtrain.benchmarks.network_rows import largest_ratio, network_results, rounds_finished
 
 ROOT = Path(__file__).parents[2]
 ROW = {
@@ -18,6 +19,7 @@ ROW = {
     "ratio": 4.0,
     "atom": {
         "tokens_per_s": 400.0,
+        "rounds_averaged": 2,
         "predicted_tokens_per_s": 420.0,
         "round_s": [2.0, 4.0],
         "predicted_round_s": 6.0,
@@ -30,11 +32,23 @@ ROW = {
     },
 }
 DISTURBED = {**ROW, "atom_tokens_per_s": 50.0, "ratio": 0.5}
+ALONE = {
+    **ROW,
+    "ratio": 40.0,
+    "atom": {**ROW["atom"], "rounds_averaged": 0, "round_s": []},  # type: ignore[dict-item]
+}
+RESULT = {
+    "peers": 2,
+    "machine": {"cores": 2, "processor": "one"},
+    "load_average_before": 0.1,
+    "peer_flops_per_s": 3e10,
+}
 
 
-def test_the_page_in_docs_is_that_of_the_result() -> None:
-    result = json.loads((ROOT / "benchmarks/results/network.json").read_text(encoding="utf-8"))
-    assert (ROOT / "docs/network-results.md").read_text(encoding="utf-8") == page(result)
+def test_the_page_in_docs_is_that_of_the_results() -> None:
+    paths = sorted((ROOT / "benchmarks/results").glob("network*.json"))
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    assert (ROOT / "docs/network-results.md").read_text(encoding="utf-8") == page(results)
 
 
 def test_every_prediction_that_was_measured_counts_misses_too() -> None:
@@ -47,9 +61,32 @@ def test_every_prediction_that_was_measured_counts_misses_too() -> None:
 
 
 def test_a_row_that_was_disturbed_is_in_brackets() -> None:
-    machine = {"cores": 2, "processor": "one"}
-    result = {"rows": [ROW, DISTURBED], "peers": 2, "machine": machine, "load_average_before": 0.1}
-    text = page(result)
+    text = page([{**RESULT, "rows": [ROW, DISTURBED]}])
     assert "| 4.00 |" in text
-    assert "| (0.50) |" in text
-    assert "It says nothing" in text
+    assert "| (0.50: disturbed) |" in text
+
+
+def test_a_row_without_a_finished_round_is_marked_and_is_not_the_largest() -> None:
+    assert [rounds_finished(row) for row in (ROW, ALONE, {"ratio": None})] == [2, 0, 0]
+    assert largest_ratio([ROW, ALONE, {**ROW, "ratio": None}]) == 4.0
+    assert largest_ratio([ALONE]) is None
+    text = page([{**RESULT, "rows": [ROW, ALONE]}])
+    assert "| (40.00: no round finished) |" in text
+    assert "*no round finished* while ATOM was measured" in text
+
+
+def test_brackets_are_explained_only_where_there_are_any() -> None:
+    assert "In brackets" not in page([{**RESULT, "rows": [ROW]}])
+
+
+def test_results_of_several_numbers_of_peers_are_one_page() -> None:
+    text = page([{**RESULT, "rows": [ROW]}, {**RESULT, "peers": 4, "rows": [ROW]}])
+    assert "## 2 peers on 2 cores" in text
+    assert "## 4 peers on 2 cores" in text
+    assert "4 of 6 predictions are within 10%" in text
+    assert "| **+100%** |" in text
+
+
+def test_results_of_the_benchmark_are_found_by_their_names() -> None:
+    names = ("network", "network-4-peers", "networks", "plan")
+    assert list(network_results({name: {} for name in names})) == ["network", "network-4-peers"]

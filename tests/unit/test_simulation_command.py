@@ -50,6 +50,8 @@ def test_rounds_of_unlike_peers_are_simulated_on_each_link(
     assert 0 < fast["busiest_up_share"] <= 1
     assert fast["members"] > 90
     assert main([*many, "--link", "100Mbit/s"]) == 0
+    assert "20 rounds of 100 unlike peers, groups of 16" in capsys.readouterr().out
+    assert main([*many, "--link", "100Mbit/s", "--group", "0"]) == 0
     assert "20 rounds of 100 unlike peers, one group of all" in capsys.readouterr().out
 
 

@@ -53,6 +53,17 @@ def test_a_slow_link_bounds_the_pipeline_and_not_atom() -> None:
     assert slow.atom.averaged_every_s > fast.atom.averaged_every_s
 
 
+def test_what_encoding_takes_decides_how_activations_travel() -> None:
+    # 10,000 values of a micro-batch take longer to encode with 8 bits than to compute.
+    fast, slow = (compare(site(memory_bytes_per_s=1e5), rate, 0.0) for rate in (1e9, 1e3))
+    free = compare(site(), 1e3, 0.0)
+    assert fast.pipeline is not None
+    assert slow.pipeline is not None
+    assert free.pipeline is not None
+    assert (fast.pipeline.wire, slow.pipeline.wire) == ("bfloat16", "int8")
+    assert slow.pipeline.tokens_per_s <= free.pipeline.tokens_per_s
+
+
 def test_little_memory_makes_stages_recompute_and_then_more_of_them() -> None:
     roomy = compare(site(), 1e12, 0.0).pipeline
     # The state of four layers and the activations of four, but not of eight.

@@ -36,6 +36,13 @@ def test_a_slow_link_averages_less_often_and_costs_no_tokens() -> None:
     assert slow.averaged_every_s == pytest.approx(2 * 80, rel=0.1)
 
 
+def test_encoding_makes_rounds_longer_and_costs_no_tokens() -> None:
+    link = SwarmLink(bits_per_s=1000)
+    free, paid = (simulate_swarm(work(codec_s=each), link) for each in (0.0, 3.0))
+    assert paid.round_s == pytest.approx(free.round_s + 3.0)
+    assert paid.tokens_per_s == free.tokens_per_s
+
+
 def test_what_is_sent_is_what_both_peers_exchange() -> None:
     run = simulate_swarm(work(), SwarmLink(bits_per_s=math.inf), rounds=1000)
     assert run.sent_bytes_per_token == pytest.approx(2 * 2000 / 1600, rel=0.01)

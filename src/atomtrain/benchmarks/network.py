@@ -44,6 +44,7 @@ from atomtrain.benchmarks.network_atom_method import LOSSES_OF_PEERS
 from atomtrain.benchmarks.network_measured import Measured
 from atomtrain.benchmarks.network_methods import Methods
 from atomtrain.benchmarks.network_peers import PeerError
+from atomtrain.benchmarks.network_rows import largest_ratio, rounds_finished
 from atomtrain.benchmarks.network_setup import (
     ALONE_LINKS,
     QUICK,
@@ -109,6 +110,7 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
                 "rows": rows,
                 "load_average_before": load,
                 "links_left_out": len(wanted) - len(rows),
+                "largest_ratio": largest_ratio(rows),
                 "simulation": _simulation(rows),
                 **_setting(setup, methods, speeds, flops_per_s),
             }
@@ -172,6 +174,7 @@ def _row(
     theirs = row["pipeline"]["tokens_per_s"] if before else None
     row["atom_tokens_per_s"], row["pipeline_tokens_per_s"] = ours, theirs
     row["ratio"] = ours / theirs if ours and theirs else None
+    row["rounds_finished"] = rounds_finished(row)
     row["errors"] = errors
     return row
 
@@ -238,6 +241,7 @@ def _sentence(row: Result) -> str:
 
     link = f"{row['link_bits_per_s'] / 1e6:g} Mbit/s"
     ratio = "" if row["ratio"] is None else f", ratio {row['ratio']:.2f}"
+    ratio += "" if row["rounds_finished"] else ", no round finished"
     share = (row.get("atom") or {}).get("share_of_alone")
     alone = "" if share is None else f" ({share:.2f} of as many alone)"
     return (

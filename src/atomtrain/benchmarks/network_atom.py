@@ -15,9 +15,11 @@ from atomtrain.errors import PlanError
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.leading import exchange_bytes
+from atomtrain.swarm.records import TRAINING
 from atomtrain.training.peering import EngineFragments
 
 _LEAVE_S = 3.0
+_LOOK_S = 0.1
 
 
 class AtomPeer:
@@ -33,6 +35,7 @@ class AtomPeer:
             "hello": self.hello,
             "open": self.open,
             "enter": self.enter,
+            "meet": self.meet,
             "train": self.train,
             "leave": self.leave,
         }
@@ -118,13 +121,32 @@ class AtomPeer:
             "exchange_bytes": [exchange_bytes(context, index, peers) for index in range(count)],
         }
 
+    def meet(self, peers: int, within_s: float) -> Reply:
+        """Wait until this peer knows that so many, itself included, take part; within a time.
+
+        A round begun before would leave somebody out. Returns how many are known.
+        """
+        assert self._swarm is not None
+        until_s = time.monotonic() + within_s
+        while True:
+            known = sum(peer.state == TRAINING for peer in self._swarm.peers())
+            if known >= peers or time.monotonic() >= until_s:
+                return {"known": known}
+            time.sleep(_LOOK_S)
+
     def train(
-        self, begin_s: float, start_s: float, until_s: float, least_steps: int, upload: float = 0
+        self,
+        begin_s: float,
+        start_s: float,
+        until_s: float,
+        least_steps: int,
+        upload: float = 0,
+        round_until_s: float = 0,
     ) -> Reply:
         """Train from `begin_s` until `until_s` (this machine's monotonic clock).
 
         Steps that begin before `start_s` are not counted. `upload` is the limit on what is sent, in
-        bytes a second; 0: none.
+        bytes a second; 0: none. Until a round has ended it goes on, but only to `round_until_s`.
         """
         if self._swarm is not None:
             self._swarm.limit_upload(upload or math.inf)
@@ -136,7 +158,10 @@ class AtomPeer:
         reports: list[RoundReport] = []
         losses: list[float] = []
         wait_s = 0.0
-        while time.monotonic() < until_s or len(losses) < least_steps:
+        while (
+            time.monotonic() < (until_s if _averaged(reports) else max(until_s, round_until_s))
+            or len(losses) < least_steps
+        ):
             loss, ended = self._train_step()
             losses.append(loss)
             reports += ended
@@ -144,7 +169,7 @@ class AtomPeer:
             wait_s += self.engine.last.link_wait_s
         self.engine.synchronize()
         ended_s = time.monotonic()
-        averaged = [report for report in reports if len(report.contributors) > 1]
+        averaged = _averaged(reports)
         assert self.engine.last is not None
         return {
             "started_s": started_s,
@@ -157,6 +182,8 @@ class AtomPeer:
             "reasons": sorted({report.reason for report in reports if report.reason}),
             "averaged": len(averaged),
             "round_s": [report.duration_s for report in averaged],
+            "round_fragments": [report.fragment for report in averaged],
+            "round_peers": [len(report.contributors) for report in averaged],
             "link_wait_s": wait_s,
             "device_peak_bytes": self.engine.last.device_peak_bytes,
             "losses": losses,
@@ -194,3 +221,8 @@ class AtomPeer:
         return self.setup.micro_batches(
             self._step * 1000 + self._seed, sequences, self._micro_batch
         )
+
+
+def _averaged(reports: list[RoundReport]) -> list[RoundReport]:
+    """Return the rounds that ended with a mean of several peers."""
+    return [report for report in reports if len(report.contributors) > 1]

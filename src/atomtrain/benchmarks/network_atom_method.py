@@ -26,6 +26,7 @@ from atomtrain.swarm.config import SwarmConfig
 START_S = 120.0
 LATE_FACTOR = 6.0
 _AHEAD_S = 0.3
+_MEET_S = 30.0
 LOSSES_OF_PEERS = "losses_of_peers"
 """Key of what `AtomMethod.measure` returns."""
 
@@ -79,24 +80,28 @@ class AtomMethod:
         address = self._enter(peers, 0, None, shared)
         for index in range(1, setup.peers):
             self._enter(peers, index, address, shared)
+        met = peers.tell_all("meet", START_S, peers=setup.peers, within_s=_MEET_S)
+        if any(reply["known"] < setup.peers for reply in met):
+            progress("not all of ATOM's peers know of each other: rounds may leave somebody out")
         self.network.shape(link)
         predicted = self._predicted(link)
-        window_s = self._window_s(predicted)
+        window_s, longest_s = self._window_s(predicted)
         begin_s = time.monotonic() + _AHEAD_S
         start_s = begin_s + setup.settle_s
         replies = peers.tell_all(
             "train",
-            patience_s(setup.settle_s + window_s + 3 * self._step_s),
+            patience_s(setup.settle_s + longest_s + 3 * self._step_s),
             begin_s=begin_s,
             start_s=start_s,
             until_s=start_s + window_s,
             least_steps=2,
             upload=self._upload_limit_bytes_per_s(link),
+            round_until_s=start_s + longest_s,
         )
         self.network.shape(Link(bits_per_s=None))
         peers.tell_all("leave", START_S)
         alone.append(self._alone(peers))
-        return {**self._result(replies, predicted), **_beside(alone, _rate(replies))}
+        return {**self._result(replies, predicted, link), **_beside(alone, _rate(replies))}
 
     def _alone(self, peers: Peers) -> float | None:
         """Return the tokens per second of all peers, none in a swarm; `None`: not wanted."""
@@ -120,12 +125,16 @@ class AtomMethod:
         self._exchange_bytes = reply["exchange_bytes"]
         return str(reply["address"])
 
-    def _predicted(self, link: Link) -> SwarmRun:
-        """Simulate the swarm, with the step time that the engine had without one."""
+    def _predicted(self, link: Link, fragment: int | None = None) -> SwarmRun:
+        """Simulate the swarm, with the step time that the engine had without one.
+
+        With `fragment` that one alone is averaged, again and again.
+        """
+        exchange_bytes = self._exchange_bytes
         work = SwarmWork(
             step_s=[self._step_s] * self.setup.peers,
             tokens_per_step=self.setup.model.tokens_per_step,
-            exchange_bytes=self._exchange_bytes,
+            exchange_bytes=exchange_bytes if fragment is None else [exchange_bytes[fragment]],
             local_steps=self.setup.local_steps,
         )
         limit = self._upload_limit_bytes_per_s(link)
@@ -136,17 +145,26 @@ class AtomMethod:
         """Return ATOM's limit on a link; 0: none."""
         return self.setup.upload_share * (link.bits_per_s or 0.0) / 8
 
-    def _window_s(self, predicted: SwarmRun) -> float:
-        """Return how long to train: until a round is over, within bounds."""
+    def _window_s(self, predicted: SwarmRun) -> tuple[float, float]:
+        """Return how long to train, and how long at most if no round has ended by then."""
         setup = self.setup
         round_s = predicted.averaged_every_s / len(self._exchange_bytes)
         wanted_s = max(setup.window_s, 1.5 * round_s + 2 * self._step_s)
-        return wanted_s if wanted_s <= setup.longest_window_s else setup.window_s
+        longest_s = max(setup.longest_window_s, setup.window_s)
+        # Where no round is expected to fit, nothing is waited for.
+        return (wanted_s, longest_s) if wanted_s <= longest_s else (setup.window_s, setup.window_s)
 
-    def _result(self, replies: list[Reply], predicted: SwarmRun) -> Reply:
+    def _round_s(self, predicted: SwarmRun, link: Link, fragments: list[int]) -> float:
+        """Return the predicted mean time of rounds of these fragments; of all if there are none."""
+        if not fragments:
+            return predicted.round_s
+        return statistics.fmean(self._predicted(link, each).round_s for each in fragments)
+
+    def _result(self, replies: list[Reply], predicted: SwarmRun, link: Link) -> Reply:
         tokens = sum(reply["tokens"] for reply in replies)
         trained_s = [reply["ended_s"] - reply["started_s"] for reply in replies]
         rate = _rate(replies)
+        fragments = [index for reply in replies for index in reply["round_fragments"]]
         return {
             "tokens_per_s": rate,
             "sent_bytes_per_token": sum(reply["sent_bytes"] for reply in replies) / tokens,
@@ -157,7 +175,9 @@ class AtomMethod:
             "reasons": sorted({reason for reply in replies for reason in reply["reasons"]}),
             "round_s": [s for reply in replies for s in reply["round_s"]],
             "predicted_tokens_per_s": predicted.tokens_per_s,
-            "predicted_round_s": predicted.round_s,
+            "round_fragments": fragments,
+            "round_peers": [count for reply in replies for count in reply["round_peers"]],
+            "predicted_round_s": self._round_s(predicted, link, fragments),
             "predicted_averaged_every_s": predicted.averaged_every_s,
             "predicted_averaged_every_tokens": predicted.averaged_every_s * rate,
             "link_wait_share": sum(reply["link_wait_s"] for reply in replies) / sum(trained_s),

@@ -1,20 +1,38 @@
-"""Writes docs/network-results.md of a result of `atom bench network`.
+"""Writes docs/network-results.md of results of `atom bench network`.
 
-`python -m atomtrain.benchmarks.network_page benchmarks/results/network.json`
+`python -m atomtrain.benchmarks.network_page benchmarks/results/network*.json`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from atomtrain.pages import print_page_of_result
+from atomtrain.benchmarks.network_rows import (
+    UNFINISHED,
+    Row,
+    disturbed,
+    link_name,
+    meant,
+    rounds_finished,
+)
 from atomtrain.units import format_count
 
+Result = Mapping[str, Any]
 _CLOSE = 0.1
-_BUSY = 0.25
-"""A row in which ATOM computed less than this share of what it computed at best was disturbed: its
-peers wait for no link."""
+_INTRODUCTION = """\
+# Networks: what was measured
+
+[network.md](network.md) says who competes and how to read this. Written by
+`python -m atomtrain.benchmarks.network_page benchmarks/results/network*.json`.
+"""
+_BRACKETS = f"""\
+In brackets, and in no figure quoted elsewhere: *{UNFINISHED}* while ATOM was measured, so its peers
+trained each for itself; or *disturbed*, that is, something else had the machine's cores, for ATOM
+computed far less than in the other rows though it waits for no link."""
 
 
 class Case(NamedTuple):
@@ -30,32 +48,36 @@ class Case(NamedTuple):
         """How far the prediction was off, of what was measured."""
         return self.predicted / self.measured - 1
 
+    @property
+    def close(self) -> bool:
+        """Whether the prediction is within 10% of the measurement."""
+        return abs(self.error_share) <= _CLOSE
 
-def page(result: Mapping[str, Any]) -> str:
-    """Return the page."""
-    machine = result["machine"]
-    return "\n".join(
-        [
-            "# Networks: what was measured",
-            "",
-            f"`atom bench network --json` with {result['peers']} peers on {machine['cores']} cores "
-            f"({machine['processor']}), load {result['load_average_before']:.1f} before. "
-            "[network.md](network.md) says who competes and how to read this. Written by "
-            "`python -m atomtrain.benchmarks.network_page benchmarks/results/network.json`.",
-            "",
-            *_rows(result["rows"]),
-            "",
-            *_simulated(result["rows"]),
-            "",
-        ]
-    )
+    @property
+    def kind(self) -> str:
+        """What was predicted, whatever the link."""
+        if self.what.startswith("ATOM"):
+            return self.what
+        return "our pipelines" if self.what.startswith("own") else "PyTorch's pipelines"
 
 
-def cases(rows: list[dict[str, Any]]) -> list[Case]:
-    """Return all predictions that were measured: ATOM, its rounds, and every pipeline tried."""
+def page(results: Sequence[Result]) -> str:
+    """Return the page; the results in the order given."""
+    lines = [_INTRODUCTION]
+    for result in results:
+        lines += [*_section(result), ""]
+    lines += [_BRACKETS, ""] if any(_marks(result["rows"]) for result in results) else []
+    return "\n".join([*lines, *_simulated(results), ""])
+
+
+def cases(rows: Sequence[Row]) -> list[Case]:
+    """Return all predictions that were measured: ATOM, its rounds, and every pipeline tried.
+
+    Pipelines are compared by their rates of tokens, rounds by their seconds.
+    """
     found = []
     for row in rows:
-        link = _link(row)
+        link = link_name(row)
         atom, pipeline = row.get("atom"), row.get("pipeline")
         if atom:
             rates = (atom["predicted_tokens_per_s"], atom["tokens_per_s"])
@@ -71,71 +93,95 @@ def cases(rows: list[dict[str, Any]]) -> list[Case]:
     return found
 
 
-def _rows(rows: list[dict[str, Any]]) -> Iterator[str]:
+def _section(result: Result) -> Iterator[str]:
+    machine = result["machine"]
+    yield f"## {result['peers']} peers on {machine['cores']} cores"
+    yield ""
     yield (
-        "| link | round trip | stands for | ATOM, tokens/s | of as many alone | pipeline | "
-        "data parallel | ratio |"
+        f"`atom bench network --peers {result['peers']} --json` on {machine['processor']}, load "
+        f"{result['load_average_before']:.1f} before; a peer computes "
+        f"{result['peer_flops_per_s'] / 1e9:.1f} GFLOP/s."
     )
-    yield "|---|---|---|---|---|---|---|---|"
-    best = max((row["atom_tokens_per_s"] or 0 for row in rows), default=0)
-    disturbed = False
-    for row in rows:
-        rates = [
-            "-" if value is None else format_count(value)
-            for value in (
-                row["atom_tokens_per_s"],
-                row["pipeline_tokens_per_s"],
-                row["data_parallel_tokens_per_s"],
-            )
-        ]
+    yield ""
+    yield from _rows(result["rows"])
+
+
+def _marks(rows: Sequence[Row]) -> dict[int, str]:
+    """Return the numbers of rows whose ratio does not count, and why."""
+    found = {}
+    for index, row in enumerate(rows):
+        if row["ratio"] is None:
+            continue
+        if disturbed(row, rows):
+            found[index] = "disturbed"
+        elif not rounds_finished(row):
+            found[index] = UNFINISHED
+    return found
+
+
+def _rows(rows: Sequence[Row]) -> Iterator[str]:
+    yield (
+        "| link | round trip | stands for | ATOM, tokens/s | of as many alone | rounds finished | "
+        "pipeline | data parallel | ratio |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    marks = _marks(rows)
+    for index, row in enumerate(rows):
         share = (row.get("atom") or {}).get("share_of_alone")
-        rates.insert(1, "-" if share is None else f"{share:.2f}")
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        if row["atom_tokens_per_s"] and row["atom_tokens_per_s"] < _BUSY * best:
-            ratio, disturbed = f"({ratio})", True
-        yield (
-            f"| {row['link_bits_per_s'] / 1e6:.4g} Mbit/s | {1000 * row['round_trip_s']:g} ms | "
-            f"{_meant(row)} | {' | '.join(rates)} | {ratio} |"
-        )
-    if disturbed:
-        yield ""
-        yield (
-            "In brackets: something else had the machine's cores in that row, for ATOM computed "
-            "far less than in the others though it waits for no link. It says nothing."
-        )
+        if index in marks:
+            ratio = f"({ratio}: {marks[index]})"
+        cells = [
+            f"{row['link_bits_per_s'] / 1e6:.4g} Mbit/s",
+            f"{1000 * row['round_trip_s']:g} ms",
+            meant(row),
+            _count(row["atom_tokens_per_s"]),
+            "-" if share is None else f"{share:.2f}",
+            str(rounds_finished(row)) if row["atom_tokens_per_s"] else "-",
+            _count(row["pipeline_tokens_per_s"]),
+            _count(row["data_parallel_tokens_per_s"]),
+            ratio,
+        ]
+        yield f"| {' | '.join(cells)} |"
 
 
-def _simulated(rows: list[dict[str, Any]]) -> Iterator[str]:
-    found = cases(rows)
-    close = [case for case in found if abs(case.error_share) <= _CLOSE]
+def _count(value: float | None) -> str:
+    return "-" if value is None else format_count(value)
+
+
+def _simulated(results: Sequence[Result]) -> Iterator[str]:
+    found = [(result["peers"], case) for result in results for case in cases(result["rows"])]
+    kinds: dict[str, list[Case]] = {}
+    for _, case in found:
+        kinds.setdefault(case.kind, []).append(case)
     yield "## Simulated and measured"
     yield ""
-    yield (
-        f"{len(close)} of {len(found)} predictions are within 10% of what was measured. PyTorch's "
-        "own schedules wait for transfers that the simulation lets overlap: they are what is "
-        "predicted too fast on slow links, and no more than a second baseline."
-    )
+    close = sum(case.close for _, case in found)
+    yield f"{close} of {len(found)} predictions are within 10% of what was measured:"
     yield ""
-    yield "| link | what | predicted | measured | off by |"
-    yield "|---|---|---|---|---|"
-    for case in found:
+    yield "| what | within 10% | of | furthest off |"
+    yield "|---|---|---|---|"
+    for name, alike in kinds.items():
+        worst = max((case.error_share for case in alike), key=abs)
+        yield f"| {name} | {sum(c.close for c in alike)} | {len(alike)} | {worst:+.0%} |"
+    yield ""
+    yield "Every one of them, misses in bold:"
+    yield ""
+    yield "| peers | link | what | predicted | measured | off by |"
+    yield "|---|---|---|---|---|---|"
+    for peers, case in found:
+        off = f"{case.error_share:+.0%}"
         yield (
-            f"| {case.link} | {case.what} | {case.predicted:.4g} | {case.measured:.4g} | "
-            f"{case.error_share:+.0%} |"
+            f"| {peers} | {case.link} | {case.what} | {case.predicted:.4g} | {case.measured:.4g} | "
+            f"{off if case.close else f'**{off}**'} |"
         )
 
 
-def _link(row: Mapping[str, Any]) -> str:
-    return f"{row['link_bits_per_s'] / 1e6:.4g} Mbit/s, {1000 * row['round_trip_s']:g} ms"
-
-
-def _meant(row: Mapping[str, Any]) -> str:
-    meant = row["stands_for"]
-    if not meant:
-        return "itself"
-    model = f", {meant['model']}" if meant["model"] else ""
-    return f"{meant['gpu']} on {meant['bits_per_s'] / 1e6:g} Mbit/s{model}"
+def main(paths: Sequence[str]) -> None:
+    """Print the page of the results in these files."""
+    results = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    sys.stdout.write(page(results))
 
 
 if __name__ == "__main__":
-    print_page_of_result(page)
+    main(sys.argv[1:])

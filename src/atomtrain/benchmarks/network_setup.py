@@ -87,7 +87,7 @@ class NetworkSetup:
     alone_s: float = 8.0
     """Least length of the one in which ATOM's peers train each for itself."""
     settle_s: float = 6.0
-    """ATOM trains so long before it is measured: peers come to know of each other meanwhile."""
+    """ATOM trains so long before it is measured."""
     longest_window_s: float = 240.0
     """A measurement of ATOM is made as long as a round takes, up to this."""
     longest_step_s: float = 20.0

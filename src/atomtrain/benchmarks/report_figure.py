@@ -2,112 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atomtrain.benchmarks.network_page import cases
+from atomtrain.benchmarks.network_rows import UNFINISHED, network_results, rounds_finished
+from atomtrain.benchmarks.network_setup import gpu_flops_per_s
+
+Results = Mapping[str, Mapping[str, Any]]
 _POINTS = 100
-_SIZE_INCHES = (12.0, 8.5)
+_SIZE_INCHES = (14.0, 11.0)
+_MARKERS = "osD^v"
+_METHODS = {"atom": "ATOM", "pipeline": "best pipeline", "data_parallel": "data parallel"}
+_SMALL = 8
 
 
-def draw_report(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draw what there is of network, simulation and plan; what is missing says so."""
+def draw_report(results: Results, path: Path) -> None:
+    """Draw what there is of network, simulation, plan and time-to-loss; what is missing says so."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     axes = figure.subplots(2, 2)
     _ratios(axes[0][0], results)
-    _rates(axes[0][1], results.get("network", {}))
+    _rates(axes[0][1], results)
     _predictions(axes[1][0], results)
     _losses(axes[1][1], results)
     figure.savefig(path, dpi=_POINTS)
 
 
-def _ratios(axes: Any, results: Mapping[str, Mapping[str, Any]]) -> None:
+def _ratios(axes: Any, results: Results) -> None:
     axes.set_title("ATOM / best pipeline, tokens per second")
-    measured = [row for row in results.get("network", {}).get("rows", []) if row.get("ratio")]
     simulated = [r for r in results.get("simulation", {}).get("rows", []) if r.get("ratio")]
-    for kind, marker in (("this processor", "o"), ("stands for a GPU's link", "s")):
-        chosen = [row for row in measured if bool(row["stands_for"]) == (marker == "s")]
-        if chosen:
-            x = [_rate_meant(row) / 1e6 for row in chosen]
-            axes.plot(x, [row["ratio"] for row in chosen], marker, label=f"measured, {kind}")
-    for model in dict.fromkeys(row["model"] for row in simulated):
-        peers = max(row["peers"] for row in simulated if row["model"] == model)
-        line = [r for r in simulated if r["model"] == model and r["peers"] == peers]
+    series = measured_ratios(results)
+    if not series and not simulated:
+        _nothing(axes, "network or simulation")
+        return
+    _simulated_lines(axes, simulated)
+    unfinished = False
+    for number, (label, points) in enumerate(series.items()):
+        marker = _MARKERS[number % len(_MARKERS)]
+        axes.plot(
+            [x / 1e6 for x, _, _ in points],
+            [ratio for _, ratio, _ in points],
+            marker,
+            color=f"C{number}",
+            markeredgecolor="black",
+            label=f"measured, {label}",
+        )
+        for x, ratio, finished in points:
+            if not finished:
+                unfinished = True
+                axes.plot(x / 1e6, ratio, marker, color="white", markeredgecolor=f"C{number}")
+                axes.annotate(
+                    UNFINISHED, (x / 1e6, ratio), (8, -3), textcoords="offset points",
+                    fontsize=_SMALL,
+                )  # fmt: skip
+    if unfinished:
+        axes.plot([], [], "o", color="white", markeredgecolor="black", label=f"{UNFINISHED}")
+    axes.set(xscale="log", yscale="log", ylabel="ratio")
+    axes.set_xlabel("link of a GPU that has as many bits per FLOP, Mbit/s")
+    axes.axhline(1.0, color="black", linewidth=1.0, linestyle="--")
+    axes.annotate(
+        "break-even: a pipeline wins below", (0.01, 1.0), (0, -3), fontsize=_SMALL, va="top",
+        xycoords=("axes fraction", "data"), textcoords="offset points",
+    )  # fmt: skip
+    axes.grid(visible=True, linewidth=0.3)
+    axes.legend(fontsize=_SMALL)
+
+
+def _simulated_lines(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One line a model, darker the larger it is, of the most peers that there are."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    for index, model in enumerate(models):
+        peers = max(row["peers"] for row in rows if row["model"] == model)
+        line = [row for row in rows if (row["model"], row["peers"]) == (model, peers)]
         line.sort(key=lambda row: row["link_bits_per_s"])
         axes.plot(
             [row["link_bits_per_s"] / 1e6 for row in line],
             [row["ratio"] for row in line],
+            color=str(0.8 - 0.8 * index / max(1, len(models) - 1)),
+            linewidth=1.2,
             label=f"simulated, {model}, {peers} peers",
         )
-    if not measured and not simulated:
-        _nothing(axes, "network or simulation")
-        return
-    axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-    axes.annotate("break-even", (axes.get_xlim()[0], 1.0), fontsize=8, va="bottom")
-    axes.set(xscale="log", yscale="log", xlabel="link, Mbit/s", ylabel="ratio")
-    axes.legend(fontsize=7)
 
 
-def _rate_meant(row: Mapping[str, Any]) -> float:
-    """Return the link's rate, or that of the link it stands for."""
-    stands_for = row["stands_for"]
-    return float(stands_for["bits_per_s"] if stands_for else row["link_bits_per_s"])
+def measured_ratios(results: Results) -> dict[str, list[tuple[float, float, bool]]]:
+    """Return what was measured, by label: bits per second of a GPU's link, ratio, round finished.
+
+    A row counts where a GPU (the one of the run's inputs) has as many bits for each FLOP, which
+    also places links that stand for nothing but themselves; or, where a model's activations are
+    what the link stands for, at the GPU's link.
+    """
+    series: dict[str, list[tuple[float, float, bool]]] = {}
+    for result in network_results(results).values():
+        for row in result.get("rows", []):
+            if not row.get("ratio"):
+                continue
+            model = (row["stands_for"] or {}).get("model")
+            gpu = result["inputs"]["gpu"]
+            rate = row["stands_for"]["bits_per_s"] if model else None
+            of = f"activations per FLOP of {model}" if model else "small GPT, same bits per FLOP"
+            x = rate or row["bits_per_flop"] * gpu_flops_per_s(gpu)
+            label = f"{result['peers']} peers, {of} ({gpu})"
+            point = (float(x), float(row["ratio"]), rounds_finished(row) > 0)
+            series.setdefault(label, []).append(point)
+    return {label: sorted(points) for label, points in series.items()}
 
 
-def _rates(axes: Any, network: Mapping[str, Any]) -> None:
-    axes.set_title("Measured, all peers together")
-    rows = [row for row in network.get("rows", []) if not row.get("stands_for")]
-    if not rows:
+def _rates(axes: Any, results: Results) -> None:
+    axes.set_title("Measured, all peers together, each row on one link")
+    found = [
+        (_row_name(row, result["peers"]), row)
+        for result in network_results(results).values()
+        for row in result.get("rows", [])
+    ]
+    if not found:
         _nothing(axes, "network")
         return
-    labels = [
-        f"{row['link_bits_per_s'] / 1e6:g} Mbit/s\n{1000 * row['round_trip_s']:g} ms"
-        for row in rows
-    ]
-    methods = ("atom", "pipeline", "data_parallel")
-    for index, method in enumerate(methods):
-        heights = [row.get(f"{method}_tokens_per_s") or 0.0 for row in rows]
-        places = [place + 0.27 * (index - 1) for place in range(len(rows))]
-        axes.bar(places, heights, width=0.25, label=method.replace("_", " "))
-    axes.set_xticks(range(len(rows)), labels, fontsize=8)
-    axes.set_ylabel("tokens/s (none: left out or failed)")
-    axes.legend(fontsize=7)
+    for index, (method, label) in enumerate(_METHODS.items()):
+        places = [place + 0.27 * (index - 1) for place in range(len(found))]
+        rates = [row.get(f"{method}_tokens_per_s") or 0.0 for _, row in found]
+        axes.barh(places, rates, height=0.25, label=label)
+    axes.set_yticks(range(len(found)), [name for name, _ in found], fontsize=_SMALL)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="tokens/s (no bar: left out or failed)")
+    axes.grid(visible=True, axis="x", linewidth=0.3)
+    axes.legend(fontsize=_SMALL)
 
 
-def _predictions(axes: Any, results: Mapping[str, Mapping[str, Any]]) -> None:
+def _row_name(row: Mapping[str, Any], peers: int) -> str:
+    stands_for = row["stands_for"]
+    rate = f"{row['link_bits_per_s'] / 1e6:.3g} Mbit/s, {1000 * row['round_trip_s']:g} ms"
+    name = f"{peers} peers, {rate}"
+    if stands_for:
+        model = f", {stands_for['model']}" if stands_for["model"] else ""
+        name += f"\n= {stands_for['gpu']} on {stands_for['bits_per_s'] / 1e6:g} Mbit/s{model}"
+    finished = row.get("atom") is None or rounds_finished(row)
+    return name if finished else f"{name}\n({UNFINISHED})"
+
+
+def _predictions(axes: Any, results: Results) -> None:
     axes.set_title("Predicted / measured")
     kinds = predicted_to_measured(results)
     for name, shares in kinds.items():
-        axes.plot(range(1, len(shares) + 1), sorted(shares), "o-", markersize=3, label=name)
+        close = sum(0.9 <= share <= 1.1 for share in shares)
+        places = [(index + 0.5) / len(shares) for index in range(len(shares))]
+        label = f"{name}: {close} of {len(shares)} within 10%"
+        axes.plot(places, sorted(shares), "o-", markersize=3, label=label)
     if not kinds:
         _nothing(axes, "plan or network")
         return
-    for bound in (0.9, 1.1):
-        axes.axhline(bound, color="black", linewidth=0.6, linestyle=":")
-    axes.set(xlabel="case, sorted", ylabel="share")
-    axes.legend(fontsize=7)
+    axes.axhspan(0.9, 1.1, color="black", alpha=0.08)
+    axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="share of the cases, sorted", ylabel="predicted / measured", yscale="log")
+    axes.set_yticks([0.5, 0.75, 1, 1.5, 2, 4, 7], ["0.5", "0.75", "1", "1.5", "2", "4", "7"])
+    axes.minorticks_off()
+    axes.legend(fontsize=_SMALL)
 
 
-def predicted_to_measured(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
+def predicted_to_measured(results: Results) -> dict[str, list[float]]:
     """Return predictions as shares of measurements, by what was predicted."""
+    plans = results.get("plan", {}).get("cases", [])
     shares: dict[str, list[float]] = {
-        "step of a plan": [
-            case["predicted_step_s"] / case["measured_step_s"]
-            for case in results.get("plan", {}).get("cases", [])
-        ]
+        "step of a plan": [each["predicted_step_s"] / each["measured_step_s"] for each in plans]
     }
-    rows = results.get("network", {}).get("rows", [])
-    for method in ("pipeline", "atom"):
-        found = [row[method] for row in rows if row.get(method)]
-        shares[f"{method}'s tokens/s"] = [
-            each["predicted_tokens_per_s"] / each["tokens_per_s"] for each in found
-        ]
+    for result in network_results(results).values():
+        for case in cases(result.get("rows", [])):
+            shares.setdefault(case.kind, []).append(1 + case.error_share)
     return {name: values for name, values in shares.items() if values}
 
 
-def _losses(axes: Any, results: Mapping[str, Mapping[str, Any]]) -> None:
+def _losses(axes: Any, results: Results) -> None:
     axes.set_title("Loss against time")
     curves = results.get("time-to-loss", {}).get("curves", [])
     for curve in curves:
@@ -115,8 +181,8 @@ def _losses(axes: Any, results: Mapping[str, Mapping[str, Any]]) -> None:
     if not curves:
         _nothing(axes, "time-to-loss")
         return
-    axes.set(xlabel="seconds", ylabel="held-out loss")
-    axes.legend(fontsize=7)
+    axes.set(xlabel="seconds", ylabel="loss of samples never seen")
+    axes.legend(fontsize=_SMALL)
 
 
 def _nothing(axes: Any, names: str) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from atomtrain.benchmarks import REGISTRY
+from atomtrain.benchmarks.network_rows import UNFINISHED, network_results, rounds_finished
 from atomtrain.benchmarks.report_figure import draw_report
 from atomtrain.errors import ConfigError
 
@@ -96,14 +98,30 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
             str(machine[key]) for key in ("processor", "gpu", "os") if machine.get(key)
         )
         cores = f", {machine['cores']} cores" if "cores" in machine else ""
-        command = f"<code>atom bench {html.escape(name)} --json</code>"
-        yield f"<p>{command} on {html.escape(where)}{cores}</p>"
+        yield f"<p>{_command(name, result)} on {html.escape(where)}{cores}</p>"
     plain = {key: value for key, value in result.items() if _is_plain(value)}
     if plain:
         rows = [f"<tr><th>{html.escape(k)}</th>{_cell(v)}</tr>" for k, v in plain.items()]
         yield f"<table>{''.join(rows)}</table>"
     for key in ("rows", "cases"):
-        yield from _table(result.get(key))
+        rows = result.get(key)
+        if key == "rows" and network_results({name: result}) and isinstance(rows, list):
+            rows = [{**row, "rounds_finished": rounds_finished(row)} for row in rows]
+            yield (
+                f"<p>Where no round finished, ATOM's peers trained each for itself: {UNFINISHED} "
+                "stands in the picture, and the ratio counts for nothing.</p>"
+            )
+        yield from _table(rows)
+
+
+def _command(name: str, result: Mapping[str, Any]) -> str:
+    """Return the command of a result by its file's name, which begins with the benchmark's."""
+    known = [key for key in REGISTRY if name == key or name.startswith(f"{key}-")]
+    if not known:
+        return "Measured"
+    benchmark = max(known, key=len)
+    peers = f" --peers {result['peers']}" if benchmark != name and "peers" in result else ""
+    return f"<code>atom bench {html.escape(benchmark)}{peers} --json</code>"
 
 
 def _table(rows: Any) -> Iterator[str]:

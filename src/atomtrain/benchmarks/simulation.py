@@ -1,7 +1,8 @@
-"""ATOM and the best pipeline, simulated: models x links x peers (`docs/scale.md` shows the table).
+"""ATOM and the best pipeline, simulated: models x links x peers; and swarms of up to 10,000.
 
-Nothing is measured but the time that the simulation itself takes: step times come from the planner
-and data sheets, and `docs/network.md` says what both sides are granted. `network` measures.
+`docs/simulation.md` and `docs/scale.md` show the tables. Nothing is measured but the time that the
+simulation itself takes, and what encoding costs: step times come from the planner and data sheets,
+and `docs/network.md` says what both sides are granted. `network` measures.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import time
 from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
+from atomtrain.benchmarks.simulation_encoding import measured_encoding
 from atomtrain.cli.simulate import SimulateOptions, prospect_of
 from atomtrain.cli.simulate_fleet import fleet_rows
 from atomtrain.errors import PlanError
+from atomtrain.planning.prospect import Prospect
 from atomtrain.simulation.compare import compare
 from atomtrain.simulation.site import site_of
 
@@ -47,21 +50,33 @@ _GPU = "rtx-3090"
 _HOST = {"gpt3-13b": "256GiB", "gpt3-175b": "4TiB"}
 """Hosts with more memory than usual, where the model needs it."""
 _ROUND_TRIP_S = 0.03
-_FLEET: dict[str, Any] = {"model": "gpt3-xl", "peers": 10_000, "wire": "int4", "group": 32}
+_FLEET: dict[str, Any] = {"model": "gpt3-xl", "peers": 10_000, "wire": "int4", "group": 16}
+_FLEET_BITS_PER_S = 1e8
 _FLEET_ROUNDS = 1000
+_SCALE_ROUNDS = 600
+_SCALE = ((10, 0), (100, 0), (100, 16), (1000, 0), (1000, 16), (10_000, 0), (10_000, 16))
+"""Peers, and members of a group (0: one group of all)."""
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Simulate every combination; `rows` holds them, `fleet` one run of a very large swarm."""
+    """Simulate every combination; `rows` holds them, `fleet` one run of a very large swarm.
+
+    `scale` holds swarms of growing size, `encoding` what the simulation takes encoding to cost
+    beside what it costs on this machine.
+    """
     models = MODELS[:2] if options.quick else MODELS
     rows: list[Result] = []
     for model in models:
         started_s = time.monotonic()
         rows += _rows(model)
         progress(f"{model}: {time.monotonic() - started_s:.1f} s")
+    fleet = SimulateOptions(**_FLEET, rounds=100 if options.quick else _FLEET_ROUNDS)
+    found = prospect_of(fleet)
     return {
         "rows": rows,
-        "fleet": _fleet(100 if options.quick else _FLEET_ROUNDS),
+        "fleet": _fleet(fleet, found),
+        "scale": _scale(found, options.quick),
+        "encoding": measured_encoding(),
         "gpu": _GPU,
         "round_trip_s": _ROUND_TRIP_S,
         **description(),
@@ -94,15 +109,25 @@ def _rows(model: str) -> list[Result]:
                     "averaged_every_tokens": result.atom.averaged_every_tokens,
                     "pipeline_tokens_per_s": pipeline and pipeline.tokens_per_s,
                     "pipeline_stages": pipeline and pipeline.stages,
+                    "pipeline_wire": pipeline and pipeline.wire,
                     "ratio": result.ratio,
                 }
             )
     return rows
 
 
-def _fleet(rounds: int) -> dict[str, Any]:
-    settings = SimulateOptions(**_FLEET, rounds=rounds)
-    found = prospect_of(settings)
+def _fleet(settings: SimulateOptions, found: Prospect) -> Result:
     started_s = time.perf_counter()
-    rows = fleet_rows(settings, found, [1e8])
-    return {**rows[0], **_FLEET, "took_s": time.perf_counter() - started_s}
+    (row,) = fleet_rows(settings, found, [_FLEET_BITS_PER_S])
+    took_s = time.perf_counter() - started_s
+    names = ("model", "peers", "wire", "group", "stay", "away", "spread")
+    return {**row, **{name: getattr(settings, name) for name in names}, "took_s": took_s}
+
+
+def _scale(found: Prospect, quick: bool) -> list[Result]:
+    rows = []
+    for peers, group in _SCALE[:3] if quick else _SCALE:
+        varied = {**_FLEET, "peers": peers, "group": group, "rounds": _SCALE_ROUNDS}
+        rows.append(_fleet(SimulateOptions(**varied), found))
+        progress(f"{peers} peers, groups of {group or 'all'}: {rows[-1]['took_s']:.1f} s")
+    return rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from atomtrain.benchmarks.break_even import break_even_bits_per_s
 from atomtrain.pages import print_page_of_result
 from atomtrain.units import format_count, format_seconds
 
@@ -20,9 +21,10 @@ both sides are granted, what is measured, and how far simulation and measurement
 the pipeline wins. `-`: the model fits no pipeline of so many of these devices; ATOM trains it on
 one.
 
-The pipeline is an ideal one: 8-bit activations at no cost, all transfers behind computation, the
-best number of stages, and no cost for the averaging between several of them. ATOM computes every
-forward twice and loads the model through PCIe.
+The pipeline is an ideal one: bfloat16 or 8-bit activations, whichever is faster with what encoding
+them takes, all transfers behind computation, the best number of stages, and no cost for the
+averaging between several of them. ATOM computes every forward twice and loads the model through
+PCIe.
 
 Written by `python -m atomtrain.benchmarks.simulation_page benchmarks/results/simulation.json`, from
 what `atom bench simulation --json` printed.
@@ -40,7 +42,11 @@ def page(result: Mapping[str, Any]) -> str:
             introduction,
             *_ratios(rows),
             "",
+            *_where_a_pipeline_wins(rows),
+            "",
             *_averages(rows),
+            "",
+            *_encoding(result["encoding"]),
             "",
             *_left_out(result["rows"]),
             *_fleet(result["fleet"]),
@@ -59,6 +65,34 @@ def _ratios(rows: list[dict[str, Any]]) -> Iterator[str]:
         alike = [r for r in rows if (r["model"], r["peers"]) == (model, peers)]
         cells = ["-" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in alike]
         yield f"| {model} | {peers} | {' | '.join(cells)} |"
+
+
+def _where_a_pipeline_wins(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """One sentence, for the number of peers on which most models fit a pipeline."""
+    fitting = [row for row in rows if row["ratio"] is not None]
+    peers = max(row["peers"] for row in fitting)
+    above, always, never = [], [], []
+    for model in dict.fromkeys(row["model"] for row in fitting):
+        alike = [r for r in fitting if (r["model"], r["peers"]) == (model, peers)]
+        rate = break_even_bits_per_s(alike)
+        if rate is None:
+            never.append(model)
+        elif rate == 0:
+            always.append(model)
+        else:
+            above.append(f"{model} {rate / 1e6:.0f}")
+    parts = []
+    if above:
+        parts.append(
+            f"where a peer's link carries more than the break-even (Mbit/s: {', '.join(above)})"
+        )
+    if always:
+        parts.append(f"on every one of these links with {', '.join(always)}")
+    wins = " and ".join(parts) or "nowhere in this table"
+    loses = f"; with {', '.join(never)} on none of these links" if never else ""
+    yield "## Where a pipeline wins"
+    yield ""
+    yield f"With {peers} peers **a pipeline wins {wins}{loses}.**"
 
 
 def _averages(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -80,6 +114,20 @@ def _averages(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| {model} | {rate} | {' | '.join(cells)} |"
 
 
+def _encoding(encoding: Mapping[str, Any]) -> Iterator[str]:
+    copies, rates = encoding["activation_copies"], encoding["elements_per_s"]
+    yield "## What encoding takes"
+    yield ""
+    yield "| what | used | measured on this machine, one core |"
+    yield "|---|---|---|"
+    for name, used in copies["used"].items():
+        measured = copies["measured"][name]
+        yield f"| activations as {name}, copies of a float32 | {used:.1f} | {measured:.1f} |"
+    for name, used in rates["used"].items():
+        measured = format_count(rates["measured"][name])
+        yield f"| a fragment as {name}, elements/s | {format_count(used)} | {measured} |"
+
+
 def _left_out(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         if "left_out" in row:
@@ -92,7 +140,8 @@ def _fleet(fleet: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"{fleet['rounds']:,} rounds of {fleet['model']} in groups of {fleet['group']}, changes "
-        f"travelling as {fleet['wire']}, links of 100 Mbit/s, peers that differ, come and go: "
+        f"travelling as {fleet['wire']} and bases as float16, links of 100 Mbit/s, peers that "
+        "differ, come and go: "
         f"simulated in {fleet['took_s']:.1f} s. "
         f"{fleet['share_of_alone']:.1%} of what as many peers train that always stay, "
         f"{fleet['lost_share']:.2%} of contributions lost, a round in {fleet['round_s']:.1f} s, "

@@ -24,7 +24,7 @@ _EXAMPLES = """\
   atom simulate gpt3-xl --gpu rtx-3090 --peers 8
   atom simulate gpt3-13b --gpu rtx-4090 --peers 64 --link 100Mbit/s --round-trip 0.05
   atom simulate gpt3-6.7b --gpu a100-40gb --peers 1000 --precision bf16 --json
-  atom simulate gpt3-xl --peers 10000 --link 100Mbit/s --wire int4 --rounds 1000 --group 32"""
+  atom simulate gpt3-xl --peers 10000 --link 100Mbit/s --wire int4 --rounds 1000"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class SimulateOptions:
     rounds: int | None = option(
         None, "Also run so many rounds with peers that differ, come and go.", "N"
     )
-    group: int | None = option(
-        None, "With --rounds: members average in shuffled groups of at most N. Default: all.", "N"
+    group: int = option(
+        16, "With --rounds: members average in shuffled groups of at most N; 0: in one of all.", "N"
     )
     upload: str | None = option(
         None, "With --rounds: rate of a peer's way out. Default: as --link.", "RATE"
@@ -202,7 +202,7 @@ def _text(
             "does not fit the devices"
             if pipeline is None
             else f"{pipeline.pipelines} x {pipeline.stages} stages, {pipeline.in_flight} in "
-            f"flight{', recomputing' if pipeline.recompute else ''}, "
+            f"flight, {pipeline.wire}{', recomputing' if pipeline.recompute else ''}, "
             f"{format_bytes(pipeline.device_bytes)}"
         )
         lines.append(

@@ -33,7 +33,7 @@ def fleet_rows(
 
 def fleet_text(options: SimulateOptions, rows: Sequence[dict[str, Any]]) -> str:
     """Return a table for people."""
-    groups = "one group of all" if options.group is None else f"groups of {options.group}"
+    groups = "one group of all" if options.group == 0 else f"groups of {options.group}"
     lines = [
         f"{options.rounds} rounds of {options.peers} unlike peers, {groups}; they stay for "
         f"{format_seconds(options.stay)} and are away for {format_seconds(options.away)}, on "
@@ -69,12 +69,13 @@ def _peers(options: SimulateOptions, found: Prospect, rate: float) -> Peers:
 
 
 def _averaging(options: SimulateOptions, found: Prospect) -> Averaging:
+    from atomtrain.simulation.encoding import ELEMENTS_PER_S
     from atomtrain.simulation.site import base_bytes, fragments_of, travelling_bytes
 
     parameters = found.analysis.parameters
     fragments = fragments_of(parameters)
     elements = -(-parameters // fragments)
-    group = min(options.peers, options.group or options.peers)
+    group = min(options.peers, options.group or options.peers)  # 0 stands for all
     contribution_bytes, mean_bytes = travelling_bytes(elements, options.wire, group)
     return Averaging(
         tokens_per_step=found.tokens_per_step,
@@ -82,7 +83,8 @@ def _averaging(options: SimulateOptions, found: Prospect) -> Averaging:
         mean_bytes=mean_bytes,
         fragments=fragments,
         local_steps=options.local_steps,
-        group_peers=options.group,
+        group_peers=options.group or None,
         base_bytes=base_bytes(elements, options.wire),
         state_bytes=_ANCHOR_BYTES_PER_PARAMETER * parameters,
+        codec_s=elements / ELEMENTS_PER_S[options.wire],
     )

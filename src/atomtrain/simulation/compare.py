@@ -2,19 +2,22 @@
 
 The pipeline gets the benefit of every doubt: stages as even as layers allow, the best number of
 stages and of micro-batches in flight, steps large enough for a small bubble, recomputing where that
-leaves memory for more micro-batches, transfers that always overlap computation, 8-bit activations
-at no cost, and, where there are more peers than stages, several pipelines whose gradients are
-averaged in no time. A stage's parameters, gradients and moments must fit its device.
+leaves memory for more micro-batches, transfers that always overlap computation, bfloat16 or 8-bit
+activations, whichever is faster with what encoding takes, and, where there are more peers than
+stages, several pipelines whose gradients are averaged in no time. A stage's parameters, gradients
+and moments must fit its device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
+from atomtrain.simulation.encoding import ACTIVATION_WIRES, ActivationWire
 from atomtrain.simulation.pipeline import PipelineLink, PipelineWork, partition, simulate_step
 from atomtrain.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
 
@@ -28,8 +31,6 @@ _STAGES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _SLOWER_IN_VAIN = 2
 """After so many numbers of stages in a row that are no faster, more are not tried: each stage makes
 the bubble longer and adds a link."""
-_VALUE_BYTES, _SCALE_BYTES = 1, 4
-"""Of a value on the wire, and of the scale of each row."""
 
 
 class LayerWork(NamedTuple):
@@ -63,6 +64,10 @@ class Site:
     exchange_bytes: Sequence[int]
     """See `SwarmWork`."""
     local_steps: int
+    codec_s: float = 0.0
+    """See `SwarmWork`."""
+    memory_bytes_per_s: float = math.inf
+    """Of the device, reached by element-wise operations: what encodes a pipeline's activations."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for too few peers."""
@@ -83,6 +88,8 @@ class PipelineChoice(NamedTuple):
     stages: int
     pipelines: int
     in_flight: int
+    wire: str
+    """How activations travel."""
     recompute: bool
     """Stages keep their inputs only and run forward again in backward."""
     sent_bytes_per_token: float
@@ -113,6 +120,7 @@ def compare(site: Site, bits_per_s: float, round_trip_s: float) -> Comparison:
         tokens_per_step=site.tokens_per_step,
         exchange_bytes=site.exchange_bytes,
         local_steps=site.local_steps,
+        codec_s=site.codec_s,
     )
     atom = simulate_swarm(swarm, SwarmLink(bits_per_s=rate, one_way_s=way_s))
     link = PipelineLink(bits_per_s=rate, one_way_s=way_s)
@@ -127,7 +135,12 @@ def _best_pipeline(site: Site, link: PipelineLink) -> PipelineChoice | None:
         if stages > min(site.peers, len(site.layers)) or in_vain == _SLOWER_IN_VAIN:
             break
         bounds = partition(times_s, stages)
-        found = [c for again in (False, True) for c in _of_stages(site, link, bounds, again)]
+        found = [
+            choice
+            for wire in ACTIVATION_WIRES
+            for again in (False, True)
+            for choice in _of_stages(site, link, bounds, wire, again)
+        ]
         fastest = max(found, key=lambda choice: choice.tokens_per_s, default=None)
         if fastest is not None and (best is None or fastest.tokens_per_s > best.tokens_per_s):
             best, in_vain = fastest, 0
@@ -137,7 +150,7 @@ def _best_pipeline(site: Site, link: PipelineLink) -> PipelineChoice | None:
 
 
 def _of_stages(
-    site: Site, link: PipelineLink, bounds: Sequence[int], recompute: bool
+    site: Site, link: PipelineLink, bounds: Sequence[int], wire: ActivationWire, recompute: bool
 ) -> Iterator[PipelineChoice]:
     stages = len(bounds) - 1
     parts = [site.layers[a:b] for a, b in pairwise(bounds)]
@@ -147,6 +160,15 @@ def _of_stages(
     backward_s = [sum(layer.backward_s for layer in part) for part in parts]
     if recompute:
         backward_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+    # What comes in is decoded, what goes out is encoded: half of both at the pipeline's ends.
+    values = max(part[-1].boundary_values for part in parts[:-1])
+    wire_s = wire.seconds(values, site.memory_bytes_per_s)
+    coding_s = [wire_s * (1.0 if 0 < index < stages - 1 else 0.5) for index in range(stages)]
+    forward_s = [a + b for a, b in zip(forward_s, coding_s, strict=True)]
+    backward_s = [a + b for a, b in zip(backward_s, coding_s, strict=True)]
+    boundary_bytes = max(
+        wire.payload_bytes(part[-1].boundary_values, part[-1].boundary_rows) for part in parts[:-1]
+    )
     state = [_STATE_BYTES_PER_PARAMETER * sum(x.parameters for x in part) for part in parts]
     for in_flight in sorted({min(micro_batches, stages * times) for times in (1, 2, 4, 8)}):
         # Stage s keeps at most its share of what is in flight (see `simulate_step`).
@@ -157,7 +179,6 @@ def _of_stages(
         )
         if device_bytes > site.device_memory_bytes:
             return
-        boundary_bytes = max(_boundary_bytes(part[-1]) for part in parts[:-1])
         work = PipelineWork(
             ranks=stages,
             forward_s=forward_s,
@@ -174,6 +195,7 @@ def _of_stages(
             stages,
             pipelines,
             in_flight,
+            wire.name,
             recompute,
             2 * (stages - 1) * boundary_bytes / site.micro_batch_tokens,
             device_bytes,
@@ -188,7 +210,3 @@ def _kept_bytes(site: Site, bounds: Sequence[int], stage: int, live: int, recomp
         return live * whole
     before = site.layers[bounds[stage] - 1].boundary_values if stage else 0
     return live * _RESIDENT_VALUE_BYTES * before + whole
-
-
-def _boundary_bytes(layer: LayerWork) -> int:
-    return _VALUE_BYTES * layer.boundary_values + _SCALE_BYTES * layer.boundary_rows

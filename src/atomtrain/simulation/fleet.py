@@ -90,6 +90,8 @@ class Averaging:
     """A whole fragment's base as it travels, where there are several groups: see docs/groups.md."""
     state_bytes: int = 0
     """What a newcomer, or a peer that comes back, fetches before it takes part."""
+    codec_s: float = 0.0
+    """See `SwarmWork`."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what cannot be averaged."""
@@ -217,7 +219,7 @@ class _Simulation:
         wire_bytes = (size_of - 1) / size_of * fragment_bytes
         up_s = 8 * wire_bytes / peers.up_bits_per_s[order]
         moving_s = np.maximum(up_s, 8 * wire_bytes / peers.down_bits_per_s[order])
-        exchange_s = moving_s + 2 * way_s
+        exchange_s = moving_s + 2 * way_s + averaging.codec_s
         in_time = exchange_s <= self._patience_s(wire_bytes, exchange_s)
         held_s = begun_s + exchange_s
         alive = self.toggle_s[order] > held_s

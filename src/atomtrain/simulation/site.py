@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+from atomtrain.planning.catalogue import UPDATE_BYTES_PER_PARAMETER
 from atomtrain.planning.prospect import Prospect
 from atomtrain.simulation.compare import LayerWork, Site
+from atomtrain.simulation.encoding import ELEMENTS_PER_S
 from atomtrain.swarm.bases import base_codec
 from atomtrain.swarm.codec import codec_named, encoded_bytes
+from atomtrain.swarm.groups import GROUP_SIZE
 from atomtrain.swarm.slices import Span
 
 _LARGEST_FRAGMENT_BYTES = 64 << 20
@@ -15,14 +18,17 @@ _LEAST_FRAGMENTS = 4
 
 
 def site_of(found: Prospect, peers: int, local_steps: int, wire: str) -> Site:
-    """Return so many peers that all follow the plan `found`.
+    """Return so many peers that all follow the plan `found`, in groups of the usual size.
 
     Raises:
         ConfigError: fewer than 2 peers, or an unknown wire format.
     """
     parameters = found.analysis.parameters
     count = fragments_of(parameters)
-    both = travelling_bytes(-(-parameters // count), wire, peers)
+    elements = -(-parameters // count)
+    group = min(peers, GROUP_SIZE)
+    both = travelling_bytes(elements, wire, group)
+    travelling = sum(both) + (base_bytes(elements, wire) if peers > group else 0)
     return Site(
         peers=peers,
         step_s=found.plan.step_s,
@@ -30,8 +36,10 @@ def site_of(found: Prospect, peers: int, local_steps: int, wire: str) -> Site:
         micro_batch_tokens=found.micro_batch * found.context_tokens,
         layers=_layers(found),
         device_memory_bytes=found.machine.device_memory_bytes,
-        exchange_bytes=[int((peers - 1) / peers * sum(both))] * count,
+        exchange_bytes=[int((group - 1) / group * travelling)] * count,
         local_steps=local_steps,
+        codec_s=elements / ELEMENTS_PER_S[wire],
+        memory_bytes_per_s=found.machine.device_update_rate * UPDATE_BYTES_PER_PARAMETER,
     )
 
 

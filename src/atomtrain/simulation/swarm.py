@@ -31,6 +31,9 @@ class SwarmWork:
     n bytes for all values 2 * (K - 1) / K * n."""
     local_steps: int
     """Local steps (H) in which every fragment is averaged once."""
+    codec_s: float = 0.0
+    """Seconds of an exchange in which a peer encodes, decodes and adds up, added to those of the
+    transfer; in truth most of it happens meanwhile."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what cannot be a swarm."""
@@ -105,7 +108,7 @@ def _round(
     invited_s = proposed_s + 2 * link.one_way_s  # proposal, invitation
     snapshot_s = max(_next_boundary(invited_s, step_s) for step_s in work.step_s)
     exchange_from_s = snapshot_s + 2 * link.one_way_s  # ready, begin
-    exchange_s = 8 * exchange_bytes / link.bits_per_s + 2 * link.one_way_s
+    exchange_s = 8 * exchange_bytes / link.bits_per_s + 2 * link.one_way_s + work.codec_s
     return invited_s, exchange_from_s + exchange_s + 2 * link.one_way_s  # held, commit
 
 

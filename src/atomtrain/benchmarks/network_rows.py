@@ -1,0 +1,63 @@
+"""What a row of `atom bench network` counts for, and where its results lie.
+
+A ratio of tokens per second says something of *training together* only where ATOM's peers averaged
+meanwhile: rows in whose window no round ended are marked wherever they are shown, and the largest
+ratio is that of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+UNFINISHED = "no round finished"
+"""The word for a row in which ATOM's peers did not average."""
+_BUSY = 0.25
+
+
+def rounds_finished(row: Row) -> int:
+    """Return how many rounds ended, with a mean of several peers, while ATOM was measured."""
+    return int((row.get("atom") or {}).get("rounds_averaged", 0))
+
+
+def largest_ratio(rows: Iterable[Row]) -> float | None:
+    """Return the largest ratio of ATOM to the pipeline among the rows with finished rounds."""
+    counted = (row["ratio"] for row in rows if row["ratio"] is not None and rounds_finished(row))
+    return max(counted, default=None)
+
+
+def disturbed(row: Row, rows: Iterable[Row]) -> bool:
+    """Say whether something else had the machine's cores.
+
+    ATOM's peers wait for no link, so a row in which they computed less than a quarter of what they
+    did at best was disturbed.
+    """
+    best = max((each["atom_tokens_per_s"] or 0.0 for each in rows), default=0.0)
+    return bool(row["atom_tokens_per_s"]) and row["atom_tokens_per_s"] < _BUSY * best
+
+
+def link_name(row: Row) -> str:
+    """Return rate and round trip of a row's link, for people."""
+    return f"{row['link_bits_per_s'] / 1e6:.4g} Mbit/s, {1000 * row['round_trip_s']:g} ms"
+
+
+def meant(row: Row) -> str:
+    """Return what a row's link stands for, for people."""
+    stands_for = row["stands_for"]
+    if not stands_for:
+        return "itself"
+    model = f", {stands_for['model']}" if stands_for["model"] else ""
+    return f"{stands_for['gpu']} on {stands_for['bits_per_s'] / 1e6:g} Mbit/s{model}"
+
+
+def network_results(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return those of the results, by the names of their files, that are of this benchmark.
+
+    There may be several, of different numbers of peers: `network.json`, `network-4-peers.json`.
+    """
+    return {
+        name: result
+        for name, result in results.items()
+        if name == "network" or name.startswith("network-")
+    }
