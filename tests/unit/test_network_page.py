@@ -87,6 +87,12 @@ def test_results_of_several_numbers_of_peers_are_one_page() -> None:
     assert "| **+100%** |" in text
 
 
+def test_unequal_budgets_of_an_older_version_are_told() -> None:
+    older = {**RESULT, "device_budget_bytes": 10, "pipeline_device_budget_bytes": 25}
+    assert "had 2.5 times the memory" in page([{**older, "rows": [ROW]}])
+    assert "older version" not in page([{**RESULT, "rows": [ROW]}])
+
+
 def test_results_of_the_benchmark_are_found_by_their_names() -> None:
     names = ("network", "network-4-peers", "networks", "plan")
     assert list(network_results({name: {} for name in names})) == ["network", "network-4-peers"]

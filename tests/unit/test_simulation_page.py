@@ -48,6 +48,10 @@ def test_one_sentence_says_where_a_pipeline_wins() -> None:
     assert "on every one of these links with middle" in sentence
     assert "with large on none of these links" in sentence
     assert "huge" not in sentence
+    (sentence,) = list(_where_a_pipeline_wins(rows[-3:]))[-1:]
+    assert (
+        "a pipeline wins nowhere in this table; nearest to it is large on links of 200" in sentence
+    )
 
 
 def test_encoding_is_measured_for_every_format_that_is_simulated() -> None:

@@ -126,6 +126,7 @@ def _setting(setup: NetworkSetup, methods: Methods, speeds: Speeds, flops_per_s:
         "device_budget_bytes": setup.budget_bytes,
         "tokens_per_step": setup.step_sequences * setup.model.sequence_tokens,
         "peer_flops_per_s": flops_per_s,
+        "speeds": speeds._asdict(),
         "compute_bound_tokens_per_s": setup.peers * speeds.tokens_per_s(setup.model),
         "boundary_bits_per_flop": setup.model.boundary_bits_per_flop,
         "plan": methods.atom.plan,

@@ -125,16 +125,15 @@ class AtomMethod:
         self._exchange_bytes = reply["exchange_bytes"]
         return str(reply["address"])
 
-    def _predicted(self, link: Link, fragment: int | None = None) -> SwarmRun:
-        """Simulate the swarm, with the step time that the engine had without one.
+    def _predicted(self, link: Link) -> SwarmRun:
+        """Simulate the swarm, with the step time that the engine had without one."""
+        return self._simulated(link, self._exchange_bytes, self.setup.peers)
 
-        With `fragment` that one alone is averaged, again and again.
-        """
-        exchange_bytes = self._exchange_bytes
+    def _simulated(self, link: Link, exchange_bytes: list[int], peers: int) -> SwarmRun:
         work = SwarmWork(
-            step_s=[self._step_s] * self.setup.peers,
+            step_s=[self._step_s] * peers,
             tokens_per_step=self.setup.model.tokens_per_step,
-            exchange_bytes=exchange_bytes if fragment is None else [exchange_bytes[fragment]],
+            exchange_bytes=exchange_bytes,
             local_steps=self.setup.local_steps,
         )
         limit = self._upload_limit_bytes_per_s(link)
@@ -154,17 +153,23 @@ class AtomMethod:
         # Where no round is expected to fit, nothing is waited for.
         return (wanted_s, longest_s) if wanted_s <= longest_s else (setup.window_s, setup.window_s)
 
-    def _round_s(self, predicted: SwarmRun, link: Link, fragments: list[int]) -> float:
-        """Return the predicted mean time of rounds of these fragments; of all if there are none."""
-        if not fragments:
-            return predicted.round_s
-        return statistics.fmean(self._predicted(link, each).round_s for each in fragments)
+    def _round_s(self, link: Link, fragment: int, peers: int) -> float:
+        """Return the predicted time of a round of so many peers; each sends (K - 1) / K of it."""
+        full = self.setup.peers
+        share = (peers - 1) / peers * full / (full - 1)
+        exchange_bytes = int(self._exchange_bytes[fragment] * share)
+        return self._simulated(link, [exchange_bytes], peers).round_s
 
     def _result(self, replies: list[Reply], predicted: SwarmRun, link: Link) -> Reply:
         tokens = sum(reply["tokens"] for reply in replies)
         trained_s = [reply["ended_s"] - reply["started_s"] for reply in replies]
         rate = _rate(replies)
-        fragments = [index for reply in replies for index in reply["round_fragments"]]
+        rounds = [
+            each
+            for reply in replies
+            for each in zip(reply["round_fragments"], reply["round_peers"], strict=True)
+        ]
+        expected_s = [self._round_s(link, *each) for each in rounds] or [predicted.round_s]
         return {
             "tokens_per_s": rate,
             "sent_bytes_per_token": sum(reply["sent_bytes"] for reply in replies) / tokens,
@@ -175,9 +180,9 @@ class AtomMethod:
             "reasons": sorted({reason for reply in replies for reason in reply["reasons"]}),
             "round_s": [s for reply in replies for s in reply["round_s"]],
             "predicted_tokens_per_s": predicted.tokens_per_s,
-            "round_fragments": fragments,
-            "round_peers": [count for reply in replies for count in reply["round_peers"]],
-            "predicted_round_s": self._round_s(predicted, link, fragments),
+            "round_fragments": [fragment for fragment, _ in rounds],
+            "round_peers": [peers for _, peers in rounds],
+            "predicted_round_s": statistics.fmean(expected_s),
             "predicted_averaged_every_s": predicted.averaged_every_s,
             "predicted_averaged_every_tokens": predicted.averaged_every_s * rate,
             "link_wait_share": sum(reply["link_wait_s"] for reply in replies) / sum(trained_s),

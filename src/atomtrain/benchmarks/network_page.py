@@ -102,6 +102,12 @@ def _section(result: Result) -> Iterator[str]:
         f"{result['load_average_before']:.1f} before; a peer computes "
         f"{result['peer_flops_per_s'] / 1e9:.1f} GFLOP/s."
     )
+    if "pipeline_device_budget_bytes" in result:
+        more = result["pipeline_device_budget_bytes"] / result["device_budget_bytes"]
+        yield (
+            f"**An older version:** a pipeline's devices had {more:.1f} times the memory of ATOM's "
+            "there; now all have the same, and ATOM's micro-batch is searched for."
+        )
     yield ""
     yield from _rows(result["rows"])
 

@@ -16,6 +16,7 @@ from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.pipeline import LIBRARY, encoded_bytes
 from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link
 from atomtrain.errors import PlanError
+from atomtrain.simulation.announced import AnnouncedWork, simulate_1f1b
 from atomtrain.simulation.pipeline import (
     Op,
     PipelineLink,
@@ -50,6 +51,9 @@ class Candidate:
     """A step's seconds."""
     predicted_bytes: int
     """Device memory of the rank that needs most."""
+    library_s: float
+    """A step's seconds under PyTorch's own schedule with as many chunks: as long as under ours, but
+    for 1F1B, whose waiting is simulated."""
 
     def plan(self) -> dict[str, Any]:
         """Return what the peers are told."""
@@ -161,7 +165,8 @@ def to_measure(ranked: Sequence[Candidate], setup: ModelSetup, peers: int) -> li
         for best in alike[:1]:
             chosen.append(replace(best, schedule=schedule, in_flight=peers * chunks))
     worth = [c for c in chosen if c.predicted_s <= _WORTH * ranked[0].predicted_s]
-    return sorted(worth, key=lambda c: (c.schedule != "own", c.predicted_s))
+    told = [c if c.schedule == "own" else replace(c, predicted_s=c.library_s) for c in worth]
+    return sorted(told, key=lambda c: (c.schedule != "own", c.predicted_s))
 
 
 def _cut(candidate: Candidate) -> tuple[int, int]:
@@ -200,6 +205,15 @@ def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
         backward_s[:-1] = [b + f for f, b in zip(forward_s[:-1], backward_s[:-1], strict=True)]
         kept[:-1] = [4.0 * rows * setup.width] * (len(parts) - 1)
     parameters = [sum(_parameters(setup, k) for k in part) for part in parts]
+    waiting_s = 0.0
+    if shape.chunks == 1 and not shape.recompute:
+        announced = AnnouncedWork(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            micro_batches=shape.micro_batches,
+            boundary_bytes=boundary_bytes,
+        )
+        waiting_s = simulate_1f1b(announced, way)
     found = []
     for in_flight in wanted:
         work = PipelineWork(
@@ -227,6 +241,7 @@ def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
                 predicted_bytes=_most_bytes(
                     step, parameters, kept, whole, boundary_bytes, shape.peers
                 ),
+                library_s=(waiting_s or step.step_s) + update_s,
             )
         )
     return found

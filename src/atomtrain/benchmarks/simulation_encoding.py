@@ -11,11 +11,13 @@ import torch
 from atomtrain.benchmarks.pipeline import decode, encode
 from atomtrain.simulation.encoding import ACTIVATION_WIRES, ELEMENTS_PER_S
 from atomtrain.swarm.codec import codec_named
+from atomtrain.swarm.slices import PIECE_ELEMENTS
 
 _ROWS, _WIDTH = 2048, 2048
 """A micro-batch of gpt3-xl: larger than the processor's cache, as on a GPU."""
-_ELEMENTS = 1 << 22
 _MEMBERS = 16
+_CONTRIBUTIONS = 4
+"""In the mean that is decoded: sparse formats decode one of more a little slower."""
 _REPEATS = 5
 
 
@@ -49,18 +51,21 @@ def _elements_per_s(name: str) -> float:
     """Return how many elements of a fragment a member of a round gets through."""
     codec = codec_named(name)
     mean_codec = codec.for_mean(_MEMBERS, 0)
-    values, out = torch.randn(_ELEMENTS), torch.empty(_ELEMENTS)
-    total = torch.zeros(_ELEMENTS)
-    slice_elements = _ELEMENTS // _MEMBERS
-    mean = mean_codec.encode(values)
+    values, out = torch.randn(PIECE_ELEMENTS), torch.empty(PIECE_ELEMENTS)
+    total = torch.zeros(PIECE_ELEMENTS)
+    for _ in range(_CONTRIBUTIONS):
+        codec.decode(codec.encode(torch.randn(PIECE_ELEMENTS)), out)
+        total.add_(out)
+    part = total[: PIECE_ELEMENTS // _MEMBERS].clone()
+    mean = mean_codec.encode(total)
 
     def work() -> None:
         codec.decode(codec.encode(values), out)
         total.add_(out)
-        mean_codec.encode(values[:slice_elements])
+        mean_codec.encode(part)
         mean_codec.decode(mean, out)
 
-    return _ELEMENTS / _fastest_s(work)
+    return PIECE_ELEMENTS / _fastest_s(work)
 
 
 def _fastest_s(work: Callable[[], object]) -> float:

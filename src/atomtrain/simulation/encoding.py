@@ -34,15 +34,15 @@ class ActivationWire(NamedTuple):
 
 ACTIVATION_WIRES = (
     ActivationWire("bfloat16", 2, 0, 2.0),
-    ActivationWire("int8", 1, 4, 10.0),
+    ActivationWire("int8", 1, 4, 5.5),
 )
 """Both are tried, on every link."""
 ELEMENTS_PER_S: Mapping[str, float] = {
-    "float32": 1e9,
-    "float16": 1e9,
-    "int8": 1e8,
-    "int4": 1e8,
-    "topk": 1e8,
+    "float32": 1.5e9,
+    "float16": 6e8,
+    "int8": 3.3e8,
+    "int4": 1.5e8,
+    "topk": 4e7,
 }
 """Elements of a fragment a second that a member of a round gets through on one core: it encodes its
 contribution, decodes as much of others' and adds it up, and decodes the means."""

@@ -1,0 +1,72 @@
+"""PyTorch's 1F1B over a transport that announces, event by event."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atomtrain.simulation.announced import AnnouncedWork, actions_1f1b, simulate_1f1b
+from atomtrain.simulation.pipeline import Op, PipelineLink, PipelineWork, simulate_step
+
+FREE = PipelineLink(bits_per_s=math.inf)
+
+
+def work(ranks: int = 2, micro_batches: int = 4, boundary_bytes: int = 1000) -> AnnouncedWork:
+    return AnnouncedWork(
+        forward_s=[1.0] * ranks,
+        backward_s=[2.0] * ranks,
+        micro_batches=micro_batches,
+        boundary_bytes=boundary_bytes,
+    )
+
+
+def test_on_a_free_link_it_is_1f1b() -> None:
+    # K - 1 micro-batches' bubble before and after the M that each rank computes.
+    assert simulate_1f1b(work(3, 6), FREE) == pytest.approx((6 + 2) * 3.0)
+
+
+def test_every_rank_does_everything_once_in_the_library_s_order() -> None:
+    both = [actions_1f1b(work(), rank) for rank in range(2)]
+    handed = [
+        [(action.sends, action.receives) for action in actions if action.sends or action.receives]
+        for actions in both
+    ]
+    first, last = Op(False, 1, 0), Op(True, 0, 3)
+    # The first rank fills the pipeline; its second forward goes with the first backward's coming.
+    assert handed[0][0] == ((first,), ())
+    assert handed[0][1] == ((Op(False, 1, 1),), (Op(True, 0, 0),))
+    assert handed[1][-1] == ((last,), ())
+    for actions in both:
+        assert sum(action.compute_s for action in actions) == 4 * 3.0
+
+
+def test_a_backward_s_announcement_waits_behind_the_activations() -> None:
+    # 8000 bits on 800 bit/s: 10 s a transfer, of which both directions could run at once.
+    slow = PipelineLink(bits_per_s=800)
+    many = work(2, 100)
+    took_s = simulate_1f1b(many, slow)
+    overlapped = PipelineWork(
+        ranks=2, forward_s=[1.0] * 2, backward_s=[2.0] * 2, micro_batches=100, in_flight=4,
+        boundary_bytes=1000,
+    )  # fmt: skip
+    assert took_s > 1.9 * simulate_step(overlapped, slow).step_s
+
+
+@given(
+    ranks=st.integers(1, 5),
+    micro_batches=st.integers(1, 12),
+    bits_per_s=st.floats(1e2, 1e9),
+    one_way_s=st.floats(0, 1),
+)
+def test_no_link_beats_its_rate_and_nobody_waits_for_ever(
+    ranks: int, micro_batches: int, bits_per_s: float, one_way_s: float
+) -> None:
+    link = PipelineLink(bits_per_s=bits_per_s, one_way_s=one_way_s)
+    took_s = simulate_1f1b(work(ranks, micro_batches), link)
+    assert took_s >= (micro_batches + ranks - 1) * 3.0 * (1 - 1e-9)
+    if ranks > 1:
+        assert took_s >= micro_batches * 8000 / bits_per_s
+        assert took_s >= 2 * (ranks - 1) * one_way_s
