@@ -121,13 +121,13 @@ class AtomPeer:
             "exchange_bytes": [exchange_bytes(context, index, peers) for index in range(count)],
         }
 
-    def meet(self, peers: int, within_s: float) -> Reply:
-        """Wait until this peer knows that so many, itself included, take part; within a time.
+    def meet(self, peers: int, patience_s: float) -> Reply:
+        """Wait until this peer knows that so many, itself included, take part; not for ever.
 
         A round begun before would leave somebody out. Returns how many are known.
         """
         assert self._swarm is not None
-        until_s = time.monotonic() + within_s
+        until_s = time.monotonic() + patience_s
         while True:
             known = sum(peer.state == TRAINING for peer in self._swarm.peers())
             if known >= peers or time.monotonic() >= until_s:

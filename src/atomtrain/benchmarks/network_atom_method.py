@@ -80,7 +80,7 @@ class AtomMethod:
         address = self._enter(peers, 0, None, shared)
         for index in range(1, setup.peers):
             self._enter(peers, index, address, shared)
-        met = peers.tell_all("meet", START_S, peers=setup.peers, within_s=_MEET_S)
+        met = peers.tell_all("meet", START_S, peers=setup.peers, patience_s=_MEET_S)
         if any(reply["known"] < setup.peers for reply in met):
             progress("not all of ATOM's peers know of each other: rounds may leave somebody out")
         self.network.shape(link)

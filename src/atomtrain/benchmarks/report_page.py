@@ -104,14 +104,14 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
         rows = [f"<tr><th>{html.escape(k)}</th>{_cell(v)}</tr>" for k, v in plain.items()]
         yield f"<table>{''.join(rows)}</table>"
     for key in ("rows", "cases"):
-        rows = result.get(key)
-        if key == "rows" and network_results({name: result}) and isinstance(rows, list):
-            rows = [{**row, "rounds_finished": rounds_finished(row)} for row in rows]
+        listed = result.get(key)
+        if key == "rows" and network_results({name: result}) and isinstance(listed, list):
+            listed = [{**row, "rounds_finished": rounds_finished(row)} for row in listed]
             yield (
-                f"<p>Where no round finished, ATOM's peers trained each for itself: {UNFINISHED} "
-                "stands in the picture, and the ratio counts for nothing.</p>"
+                f"<p>Where no round finished ({UNFINISHED!r} in the picture), ATOM's peers trained "
+                "each for itself: that ratio counts for nothing.</p>"
             )
-        yield from _table(rows)
+        yield from _table(listed)
 
 
 def _command(name: str, result: Mapping[str, Any]) -> str:
