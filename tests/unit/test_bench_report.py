@@ -58,7 +58,8 @@ NETWORK = {
 }
 SIMULATION = {
     "rows": [
-        {"model": "gpt3-xl", "peers": 8, "link_bits_per_s": rate, "ratio": 1e9 / rate}
+        {"model": model, "peers": 8, "link_bits_per_s": rate, "ratio": 1e9 / rate}
+        for model in ("gpt3-small", "gpt3-medium", "gpt3-large", "gpt3-xl", "gpt3-2.7b", "gpt3-13b")
         for rate in (1e8, 1e9)
     ]
 }

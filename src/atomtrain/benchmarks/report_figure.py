@@ -81,7 +81,7 @@ def _simulated_lines(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.plot(
             [row["link_bits_per_s"] / 1e6 for row in line],
             [row["ratio"] for row in line],
-            color=str(0.8 - 0.8 * index / max(1, len(models) - 1)),
+            color=(0.8 * (1 - (index + 1) / len(models)),) * 3,
             linewidth=1.2,
             label=f"simulated, {model}, {peers} peers",
         )
