@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hugging_face_models import SENTENCE, UNTIED, write_model, write_text
@@ -26,7 +27,6 @@ TEMPLATE = (
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, a text and rows, as the page's commands name them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "models" / "smollm2-135m"
     write_model(folder, UNTIED)
@@ -77,6 +77,58 @@ def test_inspecting_shows_what_is_learnt(place: Path, capsys: pytest.CaptureFixt
     assert "chats.jsonl:1: 'messages' must be a list" in capsys.readouterr().err
     assert main(["data", "inspekt"]) == 2
     assert "Did you mean 'inspect'" in capsys.readouterr().err
+
+
+def test_every_kind_of_data_can_be_looked_at(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same rows as lines, a list, parquet, a folder of it with what lies beside, by name."""
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    rows = [json.loads(line) for line in (place / "chats.jsonl").read_text().splitlines()]
+    (place / "chats.json").write_text(json.dumps(rows, indent=1))
+    (place / "table" / "data").mkdir(parents=True)
+    (place / "table" / "README.md").write_text("# Chats\n")
+    for number in range(2):
+        part = pyarrow.Table.from_pylist(rows[20 * number : 20 * number + 20])
+        parquet.write_table(part, place / "table" / "data" / f"train-{number:05}-of-00002.parquet")
+
+    def inspected(data: str, model: str = "models/smollm2-135m") -> dict[str, Any]:
+        given = ["data", "inspect", data, "--model", model, "--context", "64", "--json"]
+        assert main(given) == 0, capsys.readouterr().err
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    expected = inspected("chats.jsonl")
+    for data in ("chats.json", "table", "table/data/*.parquet"):
+        assert inspected(data) == expected, data
+    text = inspected("books", "tiny")
+    assert (text["kind"], len(text["samples"])) == ("text", 1)
+    assert text["train_bytes"] < (place / "books" / "one.txt").stat().st_size
+    assert inspected("books")["train_tokens"] > 0
+
+
+def test_a_data_set_is_trained_on_by_name(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    (place / "mine").mkdir()
+    (place / "chats.jsonl").rename(place / "mine" / "train.jsonl")
+    given = ["--model", "models/smollm2-135m", "--context", "64"]
+    assert main(["data", "inspect", "stream:mine:train[:30]", *given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == 30
+    train = ["train", *given[:2], *SMALL]
+    assert main([*train, "--data", "datasets:mine", "--run", "named"]) == 0
+    losses = [
+        event["loss"]
+        for event in read_events(place / "runs" / "named" / "peer-0" / "events.jsonl")
+        if event["event"] == "evaluation"
+    ]
+    assert losses[-1] < losses[0]
+    capsys.readouterr()
+    assert main([*train, "--data", "datasets:", "--run", "other"]) == 2
+    assert "is not written as datasets:NAME" in capsys.readouterr().err
 
 
 def test_rows_with_answers_need_a_trained_model(

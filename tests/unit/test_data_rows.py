@@ -144,6 +144,34 @@ def test_files_are_read_in_order_and_mistakes_have_their_line(tmp_path: Path) ->
         list(read_rows(str(tmp_path / "d.jsonl")))
 
 
+def test_a_json_list_is_rows_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "alpaca.json"
+    rows = [{"instruction": "a", "output": "b"}, {"instruction": "c", "output": "d"}]
+    for content in (json.dumps(rows, indent=1), "\ufeff \n" + json.dumps(rows)):
+        file.write_text(content)
+        assert has_rows(str(file))
+        found = list(read_rows(str(file)))
+        assert [r.values for r in found] == rows
+        assert found[1].place.endswith("alpaca.json: row 2")
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert [r.place.rpartition(":")[2] for r in read_rows(str(file))] == ["1", "2"]
+    for content, expected in (("[{}", "not JSON"), ("[{}, 1]", "row 2 is not a JSON object")):
+        file.write_text(content)
+        with pytest.raises(DataError, match=expected):
+            list(read_rows(str(file)))
+
+
+def test_what_lies_beside_the_rows_of_a_folder_is_passed_over(tmp_path: Path) -> None:
+    for name in ("README.md", "dataset_infos.json", ".git/config", ".gitattributes", "a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "one"}')
+    assert has_rows(str(tmp_path))
+    assert len(list(read_rows(str(tmp_path)))) == 1
+    (tmp_path / "book.txt").write_text("two")
+    assert not has_rows(str(tmp_path))
+    assert has_rows(str(tmp_path / "*.jsonl"))
+
+
 def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -300,22 +328,3 @@ def test_answers_of_a_pair_stay_together() -> None:
         Examples(made[:2], "pairs", together=2)
     few = Examples(made[2:6], "pairs", together=2)
     assert (few.train.count, few.held_out.count) == (2, 2)
-
-
-def test_the_package_datasets_gives_the_same_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "named"
-    folder.mkdir()
-    for split, text in (("train", "one"), ("test", "two")):
-        (folder / f"{split}.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    name = f"datasets:{folder}"
-    assert has_rows(name)
-    assert [row.values for row in read_rows(name)] == [{"text": "one"}]
-    assert [row.values for row in read_rows(f"{name}:test")] == [{"text": "two"}]
-    with pytest.raises(DataError, match="cannot be loaded"):
-        list(read_rows(f"datasets:{tmp_path / 'missing'}"))

@@ -64,6 +64,7 @@ MISTAKES = (
     Mistake(("train", "--run", "gone", "--resume"), "no checkpoint"),
     Mistake(("train", "--model", "tiny", "--data", "missing.txt"), "missing.txt"),
     Mistake(("train", "--model", "tiny", "--data", "empty.txt"), "empty.txt"),
+    Mistake(("train", "--model", "tiny", "--data", "stream:"), "is not written as stream:NAME"),
     Mistake((*_TINY, "--directory", "text.txt"), "text.txt"),
     Mistake((*_TINY, "--join", "hello"), "which run to join is not clear"),
     Mistake((*_TINY, "--join", f"a@/ip4/x/tcp/1/p2p/{_PEER}"), "is not the address of a peer"),

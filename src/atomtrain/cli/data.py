@@ -14,7 +14,8 @@ from atomtrain.training.options import option
 _EXAMPLES = """\
   atom data inspect chats.jsonl --model models/smollm2-135m
   atom data inspect 'train/*.parquet' --model models/smollm2-135m --context 512 --packing
-  atom data inspect 'books/*.txt' --model models/smollm2-135m"""
+  atom data inspect 'books/*.txt' --model tiny
+  atom data inspect 'stream:org/name:train[:1000]' --model models/smollm2-135m"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,12 @@ class InspectOptions:
     """What a user can say to `atom data inspect`."""
 
     data: str = option(None, "As --data of atom train.", "FILES")
-    model: str = option(None, "Folder or id of a Hugging Face model.", "NAME")
+    model: str = option(
+        None,
+        "Folder or id of a Hugging Face model; or a model by name, whose tokenizer is trained on "
+        "the text.",
+        "NAME",
+    )
     context: int = option(1024, "Tokens of a sequence.", "N")
     packing: bool = option(False, "Put several rows into one sequence.", "")
     samples: int = option(1, "Examples to show, with [[answers]] marked.", "N")

@@ -1,19 +1,25 @@
-"""Rows of examples: JSON lines, parquet files, folders of them, or a data set by name."""
+"""Rows of examples: JSON or parquet files, folders of them, or a data set by name."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atomtrain.data.named import is_named, named_rows
 from atomtrain.errors import DataError
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet")
+_COMPANIONS = ("readme", "license", "dataset_info", "metadata")
+"""Beginnings of the names of files that lie beside rows and are none."""
 _GLOB_SIGNS = frozenset("*?[")
-NAMED = "datasets:"
-"""Before the name of a data set that the package `datasets` loads."""
+_BEGINNING_BYTES = 4096
+_BLANKS = b" \t\r\n\xef\xbb\xbf"
+"""White space, and the mark with which some programs begin UTF-8."""
 
 
 class Row(NamedTuple):
@@ -28,7 +34,7 @@ def has_rows(spec: str | None) -> bool:
     """Return whether a user's data are rows, not text: by suffix, or by the files of a folder."""
     if spec is None:
         return False
-    if spec.startswith(NAMED):
+    if is_named(spec):
         return True
     files = _files(spec)
     return bool(files) and all(file.suffix in SUFFIXES for file in files)
@@ -38,17 +44,20 @@ def read_rows(spec: str) -> Iterator[Row]:
     """Yield the rows of all files in order, a few in memory at a time.
 
     Args:
-        spec: A `.jsonl` or `.parquet` file, a folder of such, several separated by commas, or
-            `datasets:NAME` (with the split `train`; `datasets:NAME:SPLIT` takes another).
+        spec: A `.jsonl`, `.json` or `.parquet` file, a folder of such, several separated by
+            commas, or a data set by name (see `named`).
 
     Raises:
-        DataError: a file cannot be read, or a line is no JSON object; names file and line.
+        DataError: a file cannot be read, or a row is no JSON object; names file and line.
     """
-    if spec.startswith(NAMED):
-        yield from _named(spec.removeprefix(NAMED))
+    if is_named(spec):
+        yield from itertools.starmap(Row, named_rows(spec))
         return
     for file in _files(spec):
-        yield from (_lines(file) if file.suffix == ".jsonl" else _parquet(file))
+        if file.suffix == ".parquet":
+            yield from _parquet(file)
+        else:
+            yield from (_array(file) if _is_array(file) else _lines(file))
 
 
 def _files(spec: str) -> list[Path]:
@@ -58,29 +67,71 @@ def _files(spec: str) -> list[Path]:
         if _GLOB_SIGNS.intersection(part) and not path.exists():
             found += sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         elif path.is_dir():
-            inside = (file for file in path.rglob("*") if file.is_file())
-            found += sorted(file for file in inside if not file.name.startswith("."))
+            found += _inside(path)
         else:
             found.append(path)
     return found
 
 
-def _lines(file: Path) -> Iterator[Row]:
+def _inside(folder: Path) -> list[Path]:
+    """Return the files of a folder; if there are rows among them, without what tells of them."""
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file()
+        and not any(name.startswith(".") for name in file.relative_to(folder).parts)
+    )
+    if any(file.suffix in SUFFIXES for file in files):
+        return [file for file in files if not file.name.lower().startswith(_COMPANIONS)]
+    return files
+
+
+def _is_array(file: Path) -> bool:
+    """Return whether a file is one JSON list; whatever cannot be read is told by who reads it."""
     try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                place = f"{file}:{number}"
-                try:
-                    values = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise DataError(
-                        f"{place}: not JSON ({error}); each line must be one JSON object"
-                    ) from error
-                if not isinstance(values, dict):
-                    raise DataError(f"{place}: not a JSON object; each line must be one")
-                yield Row(place, values)
+        with file.open("rb") as content:
+            return content.read(_BEGINNING_BYTES).lstrip(_BLANKS)[:1] == b"["
+    except OSError:
+        return False
+
+
+def _array(file: Path) -> Iterator[Row]:
+    """Yield the rows of one JSON list, which is in memory as a whole."""
+    with _told(file):
+        try:
+            rows = json.loads(file.read_text(encoding="utf-8-sig"))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise DataError(
+                f"{file}: not JSON ({error}); it must be one list of objects, or one object a line"
+            ) from error
+    for number, values in enumerate(rows, 1):
+        if not isinstance(values, dict):
+            raise DataError(f"{file}: row {number} is not a JSON object; each must be one")
+        yield Row(f"{file}: row {number}", values)
+
+
+def _lines(file: Path) -> Iterator[Row]:
+    with _told(file), file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{file}:{number}"
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{place}: not JSON ({error}); each line must be one JSON object"
+                ) from error
+            if not isinstance(values, dict):
+                raise DataError(f"{place}: not a JSON object; each line must be one")
+            yield Row(place, values)
+
+
+@contextlib.contextmanager
+def _told(file: Path) -> Iterator[None]:
+    """Name the file that cannot be read."""
+    try:
+        yield
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}); check --data") from error
     except UnicodeDecodeError as error:
@@ -105,21 +156,3 @@ def _parquet(file: Path) -> Iterator[Row]:
     except (OSError, ArrowException) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{file} cannot be read as parquet ({reason}); restore it") from error
-
-
-def _named(name: str) -> Iterator[Row]:
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"the data set {name} needs the package datasets; install it with pip install "
-            "'atomtrain[data]'"
-        ) from None
-    name, _, split = name.partition(":")
-    try:
-        found = datasets.load_dataset(name, split=split or "train")
-    except Exception as error:  # of the package, the file system or the network
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"the data set {name!r} cannot be loaded ({reason})") from error
-    for number, values in enumerate(found, 1):
-        yield Row(f"{name}: row {number}", dict(values))

@@ -45,8 +45,12 @@ def check_early(options: TrainOptions) -> None:
     _check_addresses(options)
     if options.data is not None:
         from atomtrain.data.corpus import check_files
+        from atomtrain.data.named import is_named, parse_named
 
-        check_files(options.data)
+        if is_named(options.data):
+            parse_named(options.data)
+        else:
+            check_files(options.data)
 
 
 def check_model_name(name: str | None) -> None:

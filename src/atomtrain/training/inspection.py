@@ -9,7 +9,8 @@ from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.data.examples import Examples, Part, Rows
 from atomtrain.data.material import ExampleMaterial, TextMaterial
 from atomtrain.data.pairs import PairMaterial
-from atomtrain.models.hugging_face import model_folder, read_config
+from atomtrain.models import Sizes, preset
+from atomtrain.models.hugging_face import is_hugging_face, model_folder, read_config
 from atomtrain.training.texts import has_pairs, read_text
 
 _SHOWN_TOKENS = 200
@@ -23,9 +24,9 @@ def inspect(
     Raises:
         AtomError: data or model cannot be read; names file and line.
     """
-    folder = model_folder(model)
-    sizes, tokenizer = read_config(folder), read_tokenizer(folder)
+    sizes, tokenizer = _known_of(model)
     text = read_text(data, sizes, tokenizer, packed=packed, pairs=has_pairs(data))
+    tokenizer = text.tokenizer
     if isinstance(text.material, TextMaterial):
         tokens = text.material.tokens
         shown = tokens.train[:_SHOWN_TOKENS].tolist()
@@ -58,6 +59,14 @@ def inspect(
             for index in range(min(samples, examples.train.count))
         ],
     }
+
+
+def _known_of(model: str) -> tuple[Sizes, Tokenizer | None]:
+    """Return a model's sizes and tokenizer; a preset has none yet: it is trained on the text."""
+    if not is_hugging_face(model):
+        return preset(model), None
+    folder = model_folder(model)
+    return read_config(folder), read_tokenizer(folder)
 
 
 def _pairs(

@@ -51,7 +51,7 @@ def read_text(
         if pairs:
             raise DataError(
                 f"{data or 'the demo corpus'} is running text; --objective dpo needs rows with "
-                "chosen and rejected: name .jsonl or .parquet files with --data"
+                "chosen and rejected: name .jsonl, .json or .parquet files with --data"
             )
         return _running(data, read_corpus(data), sizes, tokenizer, packed)
     assert data is not None

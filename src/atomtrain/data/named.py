@@ -1,0 +1,113 @@
+"""A data set by name, which the package `datasets` loads: from its hub, its cache, or a folder.
+
+| written | means |
+|---|---|
+| `datasets:NAME` | split `train`, kept in the package's cache |
+| `datasets:NAME:SPLIT`, `datasets:NAME:SUBSET:SPLIT` | another split, a subset |
+| `stream:NAME...` | the same, read once and kept nowhere |
+| `...[:N]` | the first N rows |
+
+NAME is an id such as `org/name`, or a folder with files or with what `save_to_disk` wrote.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atomtrain.errors import DataError
+
+PREFIXES = ("datasets:", "stream:")
+_FORM = re.compile(
+    r"(?P<name>[^:\[\]]+)(:(?P<first>[^:\[\]]+))?(:(?P<second>[^:\[\]]+))?(\[:(?P<rows>[0-9]+)\])?"
+)
+_SAVED = ("dataset_dict.json", "state.json")
+"""Files of what `save_to_disk` wrote."""
+_REASON_CHARACTERS = 200
+
+
+class Named(NamedTuple):
+    """What a user wrote, taken apart."""
+
+    name: str
+    subset: str | None
+    split: str
+    rows: int | None
+    """So many from the beginning; `None`: all."""
+    streamed: bool
+
+
+def is_named(spec: str) -> bool:
+    """Return whether data are given by name."""
+    return spec.startswith(PREFIXES)
+
+
+def parse_named(spec: str) -> Named:
+    """Return what `spec` says; loads nothing.
+
+    Raises:
+        DataError: it is not written as the table above says, or the package is not installed.
+    """
+    prefix, _, rest = spec.partition(":")
+    found = _FORM.fullmatch(rest)
+    if found is None or found["rows"] == "0":
+        raise DataError(
+            f"--data {spec} is not written as {prefix}:NAME, {prefix}:NAME:SPLIT or "
+            f"{prefix}:NAME:SUBSET:SPLIT, each possibly with [:N] behind it for the first N rows"
+        )
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"the data set {found['name']} needs the package datasets; install it with pip install "
+            "'atomtrain[data]'"
+        )
+    first, second = found["first"], found["second"]
+    subset, split = (first, second) if second else (None, first or "train")
+    rows = None if found["rows"] is None else int(found["rows"])
+    return Named(found["name"], subset, split, rows, prefix == "stream")
+
+
+def named_rows(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and values of each row, a few in memory at a time.
+
+    Raises:
+        DataError: as `parse_named`; or there is no such data set, subset or split, or it cannot be
+            read; says what the package says.
+    """
+    named = parse_named(spec)
+    try:
+        rows = itertools.islice(_loaded(named), named.rows)
+        for number, values in enumerate(rows, 1):
+            yield f"{named.name}: row {number}", dict(values)
+    except DataError:
+        raise
+    except Exception as error:  # of the package, the file system or the network
+        reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
+        raise DataError(f"the data set {named.name!r} cannot be loaded ({reason})") from error
+
+
+def _loaded(named: Named) -> Any:
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    folder = Path(named.name).expanduser()
+    if not any((folder / file).is_file() for file in _SAVED):
+        name = str(folder) if folder.is_dir() else named.name
+        return datasets.load_dataset(
+            name, named.subset, split=named.split, streaming=named.streamed
+        )
+    # Already as it would be in the cache: read in place, whichever the prefix.
+    if named.subset is not None:
+        raise DataError(f"{folder} was saved without subsets; write {named.name}:SPLIT")
+    found = datasets.load_from_disk(str(folder))
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    if named.split not in found:
+        splits = ", ".join(found)
+        raise DataError(f"{folder} has no split {named.split!r}; it has {splits}")
+    return found[named.split]

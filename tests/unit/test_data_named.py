@@ -1,0 +1,109 @@
+"""Data sets by name: what may be written, and what the package `datasets` gives without a net."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atomtrain.data.named import Named, is_named, parse_named
+from atomtrain.data.rows import has_rows, read_rows
+from atomtrain.errors import DataError
+
+WRITTEN = {
+    "datasets:org/name": Named("org/name", None, "train", None, False),
+    "datasets:org/name:test": Named("org/name", None, "test", None, False),
+    "datasets:org/name:main:test": Named("org/name", "main", "test", None, False),
+    "stream:./here:train[:20]": Named("./here", None, "train", 20, True),
+    "stream:here[:1]": Named("here", None, "train", 1, True),
+    "datasets:here:train+test": Named("here", None, "train+test", None, False),
+}
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setenv("HF_HOME", str(cache))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        package = pytest.importorskip("datasets")
+        patch.setattr(package.config, "HF_DATASETS_CACHE", cache)
+        patch.setattr(package.config, "HF_HUB_OFFLINE", True)
+        yield package
+
+
+@pytest.mark.parametrize("spec", WRITTEN)
+def test_what_is_written_is_understood(spec: str, datasets: Any) -> None:
+    assert is_named(spec)
+    assert parse_named(spec) == WRITTEN[spec]
+
+
+@pytest.mark.parametrize(
+    "rest", ["", ":train", "a:b:c:d", "a:", "a[:0]", "a[3:5]", "a:train[:10%]", "a[:2]:train"]
+)
+def test_what_cannot_be_understood_is_refused(rest: str, datasets: Any) -> None:
+    with pytest.raises(DataError, match=r"is not written as stream:NAME, stream:NAME:SPLIT or"):
+        parse_named(f"stream:{rest}")
+
+
+def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(DataError, match=r"needs the package datasets; .*'atomtrain\[data\]'"):
+        parse_named("datasets:org/name")
+
+
+def texts(spec: str) -> list[str]:
+    return [row.values["text"] for row in read_rows(spec)]
+
+
+def test_files_of_a_folder_are_read_by_split(tmp_path: Path, datasets: Any) -> None:
+    folder = tmp_path / "named"
+    folder.mkdir()
+    for split, words in (("train", ["one", "two", "three"]), ("test", ["four"])):
+        lines = [json.dumps({"text": word}) for word in words]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    for prefix in ("datasets", "stream"):
+        name = f"{prefix}:{folder}"
+        assert has_rows(name)
+        assert texts(name) == ["one", "two", "three"]
+        assert texts(f"{name}:test") == ["four"]
+        assert texts(f"{name}:train[:2]") == ["one", "two"]
+        assert [row.place for row in read_rows(f"{name}:test")] == [f"{folder}: row 1"]
+        for wrong in (f"{name}:dev", f"{name}:other:train", f"{prefix}:{tmp_path / 'missing'}"):
+            with pytest.raises(DataError, match="cannot be loaded"):
+                texts(wrong)
+
+
+def test_subsets_and_parquet(tmp_path: Path, datasets: Any) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    for subset in ("small", "large"):
+        (tmp_path / subset).mkdir()
+        table = pyarrow.Table.from_pylist([{"messages": turns, "id": subset}])
+        parquet.write_table(table, tmp_path / subset / "train-00000-of-00001.parquet")
+    front = "---\nconfigs:\n" + "".join(
+        f"- config_name: {name}\n  data_files: {name}/*.parquet\n" for name in ("small", "large")
+    )
+    (tmp_path / "README.md").write_text(front + "---\n")
+    for prefix in ("datasets", "stream"):
+        [row] = read_rows(f"{prefix}:{tmp_path}:large:train")
+        assert (row.values["id"], row.values["messages"]) == ("large", turns)
+        with pytest.raises(DataError, match="cannot be loaded"):
+            list(read_rows(f"{prefix}:{tmp_path}"))  # which of the two?
+    assert [row.values["id"] for row in read_rows(str(tmp_path))] == ["large", "small"]
+
+
+def test_what_was_saved_is_read_in_place(tmp_path: Path, datasets: Any) -> None:
+    made = {split: datasets.Dataset.from_dict({"text": [split, "x"]}) for split in ("train", "b")}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "all")
+    made["b"].save_to_disk(tmp_path / "one")
+    assert texts(f"datasets:{tmp_path / 'all'}") == ["train", "x"]
+    assert texts(f"stream:{tmp_path / 'all'}:b[:1]") == ["b"]
+    assert texts(f"datasets:{tmp_path / 'one'}") == ["b", "x"]
+    with pytest.raises(DataError, match="has no split 'c'; it has train, b"):
+        texts(f"datasets:{tmp_path / 'all'}:c")
+    with pytest.raises(DataError, match="was saved without subsets"):
+        texts(f"datasets:{tmp_path / 'all'}:a:b")
