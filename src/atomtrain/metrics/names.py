@@ -21,62 +21,64 @@ class Metric(NamedTuple):
     about: str
 
 
+def _told_by(event: str, *rows: tuple[str, ...]) -> tuple[Metric, ...]:
+    """Return metrics of an event; a row is field, unit, what it is, and its name if another."""
+    return tuple(
+        Metric(name[0] if name else field, unit, event, field, about)
+        for field, unit, about, *name in rows
+    )
+
+
 METRICS = (
-    Metric("steps", "steps", "step", "step", "Optimizer steps done."),
-    Metric("loss", "nats per token", "step", "loss", "Training loss of the step."),
-    Metric(
-        "reward_accuracy", "share of 1", "step", "reward_accuracy",
-        "Pairs of the step in which the better answer has the higher reward.",
+    *_told_by(
+        "step",
+        ("step", "steps", "Optimizer steps done.", "steps"),
+        ("loss", "nats per token", "Training loss of the step."),
+        ("reward_accuracy", "share of 1",
+         "Pairs of the step in which the better answer has the higher reward."),
+        ("reward_margin", "nats", "By how much its reward is higher, mean over the step's pairs."),
+        ("tokens_total", "tokens", "Tokens this peer trained on."),
+        ("tokens_per_s", "tokens/s", "Speed of the step."),
+        ("step_s", "s", "How long the step took."),
+        ("link_wait_share", "share of 1",
+         "Part of the step in which compute waited for the link or for updates."),
+        ("device_peak_bytes", "bytes", "Most device memory in the step."),
+        ("device_budget_bytes", "bytes", "The device budget."),
+        ("state_bytes", "bytes", "Parameters, gradients and optimizer state on the host."),
+        ("learning_rate", "1", "Learning rate of the step."),
+        ("peers", "peers", "Peers that train, this one included."),
+        ("time_left_s", "s", "Expected time until the last step."),
     ),
-    Metric(
-        "reward_margin", "nats", "step", "reward_margin",
-        "By how much its reward is higher, mean over the step's pairs.",
+    *_told_by(
+        "evaluation",
+        ("loss", "nats per token", "Loss on held-out text.", "held_out_loss"),
+        ("reward_accuracy", "share of 1",
+         "Held-out pairs in which the better answer has the higher reward.",
+         "held_out_reward_accuracy"),
+        ("reward_margin", "nats", "By how much its reward is higher, mean over held-out pairs.",
+         "held_out_reward_margin"),
+        ("bits_per_byte", "bits/byte",
+         "Held-out loss in bits per byte of text, whatever the tokenizer.",
+         "held_out_bits_per_byte"),
     ),
-    Metric("tokens_total", "tokens", "step", "tokens_total", "Tokens this peer trained on."),
-    Metric("tokens_per_s", "tokens/s", "step", "tokens_per_s", "Speed of the step."),
-    Metric("step_s", "s", "step", "step_s", "How long the step took."),
-    Metric(
-        "link_wait_share", "share of 1", "step", "link_wait_share",
-        "Part of the step in which compute waited for the link or for updates.",
+    *_told_by(
+        "round",
+        ("contributors", "peers", "Peers whose change is in it.", "round_contributors"),
+        ("duration_s", "s", "From a round's invitation to its decision.", "round_s"),
+        ("bytes_sent", "bytes", "Sent in the round.", "round_sent_bytes"),
+        ("bytes_received", "bytes", "Received in the round.", "round_received_bytes"),
     ),
-    Metric(
-        "device_peak_bytes", "bytes", "step", "device_peak_bytes", "Most device memory in the step."
+    *_told_by(
+        "checkpoint",
+        ("bytes", "bytes", "Size of the newest checkpoint.", "checkpoint_bytes"),
+        ("duration_s", "s", "How long saving it took.", "checkpoint_s"),
     ),
-    Metric("device_budget_bytes", "bytes", "step", "device_budget_bytes", "The device budget."),
-    Metric(
-        "state_bytes", "bytes", "step", "state_bytes",
-        "Parameters, gradients and optimizer state on the host.",
+    *_told_by(
+        "plan",
+        ("predicted_step_s", "s", "Step as the plan predicts it."),
+        ("predicted_device_peak_bytes", "bytes", "Device memory as the plan predicts it."),
+        ("host_bytes", "bytes", "Host memory as predicted.", "predicted_host_bytes"),
     ),
-    Metric("learning_rate", "1", "step", "learning_rate", "Learning rate of the step."),
-    Metric("peers", "peers", "step", "peers", "Peers that train, this one included."),
-    Metric("time_left_s", "s", "step", "time_left_s", "Expected time until the last step."),
-    Metric("held_out_loss", "nats per token", "evaluation", "loss", "Loss on held-out text."),
-    Metric(
-        "held_out_reward_accuracy", "share of 1", "evaluation", "reward_accuracy",
-        "Held-out pairs in which the better answer has the higher reward.",
-    ),
-    Metric(
-        "held_out_reward_margin", "nats", "evaluation", "reward_margin",
-        "By how much its reward is higher, mean over held-out pairs.",
-    ),
-    Metric(
-        "held_out_bits_per_byte", "bits/byte", "evaluation", "bits_per_byte",
-        "Held-out loss in bits per byte of text, whatever the tokenizer.",
-    ),
-    Metric(
-        "round_contributors", "peers", "round", "contributors", "Peers whose change is in it."
-    ),
-    Metric("round_s", "s", "round", "duration_s", "From a round's invitation to its decision."),
-    Metric("round_sent_bytes", "bytes", "round", "bytes_sent", "Sent in the round."),
-    Metric("round_received_bytes", "bytes", "round", "bytes_received", "Received in the round."),
-    Metric("checkpoint_bytes", "bytes", "checkpoint", "bytes", "Size of the newest checkpoint."),
-    Metric("checkpoint_s", "s", "checkpoint", "duration_s", "How long saving it took."),
-    Metric("predicted_step_s", "s", "plan", "predicted_step_s", "Step as the plan predicts it."),
-    Metric(
-        "predicted_device_peak_bytes", "bytes", "plan", "predicted_device_peak_bytes",
-        "Device memory as the plan predicts it.",
-    ),
-    Metric("predicted_host_bytes", "bytes", "plan", "host_bytes", "Host memory as predicted."),
 )  # fmt: skip
 _BY_EVENT: dict[str, list[Metric]] = {}
 for _metric in METRICS:
