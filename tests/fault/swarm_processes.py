@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import forks
+
 Said = dict[str, Any]
 
 
@@ -22,13 +24,10 @@ class PeerProcess:
     def __init__(self, *, within: Sequence[str] = (), **settings: Any) -> None:
         """`within`: what comes before the command, such as what enters a network namespace."""
         script = Path(__file__).with_name("swarm_peer.py")
-        self._process = subprocess.Popen(
-            [
-                *within,
-                sys.executable,
-                str(script),
-                json.dumps({"run": "fault", "run_s": 120, **settings}),
-            ],
+        told = json.dumps({"run": "fault", "run_s": 120, **settings})
+        start = subprocess.Popen if within else forks.Popen
+        self._process = start(
+            [*within, sys.executable, str(script), told],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -8,11 +8,11 @@ import logging
 import os
 import re
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -224,13 +224,7 @@ checkpoint.save(folder, 3, {"s": {"w": torch.ones(100)}}, {})
 
 def test_a_write_that_really_fails_is_reported_and_the_process_goes_on(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = forks.run([sys.executable, "-c", LIMITED, str(tmp_path)], 60)
     assert done.returncode == 0, done.stderr
     assert "File too large" in done.stdout
     assert "390.6 KiB (400000 bytes) are needed" in done.stdout

@@ -191,7 +191,6 @@ def test_the_command_saves_and_says_it_in_one_line(
             ]
         )  # fmt: skip
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert train("straight") == 0
     needs = load_latest(tmp_path / "runs" / "straight" / "peer-0" / "checkpoints")
     bounds = ("--disk", str(disk), "--on-disk", "moments", "--host-memory", "1GiB")

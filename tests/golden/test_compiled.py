@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_equal_training, train, twin
-from test_swapped_equals_resident import adamw, token_batches
+from swapped import adamw, token_batches
 from torch import nn
 
 import atomtrain

@@ -10,7 +10,7 @@ import test_precision as bf16
 import torch
 from planning_models import use_shape
 from reference import HeadFirst, assert_equal_training, assert_same_bits, train, twin
-from test_swapped_equals_resident import adamw, gpt, random_delays, sgd, token_batches
+from swapped import adamw, gpt, random_delays, sgd, token_batches
 from test_swapped_host_optimizers import FACTORIES
 from torch import nn
 

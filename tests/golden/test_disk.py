@@ -5,24 +5,26 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import swapped
 import torch
 from reference import HeadFirst, assert_equal_training, assert_same_bits, train, twin
+from swapped import STEPS
 from torch import Tensor, nn
 
 import atomtrain
 from atomtrain.checkpoint import load_latest, save
-from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import AdamW, Muon, decay_groups, muon_groups
 from atomtrain.optimizers import moments as moments_module
 from atomtrain.swapping.disk_file import DiskFile
 from atomtrain.training.state import restore, shards_of
 
-STEPS = 3
 Factory = Callable[[nn.Module], torch.optim.Optimizer]
+gpt = partial(swapped.gpt, tied=False, layers=4)
 FACTORIES: dict[str, Factory] = {
     "float32": lambda model: AdamW(decay_groups(model), lr=1e-3),
     "bfloat16": lambda model: AdamW(decay_groups(model), lr=1e-3, state="bfloat16", seed=9),
@@ -45,23 +47,8 @@ def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments_module, "SLICE", 1024)
 
 
-def gpt(tied: bool = False, dropout: float = 0.0) -> GPT:
-    """A small GPT of odd sizes."""
-    config = GPTConfig(
-        layers=4, width=30, heads=3, head_width=7, vocabulary=101, context=19, dropout=dropout
-    )
-    model = GPT(config)
-    if not tied:
-        model.head.weight = nn.Parameter(torch.randn(101, 30) * 0.02)
-    return model
-
-
 def token_batches(micro_batches: int = 1, steps: int = STEPS) -> list[list[dict[str, Tensor]]]:
-    def batch() -> dict[str, Tensor]:
-        tokens = torch.randint(101, (2, 18))
-        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    return [[batch() for _ in range(micro_batches)] for _ in range(steps)]
+    return swapped.token_batches(micro_batches, steps, sequences=2)
 
 
 def swap(

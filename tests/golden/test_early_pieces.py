@@ -9,11 +9,11 @@ import pytest
 import torch
 from planning_models import use_shape
 from reference import assert_equal_training, train, twin
+from swapped import DEEP_LAYERS as LAYERS
+from swapped import TIED, adamw, deep_gpt, random_delays, swap, token_batches
 from test_disk import FACTORIES
 from test_disk import gpt as disk_gpt
 from test_disk import swap as swap_on_disk
-from test_plan_shapes import LAYERS, deep_gpt
-from test_swapped_equals_resident import adamw, random_delays, swap, token_batches
 
 from atomtrain.planning import Shape
 from atomtrain.planning.costing import Costing, Steps
@@ -24,7 +24,7 @@ from atomtrain.swapping.residents import Copy
 from atomtrain.swapping.slots import Slots
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
-HEAD, TIED = LAYERS - 1, LAYERS
+HEAD = LAYERS - 1
 """Blocks: the last layer, and a weight that it shares with the first one."""
 SHAPES = [
     Shape((0, 1, 3), (0, 2, 3, 5), 2, 2, resident_blocks=(HEAD,), early_blocks=(HEAD,)),

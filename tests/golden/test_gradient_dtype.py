@@ -8,8 +8,8 @@ import pytest
 import torch
 from planning_models import use_shape
 from reference import train, twin
+from swapped import random_delays
 from test_precision import assert_equal, factory_of, gpt, narrowed, token_batches
-from test_swapped_equals_resident import random_delays
 from torch import nn
 
 import atomtrain

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_equal_training, gpt_loss, train, twin
-from test_swapped_equals_resident import (
+from swapped import (
     LAYERS,
     Skips,
     adamw,

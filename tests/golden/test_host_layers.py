@@ -9,8 +9,8 @@ import pytest
 import torch
 from planning_models import use_shape
 from reference import HeadFirst, twin
-from test_plan_shapes import LAYERS, TIED, deep_gpt
-from test_swapped_equals_resident import adamw, check, random_delays, swap, token_batches
+from swapped import DEEP_LAYERS as LAYERS
+from swapped import TIED, adamw, check, deep_gpt, random_delays, swap, token_batches
 from torch import Tensor, nn
 
 from atomtrain.errors import PlanError

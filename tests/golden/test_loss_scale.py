@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_same_bits, gpt_loss, twin
-from test_swapped_equals_resident import LAYERS, gpt, random_delays, token_batches
+from swapped import LAYERS, gpt, random_delays, token_batches
 from torch import nn
 
 import atomtrain

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from reference import train, twin
-from test_swapped_equals_resident import adamw, check, gpt, random_delays
+from swapped import adamw, check, gpt, random_delays
 from torch import Tensor, nn
 
 import atomtrain

@@ -13,10 +13,13 @@ import pytest
 import torch
 from planning_models import random_shape, use_shape
 from reference import HeadFirst, assert_equal_training, train, twin
-from test_swapped_equals_resident import (
+from swapped import DEEP_LAYERS as LAYERS
+from swapped import (
+    TIED,
     Skips,
     adamw,
     check,
+    deep_gpt,
     pairs,
     random_delays,
     regression,
@@ -26,29 +29,14 @@ from test_swapped_equals_resident import (
 )
 from torch import nn
 
-from atomtrain.models import GPT, GPTConfig
 from atomtrain.planning import Shape
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
-LAYERS = 5
-TIED = LAYERS
-"""The block of the tied weight."""
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(4321)
-
-
-def deep_gpt(dropout: float, tied: bool) -> GPT:
-    config = GPTConfig(
-        layers=LAYERS - 2, width=16, heads=2, head_width=8, vocabulary=101, context=19,
-        dropout=dropout,
-    )  # fmt: skip
-    model = GPT(config)
-    if not tied:
-        model.head.weight = nn.Parameter(torch.randn(101, 16) * 0.02)
-    return model
 
 
 def options_of(source: random.Random) -> dict[str, Any]:

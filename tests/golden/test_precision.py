@@ -5,25 +5,27 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import swapped
 import torch
 from reference import HeadFirst, assert_same_bits, train, twin
-from torch import Tensor, nn
+from swapped import token_batches
+from torch import nn
 
 import atomtrain
 from atomtrain.checkpoint import load_latest, save
-from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.optimizers import moments as moments_module
 from atomtrain.training.state import restore, shards_of
 
-STEPS = 3
 FORMATS = {"16": ("float32", "float32"), "12": ("float32", "bfloat16"), "8": ("split", "int8")}
 """Master and moments, by the bytes of a parameter on the host, gradient and stream included."""
 Factory = Callable[[nn.Module], AdamW]
+gpt = partial(swapped.gpt, layers=3)
 
 
 @pytest.fixture(autouse=True)
@@ -38,25 +40,6 @@ def factory_of(name: str) -> Factory:
     return lambda model: AdamW(
         decay_groups(model), lr=1e-3, state=state, master=master, seed=9, betas=(0.9, 0.95)
     )
-
-
-def gpt(tied: bool = True, dropout: float = 0.0) -> GPT:
-    """A small GPT of odd sizes."""
-    config = GPTConfig(
-        layers=3, width=30, heads=3, head_width=7, vocabulary=101, context=19, dropout=dropout
-    )
-    model = GPT(config)
-    if not tied:
-        model.head.weight = nn.Parameter(torch.randn(101, 30) * 0.02)
-    return model
-
-
-def token_batches(micro_batches: int, steps: int = STEPS) -> list[list[dict[str, Tensor]]]:
-    def batch() -> dict[str, Tensor]:
-        tokens = torch.randint(101, (3, 18))
-        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    return [[batch() for _ in range(micro_batches)] for _ in range(steps)]
 
 
 def narrowed(model: nn.Module, factory: Factory) -> tuple[nn.Module, AdamW]:

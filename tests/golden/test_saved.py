@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from planning_models import use_shape
-from test_plan_shapes import deep_gpt
-from test_swapped_equals_resident import (
+from swapped import (
     Skips,
     adamw,
     check,
+    deep_gpt,
     pairs,
     random_delays,
     regression,

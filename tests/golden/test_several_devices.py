@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference import assert_equal_training, gpt_loss, twin
 from several import in_shares, train_in_shares
-from test_swapped_equals_resident import (
+from swapped import (
     Partial,
     adamw,
     gpt,

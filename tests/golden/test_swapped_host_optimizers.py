@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_equal_training, train, twin
-from torch import Tensor, nn
+from swapped import gpt, token_batches
+from torch import nn
 
 import atomtrain
 from atomtrain.checkpoint import load_latest, save
 from atomtrain.errors import StreamError
-from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import AdamW, Muon, Schedule, decay_groups, muon_groups
 from atomtrain.optimizers import moments as moments_module
 from atomtrain.training.state import restore, shards_of
@@ -36,23 +36,6 @@ def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments_module, "SLICE", 1024)
 
 
-def gpt(tied: bool) -> GPT:
-    """A small GPT of odd sizes."""
-    config = GPTConfig(layers=2, width=30, heads=3, head_width=7, vocabulary=101, context=19)
-    model = GPT(config)
-    if not tied:
-        model.head.weight = nn.Parameter(torch.randn(101, 30) * 0.02)
-    return model
-
-
-def token_batches(micro_batches: int) -> list[list[dict[str, Tensor]]]:
-    def batch() -> dict[str, Tensor]:
-        tokens = torch.randint(101, (3, 18))
-        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    return [[batch() for _ in range(micro_batches)] for _ in range(STEPS)]
-
-
 def swap(model: nn.Module, example: Any, factory: Any, **options: Any) -> atomtrain.Engine:
     return atomtrain.swap(
         model,
@@ -68,7 +51,7 @@ def swap(model: nn.Module, example: Any, factory: Any, **options: Any) -> atomtr
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_every_bit_is_equal(name: str, segments: int, clip_norm: float | None) -> None:
-    factory, steps = FACTORIES[name], token_batches(2)
+    factory, steps = FACTORIES[name], token_batches(2, STEPS)
     model = gpt(tied=False)
     reference = twin(model)
     resident = factory(reference)
@@ -81,7 +64,7 @@ def test_every_bit_is_equal(name: str, segments: int, clip_norm: float | None) -
 
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_shared_weight_and_a_schedule(name: str) -> None:
-    factory, steps = FACTORIES[name], token_batches(1)
+    factory, steps = FACTORIES[name], token_batches(1, STEPS)
     schedule = Schedule(steps=STEPS, warmup_steps=2)
     model = gpt(tied=True)
     reference = twin(model)
@@ -103,7 +86,7 @@ def test_a_shared_weight_and_a_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_checkpoint_brings_every_format_back(name: str, tmp_path: Path) -> None:
-    factory, steps = FACTORIES[name], token_batches(1)
+    factory, steps = FACTORIES[name], token_batches(1, STEPS)
     with swap(gpt(tied=True), steps[0][0], factory) as engine:
         for step in steps[:2]:
             engine.step(step)
@@ -118,7 +101,7 @@ def test_a_checkpoint_brings_every_format_back(name: str, tmp_path: Path) -> Non
 
 
 def test_the_engine_refuses_a_state_of_another_format() -> None:
-    step = token_batches(1)[0]
+    step = token_batches(1, STEPS)[0]
     with swap(gpt(tied=True), step[0], FACTORIES["int8"]) as engine:
         engine.step(step)
         saved = engine.optimizer_state()

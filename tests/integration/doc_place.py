@@ -6,12 +6,12 @@ The tables say all that differs from what a user would type. A command that can 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forks
 from doc_commands import ROOT, blocks
 from hugging_face_models import SENTENCE, UNTIED, write_model
 from train_processes import write_text
@@ -159,7 +159,7 @@ class Founder:
         command = shrunk(("train", "--run", "mine", "--name", name), "")
         command += ["--steps", "1000000", "--device", "emulated:4MiB/s"]
         self._log = (folder / "founder.log").open("w+")
-        self._process = subprocess.Popen(
+        self._process = forks.Popen(
             [*ATOM, *command, "--hidden"], cwd=folder, stdout=self._log, stderr=self._log
         )
 

@@ -7,11 +7,11 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -43,8 +43,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run in an empty folder, with a cache of its own and a text to train on."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """Run in an empty folder with a text to train on."""
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "text.txt")
     return tmp_path
@@ -82,9 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = write_text(folder / "text.txt")
     command = ["train", *TINY, "--data", str(text), "--directory", str(folder / "runs")]
     command += ["--checkpoint-every", "1"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        assert main(command) == 0
+    assert main(command) == 0
     (run,) = (folder / "runs").iterdir()
     run.rename(run.with_name("done"))
     return folder
@@ -271,10 +268,7 @@ def test_the_disk_is_full_when_a_checkpoint_is_written(runs: Path) -> None:
     resume = ["train", "--data", "text.txt", "--threads", "1", "--plain", "--run", "done"]
     resume += ["--resume", "--steps", "3"]
     environment = {**os.environ, "MPLCONFIGDIR": str(runs.parent)}
-    full = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, "200000", *resume],
-        capture_output=True, text=True, timeout=60, env=environment, check=False,
-    )  # fmt: skip
+    full = forks.run([sys.executable, "-c", FULL_DISK, "200000", *resume], 60, env=environment)
     message = polite(full.returncode, full.stderr)
     assert "could not be written" in message
     assert "earlier checkpoints are intact" in message

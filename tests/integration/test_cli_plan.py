@@ -22,8 +22,7 @@ Output = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in an empty folder, with a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """Run in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
 

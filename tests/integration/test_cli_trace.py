@@ -19,8 +19,7 @@ COMMAND = (
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in an empty folder, with a cache of its own and a text to train on."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """Run in an empty folder with a text to train on."""
     monkeypatch.chdir(tmp_path)
     lines = (f"{n}: the swarm meets layer {n % 7} in round {n % 10}.\n" for n in range(300))
     (tmp_path / "text.txt").write_text("".join(lines))

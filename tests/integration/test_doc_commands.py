@@ -60,11 +60,7 @@ def said(line: str) -> str:
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    # One cache for all pages: what was measured of this machine is measured once.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
     return tmp_path

@@ -20,7 +20,7 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(example)],
         cwd=tmp_path,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -32,7 +32,6 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
 
 def test_the_notebook_shows_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     notebook = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
     names: dict[str, Any] = {}
     shown = []

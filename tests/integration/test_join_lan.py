@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import forks
 import pytest
 from train_processes import Trainer, write_text
 
 from atomtrain.benchmarks.churn_peers import Crowd
 from atomtrain.swarm import lan
 
-SLOW = ("--device", "emulated:12MiB/s", "--model", "tiny", "--local-steps", "5")
+SLOW = ("--device", "emulated:12MiB/s", "--model", "tiny", "--local-steps", "5", "--no-profile")
 
 
 def test_a_peer_joins_a_run_that_it_finds_on_the_network(tmp_path: Path) -> None:
     run = f"lan-{os.getpid()}"  # others on this machine may train runs of their own
     text = write_text(tmp_path / "text.txt")
     arguments = (*SLOW, "--run", run, "--steps", "100000", "--data", str(text))
-    with Crowd(tmp_path, run, arguments) as crowd:
+    with Crowd(tmp_path, run, arguments, popen=forks.Popen) as crowd:
         founder = crowd.start()
         assert crowd.wait(lambda: founder.training, 60), founder.last_words()
         if not lan.search(run, 2.0, "127.0.0.1"):

@@ -34,7 +34,6 @@ def pairs(count: int = 40) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "model", UNTIED)
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs())))
@@ -98,7 +97,6 @@ def test_the_better_answer_becomes_the_preferred_one(
     train("mine", "--resume", "--steps", "7")
     monkeypatch.undo()
     monkeypatch.chdir(place)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
 
     # A recipe holds it as well.
     (place / "mine.yaml").write_text("model: model\ndata: pairs.jsonl\nobjective: dpo\nbeta: 2\n")

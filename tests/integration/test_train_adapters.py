@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from hugging_face_models import UNTIED, write_model, write_text
@@ -34,7 +35,7 @@ def crowd(tmp_path: Path) -> Iterator[Crowd]:
         "--local-steps", str(_LOCAL_STEPS), "--checkpoint-every", "1000",
         "--evaluate-every", "1000",
     )  # fmt: skip
-    with Crowd(tmp_path, "adapted", arguments) as crowd:
+    with Crowd(tmp_path, "adapted", arguments, popen=forks.Popen) as crowd:
         yield crowd
 
 

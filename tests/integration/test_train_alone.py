@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from train_processes import (
@@ -75,10 +76,7 @@ def test_every_step_keeps_to_the_budget(straight: tuple[Path, str]) -> None:
 def test_generate_continues_a_text(straight: tuple[Path, str]) -> None:
     command = [sys.executable, "-m", "atomtrain.cli.main", "generate", str(straight[0])]
     command += ["--prompt", "12: swarm", "--tokens", "20", "--seed", "3"]
-    texts = [
-        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        for _ in range(2)
-    ]
+    texts = [forks.run(command, 60).stdout for _ in range(2)]
     assert texts[0].startswith("12: swarm")
     assert len(texts[0]) > len("12: swarm\n")
     assert texts[0] == texts[1]

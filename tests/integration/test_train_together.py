@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import forks
 import pytest
 from train_processes import Trainer, events_of, write_text
 
@@ -12,7 +13,7 @@ from atomtrain.benchmarks.churn_check import compare_checkpoints, disagreements
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 
 # A slow link makes steps long and leaves the processor to the peers that are starting.
-SLOW = ("--device", "emulated:12MiB/s", "--model", "tiny", "--local-steps", "5")
+SLOW = ("--device", "emulated:12MiB/s", "--model", "tiny", "--local-steps", "5", "--no-profile")
 
 
 def test_two_peers_of_one_command(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_two_peers_of_one_command(tmp_path: Path) -> None:
 def crowd(tmp_path: Path) -> Iterator[Crowd]:
     text = write_text(tmp_path / "text.txt")
     arguments = (*SLOW, "--steps", "100000", "--checkpoint-every", "1000", "--data", str(text))
-    with Crowd(tmp_path, "crowd", arguments) as crowd:
+    with Crowd(tmp_path, "crowd", arguments, popen=forks.Popen) as crowd:
         yield crowd
 
 

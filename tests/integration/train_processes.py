@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import torch
 
 from atomtrain.checkpoint import load_latest
@@ -37,7 +37,6 @@ class Trainer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.text = write_text(folder / "text.txt")
-        self.environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
 
     def command(self, *arguments: str) -> list[str]:
         base = [sys.executable, "-m", "atomtrain.cli.main", "train", "--plain", "--threads", "1"]
@@ -45,10 +44,7 @@ class Trainer:
 
     def run(self, *arguments: str, within_s: float = 90.0) -> subprocess.CompletedProcess[str]:
         """Run to the end."""
-        return subprocess.run(
-            self.command(*arguments), capture_output=True, text=True, timeout=within_s,
-            env=self.environment, check=False,
-        )  # fmt: skip
+        return forks.run(self.command(*arguments), within_s)
 
     def stopped(
         self, *arguments: str, when: Callable[[Path, list[Event]], bool], number: int
@@ -59,9 +55,8 @@ class Trainer:
         """
         runs = self.folder / "runs"
         before = set(runs.glob("*/*"))
-        process = subprocess.Popen(
-            self.command(*arguments), env=self.environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+        process = forks.Popen(
+            self.command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
         )  # fmt: skip
         try:
             until_s = time.monotonic() + 60

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from atomtrain.events import Event
 from atomtrain.training.tail import EventTail
@@ -28,6 +29,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 _LOG_LINES = 5
 _NOTES = "rounds.jsonl"
+
+
+def _until_this_ends(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a command that the kernel kills if this process dies."""
+    stub = [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid())]
+    return subprocess.Popen([*stub, *command], **options)
 
 
 class ChurnPeer:
@@ -87,15 +94,21 @@ class Crowd:
     """All peers of a benchmark, dead ones included; a context that leaves no process behind."""
 
     def __init__(
-        self, folder: Path, run: str, arguments: Sequence[str], witness: bool = False
+        self,
+        folder: Path,
+        run: str,
+        arguments: Sequence[str],
+        witness: bool = False,
+        popen: Callable[..., subprocess.Popen[bytes]] = _until_this_ends,
     ) -> None:
         """Give `arguments` to every peer's `atom train`; all files go below `folder`.
 
-        With `witness`, each peer's rounds are noted in `ChurnPeer.notes`.
+        With `witness`, each peer's rounds are noted in `ChurnPeer.notes`. `popen` starts a command
+        like `subprocess.Popen`, as a process that does not outlive this one.
         """
         self.peers: list[ChurnPeer] = []
         self._folder, self._run, self._arguments = folder, run, arguments
-        self._witness = witness
+        self._witness, self._popen = witness, popen
         self._mark = secrets.token_hex(16)
         self.longest_lag_s = 0.0
         """By how much this process, which only sleeps and reads, was late at most: a machine that
@@ -120,7 +133,6 @@ class Crowd:
         if self._witness:
             program = ["atomtrain.benchmarks.churn_witness", str(folder / _NOTES)]
         command = [
-            *(sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid())),
             *(sys.executable, "-m", *program, "train", "--plain", "--threads", "1"),
             *("--host", "127.0.0.1", "--directory", str(runs), "--name", name),
             *(*place, *self._arguments),
@@ -132,7 +144,7 @@ class Crowd:
             _MARK: self._mark,
         }
         with (folder / "peer.log").open("wb") as log:
-            process = subprocess.Popen(
+            process = self._popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
