@@ -44,6 +44,8 @@ class Kind(NamedTuple):
     saved: tuple[bool, bool]
     """Whether backward needs what the layer reads, and what it writes."""
     movable: bool
+    sent_share: float = 1.0
+    """Of `kept_bytes`, what goes to the host if the layer is offloaded."""
 
 
 class Problem(NamedTuple):
@@ -85,6 +87,7 @@ KIND = st.builds(
     kept_bytes=st.integers(0, 20).map(lambda n: 64 * n),
     saved=st.tuples(st.booleans(), st.booleans()),
     movable=st.sampled_from([True, True, True, False]),
+    sent_share=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
 )
 
 
@@ -161,8 +164,10 @@ def build(problem: Problem) -> Built:
                 graph_bytes=kind.out_bytes + kind.kept_bytes + kind.work_bytes,
                 backward_bytes=2 * kind.work_bytes, changes_buffers=False, random=False,
                 saved=SavedCost(
-                    inner_bytes=kind.kept_bytes, inner=1, reads=kind.saved[:1],
-                    writes=kind.saved[1:], forward_bytes=kind.out_bytes + kind.work_bytes,
+                    inner_bytes=kind.kept_bytes,
+                    sent_bytes=int(kind.sent_share * kind.kept_bytes), sent=1,
+                    reads=kind.saved[:1], writes=kind.saved[1:],
+                    forward_bytes=kind.out_bytes + kind.work_bytes,
                     backward_bytes=2 * kind.work_bytes, movable=kind.movable,
                 ),
             )

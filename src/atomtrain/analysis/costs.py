@@ -279,12 +279,12 @@ def _measure_saved(
         if isinstance(value, Tensor):
             value.grad = None
     with tracker:
-        with watcher.hooks():
+        with watcher.watching():
             written = layer.run(tensors, arguments)
         forward_bytes = tracker.peak_bytes
         inner = watcher.inner([*arguments, *written])
-        reads = tuple(watcher.storage_of(value) is not None for value in arguments)
-        writes = tuple(watcher.storage_of(value) is not None for value in written)
+        reads = tuple(watcher.is_saved(value) for value in arguments)
+        writes = tuple(watcher.is_saved(value) for value in written)
         roots = [value for value in written if isinstance(value, Tensor) and value.requires_grad]
         movable = is_movable(roots)
         edges = [get_gradient_edge(root) for root in roots]
@@ -296,8 +296,9 @@ def _measure_saved(
             torch.autograd.backward(edges, seeds)
         backward_bytes = tracker.peak_bytes - before_bytes
     return SavedCost(
-        inner_bytes=sum(storage.n_bytes for storage in inner),
-        inner=len(inner),
+        inner_bytes=sum(inner) + watcher.remade_bytes,
+        sent_bytes=sum(inner),
+        sent=len(inner),
         reads=reads,
         writes=writes,
         forward_bytes=forward_bytes,

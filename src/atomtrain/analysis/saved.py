@@ -2,17 +2,20 @@
 
 A plan may keep these tensors on the device until backward, or let them wait on the host. Both are
 counted by storage: several saved tensors are often views of one. Parameters and buffers are on the
-device anyway and do not count.
+device anyway and do not count. What goes to the host is less than what is kept: some of it is made
+again from the rest (`analysis/remade.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from atomtrain.analysis.remade import Recipes, Remade
 from atomtrain.analysis.storages import LiveStorages
 
 
@@ -21,7 +24,9 @@ class SavedCost(NamedTuple):
 
     inner_bytes: int
     """Storages that are neither the layer's inputs nor its outputs."""
-    inner: int
+    sent_bytes: int
+    """Of these, those that are not made again from what else is saved."""
+    sent: int
     """Their number."""
     reads: tuple[bool, ...]
     """Which of the values that the layer reads are saved."""
@@ -30,8 +35,8 @@ class SavedCost(NamedTuple):
     forward_bytes: int
     """Peak growth of forward with a graph if each saved tensor left the device at once."""
     backward_bytes: int
-    """Peak growth of backward if each saved storage came when it is first needed, and went after
-    its last use."""
+    """Peak growth of backward if each saved storage came (or was made again) when it is first
+    needed, and went after its last use."""
     movable: bool
     """Whether all that backward needs passes through autograd's hooks. What a
     `torch.autograd.Function` keeps for itself does not."""
@@ -45,70 +50,110 @@ class _Storage:
         self.place: Tensor | None = None
 
 
-class _Away(NamedTuple):
-    """Stands for a saved tensor."""
+class _Away:
+    """Stands for a saved tensor, or for an argument of what is made again."""
 
-    storage: _Storage
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    device: torch.device
+    def __init__(
+        self, storage: _Storage | Remade, tensor: Tensor, *, argument: bool = False
+    ) -> None:
+        self.storage, self.device, self.argument = storage, tensor.device, argument
+        self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
+        self.size, self.stride = tuple(tensor.shape), tensor.stride()
 
 
 class SavedWatcher:
     """Lets a layer's saved tensors go at once, and brings each storage back for its first use.
 
-    Used on fake tensors, inside the tracker that counts them.
+    Used on fake tensors, inside the tracker that counts them. What can be made again is.
     """
 
     def __init__(self, own: Sequence[Tensor]) -> None:
         """`own` are parameters and buffers, which stay."""
         self._own = {tensor.untyped_storage()._cdata for tensor in own}
-        self._known = LiveStorages[_Storage]()
-        self._all: list[_Storage] = []
+        self._known = LiveStorages[_Storage | Remade]()
+        self._sent: list[_Storage] = []
+        self._remade: list[tuple[Remade, int]] = []
+        self._recipes = Recipes(self._find)
 
-    def hooks(self) -> Any:
-        """Return the context in which the layer runs."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Give the context in which the layer runs."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._recipes:
+            yield
 
-    def storage_of(self, value: Any) -> _Storage | None:
-        """Return the saved storage in which a value lies that is still alive."""
-        return self._known.get(value) if isinstance(value, Tensor) else None
+    def is_saved(self, value: Any) -> bool:
+        """Return whether a value that is still alive was saved, and not made again."""
+        return isinstance(value, Tensor) and isinstance(self._known.get(value), _Storage)
 
-    def inner(self, outer: Sequence[Any]) -> list[_Storage]:
-        """Return the storages that are in none of these values."""
-        others = [self.storage_of(value) for value in outer]
-        return [storage for storage in self._all if storage not in others]
+    def inner(self, outer: Sequence[Any]) -> list[int]:
+        """Return the bytes of each storage that was saved and is in none of these values."""
+        others = [self._known.get(value) for value in outer if isinstance(value, Tensor)]
+        return [storage.n_bytes for storage in self._sent if storage not in others]
+
+    @property
+    def remade_bytes(self) -> int:
+        """Bytes of all storages that are made again."""
+        return sum(n_bytes for _, n_bytes in self._remade)
+
+    def _find(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage()._cdata in self._own:
+            return tensor.detach()
+        storage = self._known.get(tensor)
+        return None if storage is None else _Away(storage, tensor, argument=True)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata in self._own:
             return tensor.detach()
         storage = self._known.get(tensor)
         if storage is None:
-            storage = _Storage(tensor.untyped_storage().nbytes())
+            storage = self._recipes.of(tensor)
+            n_bytes = tensor.untyped_storage().nbytes()
+            if storage is None:
+                storage = _Storage(n_bytes)
+                self._sent.append(storage)
+            else:
+                for argument in _arguments(storage):
+                    argument.users += 1
+                self._remade.append((storage, n_bytes))
             self._known.put(tensor, storage)
-            self._all.append(storage)
         storage.users += 1
-        return _Away(
-            storage, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape),
-            tensor.stride(), tensor.device,
-        )  # fmt: skip
+        return _Away(storage, tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        storage: _Storage = packed.storage
-        if storage.place is None:
-            storage.place = torch.empty(storage.n_bytes, dtype=torch.uint8, device=packed.device)
-        storage.users -= 1
-        whole = storage.n_bytes // packed.dtype.itemsize * packed.dtype.itemsize
+        storage = packed.storage
+        if not packed.argument:
+            storage.users -= 1
         # Not by `set_`: a fake tensor never lets go of a storage that it was given so.
-        back = storage.place[:whole].view(packed.dtype)
-        back = back.as_strided(packed.size, packed.stride, packed.offset)
-        if not storage.users:
-            storage.place = None
+        if isinstance(storage, Remade):
+            whole = storage.making.result(storage.index, self._unpack)
+        else:
+            if storage.place is None:
+                storage.place = torch.empty(
+                    storage.n_bytes, dtype=torch.uint8, device=packed.device
+                )
+            fitting = storage.n_bytes // packed.dtype.itemsize * packed.dtype.itemsize
+            whole = storage.place[:fitting].view(packed.dtype)
+        back = whole.as_strided(packed.size, packed.stride, packed.offset)
+        self._release(storage)
         return back
+
+    def _release(self, storage: _Storage | Remade) -> None:
+        """Free a storage that nobody uses any more."""
+        if storage.users:
+            return
+        if isinstance(storage, _Storage):
+            storage.place = None
+        elif storage.drop():
+            for argument in _arguments(storage):
+                argument.users -= 1
+                self._release(argument)
+
+
+def _arguments(remade: Remade) -> list[_Storage | Remade]:
+    """Return the saved storages among the arguments."""
+    return [at.storage for at in remade.making.arguments() if isinstance(at, _Away)]
 
 
 def is_movable(roots: Sequence[Tensor]) -> bool:

@@ -48,6 +48,10 @@ class LiveStorages(Generic[T]):
         storage = tensor.untyped_storage()
         self._known[storage._cdata] = weakref.ref(storage), thing
 
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Forget what was put for the tensor's storage, if anything was."""
+        self._known.pop(tensor.untyped_storage()._cdata, None)
+
 
 def uncounted() -> AbstractContextManager[None]:
     """Let operations on this thread pass by the tracker, and by what calling it costs.

@@ -154,13 +154,13 @@ class Costing:
 
     @cached_property
     def _offloaded(self) -> Offloaded:
-        """What each segment saves for backward."""
+        """What each segment sends to the host."""
         saved, count = SavedTensors(self._chain, self._costs), len(self._costs.layers)
         n_bytes, storages = np.zeros((2, count + 1, count + 1))
         for start in range(count):
             for stop in range(start + 1, count + 1):
                 of = saved.of(start, stop)
-                n_bytes[start, stop], storages[start, stop] = of.n_bytes, of.storages
+                n_bytes[start, stop], storages[start, stop] = of.sent_bytes, of.sent
         return Offloaded(self.micro_batches * n_bytes, self.micro_batches * storages)
 
     def _disk_work(self, use: DiskUse, clips: bool) -> DiskWork:

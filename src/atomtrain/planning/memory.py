@@ -10,7 +10,7 @@ The formulas of one visit are in `planning/visit_memory.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ class MemoryModel:
         work = kept = 0
         there = bool(shape.device_blocks)
         away = {
-            layers: self.saved_bytes(*layers)
+            layers: self.sent_bytes(*layers)
             for layers, how in shape.waiting.items()
             if how == "offload"
         }
@@ -222,12 +222,19 @@ class MemoryModel:
     @cached_property
     def saved_table(self) -> NDArray[np.float64]:
         """`saved_bytes` of all segments, `[start, stop]`; infinite where graphs cannot wait."""
+        return self._waiting_table(self.saved_bytes)
+
+    @cached_property
+    def sent_table(self) -> NDArray[np.float64]:
+        """`sent_bytes` of all segments, `[start, stop]`; infinite where graphs cannot wait."""
+        return self._waiting_table(self.sent_bytes)
+
+    def _waiting_table(self, of: Callable[[int, int], int]) -> NDArray[np.float64]:
         count = len(self._chain.layers)
         table = np.full((count + 1, count + 1), np.inf)
         for start, stop in itertools.combinations(range(count + 1), 2):
-            saved = self.saved.of(start, stop)
-            if saved.movable:
-                table[start, stop] = self.micro_batches * saved.n_bytes
+            if self.saved.of(start, stop).movable:
+                table[start, stop] = of(start, stop)
         return table
 
     @cached_property
@@ -278,6 +285,10 @@ class MemoryModel:
         """Return what all micro-batches save in a segment."""
         return self.micro_batches * self.saved.of(start, stop).n_bytes
 
+    def sent_bytes(self, start: int, stop: int) -> int:
+        """Return what all micro-batches send to the host if the segment is offloaded."""
+        return self.micro_batches * self.saved.of(start, stop).sent_bytes
+
     def _input_bytes(self, start: int, stop: int) -> int:
         """Return one micro-batch's own entries that the segment reads."""
         if start not in self._inputs:
@@ -302,7 +313,7 @@ class MemoryModel:
             if how == "recompute":
                 needed.update(self._chain.reads(start, stop))
             elif how == "offload":
-                offloaded += self.saved.of(start, stop).n_bytes
+                offloaded += self.saved.of(start, stop).sent_bytes
         needed.difference_update(self._chain.inputs)
         passing = 0
         if shape.boundary == "host":

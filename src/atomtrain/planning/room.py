@@ -38,7 +38,8 @@ class Saving:
         self._kept_bytes = np.concatenate(([0.0], np.cumsum(n_bytes[order])))
         self._kept_s = np.concatenate(([0.0], np.cumsum(forward_s[order])))
         busy = forward_s > 0
-        density = float((n_bytes[busy] / forward_s[busy]).min(initial=np.inf))
+        sent = np.array([float(count * n) for n in space.memory.saved.inner_sent_bytes])
+        density = float((sent[busy] / forward_s[busy]).min(initial=np.inf))
         self._out_s = density / machine.unload_bytes_per_s if offload else np.inf
         self._in_s = density / machine.load_bytes_per_s if offload else np.inf
 

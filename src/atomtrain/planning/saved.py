@@ -17,7 +17,11 @@ class Saved(NamedTuple):
     """What one micro-batch saves in a segment, by storage."""
 
     n_bytes: int
-    storages: int
+    sent_bytes: int
+    """Of `n_bytes`, those that go to the host if the segment is offloaded; the rest is made again
+    (`analysis/remade.py`)."""
+    sent: int
+    """Number of the storages that go."""
     out_bytes: int
     """Of `n_bytes`, those that lie in values that the segment hands on."""
     forward: int
@@ -40,14 +44,16 @@ class SavedTensors:
         self._rows: dict[int, list[Saved]] = {}
         self.inner_bytes = [cost.saved.inner_bytes for cost in costs.layers]
         """Of each layer, what it saves beside values; no segment saves less."""
+        self.inner_sent_bytes = [cost.saved.sent_bytes for cost in costs.layers]
+        """The same of what it sends if it is offloaded."""
 
     @cached_property
     def window_bytes(self) -> int:
         """What may be on its way to the host, or back ahead of its use, at a time: as much as one
-        micro-batch saves in the layer that saves most, so that a layer's work hides each transfer.
+        micro-batch sends in the layer that sends most, so that a layer's work hides each transfer.
         """
         able = [i for i, cost in enumerate(self._costs.layers) if cost.saved.movable]
-        return max((self.of(i, i + 1).n_bytes for i in able), default=0)
+        return max((self.of(i, i + 1).sent_bytes for i in able), default=0)
 
     def of(self, start: int, stop: int) -> Saved:
         """Return what layers `start` to `stop` save."""
@@ -57,7 +63,7 @@ class SavedTensors:
 
     def _row(self, start: int) -> list[Saved]:
         row = []
-        inner = storages = forward = above = alive = shared = values = out = 0
+        inner = sent = storages = forward = above = alive = shared = values = out = 0
         movable = True
         saved_names, written = set[str](), set[str]()
         # Bytes of values written so far, and of those that are saved too, by their last reader.
@@ -66,7 +72,8 @@ class SavedTensors:
             layer, saved = self._layers[index], self._costs.layers[index].saved
             movable = movable and saved.movable
             inner += saved.inner_bytes
-            storages += saved.inner
+            sent += saved.sent_bytes
+            storages += saved.sent
             forward = max(forward, alive + saved.forward_bytes)
             alive -= ends.pop(index, 0)
             out -= ends_out.pop(index, 0)
@@ -86,11 +93,19 @@ class SavedTensors:
                 if last > index and name in written:
                     out += n_bytes
                     ends_out[last] += n_bytes
-            total = inner + values
             # Gradients of what the segment writes are counted by its cuts.
             backward = max(above, saved.backward_bytes) + shared
-            count = storages + len(saved_names)
-            row.append(Saved(total, count, out, forward, backward, movable))
+            row.append(
+                Saved(
+                    n_bytes=inner + values,
+                    sent_bytes=sent + values,
+                    sent=storages + len(saved_names),
+                    out_bytes=out,
+                    forward=forward,
+                    backward=backward,
+                    movable=movable,
+                )
+            )
             for name in layer.writes:
                 n_bytes, last = self._costs.values[name].n_bytes, self._last_reader.get(name, -1)
                 if last > index:

@@ -317,7 +317,8 @@ class Space:
             return np.maximum(*tables)
 
         kept = memory.saved_table
-        fills = np.isfinite(kept) & (kept >= memory.saved.window_bytes)
+        sent = memory.sent_table
+        fills = np.isfinite(sent) & (sent >= memory.saved.window_bytes)
         turn = memory.work_table(Phase.TURN, boundary, on_device=there)
         forward, backward = (memory.work_table(p, boundary, on_device=there) for p in _BELOW)
         keep = np.where(np.isfinite(kept), both("keep"), np.inf)

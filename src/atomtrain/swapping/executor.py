@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -223,7 +224,9 @@ class Executor:
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,
-            lambda inputs: self._run_layers(visit, tensors, micro_batch, inputs, outputs),
+            lambda inputs: self._run_layers(
+                visit, tensors, micro_batch, inputs, outputs, graph.layer
+            ),
             self._chain.writes(*visit.layers),
         )
         self._graphs.put(visit.layers, micro_batch, graph)
@@ -314,10 +317,11 @@ class Executor:
         micro_batch: int,
         taken: Mapping[str, Any],
         wanted: Sequence[str],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> dict[str, Any]:
-        """Run the segment's layers; return the wanted values."""
+        """Run the segment's layers, each within `around()`; return the wanted values."""
         with self._random.alone:
-            return self._run_alone(visit, tensors, micro_batch, taken, wanted)
+            return self._run_alone(visit, tensors, micro_batch, taken, wanted, around)
 
     def _run_alone(
         self,
@@ -326,6 +330,7 @@ class Executor:
         micro_batch: int,
         taken: Mapping[str, Any],
         wanted: Sequence[str],
+        around: Callable[[], AbstractContextManager[None]],
     ) -> dict[str, Any]:
         start, stop = visit.layers
         values = dict(taken)
@@ -336,7 +341,10 @@ class Executor:
             layer = self._chain.layers[index]
             if not again and visit.phase is not Phase.EVALUATE:
                 self._random.reach(micro_batch, index, first=index == start)
-            with self.buffers.of(index, micro_batch, visit.phase, visit.leaves) as buffers:
+            with (
+                around(),
+                self.buffers.of(index, micro_batch, visit.phase, visit.leaves) as buffers,
+            ):
                 arguments = [values[name] for name in layer.reads]
                 written = layer.run({**tensors[index - start], **buffers}, arguments)
             del arguments

@@ -7,7 +7,7 @@ when it is needed again:
   segment lies in when backward comes;
 - parameters in places of their own and buffers stay where they are; of a buffer that forward
   changes a copy is taken;
-- anything else is kept, or goes to the host (`swapping/offload.py`).
+- anything else is kept, or goes to the host (`swapping/offload.py`), unless it is made again.
 
 The segment's inputs enter through a node that has no data, so a graph holds no more than what is
 saved, and its gradients leave as autograd made them.
@@ -15,13 +15,15 @@ saved, and its gradients leave as autograd made them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from atomtrain.analysis.remade import Recipes
 from atomtrain.analysis.storages import uncounted
 from atomtrain.swapping.offload import Away, Offload, Parcel
 
@@ -68,9 +70,24 @@ class WaitingGraph:
         self._slot = where.slot
         self._slot_key = where.slot.untyped_storage()._cdata
         self._device = where.slot.device
+        self._recipes: Recipes | None = None  # made for each layer, which then forgets it
         self._found: dict[str, list[Tensor]] = {}
         self._entrances: dict[str, GradientEdge] = {}
         self._edges: dict[str, GradientEdge] = {}
+
+    @contextmanager
+    def layer(self) -> Iterator[None]:
+        """Give the context in which one of the segment's layers runs."""
+        if self.parcel is None:
+            yield
+            return
+        self.parcel.begin_layer()
+        self._recipes = Recipes(self._find)
+        try:
+            with self._recipes:
+                yield
+        finally:
+            self._recipes = None
 
     def run(
         self,
@@ -130,27 +147,41 @@ class WaitingGraph:
             self.parcel.close()
         return {name: found[0] for name, found in self._found.items() if found}
 
-    def _pack(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+    def _find(self, tensor: Tensor) -> Any:
+        """Return what stands for a tensor that will be there in backward as it is now."""
+        assert self.parcel is not None
+        key = tensor.untyped_storage()._cdata
         if key == self._slot_key:
-            return _Place(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+            return _place_of(tensor)
+        if key in self._where.changing:
+            return None
+        return tensor.data if key in self._where.staying else self.parcel.find(tensor)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        key = tensor.untyped_storage()._cdata
+        if key == self._slot_key:
+            return _place_of(tensor)
         if key in self._where.changing:
             return tensor.detach().clone()
         # An alias without history: a graph must not hold its own outputs.
         if self.parcel is None or key in self._where.staying or tensor.device != self._device:
             return tensor.data
-        return self.parcel.pack(tensor)
+        assert self._recipes is not None
+        return self.parcel.pack(tensor, self._recipes.of)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, Away):
-            return packed.parcel.unpack(packed)
+            return packed.parcel.unpack(packed, self._unpack)
         with uncounted():
             view = torch.empty(0, dtype=packed.dtype, device=self._device)
             slot = self._slot.untyped_storage()
             return view.set_(slot, packed.offset, packed.size, packed.stride)
+
+
+def _place_of(tensor: Tensor) -> _Place:
+    return _Place(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
 class Graphs:

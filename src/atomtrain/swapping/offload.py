@@ -1,8 +1,9 @@
 """What autograd saves waits on the host: it leaves while forward goes on, and is back in time.
 
-Each storage is one copy each way, whatever views of it were saved. What is on its way to the host
-at a time is bounded by a window, and so is what is back ahead of its first use; the window is
-large enough that a layer's computation covers a layer's transfers.
+Each storage is one copy each way, whatever views of it were saved. What a cheap operation makes
+again from the rest of what is saved (`analysis/remade.py`) is not copied at all. What is on its way
+to the host at a time is bounded by a window, and so is what is back ahead of its first use; the
+window is large enough that a layer's computation covers a layer's transfers.
 
 Hand-overs, each with the event that releases it:
 
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from atomtrain.analysis.remade import Remade, Unpack
 from atomtrain.analysis.storages import LiveStorages, uncounted
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.host_pool import HostPool
@@ -46,12 +48,21 @@ class _Storage:
 
 
 class Away:
-    """Stands for a saved tensor whose storage is on the host."""
+    """Stands for a saved tensor whose storage is on the host or will be made again, or for an
+    argument of what will."""
 
     __slots__ = ("dtype", "offset", "parcel", "size", "storage", "stride", "used")
 
-    def __init__(self, parcel: Parcel, storage: _Storage, tensor: Tensor) -> None:
-        self.parcel, self.storage, self.used = parcel, storage, False
+    def __init__(
+        self,
+        parcel: Parcel,
+        storage: _Storage | Remade,
+        tensor: Tensor,
+        *,
+        argument: bool = False,
+    ) -> None:
+        self.parcel, self.storage = parcel, storage
+        self.used = argument  # an argument is a user until what is made of it is dropped
         self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
         self.size, self.stride = tensor.shape, tensor.stride()
 
@@ -182,31 +193,53 @@ class Parcel:
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
         self._known = LiveStorages[_Storage]()
+        self._here = LiveStorages[_Storage | Remade]()
+        """What the layer that runs has saved. Only from this is anything made again, so that each
+        layer's backward needs what was predicted for the layer alone."""
         self._packed: list[_Storage] = []
 
-    def pack(self, tensor: Tensor) -> Away | Tensor:
-        """Send a tensor that autograd saves, unless its storage has been sent already."""
-        storage = self._known.get(tensor)
+    def begin_layer(self) -> None:
+        """Take note that the next layer's operations follow."""
+        self._here = LiveStorages()
+
+    def find(self, tensor: Tensor) -> Away | None:
+        """Return what stands for a tensor that the layer has saved already."""
+        storage = self._here.get(tensor)
+        return None if storage is None else Away(self, storage, tensor, argument=True)
+
+    def pack(self, tensor: Tensor, recipe: Callable[[Tensor], Remade | None]) -> Away | Tensor:
+        """Send a tensor that autograd saves, unless its storage has been sent already, or there is
+        a `recipe` to make it again."""
+        storage = self._here.get(tensor) or self._known.get(tensor)
         if storage is None:
             if not tensor.untyped_storage().nbytes():
                 return tensor.data
-            storage = self._offload.send(tensor)
-            self._known.put(tensor, storage)
+            storage = recipe(tensor)
+            if storage is not None:
+                for argument in _arguments(storage):
+                    argument.users += 1
+            else:
+                storage = self._offload.send(tensor)
+                self._known.put(tensor, storage)
+        self._here.put(tensor, storage)
         storage.users += 1
-        self._packed.append(storage)
+        self._note(storage)
         return Away(self, storage, tensor)
 
-    def unpack(self, away: Away) -> Tensor:
-        """Return a saved tensor, in a storage of its own."""
+    def unpack(self, away: Away, unpack: Unpack) -> Tensor:
+        """Return a saved tensor; `unpack` finds what it is made from, if it is made again."""
         storage = away.storage
-        back = self._offload.use(storage)
+        if isinstance(storage, Remade):
+            back = storage.making.result(storage.index, unpack)
+        else:
+            back = self._offload.use(storage)
         with uncounted():
             view = torch.empty(0, dtype=away.dtype, device=back.device)
             view.set_(back.untyped_storage(), away.offset, away.size, away.stride)
         if not away.used:
             away.used = True
             storage.users -= 1
-            self._offload.used(storage)
+        self._release(storage)
         return view
 
     def order(self) -> list[_Storage]:
@@ -221,3 +254,25 @@ class Parcel:
         for storage in self.order():
             self._offload.forget(storage)
         self._packed.clear()
+
+    def _note(self, storage: _Storage | Remade) -> None:
+        """Note what is needed where backward uses a storage."""
+        if isinstance(storage, _Storage):
+            self._packed.append(storage)
+        else:
+            for argument in _arguments(storage):
+                self._note(argument)
+
+    def _release(self, storage: _Storage | Remade) -> None:
+        """Free on the device what nobody uses any more, and bring the next."""
+        if isinstance(storage, _Storage):
+            self._offload.used(storage)
+        elif not storage.users and storage.drop():
+            for argument in _arguments(storage):
+                argument.users -= 1
+                self._release(argument)
+
+
+def _arguments(remade: Remade) -> list[_Storage | Remade]:
+    """Return the storages among the arguments that are not in a place of their own."""
+    return [at.storage for at in remade.making.arguments() if isinstance(at, Away)]

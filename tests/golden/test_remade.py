@@ -1,0 +1,155 @@
+"""What is made again in backward instead of being sent to the host has the bits that were saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from planning_models import use_shape
+from test_plan_shapes import deep_gpt
+from test_swapped_equals_resident import (
+    check,
+    pairs,
+    random_delays,
+    regression,
+    sequential_loss,
+    swap,
+    token_batches,
+)
+from torch import Tensor, nn
+
+from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.analysis.saved import SavedCost
+from atomtrain.optimizers import AdamW
+from atomtrain.planning import Shape
+
+pytestmark = pytest.mark.usefixtures("assumed_times")
+WIDTH = 12
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(97)
+
+
+class ByHand(nn.Module):
+    """A normalisation written out, a gate, and weights that see both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.gate, self.up = nn.Linear(WIDTH, 20), nn.Linear(WIDTH, 20)
+        self.down = nn.Linear(20, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        normal = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + 1e-6)
+        normal = self.scale * normal
+        out: Tensor = self.down(F.silu(self.gate(normal)) * self.up(normal))
+        return value + out
+
+
+class Turned(nn.Module):
+    """Copies of parts of what is saved, in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, value: Tensor) -> Tensor:
+        first, second = torch.tanh(self.before(value)).chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+        turned = turned.view(-1, 2, WIDTH // 2).transpose(0, 1).contiguous()
+        out: Tensor = self.after(turned.transpose(0, 1).reshape(-1, WIDTH))
+        return self.dropout(out)
+
+
+class Overwriting(nn.Module):
+    """What a cheap operation made is changed before it is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        normal = F.layer_norm(value, (WIDTH,))
+        inside = F.gelu(self.first(normal))
+        inside.mul_(0.5)
+        inside[:, 0] = 0.0
+        return self.third(F.relu(self.second(inside), inplace=True)) + inside
+
+
+class Results(nn.Module):
+    """What the layer hands on is saved by itself too, and what it reads by several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        normal: Tensor = self.norm(value)
+        return normal + 0.0 * self.out(normal).sum() * normal.sigmoid()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        ByHand(), nn.LayerNorm(WIDTH), nn.GELU(), Turned(), Overwriting(), Results(), nn.SiLU(),
+        nn.Linear(WIDTH, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bounds", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 4, 7), (0, 3, 6), (0, 1, 6)])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_bits_of_odd_models(
+    monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, ...], slots: int
+) -> None:
+    offloaded = ("offload",) * (len(bounds) - 1)
+    shape = Shape(bounds, (*bounds, 8), slots, 1, activations=(*offloaded, "recompute"))
+    use_shape(monkeypatch, shape)
+    steps = [pairs([6, 6, 5], WIDTH) for _ in range(2)]
+    check(model(), steps, loss_of=sequential_loss, loss=regression, inject=random_delays(slots))
+
+
+def test_bits_of_bfloat16() -> None:
+    steps, losses = token_batches(2, steps=2), []
+    for how in ("recompute", "offload"):
+        torch.manual_seed(5)
+        options: dict[str, Any] = {"precision": "bf16", "micro_batches": 2, "segments": 5}
+        network = deep_gpt(0.2, tied=False)
+        with swap(network, steps[0][0], AdamW, activations=how, **options) as engine:
+            losses.append([engine.step(step) for step in steps])
+    assert losses[0] == losses[1]
+
+
+def saved_by(layer: nn.Module, example: Tensor) -> SavedCost:
+    width = example.shape[-1]
+    whole = nn.Sequential(nn.Linear(width, width), layer, nn.Linear(width, 3))
+    traced = chain_of(whole, (example, torch.zeros(1)), torch.sum)
+    return layer_costs(traced.chain, traced.bind((example, torch.zeros(1)))).layers[1].saved
+
+
+def test_what_a_block_sends() -> None:
+    """Inputs of normalisations, queries, keys and values, what attention mixed and one number a
+    head and token with it, and what goes into the activation function."""
+    batch = token_batches(1)[0][0]
+    network = deep_gpt(0.0, tied=False)
+    traced = chain_of(network, batch, None)
+    saved = layer_costs(traced.chain, traced.bind(batch)).layers[1].saved
+    row = 4 * batch["input_ids"].numel() * 16
+    assert saved.reads == (True,), "the first normalisation's input"
+    assert saved.sent_bytes == row * (1 + 3 + 1 + 4) + row * 2 // 16
+    stats, remade = 2 * 2 * row // 16, row * (1 + 1 + 4)
+    assert saved.inner_bytes == saved.sent_bytes + stats + remade
+    assert saved.sent == 5
+
+
+def test_what_a_gate_sends() -> None:
+    rows, item = 7, 4
+    saved = saved_by(ByHand(), torch.randn(rows, WIDTH))
+    # Its input is a value; inside, gate and factor.
+    assert saved.reads == (True,)
+    assert saved.sent_bytes == item * rows * 2 * 20
+    assert saved.inner_bytes == saved.sent_bytes + item * rows * (2 * WIDTH + 2 * 20 + 1)
