@@ -320,42 +320,30 @@ class Executor:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> dict[str, Any]:
         """Run the segment's layers, each within `around()`; return the wanted values."""
-        with self._random.alone:
-            return self._run_alone(visit, tensors, micro_batch, taken, wanted, around)
-
-    def _run_alone(
-        self,
-        visit: Visit,
-        tensors: Tensors,
-        micro_batch: int,
-        taken: Mapping[str, Any],
-        wanted: Sequence[str],
-        around: Callable[[], AbstractContextManager[None]],
-    ) -> dict[str, Any]:
         start, stop = visit.layers
         values = dict(taken)
         again = visit.phase is Phase.BACKWARD
-        if again:
-            self._random.replay(micro_batch, start)
-        for index in range(start, stop):
-            layer = self._chain.layers[index]
-            if not again and visit.phase is not Phase.EVALUATE:
-                self._random.reach(micro_batch, index, first=index == start)
-            with (
-                around(),
-                self.buffers.of(index, micro_batch, visit.phase, visit.leaves) as buffers,
-            ):
-                arguments = [values[name] for name in layer.reads]
-                written = layer.run({**tensors[index - start], **buffers}, arguments)
-            del arguments
-            values.update(zip(layer.writes, written, strict=True))
-            del written
-            needed = set(self._chain.reads(index + 1, stop)) if index + 1 < stop else set()
-            needed.update(wanted)
-            for name in [name for name in values if name not in needed]:
-                del values[name]
-        if not again and visit.phase is not Phase.EVALUATE:
-            self._random.leave(micro_batch)
+        draws = not again and visit.phase is not Phase.EVALUATE
+        with self._random.alone:
+            if again:
+                self._random.replay(micro_batch, start)
+            for index in range(start, stop):
+                layer = self._chain.layers[index]
+                if draws:
+                    self._random.reach(micro_batch, index, first=index == start)
+                of_layer = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
+                with around(), of_layer as buffers:
+                    arguments = [values[name] for name in layer.reads]
+                    written = layer.run({**tensors[index - start], **buffers}, arguments)
+                del arguments
+                values.update(zip(layer.writes, written, strict=True))
+                del written
+                needed = set(self._chain.reads(index + 1, stop)) if index + 1 < stop else set()
+                needed.update(wanted)
+                for name in [name for name in values if name not in needed]:
+                    del values[name]
+            if draws:
+                self._random.leave(micro_batch)
         return values
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from torch import nn
@@ -150,18 +149,13 @@ def _open(
         store = HostStore(chain, layout, opened, placement, options.inject)
         updates = Updates(
             chain,
-            layout,
             store,
             made,
-            options.clip_norm,
-            options.inject,
-            placement,
-            guard=TRACING if options.compile else nullcontext(),
-            loss_scale=(
-                LossScale(options.loss_scale, options.loss_scale_steps)
-                if options.precision == "fp16"
-                else None
-            ),
+            clip_norm=options.clip_norm,
+            loss_scale=_loss_scale_of(options),
+            placement=placement,
+            guard=TRACING if options.compile else None,
+            inject=options.inject,
         )
         members, together = join(chain, devices, store, updates)
     except BaseException:
@@ -171,3 +165,9 @@ def _open(
             placement.file.close()
         raise
     return Engine(model, traced, planner, plan, store, members, updates, together)
+
+
+def _loss_scale_of(options: Options) -> LossScale | None:
+    if options.precision != "fp16":
+        return None
+    return LossScale(options.loss_scale, options.loss_scale_steps)

@@ -16,6 +16,7 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.disk_parameters import DiskArena, StagedLoads
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.gradients import accept_wide
+from atomtrain.swapping.heap import give_back
 from atomtrain.swapping.streams import Inject
 
 
@@ -58,6 +59,7 @@ class HostStore:
             parameter.data = view
             if parameter.requires_grad:
                 accept_wide(parameter, layout.gradient_factor)
+        give_back()
         self._make_gradients(chain, device)
 
     def beside(self, chain: Chain, device: Device) -> HostStore:

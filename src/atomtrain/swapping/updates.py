@@ -37,19 +37,28 @@ class Updates:
     def __init__(
         self,
         chain: Chain,
-        layout: Layout,
         store: HostStore,
         optimizer: torch.optim.Optimizer,
-        clip_norm: float | None,
-        inject: Inject | None = None,
-        placement: Placement | None = None,
+        *,
+        clip_norm: float | None = None,
         loss_scale: LossScale | None = None,
+        placement: Placement | None = None,
         guard: AbstractContextManager[Any] | None = None,
+        inject: Inject | None = None,
     ) -> None:
-        """`optimizer` is that of all parameters; its state stays empty.
+        """Open the streams.
 
-        With a `placement`, part of its workers' state lies on disk. Optimizers run within `guard`.
+        Args:
+            chain: Whose parameters are updated.
+            store: Where they are.
+            optimizer: That of all parameters; its state stays empty.
+            clip_norm: Most global norm of a step's gradients; `None` does not clip.
+            loss_scale: By what the loss is multiplied; `None` is 1.
+            placement: What of the state lies on disk; `None` is nothing.
+            guard: Optimizers run within it.
+            inject: Called before each job of each stream; for tests.
         """
+        layout = store.layout
         self.optimizer = optimizer
         self._store, self._clip_norm = store, clip_norm
         self._blocks = _blocks(chain, layout)
