@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(
         "atomtrain.swapping.opening.compiled", lambda chain, costs: compiled(chain, costs, backend)
     )
+    monkeypatch.setenv("CXX", sys.executable)  # any program: none is needed here
     torch._dynamo.reset()
     return handed
 
@@ -73,5 +75,17 @@ def test_the_emulated_device_cannot_count_compiled_code() -> None:
             token_batches(1)[0][0],
             optimizer=adamw,
             device="emulated",
+            options=atomtrain.Options(compile=True),
+        )
+
+
+def test_compiling_for_the_processor_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="there is no no-such-compiler; install it"):
+        atomtrain.swap(
+            gpt(2),
+            token_batches(1)[0][0],
+            optimizer=adamw,
+            device="cpu",
             options=atomtrain.Options(compile=True),
         )

@@ -9,6 +9,9 @@ compiled, not from step to step or from plan to plan.
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,12 +47,18 @@ def require_compilable(device: Device) -> None:
     """Refuse a device that cannot run compiled layers.
 
     Raises:
-        ConfigError: it is emulated.
+        ConfigError: it is emulated, or the processor and there is no compiler for it.
     """
     if isinstance(device, EmulatedDevice):
         raise ConfigError(
             "the emulated device counts the memory of every operation, which compiled code does "
             "not show; leave compile out, or choose the device cpu or cuda"
+        )
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if device.torch_device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"compiling for the CPU needs a C++ compiler, and there is no {compiler}; install it, "
+            "name another one in the environment variable CXX, or leave compile out"
         )
 
 

@@ -258,8 +258,8 @@ class TrainOptions:
     )
     compile: bool = option(
         False,
-        "Compile each kind of layer once with torch.compile, on cuda and cpu; the last bits of the "
-        "result differ from those without it.",
+        "Compile each kind of layer once with torch.compile, on cuda and cpu; on cpu that needs a "
+        "C++ compiler (g++ or clang++). The last bits of the result differ from those without it.",
         "",
     )
     trace: Path | None = option(
