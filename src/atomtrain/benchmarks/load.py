@@ -31,13 +31,13 @@ from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
 from atomtrain.training.loading import Weights
 from atomtrain.training.objective import NextToken
-from atomtrain.training.optimizing import make_optimizer
+from atomtrain.training.optimizing import make_optimizer, precision_of
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import new_recipe
 
 _CHILD_S = 600.0
 _SHARD = "50MB"
-_BYTES = {"fp32": 4, "bf16": 6}
+_BYTES = {"fp32": 4, "bf16": 6, "fp16": 6}
 """Host bytes of a parameter, by precision: itself, and its master."""
 
 
@@ -100,6 +100,7 @@ def _load(folder: Path, precision: str) -> Result:
     engine = _engine(folder, precision)
     load_s = time.perf_counter() - started_s
     peak_bytes = _status_bytes("VmHWM") - before_bytes
+    after_bytes = _status_bytes("VmRSS") - before_bytes
     size_bytes = _BYTES[precision] * engine.parameters
     stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return {
@@ -108,6 +109,7 @@ def _load(folder: Path, precision: str) -> Result:
         "stored_bytes": stored_bytes,
         "peak_bytes": peak_bytes,
         "peak_ratio": peak_bytes / size_bytes,
+        "after_ratio": after_bytes / size_bytes,
         "load_s": load_s,
         "read_bytes_per_s": stored_bytes / load_s,
         "bit_equal": _equal(engine, folder),
@@ -131,7 +133,7 @@ def _engine(folder: Path, precision: str, layers: int | None = None) -> Engine:
         device="emulated",
         device_memory="256MiB",
         loss=objective.loss,
-        options=Options(precision="bf16" if precision == "bf16" else None, profile=False),
+        options=Options(precision=precision_of(precision), profile=False),
     )
     if weights is not None:
         weights.load(engine)

@@ -35,7 +35,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _HEADER_MOST_BYTES = 100 << 20
-_SLICE_BYTES = 8 << 20
+_SLICE_BYTES = 2 << 20
 """Bytes that are read and converted at once where types differ."""
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -87,7 +87,7 @@ class WeightFiles:
         return sum(entry.size_bytes for entry in self.entries.values())
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Fill `target` with a tensor, converted to its type; needs no more than 16 MiB beside it.
+        """Fill `target` with a tensor, converted to its type; needs no more than 2 MiB beside it.
 
         Args:
             name: One of the tensors.

@@ -43,7 +43,7 @@ KEYS = {"float32": "master", "split": "rest"}
 """Where a parameter's state has its master, by format."""
 _DTYPES = {"float32": torch.float32, "split": torch.int16}
 _HALF = 1 << 15
-_SLICE_ELEMENTS = 1 << 20
+_SLICE_ELEMENTS = 1 << 18
 """Rounded at once."""
 STREAMS = (torch.bfloat16, torch.float16)
 """Types of parameters that have masters."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
+from atomtrain.swapping.heap import give_back
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Type that is computed in, by name."""
@@ -88,6 +89,7 @@ class Narrowed:
         while updated:  # what is not kept goes one by one, so that memory falls steadily
             parameter, data = updated.pop()
             masters.adopt(parameter, _own(data))
+        give_back()
 
     def restore(self) -> None:
         """Give the model back what it had, unless that was handed over."""
