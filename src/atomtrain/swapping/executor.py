@@ -24,6 +24,7 @@ from atomtrain.planning.timeline import label_of
 from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.buffers import DeviceBuffers
 from atomtrain.swapping.carried import Carried, Outbox, Saved, leaf_of
+from atomtrain.swapping.compiled import CompiledLayer
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.graphs import Graphs, WaitingGraph, Where
 from atomtrain.swapping.host_layers import HostLayers
@@ -68,6 +69,7 @@ class Executor:
         self._evaluation = _Pass(chain, evaluation_visits(plan.shape), plan)
         window_bytes = SavedTensors(chain, costs).window_bytes
         self._graphs = Graphs(Offload(device, self.pool, window_bytes))
+        self._compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
         self._losses: list[Tensor] = []
         self._count = self._of = 0
         self.record: Record | None = None
@@ -221,12 +223,12 @@ class Executor:
         )
         parcel = self._graphs.offload.parcel() if visit.activation == "offload" else None
         graph = WaitingGraph(where, parcel)
+        # Compiled layers would run operation by operation if these were watched.
+        around = nullcontext if self._compiled else graph.layer
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,
-            lambda inputs: self._run_layers(
-                visit, tensors, micro_batch, inputs, outputs, graph.layer
-            ),
+            lambda inputs: self._run_layers(visit, tensors, micro_batch, inputs, outputs, around),
             self._chain.writes(*visit.layers),
         )
         self._graphs.put(visit.layers, micro_batch, graph)

@@ -70,7 +70,8 @@ class WaitingGraph:
         self._slot = where.slot
         self._slot_key = where.slot.untyped_storage()._cdata
         self._device = where.slot.device
-        self._recipes: Recipes | None = None  # made for each layer, which then forgets it
+        self._recipes: Recipes | None = None
+        """Of the layer that runs now; none where its operations do not show."""
         self._found: dict[str, list[Tensor]] = {}
         self._entrances: dict[str, GradientEdge] = {}
         self._edges: dict[str, GradientEdge] = {}
@@ -166,8 +167,7 @@ class WaitingGraph:
         # An alias without history: a graph must not hold its own outputs.
         if self.parcel is None or key in self._where.staying or tensor.device != self._device:
             return tensor.data
-        assert self._recipes is not None
-        return self.parcel.pack(tensor, self._recipes.of)
+        return self.parcel.pack(tensor, _no_recipe if self._recipes is None else self._recipes.of)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -178,6 +178,10 @@ class WaitingGraph:
             view = torch.empty(0, dtype=packed.dtype, device=self._device)
             slot = self._slot.untyped_storage()
             return view.set_(slot, packed.offset, packed.size, packed.stride)
+
+
+def _no_recipe(_: Tensor) -> None:
+    return None
 
 
 def _place_of(tensor: Tensor) -> _Place:

@@ -22,5 +22,5 @@ def give_back() -> None:
 @functools.cache
 def _trim() -> Callable[[int], Any] | None:
     with contextlib.suppress(OSError, AttributeError):
-        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
+        return ctypes.CDLL(None).malloc_trim
     return None

@@ -209,7 +209,7 @@ class Parcel:
 
     def pack(self, tensor: Tensor, recipe: Callable[[Tensor], Remade | None]) -> Away | Tensor:
         """Send a tensor that autograd saves, unless its storage has been sent already, or there is
-        a `recipe` to make it again."""
+        a `recipe` by which it is made again."""
         storage = self._here.get(tensor) or self._known.get(tensor)
         if storage is None:
             if not tensor.untyped_storage().nbytes():
