@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from swarm_virtual import Simulation, run_virtual
 
 from atomtrain.swarm.anchor_store import AnchorStore
 from atomtrain.swarm.anchors import Merge
+from atomtrain.swarm.exchange import Exchange, ExchangeSetup
 from atomtrain.swarm.guards import Guard, Standing
+from atomtrain.swarm.messages import Begin
+from atomtrain.swarm.owning import OwnedSlice
 from atomtrain.swarm.reduction import SliceReduction
 
 
@@ -109,3 +116,37 @@ def test_starting_again_drops_what_no_anchor_contains() -> None:
     store.merge(Merge(0, new, (), restart=True), local)
     assert local.tolist() == [1.0, 1.0]
     assert store.snapshot(0, local, torch.empty(2)).weight == 0
+
+
+def test_a_false_mean_is_not_taken_in_the_very_first_round_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody has seen a mean of the fragment yet: its own size stands in for that."""
+    encode, enter = OwnedSlice._encode, Exchange.__init__
+
+    def lie(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        return encode(self, contributors, mean * getattr(self, "factor", 1.0))
+
+    def entered(self: Exchange, setup: ExchangeSetup, begin: Begin) -> None:
+        enter(self, setup, begin)
+        if setup.peer_id == "liar":
+            for owned in self._owned.values():
+                owned.factor = 1e6  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(OwnedSlice, "_encode", lie)
+    monkeypatch.setattr(Exchange, "__init__", entered)
+
+    async def scenario() -> None:
+        simulation = Simulation((300, 300), 7)
+        for name in ("first", "liar", "other"):
+            await simulation.add(name, 0.5)
+            await asyncio.sleep(8)
+        await asyncio.sleep(10)
+        honest = [simulation.peers[name] for name in ("first", "other")]
+        reports = [report for peer in honest for report in peer.reports]
+        assert any("its mean is not" in text for one in reports for text in one.rejected)
+        assert any(len(one.contributors) == 3 for one in reports)
+        for peer in honest:
+            assert float(torch.cat(peer.fragments).abs().max()) < 1e4
+
+    run_virtual(scenario)

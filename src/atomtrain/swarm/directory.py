@@ -8,7 +8,8 @@ another peer's place, or fill the table with what is no record.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from atomtrain.errors import SwarmError
@@ -20,8 +21,9 @@ from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.signing import RecordReader, sign_record
 
 _REPLICAS = 8
-"""Nodes that keep the records, and so many are asked for them: the nearest to their key. hivemind
-would ask 20, at each beat twice."""
+"""Nodes that keep the records: the nearest to their key."""
+_READ = 3
+"""Of them so many are read, others each time: all keep the same, and each tells all records."""
 _START_S = 15.0
 _ANSWER_S = 3.0
 _GREETINGS = 3
@@ -40,12 +42,16 @@ class DhtDirectory:
         reader: RecordReader,
     ) -> None:
         """Use a running node; see `create`."""
+        from hivemind.dht.routing import DHTID
+
         self._node = node
         self._identity = identity
         self._admission = admission
         self._clock = clock
         self._reader = reader
-        self._key = _key_of(admission.run)
+        self._key = DHTID.generate(source=_key_of(admission.run))
+        self._beside = DHTID(self._key ^ 1)
+        self._keepers: dict[Any, Any] = {}
 
     @classmethod
     async def create(
@@ -108,23 +114,63 @@ class DhtDirectory:
         """Store this peer's record."""
         expires_s = self._clock() + expiry_s
         signed = sign_record(self._identity, self._admission.run, record, expires_s)
-        await self._node.store(
-            self._key, signed, expires_s, subkey=self._identity.peer_id, beam_size=_REPLICAS
+        value = self._node.protocol.serializer.dumps(signed)
+        self._keepers = keepers = await self._nearest()
+        await asyncio.gather(
+            *(self._store(*keeper, value, expires_s) for keeper in keepers.items())
         )
 
     async def records(self) -> dict[str, bytes]:
         """Return all peers' records, each signed by its peer and valid now."""
-        found = await self._node.get(self._key, latest=True, beam_size=_REPLICAS)
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        records = {}
-        for peer_id, entry in found.value.items():
+        key, own_node = self._key, self._node.node_id
+        keepers = self._keepers or await self._nearest()
+        others = [peer for node, peer in keepers.items() if node != own_node]
+        random.shuffle(others)
+        kept, told = [self._node.protocol.storage.get(key)], 0
+        while others and told < _READ:
+            asked, others = others[: _READ - told], others[_READ - told :]
+            # As hivemind's own look-ups do: who did not answer is not asked again for a while.
+            answers = await asyncio.gather(
+                *(self._node._call_find_with_blacklist(peer, [key]) for peer in asked)
+            )
+            heard = [answer[key][0] for answer in answers if answer is not None]
+            told += len(heard)
+            kept += heard
+        return self._opened(found.value for found in kept if found is not None)
+
+    async def _nearest(self) -> dict[Any, Any]:
+        """Return the peers that keep the records, by node.
+
+        They are looked for by the key's neighbour, to which the same nodes are nearest, and of
+        which none has anything to tell: else each would send all records on the way.
+        """
+        found = await self._node.find_nearest_nodes(
+            [self._beside], k_nearest=_REPLICAS, beam_size=_REPLICAS
+        )
+        nearest: dict[Any, Any] = found[self._beside]
+        return nearest
+
+    async def _store(self, node: Any, keeper: Any, value: bytes, expires_s: float) -> None:
+        protocol, peer_id = self._node.protocol, self._identity.peer_id
+        if node == self._node.node_id:
+            protocol.storage.store(self._key, value, expires_s, subkey=peer_id)
+        else:
+            await protocol.call_store(keeper, [self._key], [value], [expires_s], subkeys=[peer_id])
+
+    def _opened(self, told: Iterable[Any]) -> dict[str, bytes]:
+        """Return the records that are good, of each peer the latest."""
+        latest: dict[str, tuple[float, bytes]] = {}
+        entries = (
+            entry for records in told if hasattr(records, "items") for entry in records.items()
+        )
+        for peer_id, (value, _) in entries:
             try:
-                opened = self._reader.open(peer_id, entry.value, self._clock())
+                signed = self._node.protocol.serializer.loads(value)
+                record, expires_s = self._reader.open(peer_id, signed, self._clock())
             except BadMessage:
                 continue
-            records[peer_id] = opened[0]
-        return records
+            latest[peer_id] = max(latest.get(peer_id, (0.0, b"")), (expires_s, record))
+        return {peer_id: record for peer_id, (_, record) in latest.items()}
 
     async def introduce(self, peer_id: str) -> bool:
         """Make this peer and another, to which there is a connection, know each other's tables."""

@@ -319,10 +319,16 @@ class Exchange:
         if elements < JUDGED_ELEMENTS:
             return False
         mean_rms, own_rms = ((s / elements) ** 0.5 for s in (square, self._own_square[index]))
-        usual_rms = self._setup.usual_rms
+        # Before a mean was seen, only one of another size than the anchor is not believed.
+        usual_rms = self._setup.usual_rms or self._anchor_rms(index)
         return self._setup.guard.mean_too_large(
             mean_rms, own_rms, usual_rms, weights[self._me], weights
         )
+
+    def _anchor_rms(self, index: int) -> float:
+        start, stop = self._spans[index]
+        square = square_of(self._setup.snapshot.anchor.values[start:stop]) or 0.0
+        return float((square / (stop - start)) ** 0.5)
 
 
 def checked_place(setup: ExchangeSetup, begin: Begin) -> int:

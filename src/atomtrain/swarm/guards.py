@@ -74,7 +74,8 @@ class Guard:
 
         The measure is `usual_rms`, the root mean square of the fragment's last mean, or that of
         this peer's own contribution if it is larger, in proportion to the tokens of the others.
-        Without a last mean nothing is judged: a peer that learns little must not veto the rest.
+        Without a last mean the anchor's size stands in for it, and with a zero anchor nothing is
+        judged: a peer that learns little must not veto the rest.
         """
         if not self.limit or not usual_rms:
             return False
