@@ -6,7 +6,12 @@ import json
 from pathlib import Path
 
 from atomtrain.benchmarks.network_page import cases, page
-from atomtrain.benchmarks.network_rows import largest_ratio, network_results, rounds_finished
+from atomtrain.benchmarks.network_rows import (
+    largest_ratio,
+    network_results,
+    rate_name,
+    rounds_finished,
+)
 
 ROOT = Path(__file__).parents[2]
 ROW = {
@@ -91,6 +96,18 @@ def test_unequal_budgets_of_an_older_version_are_told() -> None:
     older = {**RESULT, "device_budget_bytes": 10, "pipeline_device_budget_bytes": 25}
     assert "had 2.5 times the memory" in page([{**older, "rows": [ROW]}])
     assert "older version" not in page([{**RESULT, "rows": [ROW]}])
+
+
+def test_rates_have_the_unit_that_people_would_use() -> None:
+    names = [rate_name(rate) for rate in (1e10, 1e9, 6.1e8, 4.149e6, 999_990.0, 87_755.4)]
+    assert names == [
+        "10 Gbit/s",
+        "1 Gbit/s",
+        "610 Mbit/s",
+        "4.15 Mbit/s",
+        "1 Mbit/s",
+        "87.8 kbit/s",
+    ]
 
 
 def test_results_of_the_benchmark_are_found_by_their_names() -> None:

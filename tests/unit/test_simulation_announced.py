@@ -70,3 +70,40 @@ def test_no_link_beats_its_rate_and_nobody_waits_for_ever(
     if ranks > 1:
         assert took_s >= micro_batches * 8000 / bits_per_s
         assert took_s >= 2 * (ranks - 1) * one_way_s
+
+
+@pytest.mark.parametrize(
+    ("peers", "micro_batches", "bits_per_s", "round_trip_s", "bound", "measured"),
+    [
+        (2, 128, 10e6, 0.0, 8117, 1306.7),
+        (2, 128, 8.816e6, 0.0, 8117, 1154.0),
+        (2, 128, 1.8644e6, 0.0, 8117, 299.9),
+        (2, 128, 0.8816e6, 0.0, 8117, 145.7),
+        (2, 32, 0.18644e6, 0.0, 8117, 32.4),
+        (2, 128, 10e6, 0.1, 8117, 415.5),
+        (4, 64, 0.87755e6, 0.0, 7641, 70.4),
+        (4, 32, 0.41494e6, 0.0, 7641, 33.6),
+    ],
+)
+def test_tokens_per_second_are_those_that_were_measured(
+    peers: int,
+    micro_batches: int,
+    bits_per_s: float,
+    round_trip_s: float,
+    bound: float,
+    measured: float,
+) -> None:
+    """Rates of `Schedule1F1B` on shaped links, from results of `atom bench network`.
+
+    Micro-batches of 64 tokens of width 192 in bfloat16; all peers together compute `bound` tokens
+    a second without a network, here in equal stages.
+    """
+    stage_s = 64 / bound
+    found = AnnouncedWork(
+        forward_s=[stage_s / 3] * peers,
+        backward_s=[stage_s * 2 / 3] * peers,
+        micro_batches=micro_batches,
+        boundary_bytes=64 * 192 * 2,
+    )
+    link = PipelineLink(bits_per_s=0.955 * bits_per_s, one_way_s=round_trip_s / 2)
+    assert micro_batches * 64 / simulate_1f1b(found, link) == pytest.approx(measured, rel=0.12)

@@ -17,6 +17,7 @@ from atomtrain.benchmarks.network_rows import (
     disturbed,
     link_name,
     meant,
+    rate_name,
     rounds_finished,
 )
 from atomtrain.units import format_count
@@ -138,7 +139,7 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
         if index in marks:
             ratio = f"({ratio}: {marks[index]})"
         cells = [
-            f"{row['link_bits_per_s'] / 1e6:.4g} Mbit/s",
+            rate_name(row["link_bits_per_s"]),
             f"{1000 * row['round_trip_s']:g} ms",
             meant(row),
             _count(row["atom_tokens_per_s"]),

@@ -39,7 +39,15 @@ def disturbed(row: Row, rows: Iterable[Row]) -> bool:
 
 def link_name(row: Row) -> str:
     """Return rate and round trip of a row's link, for people."""
-    return f"{row['link_bits_per_s'] / 1e6:.4g} Mbit/s, {1000 * row['round_trip_s']:g} ms"
+    return f"{rate_name(row['link_bits_per_s'])}, {1000 * row['round_trip_s']:g} ms"
+
+
+def rate_name(bits_per_s: float) -> str:
+    """Return a rate for people, such as `"1 Gbit/s"` or `"87.8 kbit/s"`."""
+    for limit, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits_per_s >= 0.9995 * limit:
+            return f"{bits_per_s / limit:.3g} {unit}"
+    return f"{bits_per_s / 1e3:.3g} kbit/s"
 
 
 def meant(row: Row) -> str:
@@ -48,7 +56,7 @@ def meant(row: Row) -> str:
     if not stands_for:
         return "itself"
     model = f", {stands_for['model']}" if stands_for["model"] else ""
-    return f"{stands_for['gpu']} on {stands_for['bits_per_s'] / 1e6:g} Mbit/s{model}"
+    return f"{stands_for['gpu']} on {rate_name(stands_for['bits_per_s'])}{model}"
 
 
 def network_results(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.benchmarks.network_page import cases
-from atomtrain.benchmarks.network_rows import UNFINISHED, network_results, rounds_finished
+from atomtrain.benchmarks.network_rows import (
+    UNFINISHED,
+    link_name,
+    meant,
+    network_results,
+    rounds_finished,
+)
 from atomtrain.benchmarks.network_setup import gpu_flops_per_s
 
 Results = Mapping[str, Mapping[str, Any]]
 _POINTS = 100
-_SIZE_INCHES = (14.0, 11.0)
+_SIZE_INCHES = (15.0, 14.0)
+_HEIGHTS = (1.6, 1.0)
 _MARKERS = "osD^v"
 _METHODS = {"atom": "ATOM", "pipeline": "best pipeline", "data_parallel": "data parallel"}
 _SMALL = 8
@@ -23,7 +30,7 @@ def draw_report(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-    axes = figure.subplots(2, 2)
+    axes = figure.subplots(2, 2, height_ratios=_HEIGHTS)
     _ratios(axes[0][0], results)
     _rates(axes[0][1], results)
     _predictions(axes[1][0], results)
@@ -64,11 +71,12 @@ def _ratios(axes: Any, results: Results) -> None:
     axes.set_xlabel("link of a GPU that has as many bits per FLOP, Mbit/s")
     axes.axhline(1.0, color="black", linewidth=1.0, linestyle="--")
     axes.annotate(
-        "break-even: a pipeline wins below", (0.01, 1.0), (0, -3), fontsize=_SMALL, va="top",
+        "break-even: a pipeline wins below", (0.99, 1.0), (0, 3), fontsize=_SMALL, ha="right",
         xycoords=("axes fraction", "data"), textcoords="offset points",
     )  # fmt: skip
     axes.grid(visible=True, linewidth=0.3)
-    axes.legend(fontsize=_SMALL)
+    # Below the axes: anywhere within it would hide points.
+    axes.legend(fontsize=_SMALL, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
 
 
 def _simulated_lines(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -133,13 +141,11 @@ def _rates(axes: Any, results: Results) -> None:
 
 def _row_name(row: Mapping[str, Any], peers: int) -> str:
     stands_for = row["stands_for"]
-    rate = f"{row['link_bits_per_s'] / 1e6:.3g} Mbit/s, {1000 * row['round_trip_s']:g} ms"
-    name = f"{peers} peers, {rate}"
+    name = f"{peers} peers, {link_name(row)}"
     if stands_for:
-        model = f", {stands_for['model']}" if stands_for["model"] else ""
-        name += f"\n= {stands_for['gpu']} on {stands_for['bits_per_s'] / 1e6:g} Mbit/s{model}"
+        name += f"\n= {meant(row)}"
     finished = row.get("atom") is None or rounds_finished(row)
-    return name if finished else f"{name}\n({UNFINISHED})"
+    return name if finished else f"{name} ({UNFINISHED})"
 
 
 def _predictions(axes: Any, results: Results) -> None:
