@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from atomtrain.benchmarks import averaging, outer
 from atomtrain.benchmarks.averaging import AveragingSetup
 from atomtrain.benchmarks.common import BenchmarkOptions
-from atomtrain.benchmarks.outer import OuterSetup
+from atomtrain.benchmarks.outer import Case, OuterSetup
 from atomtrain.benchmarks.outer_swarm import Task
 from atomtrain.errors import ConfigError
 
@@ -27,13 +29,20 @@ def test_rounds_on_loopback_have_the_right_mean() -> None:
 
 
 def test_replicas_learn_and_poison_does_little() -> None:
-    task = Task(layers=1, width=32, context=16, steps=30, warmup_steps=3, text_bytes=100_000)
+    task = Task(layers=1, width=32, context=16, warmup_steps=3, text_bytes=100_000)
+    short = Case(steps=30, local_steps=4, seeds=1, swarm_learning_rate=3e-3)
     setup = OuterSetup(
-        task=task, sequences=2, local_steps=4, fragments=2, seeds=1, poisoned_peers=5,
-        poisoned_steps=12,
+        task=task, sequences=2, cases=(short, replace(short, local_steps=2)), fragments=2,
+        poisoned_peers=5, poisoned=replace(short, steps=12),
     )  # fmt: skip
     result = outer.run(BenchmarkOptions(), setup)
     assert result["swarm_loss"] < 5.0
+    rare, frequent = result["cases"]
+    assert rare["loss_ratio"] == result["loss_ratio"]
+    assert rare["alone_loss"] == frequent["alone_loss"]
+    # 15 rounds and 30, and two at the end, each of half of the model.
+    rounds = frequent["sent_bytes_per_peer_step"] / rare["sent_bytes_per_peer_step"]
+    assert rounds == pytest.approx(32 / 17)
     assert {entry["poison"] for entry in result["poisoned"]} == set(outer.POISONS)
     assert result["worst_poisoned_ratio"] < 1.1
     assert outer.run(BenchmarkOptions(), setup)["rows"] == result["rows"], "bit for bit again"

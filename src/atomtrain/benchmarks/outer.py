@@ -2,14 +2,16 @@
 
 Small models in one process, averaged by the swarm's own parts (`outer_swarm`):
 
-* peers of a swarm (`local`, 4-bit wire) against one peer with as many times the batch;
+* peers of a swarm (`local`, 4-bit wire) against one peer with as many times the batch, for rounds
+  that are rare and frequent, in runs that are short and long; each side at the learning rate that
+  was best for it of the same grid;
 * a swarm in which one peer's contributions are poisoned against one in which it is honest.
 """
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -26,6 +28,24 @@ POISONS: dict[str, Poison] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Case:
+    """A comparison of both sides, each at the best learning rate of the grid in docs/quality.md."""
+
+    steps: int = 400
+    local_steps: int = 20
+    swarm_learning_rate: float = 12e-3
+    alone_learning_rate: float = 9e-3
+    seeds: int = 3
+
+
+CASES = (
+    Case(),
+    Case(local_steps=4),
+    Case(steps=1600, alone_learning_rate=6e-3, seeds=1),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OuterSetup:
     """Inputs of the benchmark."""
 
@@ -33,22 +53,22 @@ class OuterSetup:
     peers: int = 4
     sequences: int = 8
     """Of each peer's step."""
-    local_steps: int = 20
+    cases: tuple[Case, ...] = CASES
+    """The first one is what `loss_ratio` is about."""
     fragments: int = 4
     wire: str = "int4"
     outer: str = "nesterov"
-    seeds: int = 3
     poisoned_peers: int = 8
     """Peers of the swarm in which one is poisoned."""
-    poisoned_steps: int = 150
+    poisoned: Case = Case(steps=150, seeds=1)
 
 
 QUICK = OuterSetup(
-    task=Task(layers=1, width=32, context=32, steps=40, warmup_steps=5, text_bytes=200_000),
+    task=Task(layers=1, width=32, context=32, warmup_steps=5, text_bytes=200_000),
     sequences=4,
-    seeds=1,
+    cases=(Case(steps=40, seeds=1), Case(steps=40, seeds=1, local_steps=4)),
     poisoned_peers=4,
-    poisoned_steps=20,
+    poisoned=Case(steps=20, seeds=1),
 )
 
 
@@ -57,14 +77,12 @@ def run(options: BenchmarkOptions, setup: OuterSetup | None = None) -> Result:
     setup = setup or (QUICK if options.quick else OuterSetup())
     torch.set_num_threads(1)
     text = setup.task.text()
-    rows = [_row(setup, text, seed) for seed in range(setup.seeds)]
+    alone: dict[tuple[int, float, int], float] = {}
+    cases = [_compared(setup, case, text, alone) for case in setup.cases]
     poisoned = _poisoned(setup, text)
-    together, alone = ([row[i] for row in rows] for i in (0, 1))
     return {
-        "rows": [{"seed": s, "swarm_loss": a, "alone_loss": b} for s, (a, b) in enumerate(rows)],
-        "swarm_loss": statistics.mean(together),
-        "alone_loss": statistics.mean(alone),
-        "loss_ratio": statistics.mean(together) / statistics.mean(alone),
+        **{key: cases[0][key] for key in ("rows", "swarm_loss", "alone_loss", "loss_ratio")},
+        "cases": cases,
         "poisoned": poisoned,
         "worst_poisoned_ratio": max(entry["ratio"] for entry in poisoned),
         "inputs": asdict(setup),
@@ -72,19 +90,44 @@ def run(options: BenchmarkOptions, setup: OuterSetup | None = None) -> Result:
     }
 
 
-def _row(setup: OuterSetup, text: torch.Tensor, seed: int) -> tuple[float, float]:
-    swarm = LocalSwarm(setup.task, _averaging(setup), setup.peers, seed)
-    together = swarm.train(text, setup.sequences)
-    alone = train_alone(setup.task, text, setup.peers * setup.sequences, seed)
-    progress(f"seed {seed}: swarm {together:.4f}, one peer with the whole batch {alone:.4f}")
-    return together, alone
+def _compared(
+    setup: OuterSetup, case: Case, text: torch.Tensor, alone: dict[tuple[int, float, int], float]
+) -> Result:
+    """Return both sides' losses; `alone` keeps what a peer alone reached, for the next case."""
+    rows: list[Result] = []
+    sent_bytes = 0.0
+    for seed in range(case.seeds):
+        swarm = LocalSwarm(_task(setup, case), _averaging(setup, case), setup.peers, seed)
+        together = swarm.train(text, setup.sequences)
+        sent_bytes = swarm.sent_bytes
+        key = (case.steps, case.alone_learning_rate, seed)
+        if key not in alone:
+            task = replace(setup.task, steps=key[0], learning_rate=key[1])
+            alone[key] = train_alone(task, text, setup.peers * setup.sequences, seed)
+        rows.append({"seed": seed, "swarm_loss": together, "alone_loss": alone[key]})
+        progress(
+            f"{case.steps} steps, averaged every {case.local_steps}, seed {seed}: "
+            f"swarm {together:.4f}, one peer with the whole batch {alone[key]:.4f}"
+        )
+    swarm_loss, alone_loss = (
+        statistics.mean(row[side] for row in rows) for side in ("swarm_loss", "alone_loss")
+    )
+    return {
+        "steps": case.steps,
+        "local_steps": case.local_steps,
+        "swarm_loss": swarm_loss,
+        "alone_loss": alone_loss,
+        "loss_ratio": swarm_loss / alone_loss,
+        "sent_bytes_per_peer_step": sent_bytes / case.steps,
+        "rows": rows,
+    }
 
 
 def _poisoned(setup: OuterSetup, text: torch.Tensor) -> list[Result]:
-    task = Task(**{**asdict(setup.task), "steps": setup.poisoned_steps})
-    how = Averaging(**{**vars(_averaging(setup)), "mean": "clipped"})
+    how = replace(_averaging(setup, setup.poisoned), mean="clipped")
 
     def loss(poison: Poison | None) -> float:
+        task = _task(setup, setup.poisoned)
         swarm = LocalSwarm(task, how, setup.poisoned_peers, 0, poison)
         return swarm.train(text, setup.sequences)
 
@@ -97,10 +140,14 @@ def _poisoned(setup: OuterSetup, text: torch.Tensor) -> list[Result]:
     return found
 
 
-def _averaging(setup: OuterSetup) -> Averaging:
+def _task(setup: OuterSetup, case: Case) -> Task:
+    return replace(setup.task, steps=case.steps, learning_rate=case.swarm_learning_rate)
+
+
+def _averaging(setup: OuterSetup, case: Case) -> Averaging:
     return Averaging(
-        outer=outer_named(setup.outer, setup.local_steps, setup.fragments),
-        local_steps=setup.local_steps,
+        outer=outer_named(setup.outer, case.local_steps, setup.fragments),
+        local_steps=case.local_steps,
         fragments=setup.fragments,
         wire=setup.wire,
         overlap_weight=OVERLAP_WEIGHTS[setup.outer],

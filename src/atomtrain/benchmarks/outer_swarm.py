@@ -18,7 +18,13 @@ from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import decay_groups
 from atomtrain.swarm.anchor_store import AnchorStore
 from atomtrain.swarm.anchors import Anchor, Merge, Snapshot, Stamp, whole
-from atomtrain.swarm.codec import codec_named, decode_span, decoded, encode_span
+from atomtrain.swarm.codec import (
+    codec_named,
+    decode_span,
+    decoded,
+    encode_span,
+    encoded_bytes,
+)
 from atomtrain.swarm.guards import Guard
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.reduction import SliceReduction
@@ -37,7 +43,7 @@ class Task:
     width: int = 64
     context: int = 64
     steps: int = 400
-    warmup_steps: int = 20
+    warmup_steps: int = 100
     learning_rate: float = 3e-3
     text_bytes: int = 4_000_000
 
@@ -156,6 +162,8 @@ class LocalSwarm:
                 store.place(fragment, store.fresh(values, version=0, tokens=0))
         self._waiting: list[tuple[int, list[Merge]]] = []
         self._round = 0
+        self.sent_bytes = 0.0
+        """What each peer would have sent: its contributions, and means to the others."""
 
     def train(self, text: Tensor, sequences: int) -> float:
         """Return the final loss of the anchors, of `sequences` a peer and step."""
@@ -196,6 +204,10 @@ class LocalSwarm:
         contributors, mean = reduction.close()
         merges = self._merges(fragment, taken, contributors, mean)
         self._waiting.append((step + self._how.overlap_steps, merges))
+        span = Span(0, local[0].numel())
+        codecs = (self._codec, self._codec.for_mean(len(contributors), self._round))
+        share = (len(local) - 1) / len(local)
+        self.sent_bytes += share * sum(encoded_bytes(codec, span) for codec in codecs)
         self._round += 1
 
     def _sent(self, snapshot: Snapshot, poison: Poison | None) -> tuple[Snapshot, Tensor]:
