@@ -31,17 +31,18 @@ POISONS: dict[str, Poison] = {
 class Case:
     """A comparison of both sides, each at the best learning rate of the grid in docs/quality.md."""
 
-    steps: int = 400
-    local_steps: int = 20
+    steps: int = 1600
+    local_steps: int = 4
     swarm_learning_rate: float = 12e-3
-    alone_learning_rate: float = 9e-3
-    seeds: int = 3
+    alone_learning_rate: float = 6e-3
+    seeds: int = 1
 
 
 CASES = (
-    Case(),
-    Case(local_steps=4),
-    Case(steps=1600, alone_learning_rate=6e-3, seeds=1),
+    Case(seeds=3),
+    Case(local_steps=20),
+    Case(steps=400, alone_learning_rate=9e-3),
+    Case(steps=400, local_steps=20, alone_learning_rate=9e-3),
 )
 
 
@@ -60,15 +61,15 @@ class OuterSetup:
     outer: str = "nesterov"
     poisoned_peers: int = 8
     """Peers of the swarm in which one is poisoned."""
-    poisoned: Case = Case(steps=150, seeds=1)
+    poisoned: Case = Case(steps=150, local_steps=20, swarm_learning_rate=3e-3)
 
 
 QUICK = OuterSetup(
     task=Task(layers=1, width=32, context=32, warmup_steps=5, text_bytes=200_000),
     sequences=4,
-    cases=(Case(steps=40, seeds=1), Case(steps=40, seeds=1, local_steps=4)),
+    cases=(Case(steps=40), Case(steps=40, local_steps=20)),
     poisoned_peers=4,
-    poisoned=Case(steps=20, seeds=1),
+    poisoned=Case(steps=20, local_steps=20),
 )
 
 

@@ -156,7 +156,10 @@ class TrainOptions:
     )
     seed: int | None = option(None, "Seed of weights, sample order and dropout.", "N")
     local_steps: int | None = option(
-        None, "Steps in which every part of the model is averaged with the other peers once.", "N"
+        None,
+        "Steps in which every part of the model is averaged with the other peers once; fewer learn "
+        "more and send more. Default: 20.",
+        "N",
     )
     measured_rounds: bool = option(
         False,
