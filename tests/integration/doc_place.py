@@ -49,7 +49,7 @@ WORDS: dict[str, dict[str, str]] = {
         # A disk that is there.
         "/mnt/nvme": "disk",
     },
-    "simulate": {"1000": "6", "600": "4", "32": "3"},
+    "simulate": {"1000": "6", "600": "4"},
 }  # fmt: skip
 """Words of commands that are replaced, by the command's name; `*` is any."""
 

@@ -183,7 +183,7 @@ def _losses(axes: Any, results: Results) -> None:
     axes.set_title("Loss against time")
     curves = results.get("time-to-loss", {}).get("curves", [])
     for curve in curves:
-        axes.plot(curve["seconds"], curve["loss"], label=curve["name"])
+        axes.plot(curve["seconds"], curve["loss"], ".-", markersize=4, label=curve["name"])
     if not curves:
         _nothing(axes, "time-to-loss")
         return
