@@ -81,6 +81,7 @@ NOT_OURS = {
     "podman": "builds and runs containers",
     "make": "the Makefile's targets: the tests themselves, and the demo",
     "ssh": "another machine",
+    "lm_eval": "another harness, with many dependencies; the page says how it was run",
 }
 """Other programs in the pages' shell blocks, and why they are not run."""
 
