@@ -15,6 +15,7 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
+from atomtrain.swarm.transport import LinkLost
 
 ELEMENTS = (3000, 500)
 
@@ -246,7 +247,8 @@ async def _throw_garbage(address: str, peer_id: str) -> None:
         transport.learn(peer_id, (address,))
         for garbage in (b"", b"\0", b"\xff" * 100_000, b"\0\0\0\x02{}", b"\0\0\0\x05hello" * 50):
             channel = await transport.open(peer_id)
-            await channel.send_bytes(garbage)
+            with contextlib.suppress(LinkLost):  # it may hang up at the first bytes
+                await channel.send_bytes(garbage)
             channel.close()
     finally:
         await transport.close()

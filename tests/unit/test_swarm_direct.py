@@ -7,12 +7,14 @@ import contextlib
 import json
 import os
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atomtrain.swarm.congestion import Congestion
 from atomtrain.swarm.direct import OFFER_BYTES, Direct, Offer
 from atomtrain.swarm.messages import BadMessage, Propose
 from atomtrain.swarm.pacing import Pacer
@@ -332,3 +334,57 @@ def test_hosts_of_addresses() -> None:
     assert host_of("/dns4/a.example/tcp/5/p2p/Q") == "a.example"
     for other in ("/ip4/1.2.3.4/udp/5/quic", "/ip4/1.2.3.4/tcp/5/p2p/Q/p2p-circuit", "", "x"):
         assert host_of(other) == ""
+
+
+class FakeSocket:
+    """Has sent so many segments, some of them more than once, and remembers its algorithm."""
+
+    def __init__(self, sent: int = 0, resent: int = 0) -> None:
+        self.info = bytearray(160)
+        self.info[100:104], self.info[156:160] = (
+            n.to_bytes(4, sys.byteorder) for n in (resent, sent)
+        )
+        self.algorithm = b""
+
+    def getsockopt(self, *_: int) -> bytes:
+        return bytes(self.info)
+
+    def setsockopt(self, level: int, name: int, value: bytes) -> None:
+        self.algorithm = value
+
+
+def test_streams_to_whom_packets_got_lost_do_not_slow_down_for_that() -> None:
+    congestion = Congestion()
+
+    def chosen(peer_id: str) -> bytes:
+        plain = FakeSocket()
+        congestion.choose(plain, peer_id)  # type: ignore[arg-type]
+        return plain.algorithm
+
+    def ended(peer_id: str, **how: int) -> None:
+        congestion.learn(FakeSocket(**how), peer_id)  # type: ignore[arg-type]
+
+    assert chosen("far") == b"cubic"
+    ended("far", sent=400, resent=8)
+    assert chosen("far") == b"cubic", "too little to tell"
+    ended("far", sent=400, resent=0)
+    assert (chosen("far"), chosen("near")) == (b"bbr", b"cubic")
+    ended("far", sent=10_000, resent=30)
+    assert chosen("far") == b"bbr", "between the two bounds it stays"
+    ended("far", sent=10_000, resent=3)
+    assert chosen("far") == b"cubic"
+
+
+def test_a_real_stream_tells_how_much_it_sent_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    with one, other:
+        congestion = Congestion()
+        congestion._lossy.add("peer")
+        for _ in range(2 * 500):
+            one.sendall(b"x")
+            other.recv(1)
+        congestion.learn(one, "peer")
+        assert not congestion._lossy
+    congestion.learn(one, "peer")  # closed: nothing is learnt

@@ -195,6 +195,62 @@ def test_nodes_of_the_hash_table_keep_signed_records_of_the_run_only(tmp_path: P
     assert keyed.validate(stored(sign_record(ALICE, "run", key.seal(b"record"), NOW_S + 30)))
 
 
+class FakeNode:
+    """A node of a hash table of five, of which two do not answer and one tells old news."""
+
+    def __init__(self) -> None:
+        from hivemind.utils import MSGPackSerializer
+        from hivemind.utils.timed_storage import ValueWithExpiration
+
+        self.node_id, self.protocol = 0, self
+        self.storage: dict[Any, Any] = {}
+        self.serializer = MSGPackSerializer
+        self.asked: list[str] = []
+        self.stored: list[str] = []
+
+        def told(*signed: tuple[str, bytes]) -> Any:
+            entries = {peer: (MSGPackSerializer.dumps(data), NOW_S + 30) for peer, data in signed}
+            return ValueWithExpiration(entries, NOW_S + 30)
+
+        old, new = (sign_record(ALICE, "run", text, NOW_S + s)
+                    for text, s in ((b"old", 20), (b"new", 30)))  # fmt: skip
+        forged = (MALLORY.peer_id, new)
+        self.answers = {
+            "p1": told((ALICE.peer_id, new)),
+            "p2": told((ALICE.peer_id, old), forged),
+            "p3": None,
+        }
+
+    async def find_nearest_nodes(self, ids: list[Any], **_: Any) -> dict[Any, Any]:
+        return {one: {0: "me", 1: "p1", 2: "p2", 3: "p3", 4: "dead", 5: "dead"} for one in ids}
+
+    async def _call_find_with_blacklist(self, peer: str, keys: list[Any]) -> Any:
+        self.asked.append(peer)
+        return {keys[0]: (self.answers[peer], {})} if peer in self.answers else None
+
+    async def call_store(self, peer: str, *_: Any, **__: Any) -> Any:
+        self.stored.append(peer)
+        return None if peer == "dead" else [True]
+
+
+def test_records_are_read_from_three_that_answer() -> None:
+    pytest.importorskip("hivemind")
+    from atomtrain.swarm.directory import DhtDirectory
+
+    asked = set()
+    for _ in range(20):
+        node = FakeNode()
+        directory = DhtDirectory(
+            node, ALICE, Admission("run", "me"), lambda: NOW_S, RecordReader("run")  # type: ignore[arg-type]
+        )  # fmt: skip
+        found = asyncio.run(directory.records())
+        assert found == {ALICE.peer_id: b"new"}, "the latest, and nothing forged"
+        assert {"p1", "p2", "p3"} <= set(node.asked)
+        assert len(node.asked) <= 5
+        asked.add(tuple(node.asked))
+    assert len(asked) > 1, "the load is shared"
+
+
 def test_records_take_a_ninth_of_the_time_but_never_expire() -> None:
     assert beat_pause_s(30.0, 0.0) == (1.0, 7.0), "whatever news there are"
     assert beat_pause_s(30.0, 0.5)[0] == 4.0

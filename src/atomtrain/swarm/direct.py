@@ -24,6 +24,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 
+from atomtrain.swarm.congestion import Congestion
 from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.secure import PUBLIC_BYTES, Agreement, SecureChannel
 from atomtrain.swarm.transport import Channel, Handler, LinkLost
@@ -106,6 +107,7 @@ class Direct:
         self._asking: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._greetings = 0
+        self._congestion = Congestion()
 
     def offer(self, peer_id: str) -> Offer:
         """Return the offer to a peer whose identity is proved."""
@@ -172,6 +174,7 @@ class Direct:
         plain = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             _tune(plain)
+            self._congestion.choose(plain, peer_id)
             await loop.sock_connect(plain, (host, offer.port))
             mine = Agreement()
             await loop.sock_sendall(plain, _name(offer.secret) + mine.public)
@@ -179,7 +182,7 @@ class Direct:
         except BaseException:
             plain.close()
             raise
-        return SecureChannel(peer_id, plain, keys, self._stall_s)
+        return SecureChannel(peer_id, plain, keys, self._stall_s, self._congestion.learn)
 
     async def _accept(self, handler: Handler) -> None:
         loop = asyncio.get_running_loop()
@@ -211,10 +214,11 @@ class Direct:
         if said[:_NAME_BYTES] not in self._named:
             raise OSError("an unknown token")
         peer_id, secret = self._named[said[:_NAME_BYTES]]
+        self._congestion.choose(plain, peer_id)
         mine = Agreement()
         await asyncio.get_running_loop().sock_sendall(plain, mine.public)
         keys = mine.keys(secret, said[_NAME_BYTES:], opened=False)
-        return SecureChannel(peer_id, plain, keys, self._stall_s)
+        return SecureChannel(peer_id, plain, keys, self._stall_s, self._congestion.learn)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -223,16 +227,9 @@ class Direct:
 
 
 def _tune(plain: socket.socket) -> None:
-    """Prepare a TCP socket for streams that share a link with others.
-
-    BBR goes by the rate that arrives, not by packets lost, which on radio links and long ways says
-    nothing about the link being full. docs/swarm.md has what both make of a lossy and of a clean
-    link. A system that does not have it, or does not give it to this user, keeps its own choice.
-    """
+    """Have small messages go at once, and nobody wait."""
     plain.setblocking(False)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
 def _name(secret: bytes) -> bytes:

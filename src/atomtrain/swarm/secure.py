@@ -82,12 +82,23 @@ class Agreement:
 class SecureChannel(Channel):
     """One stream to one peer over TCP, encrypted."""
 
-    def __init__(self, remote: str, plain: socket.socket, keys: Keys, stall_s: float) -> None:
-        """Wrap a connected non-blocking socket, on the loop that will drive it."""
+    def __init__(
+        self,
+        remote: str,
+        plain: socket.socket,
+        keys: Keys,
+        stall_s: float,
+        before_close: Callable[[socket.socket, str], None] = lambda plain, remote: None,
+    ) -> None:
+        """Wrap a connected non-blocking socket, on the loop that will drive it.
+
+        `before_close` is called once with the socket, still open, and `remote`.
+        """
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         super().__init__(remote, stall_s)
         self._socket = plain
+        self._before_close = before_close
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
@@ -107,6 +118,7 @@ class SecureChannel(Channel):
         if self._closed:
             return
         self._closed = True
+        self._before_close(self._socket, self.remote)
         if not self._loop.is_closed():
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
