@@ -213,8 +213,8 @@ def _text(
         [
             *lines,
             "",
-            "Simulated, not measured: figures of data sheets, and no allowance for what peers "
-            "compute for the network. Tokens per second say nothing of how well peers learn that "
+            "Simulated, not measured: figures of data sheets, and steps that nothing which peers "
+            "do for the network slows down. Tokens per second say nothing of how well peers learn that "
             "average less often.",
         ]
     )
