@@ -214,7 +214,7 @@ def _text(
             *lines,
             "",
             "Simulated, not measured: figures of data sheets, and steps that nothing which peers "
-            "do for the network slows down. Tokens per second say nothing of how well peers learn that "
-            "average less often.",
+            "do for the network slows down. Tokens per second say nothing of how well peers learn "
+            "that average less often.",
         ]
     )
