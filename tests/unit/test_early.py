@@ -70,6 +70,11 @@ def test_a_folder_of_runs_that_is_a_file(tmp_path: Path) -> None:
         early.check_early(dataclasses.replace(RIGHT, directory=file / "below"))
 
 
+def test_gradients_are_of_16_bits_without_being_asked_for() -> None:
+    with pytest.raises(AtomError, match="takes float32, not 'bf16'; leave it out"):
+        early.check_early(dataclasses.replace(RIGHT, precision="bf16", gradient_dtype="bf16"))
+
+
 @pytest.mark.parametrize("mistake", MISTAKES[::6], ids=lambda mistake: " ".join(mistake.arguments))
 def test_the_command_answers_politely(mistake: object) -> None:
     answer = make(mistake)  # type: ignore[arg-type]

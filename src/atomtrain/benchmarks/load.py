@@ -7,6 +7,7 @@ store holds afterwards: parameters, and masters where there are some.
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.models.making import make_outline
 from atomtrain.swapping.engine import Engine
+from atomtrain.swapping.heap import give_back
 from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
 from atomtrain.training.loading import Weights
@@ -94,6 +96,9 @@ def _load(folder: Path, precision: str) -> Result:
     torch.set_num_threads(1)
     # Libraries and caches come first, with an engine that is thrown away.
     _engine(folder, precision, layers=1).close()
+    # What it leaves behind would be used again, and so would not count.
+    gc.collect()
+    give_back()
     _reset_peak()
     before_bytes = _status_bytes("VmRSS")
     started_s = time.perf_counter()

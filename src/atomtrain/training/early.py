@@ -36,7 +36,12 @@ def check_early(options: TrainOptions) -> None:
     check_model_name(options.model)
     check_name("optimizer", options.optimizer, OPTIMIZERS)
     check_name("precision", options.precision, PRECISIONS)
-    check_name("gradient type", options.gradient_dtype, GRADIENT_DTYPES)
+    if options.gradient_dtype not in (None, *GRADIENT_DTYPES):
+        raise ConfigError(
+            f"--gradient-dtype takes {' or '.join(GRADIENT_DTYPES)}, not "
+            f"{options.gradient_dtype!r}; leave it out for gradients as the parameters are: of 16 "
+            "bits with --precision bf16 or fp16"
+        )
     check_name("schedule", options.schedule, SCHEDULES)
     _check_device(options.device, compiled=options.compile)
     _check_numbers(options)

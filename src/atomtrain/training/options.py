@@ -139,7 +139,7 @@ class TrainOptions:
     gradient_dtype: str | None = option(
         None,
         "float32: gradients of a model of 16 bits add up, cross the link and wait on the host in "
-        "32. Default: as the parameters.",
+        "32. Default: as the parameters, so of 16 bits with --precision bf16 or fp16.",
         "TYPE",
     )
     schedule: str | None = option(
