@@ -100,9 +100,10 @@ def test_each_load_brings_the_bytes_that_were_predicted(
         (engine.step if training else engine.evaluate)(step)
         planner = engine.planner
         machine = dataclasses.replace(planner.machine, load_bytes_per_s=1.0, both_ways_share=1.0)
+        given = dataclasses.replace(planner.given, machine=machine)
         layout = Layout(planner.chain)
         steps = Steps(micro_batches=2, host_layers=shape.host_layers)
-        costing = Costing(planner.chain, planner.costs, planner.times, machine, layout, steps)
+        costing = Costing(given, layout, steps)
         visits = (training_visits if training else evaluation_visits)(shape)
         expected = [
             time.load_s

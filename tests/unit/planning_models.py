@@ -24,10 +24,8 @@ def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
         shape.check(len(planner.chain.layers), layout.blocks)
         updates = planner.updates
         memory = MemoryModel(planner.chain, planner.costs, layout, micro_batches, updates)
-        costing = Costing(
-            planner.chain, planner.costs, planner.times, planner.machine, layout,
-            Steps(micro_batches=micro_batches, updates=updates),
-        )  # fmt: skip
+        steps = Steps(micro_batches=micro_batches, updates=updates)
+        costing = Costing(planner.given, layout, steps)
         return plan_of(shape, memory, costing, planner.machine)
 
     monkeypatch.setattr(Planner, "plan", plan)

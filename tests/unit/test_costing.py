@@ -9,7 +9,7 @@ import torch
 from test_profile import parts, small_gpt
 
 from atomtrain.analysis import LayerTime
-from atomtrain.planning.costing import Costing, Steps
+from atomtrain.planning.costing import Costing, Given, Steps
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.saved import SavedTensors
@@ -46,7 +46,8 @@ def step(model, shape: Shape, **rates: float) -> StepTime:
     chain, costs = model
     times = {cost.kind: LayerTime(1e-3, 3e-3) for cost in costs.layers}
     machine, steps = dataclasses.replace(FAST, **rates), Steps(micro_batches=MICRO_BATCHES)
-    return Costing(chain, costs, times, machine, Layout(chain), steps).step(shape)
+    given = Given(chain=chain, costs=costs, times=times, machine=machine)
+    return Costing(given, Layout(chain), steps).step(shape)
 
 
 def test_each_visit_costs_once_for_each_micro_batch(model, shape: Shape) -> None:
@@ -81,7 +82,7 @@ def test_what_is_offloaded_takes_from_compute_each_way(model, shape: Shape) -> N
     ahead = shape.backward_bounds[:-1]
     mixed = shape._replace(activations=("offload", "keep", "recompute"))
     moved = saved.of(*ahead[:2])
-    for rate, count in (("storage", moved.storages), ("byte", moved.n_bytes)):
+    for rate, count in (("storage", moved.sent), ("byte", moved.sent_bytes)):
         price = {f"compute_s_per_offloaded_{rate}": 1e-3}
         extra_s = step(model, mixed, **price).compute_s - step(model, mixed).compute_s
         assert extra_s == pytest.approx(2e-3 * MICRO_BATCHES * count)

@@ -1,4 +1,4 @@
-"""What a visit costs is measured on a model that nothing writes meanwhile."""
+"""What visits and offloading cost is measured on a model that nothing writes meanwhile."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 
 from atomtrain.swapping import overhead
 from atomtrain.swapping.engine import Engine
+from atomtrain.swapping.overhead import Overhead, Sample, overhead_of
 
 
 def test_layers_are_timed_when_the_last_updates_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates write the parameters in the background, and backward refuses what was written."""
     calls: list[str] = []
+    samples: list[Sample] = []
     step, synchronize, layer_times = Engine.step, Engine.synchronize, overhead.layer_times
 
     def seen(name: str, call: Any) -> Any:
@@ -23,11 +25,36 @@ def test_layers_are_timed_when_the_last_updates_are_done(monkeypatch: pytest.Mon
 
         return calling
 
+    def explained(*given: Sample) -> Overhead:
+        samples.extend(given)
+        return overhead_of(*given)
+
     monkeypatch.setattr(Engine, "step", seen("step", step))
     monkeypatch.setattr(Engine, "synchronize", seen("synchronize", synchronize))
     monkeypatch.setattr(overhead, "layer_times", seen("layer_times", layer_times))
+    monkeypatch.setattr(overhead, "overhead_of", explained)
     monkeypatch.setattr(overhead, "_STEPS", 1)
-    assert 0 <= overhead.emulated_visit_s() < 1
-    timed = calls.index("layer_times")
-    assert calls[timed - 1] == "synchronize"
-    assert calls[timed - 2] == "step"
+    spent = overhead.emulated_overhead()
+    assert all(0 <= seconds < 1 for seconds in spent)
+    timed = [at for at, name in enumerate(calls) if name == "layer_times"]
+    assert len(timed) == 2
+    for at in timed:
+        assert calls[at - 2 : at] == ["step", "synchronize"]
+    recomputed, offloaded = samples
+    assert recomputed.storages == 0
+    # At least what each of a layer's products reads, in all layers but the turn's.
+    assert offloaded.storages >= (overhead._LAYERS - 1) * overhead._PRODUCTS
+    assert offloaded.visits == recomputed.visits == 2 * overhead._LAYERS - 1
+
+
+def test_overhead_is_what_layers_do_not_explain() -> None:
+    recomputed = Sample(step_s=1.0, layers_s=0.4, visits=6, storages=0)
+    offloaded = Sample(step_s=1.3, layers_s=0.3, visits=6, storages=10)
+    spent = overhead_of(recomputed, offloaded)
+    assert spent.visit_s == pytest.approx(0.1)
+    assert spent.offloaded_storage_s == pytest.approx(0.02)  # there and back
+
+
+def test_overhead_is_never_negative() -> None:
+    fast = Sample(step_s=0.1, layers_s=0.4, visits=6, storages=10)
+    assert overhead_of(fast, fast) == Overhead(0.0, 0.0)

@@ -19,6 +19,7 @@ from atomtrain.planning.catalogue import GPUS, gpu_reported_as
 from atomtrain.swapping import profiling
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.machines import assumed_machine, catalogue_gpu, measure_machine
+from atomtrain.swapping.overhead import Overhead
 from atomtrain.swapping.profiling import take_profile
 
 CPU = torch.device("cpu")
@@ -137,6 +138,7 @@ def test_a_measured_machine_has_every_rate(tmp_path: Path) -> None:
     assert machine.unload_bytes_per_s <= 1.05e9
     assert machine.host_copy_bytes_per_s is not None
     assert 0 <= machine.visit_s < 1
+    assert 0 <= machine.compute_s_per_offloaded_storage < 1
     # Ordinary memory is all that there is.
     assert machine.load_pageable_bytes_per_s is None
     assert not list(tmp_path.iterdir())
@@ -145,7 +147,7 @@ def test_a_measured_machine_has_every_rate(tmp_path: Path) -> None:
 @pytest.fixture
 def visits_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the longest measurement."""
-    monkeypatch.setattr("atomtrain.swapping.machines.emulated_visit_s", lambda: 0.0)
+    monkeypatch.setattr("atomtrain.swapping.machines.emulated_overhead", lambda: Overhead(0.0, 0.0))
 
 
 @pytest.mark.usefixtures("visits_cost_nothing")

@@ -30,7 +30,7 @@ from atomtrain.planning.prospect import (
     covering_tokens,
     prospect,
 )
-from atomtrain.planning.search import make_plan
+from atomtrain.planning.search import TooSlowError, make_plan
 from atomtrain.reporting.report import forecaster
 from atomtrain.reporting.subject import Subject, subject
 from atomtrain.training.optimizing import named_optimizer, precision_of
@@ -244,11 +244,21 @@ def test_a_slow_link_is_the_first_thing_to_change(tiny: Subject) -> None:
     assert found["twice the tokens a step: 128"].speed_ratio == pytest.approx(2, rel=0.1)
 
 
+def test_plans_that_are_too_slow_are_not_made(tiny: Subject) -> None:
+    setting = setting_of(tiny, "rtx-3090")
+    forecast = forecaster(tiny)
+    now = forecast(setting)
+    assert forecast(setting, 0.9 * now.tokens_per_s).tokens_per_s == now.tokens_per_s
+    with pytest.raises(TooSlowError, match="no plan takes less than"):
+        forecast(setting, 1.02 * now.tokens_per_s)
+
+
 def test_changes_that_fit_nothing_are_left_out(tiny: Subject) -> None:
     setting = setting_of(tiny, "rtx-3090")
     now = forecaster(tiny)(setting)
 
-    def refuse(_: Setting) -> Prospect:
+    def refuse(_: Setting, least_tokens_per_s: float) -> Prospect:
+        assert least_tokens_per_s == WORTH_SAYING * now.tokens_per_s
         raise PlanError("nothing fits")
 
     assert advice(now, possible_changes(now, setting), refuse) == ()

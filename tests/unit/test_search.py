@@ -21,7 +21,7 @@ from atomtrain.analysis.saved import SavedCost
 from atomtrain.errors import PlanError
 from atomtrain.planning import Layout, Machine, Plan, Request, Shape, make_plan
 from atomtrain.planning.choice import Choice, fastest_of, leanest_of
-from atomtrain.planning.costing import Costing, Steps
+from atomtrain.planning.costing import Costing, Given, Steps
 from atomtrain.planning.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.memory import MemoryModel
@@ -128,14 +128,9 @@ class Built(NamedTuple):
         disk = disk_use(self.chain, layout, two_moments(self.chain), self.on_disk)
         count = request.micro_batches
         memory = MemoryModel(self.chain, self.costs, layout, count)
-        costing = Costing(
-            self.chain,
-            self.costs,
-            self.times,
-            self.machine,
-            layout,
-            Steps(micro_batches=count, disk=disk, clips=self.clips),
-        )
+        given = Given(chain=self.chain, costs=self.costs, times=self.times, machine=self.machine)
+        steps = Steps(micro_batches=count, disk=disk, clips=self.clips)
+        costing = Costing(given, layout, steps)
         return Space(self.chain, self.costs, layout, memory, costing, request)
 
 
@@ -324,6 +319,11 @@ def compare(problem: Problem, built: Built, request: Request) -> None:
     assert fastest.step_s == pytest.approx(best_s, rel=1e-9)
     assert space.costing.step(fastest.shape).step_s == pytest.approx(fastest.step_s, rel=1e-9)
     assert fastest.device_bytes <= budget
+    # Known beforehand to be fast enough, or too slow.
+    enough = fastest_of(space, budget, best_s * (1 + 1e-6))
+    assert enough is not None
+    assert enough.step_s == pytest.approx(best_s, rel=1e-9)
+    assert fastest_of(space, budget, best_s * (1 - 1e-6)) is None
 
     limit_s = 1.01 * fastest.step_s
     # A plan within rounding of the limit may fall on either side of it.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.planning.catalogue import gpu, host, machine_for
-from atomtrain.planning.costing import Costing, Steps
+from atomtrain.planning.costing import Costing, Given, Steps
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.prospect import Analysis, covering_tokens
@@ -67,8 +67,8 @@ def _gains(
     layers = len(analysis.chain.layers)
     shape = Shape(tuple(range(layers)), tuple(range(layers + 1)), 2, 2)
     steps = Steps(micro_batches=micro_batches, updates=analysis.updates)
-    layout = Layout(analysis.chain)
-    costing = Costing(analysis.chain, analysis.costs, times, machine, layout, steps)
+    given = Given(chain=analysis.chain, costs=analysis.costs, times=times, machine=machine)
+    costing = Costing(given, Layout(analysis.chain), steps)
     visits = training_visits(shape)
     of_visits = costing.visit_times(shape, visits)
     result: Result = {}

@@ -52,18 +52,20 @@ class Advice:
     """What bounds the changed plan."""
 
 
-Replan = Callable[[Setting], Prospect]
+Replan = Callable[[Setting, float], Prospect]
+"""Gives the best plan in a setting; slower ones than so many tokens a second need not be found."""
 
 
 def advice(now: Prospect, changes: Sequence[Change], replan: Replan) -> tuple[Advice, ...]:
     """Return the changes that help by more than 2%, the best first.
 
-    A pure function of its arguments. Changes under which nothing fits are left out.
+    A pure function of its arguments. Changes under which nothing fits are left out; for those
+    that do not help no whole plan is made.
     """
     found = []
     for change in changes:
         try:
-            then = replan(change.setting)
+            then = replan(change.setting, WORTH_SAYING * now.tokens_per_s)
         except PlanError:
             continue
         ratio = then.tokens_per_s / now.tokens_per_s

@@ -28,8 +28,9 @@ class Choice(NamedTuple):
     device_bytes: int
 
 
-def fastest_of(space: Space, device_bytes: int) -> Choice | None:
-    """Return a plan with the least predicted step time under a limit of device memory."""
+def fastest_of(space: Space, device_bytes: int, below_s: float = np.inf) -> Choice | None:
+    """Return a plan with the least predicted step time under a limit of device memory, or `None`
+    if none is faster than `below_s`."""
     tasks = sorted(
         (
             task
@@ -41,11 +42,12 @@ def fastest_of(space: Space, device_bytes: int) -> Choice | None:
     best: Choice | None = None
     # Those that promise most first: the others then end early.
     for task in tasks:
-        if best is not None and task.bound_s >= best.step_s:
+        if task.bound_s >= below_s:
             break
-        found = task.best(np.inf if best is None else best.step_s)
+        found = task.best(below_s)
         if found is not None:
             best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+            below_s = best.step_s
     return best
 
 
@@ -88,10 +90,10 @@ class _Solvers:
             best = functools.partial(_best_recomputed, space, family, self._optimum, device_bytes)
             yield _Task(self._optimum.bound_s(loosest), best)
         if self._mixed is not None:
-            sizes = space.slot_sizes(family)
-            sizes = [n for n in sizes if space.held_bytes(family, n) < device_bytes]
+            sizes = space.slot_sizes_within(family, device_bytes)
             bound_s = self._mixed.bound_s(self._mixed.rooms.turn(sizes, device_bytes))
-            yield _Task(bound_s, functools.partial(self._mixed.best, sizes, device_bytes))
+            best = functools.partial(self._mixed.best, sizes, device_bytes)
+            yield _Task(bound_s, best)
 
 
 def _best_recomputed(
@@ -128,11 +130,10 @@ def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int)
             continue
         if rank_of(fastest.shape) == rank:
             best = fastest
-        # Those with less of everything first: the others then end early. Blocks come early only
-        # where that pays.
-        for family in sorted(reversed(space.families), key=lambda family: bool(family.early)):
-            if family.boundary != boundary:
-                continue
+        # Those that hold least first: the others then end early. Blocks come early only where that
+        # pays.
+        families = [family for family in space.families if family.boundary == boundary]
+        for family in sorted(families, key=lambda one: (bool(one.early), space.least_held(one))):
             most = device_bytes if best is None else best.device_bytes - 1
             best = _leanest(space, family, most, limit_s, offload) or best
         if best is not None:
@@ -148,25 +149,30 @@ def rank_of(shape: Shape) -> tuple[str, bool]:
 def _leanest(
     space: Space, family: Family, device_bytes: int, limit_s: float, offload: bool
 ) -> Choice | None:
-    """Return the leanest plan of a family that takes at most `limit_s`, by bisection of memory."""
+    """Return the leanest plan of a family that takes at most `limit_s`, by bisection of memory.
+
+    The limit is set to half of what is open, and then to just below the best plan found: mostly
+    nothing is there, and the bisection is over.
+    """
     below_s = float(np.nextafter(limit_s, np.inf))
     solvers = _Solvers(space, family, offload=offload)
-    best: Choice | None = None
-    low, high = 0, device_bytes
-    limit = device_bytes
-    while low <= high:
-        found = None
-        for task in solvers.tasks(limit):
-            if task.bound_s < below_s:
-                found = task.best(below_s)
+
+    def within(limit_bytes: int) -> Choice | None:
+        for task in solvers.tasks(limit_bytes):
+            found = task.best(below_s) if task.bound_s < below_s else None
             if found is not None:
-                break
-        if found is None:
-            if best is None:
-                return None
-            low = limit + 1
-        else:
-            best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
-            high = best.device_bytes - 1
-        limit = (low + high) // 2
+                return Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+        return None
+
+    best = within(device_bytes)
+    low = space.least_held(family)  # nothing is within less
+    while best is not None and low < best.device_bytes:
+        middle = (low + best.device_bytes) // 2
+        for limit in (middle, best.device_bytes - 1):
+            if low <= limit < best.device_bytes:
+                better = within(limit)
+                if better is None:
+                    low = limit + 1
+                else:
+                    best = better
     return best

@@ -6,7 +6,7 @@ So of two ways to the same cut, the one that is later (or equal) in every clock 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,21 @@ _LESS = 1 - 1e-12
 """Sums in another order differ by less; they are no difference."""
 
 
+class Lasting(NamedTuple):
+    """Seconds of visits of backward: of one, or of several, `[n]` or with the shape of clocks."""
+
+    visit_s: Any
+    loading_s: Any
+    unload_s: Any
+    update_s: Any
+    return_s: Any
+
+    @classmethod
+    def of(cls, table: VisitTable, start: int | Starts, stop: int) -> Lasting:
+        """Return the seconds of segments that begin at one layer, or at several, and end at one."""
+        return cls(*(getattr(table, name)[start, stop] for name in cls._fields))
+
+
 class Clocks:
     """How visits of a family move the clocks."""
 
@@ -42,8 +57,17 @@ class Clocks:
         self._overlap, self._single = overlap, gradient_buffers == 1
         self._most_load_s = most_load_s
 
-    def after_turn(self, table: VisitTable, start: int, stop: int, starts_s: Array) -> Array:
-        """Return the clocks after the turn for each time at which it may start, `[n, 6]`."""
+    def after_turn(
+        self, table: VisitTable, start: int | Starts, stop: int, starts_s: Array
+    ) -> Array:
+        """Return the clocks after turns, `[n, 6]`.
+
+        Args:
+            table: Seconds of turns.
+            start: First layer of the turn, or of each of n.
+            stop: The layer after its last one.
+            starts_s: When it may start, `[n]`.
+        """
         compute = starts_s + table.visit_s[start, stop]
         unload = compute + table.unload_s[start, stop]
         update = unload + table.update_s[start, stop]
@@ -51,33 +75,23 @@ class Clocks:
         clocks = [compute, load, unload, np.zeros_like(load), update, unload]
         return np.stack(clocks, axis=1)
 
-    def after_visit(
-        self, clocks: Array, table: VisitTable, start: int | Starts, stop: int
-    ) -> Array:
-        """Return the clocks after a backward visit.
-
-        Args:
-            clocks: `[n, 6]`, or `[n, 1, 6]` with several segments.
-            table: Seconds of the visit.
-            start: First layer of the segment, or those of several.
-            stop: The layer after its last one.
-        """
+    def after_visit(self, clocks: Array, lasting: Lasting) -> Array:
+        """Return the clocks after a backward visit; `clocks` are `[n, 6]`, or `[n, 1, 6]` with
+        several segments."""
         compute, load, unload, before, update, first = (clocks[..., i] for i in range(CLOCKS))
-        loaded = load + table.loading_s[start, stop]
-        ready = np.maximum(compute, loaded)
+        ready = np.maximum(compute, load + lasting.loading_s)
         begin = np.maximum(ready, unload if self._single else before)
-        end = begin + table.visit_s[start, stop]
-        unloaded = np.maximum(unload, end) + table.unload_s[start, stop]
-        updated = np.maximum(update, unloaded) + table.update_s[start, stop]
-        returned = table.return_s[start, stop]
-        link = np.where(returned > 0, begin + returned, ready)
+        end = begin + lasting.visit_s
+        unloaded = np.maximum(unload, end) + lasting.unload_s
+        updated = np.maximum(update, unloaded) + lasting.update_s
+        link = np.where(lasting.return_s > 0, begin + lasting.return_s, ready)
         # A load that can start so early that it never holds compute up may as well start later.
         next_load = np.maximum(link, end - self._most_load_s) if self._overlap else end
         after = np.empty((*end.shape, CLOCKS))
         after[..., COMPUTE], after[..., LOAD] = end, next_load
         after[..., UNLOAD], after[..., UPDATE] = unloaded, updated
         # A disk that is done before compute holds nobody up.
-        after[..., FIRST] = np.maximum(first, end - self._working_s)
+        after[..., FIRST] = np.maximum(first, end - self._working_s) if self._disk else 0.0
         # An unload that is over before compute is free holds nobody up.
         after[..., BEFORE] = 0.0 if self._single else np.maximum(unload, end)
         return after
@@ -103,6 +117,9 @@ class Clocks:
 def undominated(values: Array) -> list[int]:
     """Return the rows that no other one beats or equals in every column, `[n, k]`."""
     if len(values) == 1:
+        return [0]
+    values = values[:, np.ptp(values, axis=0) > 0]
+    if not values.size:
         return [0]
     left, kept = np.lexsort(values.T[::-1]), []
     less = np.where(values > 0, values * _LESS, values / _LESS)

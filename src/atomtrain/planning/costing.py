@@ -19,14 +19,10 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
-from atomtrain.planning.disk import (
-    DiskUse,
-    OnDisk,
-    States,
-    disk_use,
-)
+from atomtrain.planning.disk import DiskUse, States, disk_use
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
+from atomtrain.planning.plan import Plan
 from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, Visit, training_visits
 from atomtrain.planning.shape import Activation, Boundary, Shape
@@ -36,6 +32,18 @@ from atomtrain.planning.traffic import Traffic, between
 from atomtrain.planning.updating import UpdateModel, two_moments
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A model on a machine: what plans are made from."""
+
+    chain: Chain
+    costs: ChainCosts
+    """Of its layers, for one micro-batch."""
+    times: Mapping[str, LayerTime]
+    """Of each kind of layer, for one micro-batch."""
+    machine: Machine
 
 
 class Place(NamedTuple):
@@ -68,22 +76,15 @@ class Steps:
 class Costing:
     """Answers how long visits, and whole steps, take."""
 
-    def __init__(
-        self,
-        chain: Chain,
-        costs: ChainCosts,
-        times: Mapping[str, LayerTime],
-        machine: Machine,
-        layout: Layout,
-        steps: Steps,
-    ) -> None:
-        """`times` are for one micro-batch, by kind of layer.
+    def __init__(self, given: Given, layout: Layout, steps: Steps) -> None:
+        """`layout` and `steps` are those of the given chain.
 
         Raises:
             PlanError: a time is missing, negative or no number.
         """
+        chain, costs, machine = given.chain, given.costs, given.machine
         micro_batches, disk = steps.micro_batches, steps.disk
-        per_layer = [_checked(times, cost.kind, cost.name) for cost in costs.layers]
+        per_layer = [_checked(given.times, cost.kind, cost.name) for cost in costs.layers]
         self.machine, self.micro_batches = machine, micro_batches
         self.layer_forward_s = [micro_batches * time.forward_s for time in per_layer]
         self.layer_backward_s = [micro_batches * time.backward_s for time in per_layer]
@@ -181,28 +182,31 @@ class Costing:
 
 
 def spans_of(
-    shape: Shape,
-    chain: Chain,
-    costs: ChainCosts,
-    times: Mapping[str, LayerTime],
-    machine: Machine,
-    micro_batches: int,
+    plan: Plan,
+    given: Given,
+    *,
     states: States | None = None,
-    on_disk: OnDisk = (),
     clips: bool = False,
     updates: UpdateModel | None = None,
 ) -> list[Span]:
-    """Return the predicted spans of one step of a plan's `shape`."""
-    layout = Layout(chain)
-    disk = disk_use(chain, layout, states or {}, on_disk)
+    """Return the predicted spans of one step of a plan.
+
+    Args:
+        plan: Made from `given`.
+        given: Model and machine.
+        states: The optimizer's state of each parameter, if part of it is on disk.
+        clips: As in the plan's request.
+        updates: As in the plan's request.
+    """
+    layout = Layout(given.chain)
     steps = Steps(
-        micro_batches=micro_batches,
-        host_layers=shape.host_layers,
-        disk=disk,
+        micro_batches=plan.micro_batches,
+        host_layers=plan.host_layers,
+        disk=disk_use(given.chain, layout, states or {}, plan.on_disk),
         clips=clips,
         updates=updates,
     )
-    return Costing(chain, costs, times, machine, layout, steps).spans(shape)
+    return Costing(given, layout, steps).spans(plan.shape)
 
 
 def _checked(times: Mapping[str, LayerTime], kind: str, name: str) -> LayerTime:

@@ -9,61 +9,37 @@ described by
   have to wait for updates of the step before);
 - the load of the segment above: the forward visit below covers it;
 - the room: how many bytes may be kept below, so that no visit above has too little memory. As kept
-  segments are next to the turn, it matters only while segments are kept.
+  segments are next to the turn, it matters only while segments are kept; then it is -1.
 
 A later clock, a longer load and less room never make a plan better, so of two ways to a cut the one
-that is worse (or equal) in all of them can be forgotten. The window of transfers is reserved from
-the turn to the lowest offloaded segment: ways with and without a window are apart.
+that is worse (or equal) in all of them can be forgotten; a way that still may keep can do all that
+one can that may not. The window of transfers is reserved from the turn to the lowest offloaded
+segment: ways with and without a window are apart.
+
+All ways to a cut are extended at once by all segments that end there, whatever these do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.planning.clocks import CLOCKS, COMPUTE, SLACK, Clocks, undominated
+from atomtrain.planning.clocks import CLOCKS, SLACK, Clocks, Lasting
 from atomtrain.planning.optimum import Found
-from atomtrain.planning.room import Room, Rooms, Saving
+from atomtrain.planning.rest import Rest
+from atomtrain.planning.room import CHOICES, KEEP, OFFLOAD, RECOMPUTE, Room, Rooms, Saving
 from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Activation, Shape
 from atomtrain.planning.space import Bytes, Family, Space
 from atomtrain.planning.tables import VisitTable
+from atomtrain.planning.ways import ABOVE, AHEAD, ROOM, Pending, Ways, Whole, add, best_of
 
 Array = NDArray[np.float64]
-_ABOVE, _ROOM, _AHEAD = CLOCKS, CLOCKS + 1, CLOCKS + 2  # columns behind the clocks
+
 _LESS = -1.0  # more room is better: its negative is compared
-
-
-class Way(NamedTuple):
-    """Where a way from the turn downwards is."""
-
-    cut: int
-    segments: int
-    """So far, the turn included; 0 where their number does not matter."""
-    keeping: bool
-    """Only kept segments so far."""
-    window: bool
-    """The window is reserved: offloaded segments may follow."""
-
-
-class _Step(NamedTuple):
-    """The last segment of a way, and where the way was before."""
-
-    before: Way | None
-    """`None`: the segment is the turn."""
-    label: int
-    """The label there."""
-    activation: Activation
-
-
-class _Labels(NamedTuple):
-    """Ways to one place, none of them better than another in all columns."""
-
-    values: Array  # [n, 9]: clocks, load of the segment above, room times -1, forward
-    steps: list[_Step]
 
 
 class Mixed:
@@ -77,7 +53,6 @@ class Mixed:
         self.rooms = Rooms(space, family, offload=offload)
         """What may be kept under which limit of memory."""
         self._kept, self._window_bytes = self.rooms.kept, self.rooms.window_bytes
-        self._choices, self._keeps = self.rooms.choices, self.rooms.keeps
         self._turn = space.costing.table(Phase.TURN, family.place, load=True)
         self._disk = space.costing.disk
         self._backlog_s = 0.0 if self._disk is None else self._disk.backlog_s
@@ -93,7 +68,8 @@ class Mixed:
         self._ends_s = float(
             self._forward("recompute").loading_s[0, 1] + last.unload_s[0, 1] + last.update_s[0, 1]
         )
-        self._saving = Saving(space, "offload" in self._choices)
+        self._most_load_s = np.zeros(self._layers + 1)
+        self._saving = Saving(space, self.rooms.offloads)
 
     def bound_s(self, turn: Bytes) -> float:
         """Return a time below which no plan can be to whose turns so much room is left."""
@@ -138,28 +114,28 @@ class Mixed:
 
     def _best(self, room: Room, below_s: float) -> Found | None:
         """Return the fastest plan with this room, or `None` if none is faster than `below_s`."""
-        loads = self._backward("recompute", load=True).loading_s
-        fits = (room.recompute >= 0) | (room.keep >= 0) | (room.offload >= 0)
-        self._clocks = self._new_clocks(float(loads[fits].max(initial=0.0)))
-        labels: dict[Way, list[_Labels]] = {}
-        self._begin(room, below_s, labels)
-        done: dict[Way, _Labels] = {}
-        for cut in range(self._layers - 1, 0, -1):
-            for way in sorted(way for way in labels if way.cut == cut):
-                here = done[way] = _best_of(labels.pop(way))
-                self._extend(way, here, room, below_s, labels)
-        ends = []
-        for way, parts in labels.items():
-            if way.cut == 0 and (self._segments or 0) == way.segments:
-                here = done[way] = _best_of(parts)
-                first_s = here.values[:, _AHEAD] + here.values[:, _ABOVE]
-                turns_s = np.maximum(first_s, self._backlog_s)
-                steps_s = turns_s + self._clocks.ends(here.values, turns_s)
-                ends += [(float(value), way, index) for index, value in enumerate(steps_s)]
-        if not ends or min(ends)[0] >= below_s:
+        fits = (room.segments >= 0).any(axis=0)
+        loads = np.where(fits, self._backward("recompute", load=True).loading_s, 0.0)
+        self._most_load_s = loads.max(axis=0)
+        self._clocks = self._new_clocks(float(loads.max()))
+        pending: Pending = {}
+        self._begin(room, below_s, pending)
+        done: dict[int, Ways] = {}
+        for cut in range(self._layers - 1, -1, -1):
+            if cut in pending:
+                here = done[cut] = best_of(pending.pop(cut))
+                if cut:
+                    self._extend(cut, here, room, below_s, pending)
+        if 0 not in done:
             return None
-        step_s, way, index = min(ends)
-        return Found(step_s, self._shape(done, way, index))
+        here = done[0]
+        turns_s = np.maximum(here.values[:, AHEAD] + here.values[:, ABOVE], self._backlog_s)
+        steps_s = turns_s + self._clocks.ends(here.values, turns_s)
+        steps_s = np.where(here.segments == (self._segments or 0), steps_s, np.inf)
+        label = int(np.argmin(steps_s))
+        if steps_s[label] >= below_s:
+            return None
+        return Found(float(steps_s[label]), self._shape(done, label))
 
     # Tables are made when they are first needed: most families are never searched.
     def _forward(self, activation: Activation) -> VisitTable:
@@ -170,6 +146,18 @@ class Mixed:
         table, place = self._space.costing.table, self._family.place
         return table(Phase.BACKWARD, place, load=load, activation=activation)
 
+    @cached_property
+    def _ahead_visit_s(self) -> Array:
+        """Seconds of forward visits, `[choice, start, stop]`."""
+        return np.stack([self._forward(choice).visit_s for choice in CHOICES])
+
+    @cached_property
+    def _back_visit_s(self) -> Array:
+        """The same of backward's, `[load, choice, start, stop]`."""
+        return np.stack(
+            [[self._backward(c, load=load).visit_s for c in CHOICES] for load in (False, True)]
+        )
+
     def _new_clocks(self, most_load_s: float) -> Clocks:
         buffers = self._family.gradient_buffers
         return Clocks(
@@ -179,120 +167,156 @@ class Mixed:
             disk=self._disk,
         )
 
-    def _begin(self, room: Room, below_s: float, labels: dict[Way, list[_Labels]]) -> None:
-        """Add the labels after the turn."""
-        windows = (False, True) if "offload" in self._choices else (False,)
-        for start in map(int, np.flatnonzero(room.turn >= 0)):
-            clocks = self._clocks.after_turn(self._turn, start, self._layers, np.zeros(1))
-            if clocks[0, COMPUTE] + self._least_s[start] + self._ends_s > below_s * SLACK:
-                continue
-            for window in windows:
-                left = room.turn[start] - window * self._window_bytes
-                if left >= 0:
-                    load_s = self._turn.loading_s[start, self._layers]
-                    values = np.array([[*clocks[0], load_s, _LESS * left, 0.0]])
-                    way = Way(start, int(self._segments is not None), True, window)
-                    _add(labels, way, _Labels(values, [_Step(None, 0, "recompute")]))
-
-    def _extend(
-        self,
-        way: Way,
-        here: _Labels,
-        room: Room,
-        below_s: float,
-        labels: dict[Way, list[_Labels]],
-    ) -> None:
-        """Add the labels that one more segment makes of those at a cut."""
-        if self._segments is not None and way.segments >= self._segments:
-            return
-        count = way.segments + (self._segments is not None)
-        # The last segment below the turn still is in its slot if there are two.
-        turn = np.array([step.before is None for step in here.steps])
-        window = way.window * self._window_bytes
-        cut = way.cut
-        for activation in self._choices:
-            if activation == "offload" and not way.window:
-                continue
-            left = (room.recompute if activation == "recompute" else room.offload)[:cut, cut]
-            starts = np.flatnonzero(left >= window)
-            nexts = [Way(cut, count, False, way.window)]
-            if activation == "offload":  # the last one, maybe
-                nexts.append(Way(cut, count, False, False))
-            nothing = np.zeros((len(turn), starts.size))
-            self._visit(way, here, turn, activation, starts, nothing, nexts, below_s, labels)
-        if self._keeps and way.keeping:
-            left = room.keep[:cut, cut] - window
-            starts = np.flatnonzero(left >= 0)
-            before = _LESS * here.values[:, _ROOM]
-            after = np.minimum(
-                before[:, None] - self._kept[starts, cut][None, :], left[starts][None, :]
+    def _begin(self, room: Room, below_s: float, pending: Pending) -> None:
+        """Add the ways after the turn."""
+        starts = np.flatnonzero(room.turn >= 0)
+        clocks = self._clocks.after_turn(self._turn, starts, self._layers, np.zeros(starts.size))
+        self._rest.settle(clocks, starts, self._most_load_s)
+        ends_s = self._rest.ends_s(clocks, starts)
+        for window in (False, True)[: 1 + self.rooms.offloads]:
+            left = room.turn[starts] - window * self._window_bytes
+            rows = np.flatnonzero((ends_s <= below_s * SLACK) & (left >= 0))
+            values = np.column_stack(
+                (
+                    clocks[rows],
+                    self._above_s(self._turn.loading_s[:, self._layers], starts[rows]),
+                    self._less_room(left[rows], starts[rows]),
+                    np.zeros(rows.size),
+                )
             )
-            nexts = [Way(cut, count, True, way.window)]
-            self._visit(way, here, turn, "keep", starts, after, nexts, below_s, labels)
+            everywhere = np.ones(rows.size, int)
+            ways = Ways(
+                values=values,
+                segments=everywhere * (self._segments is not None),
+                window=everywhere * window > 0,
+                choice=everywhere * RECOMPUTE,
+                before=everywhere * self._layers,
+                label=everywhere * -1,
+            )
+            add(pending, starts[rows], ways)
 
-    def _visit(
-        self,
-        way: Way,
-        here: _Labels,
-        turn: NDArray[np.bool_],
-        activation: Activation,
-        starts: NDArray[np.intp],
-        room: Array,
-        nexts: list[Way],
-        below_s: float,
-        labels: dict[Way, list[_Labels]],
-    ) -> None:
-        """Add the labels after visits to segments that begin at `starts`; room is `[n, starts]`."""
-        if not starts.size:
+    def _extend(self, cut: int, here: Ways, room: Room, below_s: float, pending: Pending) -> None:
+        """Add the ways that one more segment makes of those at a cut."""
+        able = np.ones(here.segments.size, bool)
+        if self._segments is not None:
+            able = here.segments < self._segments
+        reserved = np.where(here.window, self._window_bytes, 0)[:, None]
+        left = room.segments[:, :cut, cut]
+        choices, starts = np.nonzero(left >= reserved.min())
+        left = left[choices, starts]
+        allowed = able[:, None] & (left >= reserved)
+        allowed &= here.window[:, None] | (choices != OFFLOAD)
+        allowed &= here.keeping[:, None] | (choices != KEEP)
+        rooms = np.zeros(allowed.shape)
+        keeps = np.flatnonzero(choices == KEEP)
+        before = _LESS * here.values[:, ROOM, None] - self._kept[starts[keeps], cut]
+        rooms[:, keeps] = np.minimum(before, left[keeps] - reserved)
+        allowed &= rooms >= 0
+        if not allowed.any():
             return
-        cut, ahead = way.cut, self._forward(activation)
-        clocks, above = here.values[:, None, :CLOCKS], here.values[:, _ABOVE, None]
-        lasting = ahead.visit_s[starts, cut][None, :]
-        later = np.maximum(lasting, above) if self._overlap else lasting + above
-        table = self._backward(activation, load=True)
-        after = self._clocks.after_visit(clocks, table, starts, cut)
-        if self._overlap and turn.any():
-            table = self._backward(activation, load=False)
-            after[turn] = self._clocks.after_visit(clocks[turn], table, starts, cut)
-        forward = np.zeros_like(later)
+        after, forward_s = self._visited(cut, here, choices, starts)
+        self._rest.settle(after, starts, self._most_load_s)
+        allowed &= self._rest.ends_s(after, starts) + forward_s <= below_s * SLACK
+        again_s = np.broadcast_to(self._recomputed_s[starts], rooms.shape).copy()
+        again_s[:, keeps] = self._saving.again_s(again_s[:, keeps], rooms[:, keeps])
+        alone = self._rest.ends_s(after, starts, again_s) + forward_s <= below_s * SLACK
+        alone &= allowed
+        # What is offloaded last gives the window back.
+        for window, chosen in (
+            (True, allowed & here.window[:, None]),
+            (False, alone & (~here.window[:, None] | (choices == OFFLOAD))),
+        ):
+            rows, columns = np.nonzero(chosen)
+            cuts = starts[columns]
+            room_left = np.where(choices[columns] == KEEP, rooms[rows, columns], -1.0)
+            values = np.column_stack(
+                (
+                    after[rows, columns],
+                    self._above_s(self._forward("recompute").loading_s[:, cut], cuts),
+                    self._less_room(room_left, cuts),
+                    forward_s[rows, columns],
+                )
+            )
+            ways = Ways(
+                values=values,
+                segments=here.segments[rows] + (self._segments is not None),
+                window=np.full(rows.size, window),
+                choice=choices[columns],
+                before=np.full(rows.size, cut),
+                label=rows,
+            )
+            add(pending, cuts, ways)
+
+    def _above_s(self, load_s: Array, cuts: Whole) -> Array:
+        """Return the loads of segments that begin at some cuts, `load_s` are those of all."""
+        return self._rest.settled_load_s(load_s[cuts], cuts)
+
+    def _less_room(self, room: Array, cuts: Whole) -> Array:
+        """Return rooms at some cuts times -1: none larger than what is below can use, 1 where it is
+        too small for any segment that ends there."""
+        room = np.minimum(room, self._most_kept[cuts])
+        return np.where(room >= self._least_kept[cuts], _LESS * room, 1.0)
+
+    @cached_property
+    def _most_kept(self) -> Array:
+        """Bytes of all that can be kept below each cut; the finest partition keeps most."""
+        single = np.diagonal(self._kept, offset=1)
+        return np.concatenate(([0.0], np.cumsum(np.where(np.isfinite(single), single, 0.0))))
+
+    @cached_property
+    def _least_kept(self) -> Array:
+        """Bytes of the segment that ends at each cut and keeps least."""
+        least: Array = self._kept.min(axis=0, initial=np.inf)
+        return least
+
+    @cached_property
+    def _rest(self) -> Rest:
+        return Rest(
+            self._forward("recompute"),
+            self._backward("recompute", load=True),
+            self._ahead_s,
+            self._back_s,
+            self._disk,
+            overlap=self._overlap,
+            single=self._family.gradient_buffers == 1,
+        )
+
+    def _visited(self, cut: int, here: Ways, choices: Whole, starts: Whole) -> tuple[Array, Array]:
+        """Return the clocks after visits of each way to each segment, `[n, segments, 6]`, and
+        forward's time if it is kept apart, `[n, segments]`."""
+        clocks, above = here.values[:, None, :CLOCKS], here.values[:, ABOVE, None]
+        ahead_s = self._ahead_visit_s[choices, starts, cut]
+        later = np.maximum(ahead_s, above) if self._overlap else ahead_s + above
+        lasting = Lasting.of(self._backward("recompute", load=True), starts, cut)
+        lasting = lasting._replace(
+            visit_s=self._back_visit_s[1, choices, starts, cut],
+            return_s=np.where(
+                choices == OFFLOAD,
+                self._backward("offload", load=True).return_s[starts, cut],
+                0.0,
+            ),
+        )
+        below_turn = (here.before == self._layers)[:, None]
+        if self._overlap and below_turn.any():
+            # The last segment below the turn still is in its slot if there are two.
+            hit_s = self._back_visit_s[0, choices, starts, cut]
+            lasting = lasting._replace(
+                visit_s=np.where(below_turn, hit_s, lasting.visit_s),
+                loading_s=np.where(below_turn, 0.0, lasting.loading_s),
+            )
+        after = self._clocks.after_visit(clocks, lasting)
         if self._backlog_s:
-            forward = here.values[:, _AHEAD, None] + later
-        else:
-            after = after + later[:, :, None]
-        rest = self._rest_s(starts, room, nexts[0])
-        hopeful = (after[..., COMPUTE] + forward + rest <= below_s * SLACK) & (room >= 0)
-        for column, start in enumerate(map(int, starts)):
-            rows = np.flatnonzero(hopeful[:, column])
-            if not rows.size:
-                continue
-            values = np.empty((rows.size, CLOCKS + 3))
-            values[:, :CLOCKS] = after[rows, column]
-            values[:, _ABOVE] = ahead.loading_s[start, cut]
-            values[:, _ROOM] = _LESS * room[rows, column]
-            values[:, _AHEAD] = forward[rows, column]
-            steps = [_Step(way, int(row), activation) for row in rows]
-            for following in nexts:
-                _add(labels, following._replace(cut=start), _Labels(values, steps))
+            return after, here.values[:, AHEAD, None] + later
+        return after + later[..., None], np.zeros_like(later)
 
-    def _rest_s(self, starts: NDArray[np.intp], room: Array, following: Way) -> Array:
-        """Return a time below which the rest of the step cannot be, `[n, starts]`."""
-        if following.window:
-            again = np.zeros(starts.size)
-        elif following.keeping:
-            again = self._saving.again_s(self._recomputed_s[starts][None, :], room)
-        else:
-            again = self._recomputed_s[starts]
-        return np.broadcast_to(self._least_s[starts] + again + self._ends_s, room.shape)
-
-    def _shape(self, done: dict[Way, _Labels], way: Way, index: int) -> Shape:
-        """Follow the steps back to the turn."""
-        bounds, activations = [], list[Activation]()
-        before: Way | None = way
-        while before is not None:
-            bounds.append(before.cut)
-            step = done[before].steps[index]
-            activations.append(step.activation)
-            before, index = step.before, step.label
+    def _shape(self, done: dict[int, Ways], label: int) -> Shape:
+        """Follow the ways back to the turn."""
+        bounds, activations, cut = list[int](), list[Activation](), 0
+        while cut < self._layers:
+            ways = done[cut]
+            bounds.append(cut)
+            activations.append(CHOICES[ways.choice[label]])
+            cut, label = int(ways.before[label]), int(ways.label[label])
         ahead = tuple(bounds)
         return Shape(
             ahead,
@@ -306,14 +330,3 @@ class Mixed:
             self._family.on_device,
             self._family.early,
         )
-
-
-def _add(labels: dict[Way, list[_Labels]], way: Way, more: _Labels) -> None:
-    labels.setdefault(way, []).append(more)
-
-
-def _best_of(parts: list[_Labels]) -> _Labels:
-    values = np.concatenate([part.values for part in parts])
-    steps = [step for part in parts for step in part.steps]
-    kept = undominated(values)
-    return _Labels(values[kept], [steps[index] for index in kept])

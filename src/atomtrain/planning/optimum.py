@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.planning.clocks import Clocks, Starts, undominated
+from atomtrain.planning.clocks import Clocks, Lasting, Starts, undominated
 from atomtrain.planning.costing import Costing
 from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Activation, Shape
@@ -187,7 +187,7 @@ class Optimum:
             if start == 0 or not self._overlap:
                 continue
             lows = np.flatnonzero(allowed.backward[:start, start] & np.isfinite(starts))
-            clocks = self._clocks.after_visit(after[lows], self._hit, lows, start)
+            clocks = self._clocks.after_visit(after[lows], Lasting.of(self._hit, lows, start))
             hopeful = self._clocks.hopeful(clocks, self._back_s[lows], below_s)
             for row in map(int, np.flatnonzero(hopeful)):
                 turn = _Turn(start, int(lows[row]))
@@ -211,7 +211,7 @@ class Optimum:
         if not hopeful.size or not starts.size:
             return
         before = here.clocks[hopeful][:, None, :]
-        after = self._clocks.after_visit(before, self._backward, starts, cut)
+        after = self._clocks.after_visit(before, Lasting.of(self._backward, starts, cut))
         for column, start in enumerate(map(int, starts)):
             parents: list[tuple[int, int, int] | _Turn]
             parents = [(cut, count, int(index)) for index in hopeful]

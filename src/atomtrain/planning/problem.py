@@ -1,17 +1,12 @@
-"""The plans with a number of leading layers on the host and some kinds of state on disk."""
+"""One search: a number of leading layers on the host, and some kinds of state on disk."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from functools import cached_property
 
-from atomtrain.analysis.chain import Chain
-from atomtrain.analysis.costs import ChainCosts
-from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.choice import Choice, fastest_of, leanest_of
-from atomtrain.planning.costing import Costing, Steps
+from atomtrain.planning.costing import Costing, Given, Steps
 from atomtrain.planning.disk import OnDisk, disk_use
 from atomtrain.planning.host import blocks_of_host, host_choices, host_s, whole_shape, without
 from atomtrain.planning.layout import Layout
@@ -26,16 +21,8 @@ from atomtrain.planning.updating import two_moments
 class Problem:
     """The plans with a number of leading layers on the host."""
 
-    def __init__(
-        self,
-        chain: Chain,
-        costs: ChainCosts,
-        times: Mapping[str, LayerTime],
-        machine: Machine,
-        request: Request,
-        host_layers: int,
-        on_disk: OnDisk,
-    ) -> None:
+    def __init__(self, given: Given, request: Request, host_layers: int, on_disk: OnDisk) -> None:
+        chain, costs, machine = given.chain, given.costs, given.machine
         self.host_layers, self._whole, self._machine = host_layers, chain, machine
         self.chain, rest_costs = without(chain, costs, host_layers)
         count = request.micro_batches
@@ -54,7 +41,8 @@ class Problem:
         self._disk = disk_use(chain, Layout(chain), states, on_disk)
         self.memory = MemoryModel(self.chain, rest_costs, layout, count, updates)
         steps = Steps(micro_batches=count, disk=disk, clips=request.clips, updates=updates)
-        self.costing = Costing(self.chain, rest_costs, times, machine, layout, steps)
+        rest = dataclasses.replace(given, chain=self.chain, costs=rest_costs)
+        self.costing = Costing(rest, layout, steps)
         host_used = blocks_of_host(chain, self.chain, layout, host_layers)
         self.space = Space(
             self.chain, rest_costs, layout, self.memory, self.costing, request, host_used
@@ -68,17 +56,17 @@ class Problem:
         """What any plan takes of host memory, and most take more."""
         return self._all.state_bytes
 
-    @cached_property
-    def fastest(self) -> Choice | None:
-        """A fastest plan of the rest; the host's part of the step is not in its time."""
-        return fastest_of(self.space, self._machine.device_memory_bytes)
-
-    def leanest(self, limit_s: float) -> Choice | None:
-        """Return the leanest plan of the rest with which a step takes at most `limit_s`."""
-        if self.fastest is None or self.fastest.step_s + self.host_s > limit_s:
-            return None
+    def fastest(self, below_s: float) -> Choice | None:
+        """Return a fastest plan of the rest, or `None` if no step is faster than `below_s`; the
+        host's part of the step is not in its time."""
         device_bytes = self._machine.device_memory_bytes
-        return leanest_of(self.space, self.fastest, limit_s - self.host_s, device_bytes)
+        return fastest_of(self.space, device_bytes, below_s - self.host_s)
+
+    def leanest(self, fastest: Choice, limit_s: float) -> Choice:
+        """Return the leanest plan of the rest with which a step takes at most `limit_s`, as it does
+        with the fastest one."""
+        device_bytes = self._machine.device_memory_bytes
+        return leanest_of(self.space, fastest, limit_s - self.host_s, device_bytes)
 
     def plan(self, choice: Choice) -> Plan:
         """Return the plan of the whole chain."""
@@ -95,15 +83,13 @@ class Problem:
         )
 
 
-def problems_of(
-    chain: Chain,
-    costs: ChainCosts,
-    times: Mapping[str, LayerTime],
-    machine: Machine,
-    request: Request,
-    on_disk: OnDisk = (),
-) -> list[Problem]:
-    counts = host_choices(chain, costs)
+def problems_of(given: Given, request: Request, on_disk: OnDisk = ()) -> list[Problem]:
+    """Return the problems of a request, one for each number of layers that may run on the host.
+
+    Raises:
+        PlanError: the request cannot be met.
+    """
+    counts = host_choices(given.chain, given.costs)
     if request.host_layers is not None:
         if request.host_layers not in counts:
             allowed = " or ".join(map(str, counts))
@@ -120,8 +106,8 @@ def problems_of(
     elif request.resident is not None or request.device_blocks:
         counts = [0]  # their blocks are those of all layers
     fewest = request.segments or 1
-    counts = [n for n in counts if n == counts[0] or len(chain.layers) - n >= fewest]
-    return [Problem(chain, costs, times, machine, request, n, on_disk) for n in counts]
+    counts = [n for n in counts if n == counts[0] or len(given.chain.layers) - n >= fewest]
+    return [Problem(given, request, n, on_disk) for n in counts]
 
 
 def _check_request(space: Space, layout: Layout) -> None:

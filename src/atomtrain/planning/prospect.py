@@ -16,11 +16,11 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import ConfigError, PlanError
-from atomtrain.planning.costing import spans_of
+from atomtrain.planning.costing import Given, spans_of
 from atomtrain.planning.disk import DiskRequest, States, on_disk_up_to, two_moments
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
-from atomtrain.planning.search import make_plan
+from atomtrain.planning.search import TooSlowError, make_plan
 from atomtrain.planning.several import plan_of_all, shared_updates
 from atomtrain.planning.shape import Activation
 from atomtrain.planning.timeline import Span
@@ -160,18 +160,12 @@ class Prospect:
     @property
     def spans(self) -> list[Span]:
         """The predicted step on each stream, seconds from its beginning."""
-        return spans_of(
-            self.plan.shape,
-            self.analysis.chain,
-            self.analysis.costs,
-            self.times,
-            self.machine,
-            self.plan.micro_batches,
-            self.analysis.states or two_moments(self.analysis.chain),
-            self.plan.on_disk,
-            self.clips,
-            updates=self.analysis.updates,
+        analysis = self.analysis
+        given = Given(
+            chain=analysis.chain, costs=analysis.costs, times=self.times, machine=self.machine
         )
+        states = analysis.states or two_moments(analysis.chain)
+        return spans_of(self.plan, given, states=states, clips=self.clips, updates=analysis.updates)
 
     @property
     def flops_per_s(self) -> float:
@@ -180,19 +174,26 @@ class Prospect:
         return self.analysis.step_flops * micro_batches / self.plan.step_s
 
 
-def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Workload) -> Prospect:
+def prospect(
+    analyse: Analyse,
+    compute: Compute,
+    machine: Machine,
+    workload: Workload,
+    least_tokens_per_s: float = 0.0,
+) -> Prospect:
     """Return the fastest plan over all sizes of micro-batches.
 
     Sizes grow until one does not fit, is not faster than the one before by 1%, or leaves less
     than that to gain: a larger micro-batch brings layers nearer to the device's rate, but moves
-    no less through the link.
+    no less through the link. With `least_tokens_per_s` slower plans are not looked for.
 
     Raises:
-        PlanError: nothing fits.
+        PlanError: nothing fits, or nothing is so fast.
         ConfigError: a workload that cannot be.
     """
-    analyse = _shared(analyse, workload.devices)
+    one_device, analyse = analyse, _shared(analyse, workload.devices)
     best: Prospect | None = None
+    too_slow = 0
     first = analyse(workload.micro_batch or workload.least_micro_batch)
     sequences = _sequences(first, compute.estimate(first), machine, workload)
     for size in _sizes(workload, sequences):
@@ -205,12 +206,22 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
             activations=workload.activations,
             clips=workload.clips,
         )
+        tokens = workload.devices * request.micro_batches * size * workload.context_tokens
+        least = max(least_tokens_per_s, _HELPS * best.tokens_per_s if best else 0.0)
+        below_s = tokens / least if least else math.inf
         try:
-            plan = make_plan(analysis.chain, analysis.costs, times, machine, request)
+            plan = make_plan(analysis.chain, analysis.costs, times, machine, request, below_s)
             if analysis.updates is not None:
                 plan = plan_of_all(
                     plan, analysis.chain, analysis.updates, machine, workload.devices
                 )
+        except TooSlowError:
+            too_slow += 1
+            if best is not None:
+                break
+            if too_slow > 1 or _most_to_gain(analysis.costs, times, compute.flops_per_s) < _HELPS:
+                raise
+            continue
         except PlanError:
             if best is None:
                 raise
@@ -230,13 +241,14 @@ def prospect(analyse: Analyse, compute: Compute, machine: Machine, workload: Wor
         best = found
         if _most_to_gain(analysis.costs, times, compute.flops_per_s) < _HELPS:
             break
-    assert best is not None
+    if best is None:
+        raise TooSlowError(f"no plan has more than {least_tokens_per_s:.3g} tokens a second")
     if workload.tokens_per_step is None and best.plan.disk_s > best.plan.compute_s:
         # Compute covers the link, but not the disk.
         more = math.ceil(best.plan.disk_s / (COMPUTE_SHARE * best.plan.compute_s))
         tokens = more * best.tokens_per_step
         covering = dataclasses.replace(workload, tokens_per_step=tokens)
-        return prospect(analyse, compute, machine, covering)
+        return prospect(one_device, compute, machine, covering, least_tokens_per_s)
     return best
 
 

@@ -13,15 +13,17 @@ from atomtrain.planning.space import Bytes, Family, Space
 
 Array = NDArray[np.float64]
 
+CHOICES: tuple[Activation, ...] = ("recompute", "keep", "offload")
+"""What a segment below the turn does with what it saves, by their places in tables."""
+RECOMPUTE, KEEP, OFFLOAD = range(len(CHOICES))
+
 
 class Room(NamedTuple):
     """What each segment leaves of the device memory for kept graphs of segments below; negative
-    where there is too little. `[start, stop]`."""
+    where there is too little, or where it must not be."""
 
-    recompute: Bytes
-    keep: Bytes
-    offload: Bytes
-    """Without the window."""
+    segments: Bytes
+    """`[choice, start, stop]`; of what is offloaded without the window."""
     turn: Bytes
     """`[start]`."""
 
@@ -97,10 +99,8 @@ class Rooms:
         single = np.diagonal(self.kept, offset=1)
         self._most_bytes = float(single[np.isfinite(single)].sum()) + self.window_bytes
         self._pinned = space.request.activations
-        self.choices: list[Activation] = ["recompute"]
-        """What segments that are not kept may do."""
-        if offload and self._pinned in (None, "offload"):
-            self.choices.append("offload")
+        self.offloads = offload and self._pinned in (None, "offload")
+        """Whether segments may be offloaded."""
         self.keeps = self._pinned in (None, "keep")
         """Whether segments may be kept."""
 
@@ -112,7 +112,7 @@ class Rooms:
         """
         left = device_bytes - self._space.held_bytes(self._family, slot_sizes[0])
         slot_bytes = slot_sizes[-1]
-        sizes = self._space.costing.segment_bytes(frozenset(self._family.resident))
+        sizes = self._segment_bytes
         work = self._work
         fitting = np.triu(sizes <= slot_bytes, 1)
         fitting[:, -1] = False
@@ -127,17 +127,18 @@ class Rooms:
         if self._pinned is not None:  # only what cannot do as it should
             possible = work.keep if self._pinned == "keep" else work.offload
             recompute = np.where(np.isfinite(possible), np.inf, recompute)
-        return Room(
-            of(recompute, window),
-            of(work.keep, most),
-            of(work.offload, window),
-            self.turn(slot_sizes, device_bytes),
-        )
+        # In the order of `CHOICES`.
+        segments = np.stack((of(recompute, window), of(work.keep, most), of(work.offload, window)))
+        if not self.keeps:
+            segments[KEEP] = -1.0
+        if not self.offloads:
+            segments[OFFLOAD] = -1.0
+        return Room(segments, self.turn(slot_sizes, device_bytes))
 
     def turn(self, slot_sizes: Sequence[int], device_bytes: int) -> Bytes:
         """Return `Room.turn` of the room with slots of these sizes."""
         left = device_bytes - self._space.held_bytes(self._family, slot_sizes[0])
-        sizes = self._space.costing.segment_bytes(frozenset(self._family.resident))[:, -1]
+        sizes = self._segment_bytes[:, -1]
         turn = np.where(sizes <= slot_sizes[-1], left - self._work.turn, -1.0)
         turn[[0, -1]] = -1.0
         return np.clip(turn, -1.0, self._most_bytes)
@@ -147,8 +148,11 @@ class Rooms:
         work = self._work
         tables = (work.forward, work.backward, work.turn, work.keep, work.offload)
         busiest = max(table[np.isfinite(table)].max(initial=0.0) for table in tables)
-        held = self._space.held_bytes(self._family, slot_bytes)
-        return float(held + busiest + self._most_bytes)
+        return float(self._space.held_bytes(self._family, slot_bytes) + busiest + self._most_bytes)
+
+    @property
+    def _segment_bytes(self) -> Bytes:
+        return self._space.costing.segment_bytes(frozenset(self._family.resident))
 
     def works(self, room: Room) -> bool:
         """Return whether there is any plan with this room."""
@@ -170,14 +174,14 @@ class Rooms:
     def _reach(self, here: Reach, there: Reach, cut: int, room: Room) -> None:
         """Note where one more segment leads from a cut."""
         starts = slice(None, cut)
+        recompute, keep, offload = room.segments[:, starts, cut]
         for window in (0, 1):
             reserved, left = window * self.window_bytes, here.keeping[window, cut]
-            if self.keeps and left >= 0:
-                after = np.minimum(left - self.kept[starts, cut], room.keep[starts, cut] - reserved)
+            if left >= 0:
+                after = np.minimum(left - self.kept[starts, cut], keep - reserved)
                 there.keeping[window, starts] = np.maximum(there.keeping[window, starts], after)
             if left < 0 and not here.rest[window, cut]:
                 continue
-            if "recompute" in self.choices:
-                there.rest[window, starts] |= room.recompute[starts, cut] >= reserved
-            if "offload" in self.choices and window:
-                there.rest[:, starts] |= room.offload[starts, cut] >= reserved
+            there.rest[window, starts] |= recompute >= reserved
+            if window:
+                there.rest[:, starts] |= offload >= reserved

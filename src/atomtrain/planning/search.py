@@ -11,6 +11,7 @@ Both are exact for the space of `planning/space.py` and the predictor of `planni
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from atomtrain.analysis.chain import Chain
@@ -18,15 +19,20 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.choice import rank_of
+from atomtrain.planning.costing import Given
 from atomtrain.planning.disk import choices
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.problem import Problem, problems_of
-from atomtrain.units import format_bytes
+from atomtrain.units import format_bytes, format_seconds
 
 _EQUAL = 0.01
 """Predicted times that differ by less are equal: profiles are no better than that."""
+
+
+class TooSlowError(PlanError):
+    """No plan is as fast as was asked for."""
 
 
 def make_plan(
@@ -35,6 +41,7 @@ def make_plan(
     times: Mapping[str, LayerTime],
     machine: Machine,
     request: Request,
+    below_s: float = math.inf,
 ) -> Plan:
     """Return the fastest plan that fits the machine, with the least memory among equals.
 
@@ -44,20 +51,23 @@ def make_plan(
         times: Seconds of each kind of layer for one micro-batch.
         machine: Rates and budgets.
         request: What is fixed beforehand.
+        below_s: Slower plans are of no use; the less time is given, the sooner it is known.
 
     Raises:
+        TooSlowError: no plan is faster than `below_s`.
         PlanError: nothing fits (names the layer and the least budget that would do), or a time is
             missing, negative or no number.
     """
+    given = Given(chain=chain, costs=costs, times=times, machine=machine)
     plans = []
     # More on disk is never faster, so nothing is behind the first that fits as it is fastest.
     possible = choices(request.disk)
     for on_disk in possible:
         for asked in _with_less_on_host(request):
-            problems = problems_of(chain, costs, times, machine, asked, on_disk)
+            problems = problems_of(given, asked, on_disk)
             if on_disk != possible[-1] and problems[0].least_host_bytes > machine.host_memory_bytes:
                 break  # no need to search for plans that cannot fit
-            plan = _best(problems, machine)
+            plan = _best(problems, machine, below_s)
             plans.append(plan)
             if plan.host_bytes <= machine.host_memory_bytes or "offload" not in plan.activations:
                 break
@@ -82,15 +92,24 @@ def _with_less_on_host(request: Request) -> list[Request]:
     return [request, dataclasses.replace(request, offload=False)]
 
 
-def _best(problems: Sequence[Problem], machine: Machine) -> Plan:
+def _best(problems: Sequence[Problem], machine: Machine, below_s: float) -> Plan:
     """Return the fastest plan of several problems, with the least memory among equals."""
-    times_s = [p.fastest.step_s + p.host_s for p in problems if p.fastest is not None]
-    if not times_s:
+    found, limit_s = [], below_s
+    for problem in problems:
+        fastest = problem.fastest(limit_s)
+        if fastest is not None:
+            step_s = fastest.step_s + problem.host_s
+            found.append((problem, fastest, step_s))
+            limit_s = min(limit_s, (1 + _EQUAL) * step_s)
+    if not found:
+        if below_s < math.inf:
+            raise TooSlowError(f"no plan takes less than {format_seconds(below_s)} a step")
         raise _does_not_fit(problems, machine)
-    limit_s = (1 + _EQUAL) * min(times_s)
-    found = [problem.leanest(limit_s) for problem in problems]
+    limit_s = (1 + _EQUAL) * min(step_s for _, _, step_s in found)
     plans = [
-        problem.plan(choice) for problem, choice in zip(problems, found, strict=True) if choice
+        problem.plan(problem.leanest(fastest, limit_s))
+        for problem, fastest, step_s in found
+        if step_s <= limit_s
     ]
     return min(
         plans, key=lambda plan: (rank_of(plan.shape), plan.device_peak_bytes, plan.host_layers)
@@ -108,7 +127,8 @@ def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batche
     )
     # Times do not matter here.
     times = {cost.kind: LayerTime(0.0, 0.0) for cost in costs.layers}
-    problems = problems_of(chain, costs, times, _NO_MACHINE, request)
+    given = Given(chain=chain, costs=costs, times=times, machine=_NO_MACHINE)
+    problems = problems_of(given, request)
     return any(least_device_bytes(p.space) <= device_memory_bytes for p in problems)
 
 
@@ -120,7 +140,8 @@ def least_budget_bytes(
     request: Request,
 ) -> int:
     """Return the least device bytes of any plan, however slow; arguments as for `make_plan`."""
-    problems = problems_of(chain, costs, times, machine, request)
+    given = Given(chain=chain, costs=costs, times=times, machine=machine)
+    problems = problems_of(given, request)
     return min(least_device_bytes(problem.space) for problem in problems)
 
 

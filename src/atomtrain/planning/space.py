@@ -22,6 +22,7 @@ A plan of the space has
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -252,6 +253,17 @@ class Space:
                 self._sizes[key] = [int(n) for n in np.unique(sizes[start, stop]) if n >= single]
         return self._sizes[key]
 
+    def slot_sizes_within(self, family: Family, device_bytes: int) -> list[int]:
+        """Return the slot sizes with which less is held than a limit, in increasing order."""
+        sizes = self.slot_sizes(family)
+        # A larger slot holds more.
+        count = bisect.bisect_left(sizes, device_bytes, key=lambda n: self.held_bytes(family, n))
+        return sizes[:count]
+
+    def least_held(self, family: Family) -> int:
+        """Return what the plans of a family hold at least."""
+        return self.held_bytes(family, self.slot_sizes(family)[0])
+
     def held_bytes(self, family: Family, slot_bytes: int) -> int:
         """Return what is on the device whichever visit runs."""
         key = family.resident, family.on_device
@@ -292,9 +304,7 @@ class Space:
     def different(self, family: Family, device_bytes: int) -> Iterator[tuple[int, Allowed]]:
         """Yield slot sizes, largest first, but not those of which a larger one allows all too."""
         seen: list[Allowed] = []
-        for slot_bytes in reversed(self.slot_sizes(family)):
-            if self.held_bytes(family, slot_bytes) >= device_bytes:
-                continue
+        for slot_bytes in reversed(self.slot_sizes_within(family, device_bytes)):
             allowed = self.allowed(family, slot_bytes, device_bytes)
             if not allowed.turn.any() or any(allowed.within(other) for other in seen[-_COMPARED:]):
                 continue

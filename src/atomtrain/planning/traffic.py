@@ -44,6 +44,7 @@ class Traffic:
         """`updated`: what updating each block takes."""
         self._layout, self._updated, self._first = layout, updated, host_layers
         self._moved: dict[tuple[frozenset[int], frozenset[int], frozenset[int]], Moved] = {}
+        self._largest: dict[frozenset[int], tuple[Array, Array]] = {}
 
     def moved(
         self,
@@ -124,9 +125,20 @@ class Traffic:
         wide = self._layout.gradient_factor
         if self._layout.gradients is self._layout:
             return wide * slot_bytes
-        moved = self.moved(resident)
-        fitting = np.triu(moved.segment <= slot_bytes, 1)
-        return wide * int(moved.gradient[fitting].max(initial=0))
+        sizes, largest = self._largest_gradients(resident)
+        fitting = int(np.searchsorted(sizes, slot_bytes, side="right"))
+        return wide * int(largest[fitting - 1]) if fitting else 0
+
+    def _largest_gradients(self, resident: frozenset[int]) -> tuple[Array, Array]:
+        """Return all segments' bytes in increasing order, and the largest gradient up to each."""
+        if resident not in self._largest:
+            moved = self.moved(resident)
+            start, stop = np.triu_indices(len(moved.segment), 1)
+            sizes = moved.segment[start, stop]
+            order = np.argsort(sizes)
+            largest = np.maximum.accumulate(moved.gradient[start, stop][order])
+            self._largest[resident] = sizes[order], largest
+        return self._largest[resident]
 
 
 def between(values: Sequence[float]) -> Array:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from atomtrain.errors import PlanError
 from atomtrain.planning.advice import Advice, Setting, advice, possible_changes
@@ -81,15 +80,23 @@ class Report:
         }
 
 
-def forecaster(subject: Subject, local: Compute | None = None) -> Callable[[Setting], Prospect]:
+class Forecast(Protocol):
+    """Finds the best plan in a setting."""
+
+    def __call__(self, setting: Setting, least_tokens_per_s: float = 0.0) -> Prospect:
+        """Slower plans than `least_tokens_per_s` need not be found."""
+
+
+def forecaster(subject: Subject, local: Compute | None = None) -> Forecast:
     """Return a function that finds the best plan for a subject in any setting.
 
     `local` computes where a setting has no GPU of the catalogue.
     """
 
-    def forecast(setting: Setting) -> Prospect:
+    def forecast(setting: Setting, least_tokens_per_s: float = 0.0) -> Prospect:
         compute = _compute(setting, local)
-        return prospect(subject.analyse, compute, setting.machine, setting.workload)
+        machine, workload = setting.machine, setting.workload
+        return prospect(subject.analyse, compute, machine, workload, least_tokens_per_s)
 
     return forecast
 

@@ -17,7 +17,7 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.disk_profile import storage_rates
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.host_device import HostDevice
-from atomtrain.swapping.overhead import emulated_visit_s
+from atomtrain.swapping.overhead import Overhead, emulated_overhead
 from atomtrain.swapping.probes import (
     Stolen,
     device_update_parameters_per_s,
@@ -50,6 +50,8 @@ def measure_machine(device: Device, folder: Path | None = None) -> Machine:
         pageable = None if emulated else link_rates(probe, pinned=False)
         lost = _stolen(probe, pinned.load_bytes_per_s) if emulated else Stolen(0.0, 0.0)
         there = device_update_parameters_per_s(probe)
+    # A GPU computes while its host hands over.
+    spent = emulated_overhead() if emulated else Overhead(0.0, 0.0)
     storage = storage_rates(folder or Path(tempfile.gettempdir()))
     return Machine(
         name=device.name,
@@ -62,7 +64,8 @@ def measure_machine(device: Device, folder: Path | None = None) -> Machine:
         compute_s_per_copied_byte=lost.s_per_copied_byte,
         compute_s_per_update=lost.s_per_update,
         device_update_parameters_per_s=there,
-        visit_s=emulated_visit_s() if emulated else 0.0,
+        compute_s_per_offloaded_storage=spent.offloaded_storage_s,
+        visit_s=spent.visit_s,
         copy_s=pinned.copy_s,
         load_pageable_bytes_per_s=pageable.load_bytes_per_s if pageable else None,
         unload_pageable_bytes_per_s=pageable.unload_bytes_per_s if pageable else None,

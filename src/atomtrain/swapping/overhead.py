@@ -1,18 +1,22 @@
-"""Measures what a visit costs beside its layers: a model of next to nothing is really trained."""
+"""Measures what compute spends beside layers: a model of next to nothing is really trained."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from atomtrain.analysis.costs import layer_costs
+from atomtrain.analysis.chain import Chain
+from atomtrain.analysis.costs import ChainCosts, layer_costs
 from atomtrain.analysis.profile import layer_times
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.analysis.trace import chain_of
+from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import training_visits
+from atomtrain.planning.shape import Activation, Shape
 from atomtrain.swapping.emulated import EmulatedDevice
 
 _LAYERS = 6
@@ -26,47 +30,98 @@ _MEMORY_BYTES = 1 << 20
 _LINK_BYTES_PER_S = 1e11
 
 
-def emulated_visit_s() -> float:
-    """Return the seconds of a micro-batch of a visit, layers not counted, on the emulated device.
+class Overhead(NamedTuple):
+    """What compute itself spends on handing over, where it is the processor's."""
 
-    There the computing thread itself hands values and gradients over to the streams. Takes a
-    fraction of a second.
+    visit_s: float
+    """On a micro-batch of a visit."""
+    offloaded_storage_s: float
+    """On a storage that is sent to the host to wait for backward, and again on its way back."""
+
+
+class Sample(NamedTuple):
+    """A step of the model, of one micro-batch: what it took, and what is known of that."""
+
+    step_s: float
+    layers_s: float
+    """Of the step, what layers compute."""
+    visits: int
+    storages: int
+    """That were offloaded."""
+
+
+def emulated_overhead() -> Overhead:
+    """Return what compute spends beside layers on the emulated device.
+
+    There the computing thread itself hands values, gradients and what is saved over to the streams.
+    Takes a second at most.
     """
+    with torch.random.fork_rng([]):
+        return overhead_of(_sample("recompute"), _sample("offload"))
+
+
+def overhead_of(recomputed: Sample, offloaded: Sample) -> Overhead:
+    """Return what explains two samples; never negative."""
+    visit_s = max(0.0, recomputed.step_s - recomputed.layers_s) / recomputed.visits
+    known_s = offloaded.layers_s + offloaded.visits * visit_s
+    each_s = max(0.0, offloaded.step_s - known_s) / max(1, 2 * offloaded.storages)
+    return Overhead(visit_s, each_s)
+
+
+def _sample(activation: Activation) -> Sample:
     from atomtrain.swapping.opening import swap  # it imports what imports this
     from atomtrain.swapping.options import Options
 
-    with torch.random.fork_rng([]):
-        model = nn.Sequential(*(_layer() for _ in range(_LAYERS)))
-        example = torch.ones(_WIDTH, _WIDTH)
-        traced = chain_of(model, example, torch.sum)
-        inputs = traced.bind(example)
-        costs = layer_costs(traced.chain, inputs)
-        with swap(
-            model,
-            example,
-            optimizer=torch.optim.AdamW,
-            device=EmulatedDevice(_MEMORY_BYTES, _LINK_BYTES_PER_S),
-            loss=torch.sum,
-            options=Options(micro_batches=_MICRO_BATCHES, segments=_LAYERS, profile=False),
-        ) as engine:
-            seconds = []
-            for _ in range(_WARMUP_STEPS + _STEPS):
-                started_s = time.perf_counter()
-                engine.step([example] * _MICRO_BATCHES)
-                seconds.append(time.perf_counter() - started_s)
-            engine.synchronize()  # the last step's updates write what is timed next
-            visits = training_visits(engine.plan.shape)
-            times = layer_times(
-                traced.chain, costs, inputs, torch.device("cpu"), lambda: None, StorageTracker
-            )
-    step_s = statistics.median(seconds[_WARMUP_STEPS:]) / _MICRO_BATCHES
+    model = nn.Sequential(*(_layer() for _ in range(_LAYERS)))
+    example = torch.ones(_WIDTH, _WIDTH)
+    traced = chain_of(model, example, torch.sum)
+    inputs = traced.bind(example)
+    costs = layer_costs(traced.chain, inputs)
+    with swap(
+        model,
+        example,
+        optimizer=torch.optim.AdamW,
+        device=EmulatedDevice(_MEMORY_BYTES, _LINK_BYTES_PER_S),
+        loss=torch.sum,
+        options=Options(
+            micro_batches=_MICRO_BATCHES,
+            segments=_LAYERS,
+            activations=activation,
+            optimizer_on_device=False,
+            profile=False,
+        ),
+    ) as engine:
+        seconds = []
+        for _ in range(_WARMUP_STEPS + _STEPS):
+            started_s = time.perf_counter()
+            engine.step([example] * _MICRO_BATCHES)
+            seconds.append(time.perf_counter() - started_s)
+        engine.synchronize()  # the last step's updates write what is timed next
+        shape = engine.plan.shape
+        times = layer_times(
+            traced.chain, costs, inputs, torch.device("cpu"), lambda: None, StorageTracker
+        )
     layers_s = 0.0
+    visits = training_visits(shape)
     for visit in visits:
         for cost in costs.layers[slice(*visit.layers)]:
-            layer_time = times[cost.kind]
-            backward = visit.gradient is not None
-            layers_s += layer_time.backward_s if backward else layer_time.forward_s
-    return max(0.0, step_s - layers_s) / len(visits)
+            forward_s, backward_s = times[cost.kind]
+            if visit.gradient is None:
+                layers_s += forward_s
+            else:
+                layers_s += backward_s - forward_s * visit.finds
+    return Sample(
+        step_s=statistics.median(seconds[_WARMUP_STEPS:]) / _MICRO_BATCHES,
+        layers_s=layers_s,
+        visits=len(visits),
+        storages=offloaded_storages(shape, traced.chain, costs),
+    )
+
+
+def offloaded_storages(shape: Shape, chain: Chain, costs: ChainCosts) -> int:
+    """Return how many storages of a micro-batch wait on the host for backward."""
+    saved = SavedTensors(chain, costs)
+    return sum(saved.of(*layers).sent for layers, how in shape.waiting.items() if how == "offload")
 
 
 def _layer() -> nn.Module:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
-from atomtrain.planning.costing import spans_of
+from atomtrain.planning.costing import Given, spans_of
 from atomtrain.planning.disk import DiskRequest, OnDisk, States, on_disk_up_to
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
@@ -72,10 +72,18 @@ class Planner:
     def spans(self, plan: Plan) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""
         spans = spans_of(
-            plan.shape, self.chain, self.costs, self.times, self.machine, plan.micro_batches,
-            self.states, plan.on_disk, self.options.waits, self._shared_updates(),
-        )  # fmt: skip
+            plan,
+            self.given,
+            states=self.states,
+            clips=self.options.waits,
+            updates=self._shared_updates(),
+        )
         return tuple(span for span in spans if span.end_s > span.start_s)
+
+    @property
+    def given(self) -> Given:
+        """Model and machine."""
+        return Given(chain=self.chain, costs=self.costs, times=self.times, machine=self.machine)
 
     def _shared_updates(self) -> UpdateModel | None:
         if self.devices == 1:
