@@ -119,6 +119,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
                 digests=state.meta["digests"],
                 means=vectors.means(),
                 peers=[p.peer_id for p in swarm.peers()],
+                relays={p.peer_id: p.relays for p in swarm.peers()},
                 longest_boundary_s=longest_s,
             )
 

@@ -86,6 +86,9 @@ REGISTRY: dict[str, Benchmark] = {
     "join": Benchmark(
         "atomtrain.benchmarks.join", "a newcomer's download over a link, and what others notice"
     ),
+    "relay": Benchmark(
+        "atomtrain.benchmarks.relay", "state through a relay against straight from its donor"
+    ),
     "churn": Benchmark(
         "atomtrain.benchmarks.churn", "training while peers are killed and new ones join"
     ),

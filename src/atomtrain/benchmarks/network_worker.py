@@ -96,6 +96,10 @@ def main() -> None:
         from atomtrain.benchmarks.join_peer import JoinPeer
 
         method = JoinPeer()
+    elif kind == "relay":
+        from atomtrain.benchmarks.relay_peer import RelayPeer
+
+        method = RelayPeer()
     else:
         from atomtrain.benchmarks.network_gloo import GlooPeer
 

@@ -27,6 +27,15 @@ INTERFACE = "eth0"
 PAYLOAD_SHARE = 0.955
 """What Ethernet, IP and TCP headers leave of a link's rate."""
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
+_NAT = f"""
+add table ip nat
+add chain ip nat out {{ type nat hook postrouting priority 100; }}
+add rule ip nat out oifname {INTERFACE} masquerade
+add table ip guard
+add chain ip guard through {{ type filter hook forward priority 0; policy drop; }}
+add rule ip guard through iifname lan0 accept
+add rule ip guard through ct state established,related accept
+"""
 _HOLD = ("sh", "-c", "echo ready; exec cat")
 _BURST_S = 0.004
 _LEAST_BURST_BYTES = 3_200
@@ -87,6 +96,8 @@ class Network:
         self.hosts = hosts
         self._user = os.geteuid() != 0
         self._holders: list[subprocess.Popen[bytes]] = []
+        self._inside: dict[int, subprocess.Popen[bytes]] = {}
+        """By host: who keeps its namespace, if its place in the network is its router's."""
         self._relay: subprocess.Popen[bytes] | None = None
         self._shaped = self._relayed = self._single = False
         try:
@@ -107,12 +118,40 @@ class Network:
         self.close()
 
     def address(self, host: int) -> str:
-        """Return a host's IPv4 address."""
+        """Return a host's IPv4 address; behind a router it means nothing to others."""
+        if host in self._inside:
+            return f"192.168.{host % 250}.2"
         return f"10.77.{host // 250}.{host % 250 + 1}"
 
     def entering(self, host: int) -> list[str]:
         """Return what to put before a command so that it runs on a host."""
-        return self._enter(self._holders[host + 1].pid)
+        return self._enter(self._inside.get(host, self._holders[host + 1]).pid)
+
+    def put_behind_nat(self, host: int) -> None:
+        """Put a router in a host's place that translates addresses, and the host behind it.
+
+        It can dial others; nobody can dial it. To be called before anything runs there.
+
+        Raises:
+            ConfigError: `nft` is not installed, or the kernel cannot translate addresses.
+        """
+        if shutil.which("nft") is None:
+            raise ConfigError("a NAT needs nft, which is not found; install the package nftables")
+        router = self._enter(self._holders[host + 1].pid)
+        inside = [] if not self._user else self._enter(self._holders[0].pid)[:-1]
+        holder = self._hold(inside)
+        self._inside[host] = holder
+        there, network = self.entering(host), f"192.168.{host % 250}"
+        ends = ["type", "veth", "peer", "name", INTERFACE, "netns", str(holder.pid)]
+        _run([*router, "ip", "link", "add", "lan0", *ends])
+        _run([*router, "ip", "address", "add", f"{network}.1/24", "dev", "lan0"])
+        _run([*router, "ip", "link", "set", "lan0", "up"])
+        _run([*there, "ip", "link", "set", "lo", "up"])
+        _run([*there, "ip", "address", "add", f"{network}.2/24", "dev", INTERFACE])
+        _run([*there, "ip", "link", "set", INTERFACE, "up"])
+        _run([*there, "ip", "route", "add", "default", "via", f"{network}.1"])
+        _run([*router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
+        _run([*router, "nft", _NAT])
 
     def shape(self, link: Link) -> None:
         """Give all links a rate and a round trip; connections that exist go on.
@@ -142,7 +181,7 @@ class Network:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
-        self._relay, self._holders = None, []
+        self._relay, self._holders, self._inside = None, [], {}
 
     def _build(self) -> None:
         self._hold([])
@@ -163,8 +202,8 @@ class Network:
             _run([*there, "ip", "address", "add", address, "dev", INTERFACE])
             _run([*there, "ip", "link", "set", INTERFACE, "up"])
 
-    def _hold(self, inside: Sequence[str]) -> None:
-        """Start the process that keeps a new namespace, within `inside`'s user namespace."""
+    def _hold(self, inside: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Return the process that keeps a new namespace, within `inside`'s user namespace."""
         owner = ["--user", "--map-root-user"] if self._user and not inside else []
         holder = subprocess.Popen(
             [*inside, "unshare", *owner, "--net", *_HOLD],
@@ -183,6 +222,7 @@ class Network:
                     "own namespaces (sysctl kernel.unprivileged_userns_clone=1, "
                     "kernel.apparmor_restrict_unprivileged_userns=0)"
                 )
+        return holder
 
     def _enter(self, pid: int) -> list[str]:
         user = ["--user", "--preserve-credentials"] if self._user else []

@@ -109,7 +109,8 @@ def _ping(arguments: Sequence[str]) -> int:
         positional=("address",),
     )  # fmt: skip
     run_name, addresses = pasted_addresses(options.address)
-    from atomtrain.swarm.probe import diagnose, place_of
+    from atomtrain.swarm.addresses import place_of
+    from atomtrain.swarm.probe import diagnose
 
     place_of(addresses[0])
     config = outside_config(run_name, options.run_key, options.identity)
@@ -145,7 +146,7 @@ def _target(target: str) -> tuple[str, tuple[str, ...]]:
 
 
 def pasted_addresses(text: str) -> tuple[str, tuple[str, ...]]:
-    from atomtrain.swarm.probe import place_of
+    from atomtrain.swarm.addresses import place_of
 
     named = [entry.strip().rpartition("@") for entry in text.split(",")]
     runs = {run_name for run_name, _, _ in named if run_name}
@@ -201,7 +202,7 @@ def _table(status: dict[str, Any]) -> str:
         f"{format_count(status['parameters'])} parameters in {status['fragments']} fragments, "
         f"versions {span}; next round {status['next_round']}",
         f"{'peer':<20} {'state':<9} {'steps':>7} {'tokens':>8} {'tokens/s':>9} {'step':>8} "
-        f"{'behind':>6} {'link free':>11}  address",
+        f"{'behind':>6} {'link free':>11} {'reached':>8}  address",
     ]
     for peer in peers:
         state = peer["state"] if peer["reachable"] else "silent"
@@ -209,8 +210,16 @@ def _table(status: dict[str, Any]) -> str:
         lines.append(
             f"{peer['name'][:20]:<20} {state:<9} {peer['steps']:>7} "
             f"{format_count(peer['tokens']):>8} {format_count(peer['tokens_per_s']):>9} "
-            f"{format_seconds(peer['step_s']):>8} {peer['behind']:>6} {free:>11}  "
+            f"{format_seconds(peer['step_s']):>8} {peer['behind']:>6} {free:>11} "
+            f"{'relayed' if peer['relays'] else 'direct':>8}  "
             f"{' '.join(peer['addresses'])}"
+        )
+    relaying = status["relaying"]
+    if relaying["peers"]:
+        who = ", ".join(names.get(peer_id, peer_id[-8:]) for peer_id in relaying["peers"])
+        lines.append(
+            f"{names.get(status['asked'], status['asked'][-8:])} relays for {who}: "
+            f"{relaying['streams']} streams now, {format_bytes(relaying['passed_bytes'])} so far"
         )
     for entry in rounds:
         when = "now" if entry["under_way"] else "last"

@@ -11,16 +11,18 @@ from atomtrain.swarm.agenda import Agenda
 from atomtrain.swarm.anchor_store import AnchorStore
 from atomtrain.swarm.codec import codec_named
 from atomtrain.swarm.config import Manifest, SwarmConfig
-from atomtrain.swarm.context import Context
+from atomtrain.swarm.context import Context, opening_to
 from atomtrain.swarm.desk import Desk
 from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.pacing import Pacer
+from atomtrain.swarm.relaying import Relay
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.service import Service
 from atomtrain.swarm.threads import LoopThread
 from atomtrain.swarm.timing import RoundTiming
 from atomtrain.swarm.transport import Directory, Transport
+from atomtrain.swarm.ways import Ways
 
 
 def admission_of(config: SwarmConfig, peer_id: str) -> Admission:
@@ -98,6 +100,17 @@ def build_service(
         clock=clock,
         known=known,
         pacer=Pacer(config.upload_limit_bytes_per_s),
+        ways=Ways(
+            transport,
+            roster,
+            Relay(
+                config.relay_limit_bytes_per_s,
+                config.connect_s,
+                idle_s=2 * config.round_ceiling_s,
+            ),
+            lambda peer_id: opening_to(peer_id, admission),
+            config.connect_s,
+        ),
     )
     services.append(Service(context))
     return services[0]

@@ -16,7 +16,7 @@ from atomtrain.swarm.groups import GROUP_SIZE, GROUP_SIZE_MIN
 from atomtrain.swarm.guards import MEANS, Guard
 from atomtrain.swarm.outer import OuterUpdate
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 TRANSPORTS = ("streams", "gloo")
@@ -95,6 +95,9 @@ class SwarmConfig:
     upload_limit_bytes_per_s: float = math.inf
     """Most that this peer sends of averages and state; signs of life come on top. Limits `streams`,
     not `gloo`."""
+    relay_limit_bytes_per_s: float = math.inf
+    """Most that this peer passes on between others, for those that cannot be dialled; 0: nothing.
+    It counts towards `upload_limit_bytes_per_s`, too."""
     slowest_link_bytes_per_s: float = 125e3
     """Rate on which deadlines are based until a round has been measured."""
     round_floor_s: float = 5.0
@@ -150,6 +153,9 @@ class SwarmConfig:
             _check(0 < value < math.inf, key, value, "above 0")
         limit = self.upload_limit_bytes_per_s
         _check(limit >= _LEAST_UPLOAD, "upload_limit_bytes_per_s", limit, "at least 1000")
+        limit = self.relay_limit_bytes_per_s
+        good = limit == 0 or limit >= _LEAST_UPLOAD
+        _check(good, "relay_limit_bytes_per_s", limit, "0, or at least 1000")
         _check(
             self.round_floor_s <= self.round_ceiling_s < math.inf,
             "round_ceiling_s",

@@ -24,7 +24,8 @@ from atomtrain.swarm.owning import Offload
 from atomtrain.swarm.pacing import Pacer
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.timing import RoundTiming
-from atomtrain.swarm.transport import Channel, Directory, LinkLost, Transport
+from atomtrain.swarm.transport import Channel, Directory, Transport
+from atomtrain.swarm.ways import Ways
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class Context:
     """Peers that the run has had."""
     pacer: Pacer
     """Limits what all streams together send."""
+    ways: Ways
+    """How members are reached."""
 
     @property
     def peer_id(self) -> str:
@@ -87,20 +90,14 @@ class Context:
         Raises:
             LinkLost: the peer cannot be reached by the connection deadline.
         """
-        self.transport.learn(peer_id, self.roster.addresses.get(peer_id, ()))
-        try:
-            async with asyncio.timeout(self.config.connect_s):
-                channel = await self.transport.open(peer_id, bulk=bulk)
-        except TimeoutError as error:
-            raise LinkLost(f"peer {peer_id[-8:]} cannot be reached in time") from error
+        channel = await self.ways.open(peer_id, bulk=bulk)
         channel.pacer = self.pacer
         await channel.send(self.opening(peer_id))
         return channel
 
     def opening(self, peer_id: str) -> Open:
         """Return what comes first on a stream to a peer."""
-        proof = self.admission.proof(peer_id)
-        return Open(protocol=PROTOCOL, run=self.config.run, proof=proof)
+        return opening_to(peer_id, self.admission)
 
     async def snapshot(self, fragment: int) -> Snapshot:
         """Return a snapshot taken at the trainer's next boundary; cancel to withdraw the wish."""
@@ -120,6 +117,11 @@ class Context:
             return await taken
         finally:
             self.desk.withdraw(fragment)
+
+
+def opening_to(peer_id: str, admission: Admission) -> Open:
+    """Return what comes first on a stream to a peer."""
+    return Open(protocol=PROTOCOL, run=admission.run, proof=admission.proof(peer_id))
 
 
 def _written(elements: int) -> torch.Tensor:

@@ -125,11 +125,13 @@ def _flags(config: DaemonConfig, control: str, key: Path) -> list[str]:
         "-dhtServer=1",
         "-connManager=1",
         "-tls=1",
-        "-relay=1",
+        # Peers relay themselves, within limits that their owners set (`relaying`): the daemon would
+        # for any stranger, and its circuits cannot be dialled (docs/hivemind.md).
+        "-relay=0",
+        "-relayService=0",
         "-idleTimeout=30s",
         f"-natPortMap={int(not loopback)}",
         f"-autonat={int(not loopback)}",
-        f"-autoRelay={int(not loopback)}",
     ]
     if config.announce is not None:
         flags.append(f"-announceAddrs={config.announce}")

@@ -37,7 +37,8 @@ _NAME_BYTES = 16
 _TOKENS_MAX = 8192
 _GREETINGS_MAX = 256
 _GREETING_S = 10.0
-_AVOID_S = 60.0
+_AVOID_S, _AVOID_S_MAX = 60.0, 960.0
+"""Pause after a straight stream failed: doubled each time in a row, up to the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ class Direct:
         self._named: dict[bytes, tuple[str, bytes]] = {}  # peer and token, by the token's hash
         self._offers: dict[str, Offer] = {}
         self._avoid_until_s: dict[str, float] = {}
+        self._avoid_s: dict[str, float] = {}
         self._asking: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._greetings = 0
@@ -133,21 +135,30 @@ class Direct:
         known = self._offers.get(peer_id)
         try:
             async with asyncio.timeout(self._patience_s):
-                if known is not None:
-                    with contextlib.suppress(OSError):
-                        return await self._connect(peer_id, hosts, known)
-                return await self._connect(peer_id, hosts, await self._asked(peer_id, known))
+                channel = await self._connect_known(peer_id, hosts, known)
         except (OSError, LinkLost, BadMessage) as error:  # TimeoutError is an OSError
             _log.info("no straight stream to peer %s (%s)", peer_id[-8:], error)
             self._offers.pop(peer_id, None)
-            self._avoid_until_s[peer_id] = loop.time() + _AVOID_S
+            pause_s = self._avoid_s.get(peer_id, _AVOID_S)
+            self._avoid_until_s[peer_id] = loop.time() + pause_s
+            self._avoid_s[peer_id] = min(2 * pause_s, _AVOID_S_MAX)
             return None
+        self._avoid_s.pop(peer_id, None)
+        return channel
 
     def close(self) -> None:
         """Stop listening; streams that are open stay."""
         for task in self._tasks:
             task.cancel()
         self._listener.close()
+
+    async def _connect_known(
+        self, peer_id: str, hosts: tuple[str, ...], known: Offer | None
+    ) -> Channel:
+        if known is not None:
+            with contextlib.suppress(OSError):
+                return await self._connect(peer_id, hosts, known)
+        return await self._connect(peer_id, hosts, await self._asked(peer_id, known))
 
     async def _asked(self, peer_id: str, stale: Offer | None) -> Offer:
         async with self._asking.setdefault(peer_id, asyncio.Lock()):

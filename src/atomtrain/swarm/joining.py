@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm.addresses import dialled, first_hop
 from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.clock import SwarmClock
 from atomtrain.swarm.config import PROTOCOL, Manifest, SwarmConfig
@@ -39,9 +40,12 @@ async def connect_any(
         SwarmError: none led to the run; one line that says for each given address why.
     """
     given: dict[str, list[str]] = {}
-    for address in config.join:
+    # Who is behind a relay is in the run that the relay is in: the relay lets newcomers in.
+    joins = [first_hop(address) for address in config.join]
+    for address in joins:
         given.setdefault(peer_of(address), []).append(address)
-    known = KnownPeers(config.run, config.peers_path).addresses
+    seen = KnownPeers(config.run, config.peers_path).addresses
+    known = {peer_id: straight for peer_id, all_ in seen.items() if (straight := dialled(all_))}
     places = {peer_id: [*given.get(peer_id, ()), *known.get(peer_id, ())] for peer_id in
               (*given, *known)}  # fmt: skip
     tries = {
@@ -55,7 +59,7 @@ async def connect_any(
             task.cancel()
     ways = [(a, tries[task]) for task, a in answers.items() if not isinstance(a, str)]
     if not ways:
-        told = [str(answer) for task, answer in answers.items() if tries[task] in config.join]
+        told = [str(answer) for task, answer in answers.items() if tries[task] in joins]
         if len(places) > len(given):
             told.append(f"nor does any of the other peers in {config.peers_path}")
         raise SwarmError(f"cannot join run {config.run!r}: " + "; ".join(told))

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm.addresses import place_of
 from atomtrain.swarm.config import SwarmConfig
 from atomtrain.swarm.daemon import Daemon, DaemonConfig
 from atomtrain.swarm.direct import OFFER_BYTES, Direct
@@ -23,6 +24,10 @@ from atomtrain.swarm.transport import Channel, Handler, LinkLost, StreamChannel,
 _log = logging.getLogger("atomtrain.swarm")
 _PROTOCOL_NAME = "/atom/swarm/1"
 _OFFER_PROTOCOL_NAME = "/atom/direct/1"
+_HELLO = b"\x13/multistream/1.0.0\n"
+"""What a libp2p peer says first on a connection: https://github.com/multiformats/multistream-select"""
+DIAL_S = 4.0
+"""How long an answer to being dialled is waited for: two packets may be lost."""
 
 
 def quiet_hivemind() -> None:
@@ -95,6 +100,11 @@ class Libp2pTransport:
     def p2p(self) -> Any:
         """hivemind's handle of the daemon."""
         return self._p2p
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this peer listens on this machine only."""
+        return host_of(self.address).startswith("127.")
 
     @property
     def daemon_pid(self) -> int:
@@ -181,6 +191,23 @@ class Libp2pTransport:
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Remember where a peer can be dialled."""
         self._known[peer_id] = tuple(addresses)
+
+    async def answers(self, address: str) -> bool:
+        """Say whether a libp2p peer answers who dials this address anew.
+
+        Who it is, is not proved: that would take a daemon that is not connected with it yet.
+        """
+        try:
+            place = place_of(address)
+            async with asyncio.timeout(DIAL_S):
+                reader, writer = await asyncio.open_connection(place.host, place.port)
+                try:
+                    writer.write(_HELLO)
+                    return await reader.readexactly(len(_HELLO)) == _HELLO
+                finally:
+                    writer.close()
+        except (OSError, EOFError, SwarmError):
+            return False
 
     async def close(self) -> None:
         """End the daemon, and every stream with it."""

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from atomtrain.swarm.identity import Identity
 from atomtrain.swarm.transport import Channel, Handler, LinkLost, StreamChannel
 
 
@@ -91,6 +92,12 @@ class MemoryNetwork:
         self.transports: dict[str, MemoryTransport] = {}
         self._tables: dict[str, dict[str, tuple[bytes, float]]] = {}
         """By peer: the table of records that it shares with others."""
+        self.hidden: set[str] | None = None
+        """Peers that nobody can dial, as behind a NAT; None: all are in one place."""
+        self.identities: dict[str, Identity] = {}
+        """By peer: its key, where its id names one."""
+        self._links: set[frozenset[str]] = set()
+        """Pairs of peers that one of them has dialled: streams go both ways."""
         self._side: dict[str, int] = {}
         """By peer: on which side of a split it is; peers without an entry reach everybody."""
 
@@ -99,6 +106,7 @@ class MemoryNetwork:
 
         What it had sent still arrives, unless the cut is `lossy`.
         """
+        self._links = {link for link in self._links if peer_id not in link}
         transport = self.transports.pop(peer_id, None)
         if transport is not None:
             transport.break_all(lossy)
@@ -122,6 +130,16 @@ class MemoryNetwork:
     def heal(self) -> None:
         """Make the network whole again."""
         self._side = {}
+
+    def dial(self, caller: str, called: str) -> bool:
+        """Say whether one peer gets a stream to another."""
+        link = frozenset((caller, called))
+        there = caller in self.transports and self.connected(caller, called)
+        hidden = self.hidden is not None and called in self.hidden and caller != called
+        if not there or (hidden and link not in self._links):
+            return False
+        self._links.add(link)
+        return True
 
     def connected(self, one: str, other: str) -> bool:
         """Say whether two peers are on one side."""
@@ -154,11 +172,17 @@ class MemoryTransport:
         """Attach a peer."""
         self.peer_id = peer_id
         self.address = f"memory/{peer_id}"
+        self.identity = network.identities.get(peer_id) or Identity.create()
         self._network = network
         self._handler: Handler | None = None
         self._channels: list[tuple[Channel, _Pipe]] = []
         self._tasks: set[asyncio.Future[None]] = set()
         network.transports[peer_id] = self
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nobody is anywhere else."""
+        return self._network.hidden is None
 
     async def serve(self, handler: Handler) -> None:
         """Run `handler` for each incoming stream."""
@@ -169,8 +193,7 @@ class MemoryTransport:
         network = self._network
         await asyncio.sleep(network.delay_s())
         remote = network.transports.get(peer_id)
-        there = self.peer_id in network.transports and network.connected(self.peer_id, peer_id)
-        if remote is None or remote._handler is None or not there:
+        if remote is None or remote._handler is None or not network.dial(self.peer_id, peer_id):
             raise LinkLost(f"peer {peer_id[-8:]} cannot be reached")
         to_me, to_them = _pipe_pair(network.delay_s)
         mine = StreamChannel(peer_id, to_me.reader, to_them, network.stall_s)
@@ -182,6 +205,14 @@ class MemoryTransport:
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Nothing to remember: everybody is in the same network."""
+
+    async def answers(self, address: str) -> bool:
+        """Say whether a peer answers who dials this address."""
+        await asyncio.sleep(self._network.delay_s())
+        peer_id = address.rpartition("/")[2]
+        network = self._network
+        there = peer_id in network.transports and peer_id not in (network.hidden or ())
+        return there and network.connected(self.peer_id, peer_id)
 
     async def close(self) -> None:
         """Leave the network."""

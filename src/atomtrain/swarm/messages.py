@@ -136,6 +136,59 @@ class Pong(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AskDial(Message):
+    """A peer asks whether others can dial it: try this address of its own."""
+
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialled(Message):
+    """What came of it."""
+
+    answered: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldOn(Message):
+    """A peer that cannot be dialled stays on this stream, to be called when others want it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding(Message):
+    """It will be called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayTo(Message):
+    """The stream is to be passed on to a peer that is held; `bulk`: much is going to flow."""
+
+    peer_id: str
+    bulk: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(Message):
+    """To a peer that is held: somebody wants it. It opens a stream that begins with the ticket."""
+
+    ticket: str
+    caller: str
+    bulk: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeCall(Message):
+    """The called peer is here; what follows is for the caller."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Message):
+    """To the caller: what follows goes to the called peer, and comes from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Propose(Message):
     """A peer tells the leader that round `round_index` is due."""
 

@@ -9,47 +9,25 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from atomtrain.errors import SwarmError
+from atomtrain.swarm.addresses import Place, circuit_of, place_of
 from atomtrain.swarm.assembly import admission_of
 from atomtrain.swarm.config import PROTOCOL, SwarmConfig
-from atomtrain.swarm.identity import public_key_of
+from atomtrain.swarm.context import opening_to
 from atomtrain.swarm.libp2p import Libp2pTransport
-from atomtrain.swarm.messages import AskStatus, BadMessage, Open, Ping, Pong
+from atomtrain.swarm.messages import AskStatus, BadMessage, Ping, Pong
 from atomtrain.swarm.status import PING_BYTES_MAX, receive_status
 from atomtrain.swarm.transport import Channel, LinkLost, PeerRefused
+from atomtrain.swarm.ways import pass_through
 
 _TCP_S = 5.0
 _PINGS = 5
 _RATE_S = 2.0
 _CLOCK_GOOD_S = 1.0
-
-
-class Place(NamedTuple):
-    """What an address says: `/ip4/HOST/tcp/PORT/p2p/ID`, or `dns4`, possibly through a relay."""
-
-    host: str
-    is_name: bool
-    port: int
-    peer_id: str
-
-
-def place_of(address: str) -> Place:
-    """Return the parts of an address.
-
-    Raises:
-        SwarmError: it is none.
-    """
-    parts = address.split("/")
-    good = len(parts) >= 7 and parts[0] == "" and parts[1] in ("ip4", "dns4", "dns", "ip6")
-    good = good and parts[3] == "tcp" and parts[-2] == "p2p" and parts[4].isdecimal()
-    if not good or not 0 < int(parts[4]) < 65536 or public_key_of(parts[-1]) is None:
-        raise SwarmError(
-            f"{address!r} is not the address of a peer; paste the whole line that a peer prints, "
-            "such as RUN@/ip4/192.168.1.5/tcp/31337/p2p/12D3Koo..."
-        )
-    return Place(parts[2], parts[1].startswith("dns"), int(parts[4]), parts[-1])
+_BEHIND = (
+    "a peer behind a NAT has an address through a relay: 'atom swarm status' of any other shows it"
+)
 
 
 class Probe:
@@ -63,15 +41,23 @@ class Probe:
 
     async def open(self, address: str) -> Channel:
         """Return a stream on which protocol and run were announced; raises `LinkLost`."""
-        peer_id = place_of(address).peer_id
+        circuit, within_s = circuit_of(address), self._config.connect_s
+        if circuit is None:
+            return await self._dial(place_of(address).peer_id, address)
+        inner = await self._dial(circuit.relay_id, circuit.relay_address)
+        me = self._transport.identity
+        channel = await pass_through(inner, me, circuit.peer_id, within_s, bulk=False)
+        await channel.send(opening_to(circuit.peer_id, self._admission))
+        return channel
+
+    async def _dial(self, peer_id: str, address: str) -> Channel:
         self._transport.learn(peer_id, (address,))
         try:
             async with asyncio.timeout(self._config.connect_s):
                 channel = await self._transport.open(peer_id)
         except TimeoutError as error:
             raise LinkLost(f"no stream within {self._config.connect_s:.0f} s") from error
-        proof = self._admission.proof(peer_id)
-        await channel.send(Open(protocol=PROTOCOL, run=self._config.run, proof=proof))
+        await channel.send(opening_to(peer_id, self._admission))
         return channel
 
     async def status(self, address: str) -> dict[str, Any]:
@@ -177,16 +163,19 @@ async def _connect(host: str, port: int, found: Diagnosis) -> bool:
     except TimeoutError:
         fix = (
             f"a firewall or router drops packets, or the machine is off: open TCP port {port} "
-            "there, forward it in its router, or check the address"
+            f"there, forward it in its router, or check the address; {_BEHIND}"
         )
         found.steps.append(Step("TCP", False, f"no answer from {host} in {_TCP_S:.0f} s", fix))
         return False
     except ConnectionRefusedError:
-        fix = "check that the peer runs, and listens on that port (--port, and --host 0.0.0.0)"
+        fix = (
+            "check that the peer runs, and listens on that port (--port, and --host 0.0.0.0); "
+            + _BEHIND
+        )
         found.steps.append(Step("TCP", False, f"{host} refuses port {port}", fix))
         return False
     except OSError as error:
-        fix = "check this machine's network, and the address"
+        fix = f"check this machine's network, and the address; {_BEHIND}"
         found.steps.append(Step("TCP", False, f"{host}: {error.strerror or error}", fix))
         return False
     writer.close()
@@ -197,10 +186,15 @@ async def _connect(host: str, port: int, found: Diagnosis) -> bool:
 
 async def _greet(probe: Probe, address: str, config: SwarmConfig, found: Diagnosis) -> bool:
     """Prove who is there, and be admitted."""
+    circuit = circuit_of(address)
+    proved = [Step("libp2p", True, "encrypted, and the peer is who the address says")]
+    if circuit is not None:
+        relay = f"peer {circuit.relay_id[-8:]} passes streams on, and cannot read them"
+        proved.insert(0, Step("relay", True, relay))
     try:
         pong, _, _ = await probe.ping(address)
     except PeerRefused as refusal:
-        found.steps.append(Step("libp2p", True, "encrypted, and the peer is who the address says"))
+        found.steps += proved
         answer = refusal.answer
         if answer.protocol != PROTOCOL:
             detail = f"it speaks protocol {answer.protocol}, this version {PROTOCOL}"
@@ -214,13 +208,17 @@ async def _greet(probe: Probe, address: str, config: SwarmConfig, found: Diagnos
         found.steps.append(step)
         return False
     except (LinkLost, BadMessage) as error:
+        if circuit is not None:
+            fix = "the peer may have other relays now, or be gone: 'atom swarm status' shows it"
+            found.steps.append(Step("relay", False, str(error), fix))
+            return False
         fix = (
             "something else listens there, or a peer with another key: paste the address that it "
             "prints now"
         )
         found.steps.append(Step("libp2p", False, str(error), fix))
         return False
-    found.steps.append(Step("libp2p", True, "encrypted, and the peer is who the address says"))
+    found.steps += proved
     found.steps.append(Step("run", True, f"it trains {config.run!r}, and admits this machine"))
     found.steps.append(Step("version", True, f"atomtrain {pong.version}, protocol {PROTOCOL}"))
     return True

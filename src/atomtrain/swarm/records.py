@@ -109,6 +109,8 @@ class PeerStatus:
     addresses: tuple[str, ...]
     seen_s: float = 0.0
     """When the peer made its last record, in the swarm's time; 0: never."""
+    relays: int = 0
+    """Peers through which it is reached by those that cannot dial it; 0: it can be dialled."""
 
 
 def best_stamps(records: list[PeerRecord], fragments: int) -> list[Stamp | None]:

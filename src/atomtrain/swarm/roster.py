@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from atomtrain.swarm.addresses import circuits_to
 from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.anchors import Stamp
 from atomtrain.swarm.groups import SLACK_VERSIONS, group_count, siblings, supersedes
@@ -90,6 +91,11 @@ class Roster:
     def sees(self, peer_id: str) -> bool:
         """Say whether there is a record of this peer, answering or not."""
         return peer_id in self._records
+
+    def answers(self, peer_id: str) -> bool:
+        """Say whether there is a record of this peer, and nothing failed with it since."""
+        record = self._records.get(peer_id)
+        return record is not None and self.reachable(record)
 
     @property
     def members(self) -> dict[str, tuple[str, ...]]:
@@ -181,6 +187,7 @@ class Roster:
                 reachable=record.peer_id == self._peer_id or self.reachable(record),
                 addresses=record.addresses,
                 seen_s=record.sequence,
+                relays=len(circuits_to(record.peer_id, record.addresses)),
             )
             for record in records
         ]

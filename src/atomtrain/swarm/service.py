@@ -10,8 +10,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from enum import Enum
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm.addresses import dialled
 from atomtrain.swarm.anchors import Anchor
 from atomtrain.swarm.config import PROTOCOL
 from atomtrain.swarm.context import Context
@@ -19,18 +21,25 @@ from atomtrain.swarm.fetching import send_anchor
 from atomtrain.swarm.lan import Found, Responder
 from atomtrain.swarm.messages import (
     AskAnchor,
+    AskDial,
     AskManifest,
     AskStatus,
     BadMessage,
     Contribution,
+    Dialled,
+    HoldOn,
     Invite,
     Message,
     Open,
     Ping,
     Propose,
     Refused,
+    RelayTo,
+    TakeCall,
 )
+from atomtrain.swarm.reaching import Reach
 from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord
+from atomtrain.swarm.relays import Relays
 from atomtrain.swarm.repair import Repairer
 from atomtrain.swarm.reunion import Reunion
 from atomtrain.swarm.rounds import Rounds
@@ -44,7 +53,19 @@ _log = logging.getLogger("atomtrain.swarm")
 _STREAMS, _STREAMS_EACH = 1024, 128
 """Incoming streams served at once, in all and from one peer."""
 _PAUSE_BEATS = 8.0
-_OPENING = (AskManifest, AskStatus, Ping, Propose, Invite, Contribution)
+_OPENING = (
+    AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall, Propose, Invite, Contribution,
+)  # fmt: skip
+
+
+class _After(Enum):
+    """What becomes of a stream that was answered."""
+
+    CLOSE = 1
+    CLOSE_WHEN_READ = 2
+    """Closing before the other side has read all might cut it short."""
+    KEEP = 3
+    """It is somebody else's now."""
 
 
 def beat_pause_s(expiry_s: float, beat_s: float) -> tuple[float, float]:
@@ -68,9 +89,11 @@ class Service:
         self._repairer = Repairer(context)
         self._rounds = Rounds(context, self._tasks, self._repairer, self._serve)
         self._reunion = Reunion(context)
+        self._reach = Reach(context)
         self._responder: Responder | None = None
         self._usage = Usage(time.monotonic)
         self._publish_soon = asyncio.Event()
+        self._relays = Relays(context, self._tasks, self._serve, self._publish_soon.set)
         self._streams: Counter[str] = Counter()
 
     async def start(self) -> None:
@@ -155,6 +178,14 @@ class Service:
         repairer = self._repairer
         if self.state == TRAINING and repairer.wanted:
             self._tasks.spawn(repairer.repair(), "repair")
+        if self.state != LEFT:
+            if ask := self._reach.due():
+                self._tasks.spawn(self._ask_to_be_dialled(ask), "asking to be dialled")
+            self._relays.look(needed=self._reach.needs_relays)
+
+    async def _ask_to_be_dialled(self, peer_ids: list[str]) -> None:
+        await self._reach.ask(peer_ids)
+        self._relays.look(needed=self._reach.needs_relays)
 
     async def _publish(self) -> None:
         context = self.context
@@ -173,7 +204,7 @@ class Service:
             name=context.config.name,
             state=self.state,
             sequence=context.clock(),
-            addresses=(context.transport.address,),
+            addresses=(context.transport.address, *self._relays.addresses),
             next_round=context.agenda.next_round,
             steps=progress.steps,
             tokens=progress.tokens,
@@ -192,11 +223,12 @@ class Service:
         if channel.remote != self.context.peer_id:
             channel.pacer = self.context.pacer
         self._streams[channel.remote] += 1
+        after = _After.CLOSE
         try:
             if self._streams[channel.remote] > _STREAMS_EACH or self._streams.total() > _STREAMS:
                 raise BadMessage("too many streams at once")
-            answered_last = await self._answer(channel)
-            if answered_last:  # closing before the other side has read all might cut it short
+            after = await self._answer(channel)
+            if after is _After.CLOSE_WHEN_READ:
                 await channel.wait_closed(self.context.config.stall_s)
         except (LinkLost, BadMessage, TimeoutError) as error:
             _log.debug("stream of %s ended: %s", channel.remote[-8:], error)
@@ -205,17 +237,18 @@ class Service:
         finally:
             self._streams[channel.remote] -= 1
             self._streams += Counter()  # forgets those without streams
-            channel.close()
+            if after is not _After.KEEP:
+                channel.close()
 
-    async def _answer(self, channel: Channel) -> bool:
-        """Do what a stream asks for; say whether the last word on it was this peer's."""
+    async def _answer(self, channel: Channel) -> _After:
+        """Do what a stream asks for; say what becomes of it."""
         config = self.context.config
         try:
             opening = await channel.receive(Open, config.stall_s)
         except BadMessage as error:  # as peers of another version begin: they are told so
             refusal = f"it speaks protocol {PROTOCOL} and does not understand this one: {error}"
             await channel.send(Refused(reason=refusal, run=config.run, protocol=PROTOCOL))
-            return True
+            return _After.CLOSE_WHEN_READ
         message = await channel.receive_any(config.stall_s)
         refusal = self._refusal(channel.remote, opening, message)
         if refusal:
@@ -232,10 +265,30 @@ class Service:
         elif isinstance(message, Propose):
             await channel.send(self._rounds.consider(message))
         elif isinstance(message, Invite):
-            return await self._rounds.follow(channel, message)
+            answered_last = await self._rounds.follow(channel, message)
+            return _After.CLOSE_WHEN_READ if answered_last else _After.CLOSE
         elif isinstance(message, Contribution):
             await self._rounds.take(channel, message)
-        return True
+        elif isinstance(message, AskDial):
+            await self._dial(channel, message)
+        elif isinstance(message, HoldOn):
+            await self.context.ways.relay.hold(channel)
+            return _After.CLOSE
+        elif isinstance(message, RelayTo):
+            await self.context.ways.relay.pass_on(channel, message)
+            return _After.CLOSE
+        elif isinstance(message, TakeCall):
+            self.context.ways.relay.take(channel, message)
+            return _After.KEEP
+        return _After.CLOSE_WHEN_READ
+
+    async def _dial(self, channel: Channel, ask: AskDial) -> None:
+        """Dial the peer that asks for it, at an address of its own only."""
+        if not dialled([ask.address]) or not ask.address.endswith(f"/{channel.remote}"):
+            raise BadMessage("an address that is not its own")
+        answered = await self.context.transport.answers(ask.address)
+        self.context.ways.note_dialled(channel.remote, answered=answered)
+        await channel.send(Dialled(answered=answered))
 
     def _refusal(self, remote: str, opening: Open, message: Message) -> str:
         run = self.context.config.run
@@ -253,6 +306,11 @@ class Service:
                 return "it does not have this fragment"
         elif isinstance(message, Propose) and self.state != TRAINING:
             return "it takes no part in rounds now"
+        elif isinstance(message, HoldOn | RelayTo):
+            if self.state == LEFT:
+                return "it leaves the run"
+            relay, reached = self.context.ways.relay, self._reach.can_be_dialled
+            return relay.refusal(remote, message, can_be_dialled=reached)
         elif not isinstance(message, _OPENING):
             return f"{message.kind} does not open a stream"
         return ""

@@ -39,6 +39,7 @@ def status_of(context: Context, groups: Sequence[Group]) -> dict[str, Any]:
         "versions": [None if stamp is None else stamp.version for stamp in best],
         "rules": asdict(context.manifest.rules),
         "peers": [asdict(peer) for peer in context.roster.statuses()],
+        "relaying": context.ways.relay.status(),
         "rounds": [_round(context, group) for group in groups],
     }
 

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import messages
+from atomtrain.swarm.identity import Identity
 from atomtrain.swarm.messages import BadMessage, Message, Refused
 from atomtrain.swarm.pacing import Pacer
 
@@ -72,6 +73,11 @@ class Channel(ABC):
         self._stall_s = stall_s
         self._coming: asyncio.Timeout | None = None
         self._going: asyncio.Timeout | None = None
+
+    @property
+    def stall_s(self) -> float:
+        """A stream on which no byte moves for so long breaks."""
+        return self._stall_s
 
     @abstractmethod
     async def _write(self, view: memoryview) -> None:
@@ -146,8 +152,25 @@ class Channel(ABC):
         while filled < len(view):
             filled += await self._read(view[filled : filled + CHUNK_BYTES], self._stall_s)
 
+    async def receive_some(self, view: memoryview) -> int:
+        """Wait, as long as it takes, for bytes; write them to `view`, return how many.
+
+        0 is the end of the stream, said by the peer.
+
+        Raises:
+            LinkLost: the peer is gone.
+        """
+        self._coming = None  # that of the last message has ended
+        try:
+            count = await self._read_into(view)
+        except OSError as error:
+            raise self._lost(error) from error
+        self.received_bytes += count
+        return count
+
     async def wait_closed(self, within_s: float) -> None:
         """Wait until the peer has read everything and closed; silence for `within_s` is as good."""
+        self._coming = None
         try:
             async with asyncio.timeout(within_s):
                 await self._read_into(memoryview(bytearray(1)))
@@ -279,6 +302,13 @@ class Transport(Protocol):
     """This peer's id, proved to the other side by the transport where it can."""
     address: str
     """What others can dial."""
+    identity: Identity
+    """The key that this peer's id names."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only peers of one machine are meant to dial this one: they always can."""
+        ...
 
     async def serve(self, handler: Handler) -> None:
         """Run `handler` in a task for each incoming stream, from now on."""
@@ -294,6 +324,13 @@ class Transport(Protocol):
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Remember where a peer can be dialled."""
+        ...
+
+    async def answers(self, address: str) -> bool:
+        """Say whether a peer answers who dials this address anew, whatever connections there are.
+
+        Takes some seconds at most.
+        """
         ...
 
     async def close(self) -> None:

@@ -213,6 +213,12 @@ class TrainOptions:
         "keeps it usable for everything else. Default: no limit.",
         "RATE",
     )
+    relay_limit: str | None = option(
+        None,
+        "Most that this peer passes on between others, for those behind a NAT, such as 8Mbit/s; "
+        "none to pass on nothing. Default: no limit but --upload-limit.",
+        "RATE",
+    )
     run_key: Path | None = option(
         None,
         "File with a secret; only peers that have the same one take part in the run.",
@@ -336,6 +342,7 @@ class TrainOptions:
 
             check_transport(self.transport, self.wire, clipped=self.clipped_mean)
         _check_upload_limit(self.upload_limit, self.transport)
+        relay_limit_of(self.relay_limit)
         if self.outer is not None:
             from atomtrain.swarm.outer import outer_named
 
@@ -412,6 +419,22 @@ def _check_upload_limit(limit: str | None, transport: str | None) -> None:
         raise ConfigError(f"--upload-limit must be at least 8kbit/s, not {limit}")
     if transport == "gloo":
         raise ConfigError("--upload-limit does not limit --transport gloo; leave one of them out")
+
+
+def relay_limit_of(limit: str | None) -> float:
+    """Return `--relay-limit` in bytes per second; 0 passes on nothing.
+
+    Raises:
+        ConfigError: it is no rate of at least 8kbit/s, nor `none`.
+    """
+    if limit is None:
+        return math.inf
+    if limit == "none":
+        return 0.0
+    rate = parse_rate(limit, "--relay-limit")
+    if rate < 1000:
+        raise ConfigError(f"--relay-limit must be none or at least 8kbit/s, not {limit}")
+    return rate
 
 
 def _check_wire(name: str) -> None:

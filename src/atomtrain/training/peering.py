@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atomtrain.errors import SwarmError
 from atomtrain.swapping.engine import Engine
-from atomtrain.training.options import TrainOptions
+from atomtrain.training.options import TrainOptions, relay_limit_of
 from atomtrain.training.recipe import Recipe
 from atomtrain.units import parse_rate
 
@@ -166,6 +166,7 @@ def swarm_config(
         target_batch_tokens=options.target_batch_tokens or 0,
         mean="clipped" if options.clipped_mean else "plain",
         upload_limit_bytes_per_s=math.inf if limit is None else parse_rate(limit),
+        relay_limit_bytes_per_s=relay_limit_of(options.relay_limit),
         key_path=options.run_key,
         allow_path=options.allow,
     )

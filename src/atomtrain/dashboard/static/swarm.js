@@ -29,7 +29,7 @@ function behindOf(row) {
 function wayOf(row) {
   if (row.is_self) return "this peer";
   if (!row.addresses?.length) return "-";
-  return row.addresses.every((address) => address.includes("/p2p-circuit")) ? "relayed" : "direct";
+  return row.addresses.some((address) => address.includes("/p2p-circuit")) ? "relayed" : "direct";
 }
 
 function agoOf(row, all) {
