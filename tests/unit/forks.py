@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -146,6 +147,7 @@ def _become(order: dict[str, Any], files: list[int], tests: int) -> list[str]:
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
+    tempfile.tempdir = None  # `TMPDIR` may have changed since an import looked it up
     arguments: list[str] = order["arguments"]
     return arguments
 

@@ -234,7 +234,7 @@ def all_activations(
     segments = [saved.of(start, stop) for start, stop in itertools.pairwise(forward)]
     most = request.micro_batches
     can_keep = [of.movable for of in segments]
-    can_offload = [of.movable and most * of.n_bytes >= saved.window_bytes for of in segments]
+    can_offload = [of.movable and most * of.sent_bytes >= saved.window_bytes for of in segments]
     if pinned is not None:
         can = can_keep if pinned == "keep" else can_offload
         how: tuple[Activation, ...] = tuple(pinned if here else "recompute" for here in can)
