@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import statistics
 
 import torch
 
@@ -36,17 +35,13 @@ def run(setup: swap.SwapSetup, budget_bytes: int) -> Result:
         resident = swap.Resident(twin, recomputed=plan.recomputed_layers)
         setup = dataclasses.replace(setup, pairs=setup.recompute_pairs)
         measured = swap.alternate(setup, engine, resident)
-    ratios = [
-        plain.step_s / swapped.step_s
-        for plain, swapped in zip(measured.resident, measured.swapped, strict=True)
-    ]
+    keys = measured.keys()
     return {
-        "recompute_speed_ratio": statistics.median(ratios),
-        "recompute_speed_ratio_of_pairs": ratios,
-        "recompute_step_s": statistics.median(block.step_s for block in measured.swapped),
-        "recompute_resident_step_s": statistics.median(b.step_s for b in measured.resident),
-        "recompute_link_wait_share": sum(block.wait_s for block in measured.swapped)
-        / sum(block.step_s for block in measured.swapped),
+        "recompute_speed_ratio": keys["speed_ratio"],
+        "recompute_speed_ratio_of_pairs": keys["speed_ratio_of_pairs"],
+        "recompute_step_s": keys["swapped_step_s"],
+        "recompute_resident_step_s": keys["resident_step_s"],
+        "recompute_link_wait_share": keys["link_wait_share"],
         "recompute_bit_equal": measured.losses_equal,
         "recompute_plan": plan.to_json(),
     }
