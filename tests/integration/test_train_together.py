@@ -71,7 +71,8 @@ def test_the_founder_is_killed_and_a_newcomer_joins_through_the_survivor(crowd: 
     untrained = founder.of("step")[0]["loss"]
     first = newcomer.of("step")[0]
     assert first["loss"] < untrained - 1.5, "it starts from what the others had learnt"
-    assert first["step"] > founder.of("step")[-1]["step"] - 10, "and goes on at their step"
+    # The survivor's step, as its last record told: the founder may have been far ahead of it.
+    assert first["step"] > survivor.of("step")[0]["step"], "and goes on at their step"
     # The record of the killed one lasts until its expiry for those that need not talk to it.
     wait(crowd, lambda: newcomer.of("step")[-1]["peers"] == 2)
 
