@@ -161,9 +161,10 @@ class Carried:
         for name in names:
             held = self._held.get((micro_batch, name))
             if held is not None and held.device is not None:
-                if held.saved is not None:
-                    self._device.hold(held.saved)
-                held.device = None
+                for event in (held.saved, held.fetched):  # fetched: brought, and never taken
+                    if event is not None:
+                        self._device.hold(event)
+                held.device = held.fetched = None
 
     def forget(self, micro_batch: int, names: Iterable[str]) -> None:
         """Free device and host copies: nobody will read them again in this step."""
