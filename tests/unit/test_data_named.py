@@ -31,6 +31,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> Any:
         package = pytest.importorskip("datasets")
         patch.setattr(package.config, "HF_DATASETS_CACHE", cache)
         patch.setattr(package.config, "HF_HUB_OFFLINE", True)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         yield package
 
 
@@ -107,3 +108,30 @@ def test_what_was_saved_is_read_in_place(tmp_path: Path, datasets: Any) -> None:
         texts(f"datasets:{tmp_path / 'all'}:c")
     with pytest.raises(DataError, match="was saved without subsets"):
         texts(f"datasets:{tmp_path / 'all'}:a:b")
+
+
+def test_a_hub_out_of_reach_is_asked_once(monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
+    asked, offline = [], []
+
+    def nobody(_: Any, name: str, **__: Any) -> None:
+        asked.append(name)
+        raise ConnectionError("no way there")
+
+    def load(name: str, *_: Any, **__: Any) -> Any:
+        offline.append((constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
+        if name == "org/cached":
+            return [{"text": "kept"}]
+        raise FileNotFoundError("not in the cache")
+
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", nobody)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert texts("datasets:org/cached") == ["kept"]
+    with pytest.raises(DataError, match=r"not in the cache.*cannot be reached \(no way there"):
+        texts("stream:org/name")
+    assert asked == ["org/cached", "org/name"]
+    assert offline == [(True, True)] * 2
+    assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,18 @@ import torch
 from test_profile import EXAMPLE, parts, small_gpt
 
 from atomtrain.analysis import LayerTime
+from atomtrain.errors import ConfigError
 from atomtrain.planning.machine import Machine
 from atomtrain.swapping import profile_cache, profiling
 from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.options import Options
 from atomtrain.swapping.profile_cache import (
     ProfileCache,
     layer_key,
     machine_key,
     profile_folder,
 )
-from atomtrain.swapping.profiling import Profile, take_profile
+from atomtrain.swapping.profiling import Profile, profiled_machine, take_profile
 
 MACHINE = Machine(
     name="emulated",
@@ -173,6 +176,8 @@ def change(data: dict[str, Any], path: str, value: Any) -> None:
         ("layers/a", None),
         ("layers", []),
         ("updates", []),
+        ("layers/a/crowded_share", 1.5),
+        ("machine/crowded_share", None),
         ("updates/u/share", float("nan")),
         ("updates/u/share", -1.0),
         ("machine/load_bytes_per_s", float("inf")),
@@ -281,3 +286,73 @@ def test_of_processes_that_start_together_one_measures(tmp_path: Path) -> None:
         assert process.exitcode == 0
     assert len(log.read_text().splitlines()) == 1
     assert ProfileCache(tmp_path, KEY).machine(5, 6) == MACHINE
+
+
+class Crowd:
+    """What the processor seems to be: `then` while measuring, `now` when asked."""
+
+    then = 0.0
+    now = 0.0
+
+
+@pytest.fixture
+def crowd(monkeypatch: pytest.MonkeyPatch) -> Crowd:
+    state = Crowd()
+    watch = SimpleNamespace(crowded_share=lambda: state.then)
+    monkeypatch.setattr(profiling, "Watch", lambda: watch)
+    monkeypatch.setattr(profiling, "crowded_now", lambda: state.now)
+    return state
+
+
+def test_it_is_measured_again_when_the_others_are_gone(
+    device: EmulatedDevice,
+    tmp_path: Path,
+    measured: list[str],
+    crowd: Crowd,
+) -> None:
+    crowd.then, crowd.now = 0.5, 0.5
+    first = profile(device, tmp_path)
+    assert first.crowded_share == 0.5
+    taken = list(measured)
+    assert profile(device, tmp_path) == first
+    assert measured == taken, "no use in measuring again beside the same others"
+    crowd.then, crowd.now = 0.05, 0.0
+    again = profile(device, tmp_path)
+    assert measured == 2 * taken
+    assert again.crowded_share == 0.05
+    assert profile(device, tmp_path) == again
+    assert measured == 2 * taken
+
+
+def test_only_what_was_crowded_is_measured_again(
+    device: EmulatedDevice,
+    tmp_path: Path,
+    measured: list[str],
+    crowd: Crowd,
+) -> None:
+    first = profile(device, tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    data = json.loads(path.read_text())
+    next(iter(data["layers"].values()))["crowded_share"] = 0.9
+    path.write_text(json.dumps(data))
+    measured.clear()
+    assert len(profile(device, tmp_path).times) == len(first.times)
+    assert len(measured) == 1
+    assert "machine" not in measured
+
+
+def test_everything_is_measured_again_on_demand(
+    device: EmulatedDevice,
+    tmp_path: Path,
+    measured: list[str],
+) -> None:
+    profile(device, tmp_path)
+    taken = list(measured)
+    take_profile(device, *parts(small_gpt(2)), measure="again", folder=tmp_path)
+    assert measured == 2 * taken
+    profiled_machine(device, tmp_path)
+    assert measured == 2 * taken
+    profiled_machine(device, tmp_path, again=True)
+    assert measured == [*taken, *taken, "machine"]
+    with pytest.raises(ConfigError, match="'again'"):
+        Options(profile="anew")  # type: ignore[arg-type]

@@ -48,8 +48,8 @@ class PlanOptions:
 
     model: str = option(
         None,
-        "Model by name (gpt3-small to gpt3-175b), or the path of a Hugging Face config.json or of "
-        "a folder with one.",
+        "Model by name (gpt3-small to gpt3-175b), the path of a Hugging Face config.json or of a "
+        "folder with one, or an id such as org/name.",
         "MODEL",
     )
     gpu: str | None = option(
@@ -111,6 +111,7 @@ class PlanOptions:
     trace: Path | None = option(
         None, "Write the timeline of a step as a trace for ui.perfetto.dev.", "FILE"
     )
+    profile_again: bool = option(False, "Measure this machine anew, whatever was measured before.")
     json: bool = option(False, "Print exactly one JSON object instead of a table.")
 
     def __post_init__(self) -> None:
@@ -128,6 +129,10 @@ class PlanOptions:
             from atomtrain.models.lora_config import parse_lora
 
             parse_lora(self.lora)
+        if self.profile_again and self.gpu is not None:
+            raise ConfigError(
+                f"--profile-again measures this machine, not {self.gpu}; leave --gpu out"
+            )
         if self.activations not in (None, *_ACTIVATIONS):
             raise ConfigError(
                 f"--activations must be {', '.join(_ACTIVATIONS)}, not {self.activations!r}."
@@ -164,6 +169,7 @@ def run(arguments: Sequence[str]) -> int:
         from atomtrain.reporting.report import make_report
         from atomtrain.reporting.subject import subject
         from atomtrain.reporting.table import caption, plan_text
+        from atomtrain.swapping.crowding import crowding_warning
         from atomtrain.training.optimizing import (
             gradient_dtype_of,
             named_optimizer,
@@ -175,7 +181,8 @@ def run(arguments: Sequence[str]) -> int:
         require_writable(getattr(options, name), f"--{name}")
     place = _place(options)
     if options.disk is not None:
-        place = place._replace(machine=_with_disk(place.machine, options.disk))
+        machine = _with_disk(place.machine, options.disk, again=options.profile_again)
+        place = place._replace(machine=machine)
     model = subject(options.model, options.context, options.head_pieces)
     if options.lora is not None:
         model = model.with_adapters(parse_lora(options.lora))
@@ -200,6 +207,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.save is not None:
         save_machine(place.machine, options.save)
     report = make_report(model, setting, place.local)
+    if warning := crowding_warning(place.crowded_share):
+        sys.stderr.write(f"warning: {warning}\n")
     if options.picture is not None:
         from atomtrain.reporting.picture import step_picture
 
@@ -241,7 +250,7 @@ def _place(options: PlanOptions) -> Place:
     }
     machine = None if options.machine is None else load_machine(options.machine)
     if card is None:
-        place = this_place(budgets.get("device_memory_bytes"))
+        place = this_place(budgets.get("device_memory_bytes"), again=options.profile_again)
         machine = machine or place.machine
     else:
         host_bytes = budgets.get("host_memory_bytes", host(card.host).most_memory_bytes)
@@ -249,7 +258,7 @@ def _place(options: PlanOptions) -> Place:
     return place._replace(machine=dataclasses.replace(machine or place.machine, **budgets))
 
 
-def _with_disk(machine: Machine, text: str) -> Machine:
+def _with_disk(machine: Machine, text: str, *, again: bool) -> Machine:
     """Return the machine with a disk of the catalogue, or with that of a folder, measured."""
     from atomtrain.planning.disks import DISKS, disk
     from atomtrain.swapping.disk_profile import disk_rates
@@ -257,4 +266,4 @@ def _with_disk(machine: Machine, text: str) -> Machine:
     folder = Path(text)
     if text.lower() in DISKS or not folder.is_dir():
         return disk(text).of(machine)
-    return disk_rates(folder).of(machine)
+    return disk_rates(folder, measure="again" if again else True).of(machine)

@@ -144,7 +144,9 @@ def _run_peers(options: TrainOptions) -> int:
             metrics = tuple(for_local_peer(text, index) for text in options.metrics)
             mine = dataclasses.replace(shared, name=names[index], metrics=metrics)
             if index > 0:
-                mine = dataclasses.replace(mine, port=0, join=(address or "",), trace=None)
+                mine = dataclasses.replace(
+                    mine, port=0, join=(address or "",), trace=None, profile_again=False
+                )
             return [sys.executable, "-m", "atomtrain.cli.main", "train", *arguments_of(mine)]
 
         folder = base / names[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from atomtrain.units import format_bytes
 
 MIN_CHARACTERS = 4096
 _GLOB_SIGNS = frozenset("*?[")
+_ID = re.compile(r"\w[\w.-]*/\w[\w-]*")
+"""What looks like an id of Hugging Face; a suffix would make it a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +170,10 @@ def _match_many(part: str, path: Path) -> list[Path]:
         found = []
         problem = "does not exist"
     if not found:
+        named = f", or datasets:{part} for a data set of that id" if _ID.fullmatch(part) else ""
         raise DataError(
             f"{part} {problem}; give a text file, a folder or a pattern such as 'books/*.txt'"
+            f"{named}"
         )
     return sorted(found, key=str)
 

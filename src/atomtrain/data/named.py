@@ -17,6 +17,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ _FORM = re.compile(
 _SAVED = ("dataset_dict.json", "state.json")
 """Files of what `save_to_disk` wrote."""
 _REASON_CHARACTERS = 200
+_HUB_S = 10.0
+"""How long the hub may take to answer."""
 
 
 class Named(NamedTuple):
@@ -79,15 +82,51 @@ def named_rows(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
             read; says what the package says.
     """
     named = parse_named(spec)
+    with _cache_alone_if_out_of_reach(named) as out_of_reach:
+        try:
+            rows = itertools.islice(_loaded(named), named.rows)
+            for number, values in enumerate(rows, 1):
+                yield f"{named.name}: row {number}", dict(values)
+        except DataError:
+            raise
+        except Exception as error:  # of the package, the file system or the network
+            hub = out_of_reach and f"; the hub cannot be reached ({out_of_reach})"
+            raise DataError(
+                f"the data set {named.name!r} cannot be loaded ({_one_line(error)}){hub}"
+            ) from error
+
+
+@contextmanager
+def _cache_alone_if_out_of_reach(named: Named) -> Iterator[str]:
+    """Ask the hub once whether it is there, and keep to the cache if it is not.
+
+    The packages would try again and again, and tell each time. Yields why it is out of reach.
+    """
+    import datasets
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    out_of_reach = ""
+    if not constants.HF_HUB_OFFLINE and not Path(named.name).expanduser().exists():
+        try:
+            HfApi().dataset_info(named.name, timeout=_HUB_S)
+        except (HfHubHTTPError, ValueError):
+            pass  # it answered, or the name cannot be: who loads it tells
+        except Exception as error:  # noqa: BLE001 (of several libraries, down to sockets)
+            out_of_reach = _one_line(error)
+    if not out_of_reach:
+        yield ""
+        return
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
-        rows = itertools.islice(_loaded(named), named.rows)
-        for number, values in enumerate(rows, 1):
-            yield f"{named.name}: row {number}", dict(values)
-    except DataError:
-        raise
-    except Exception as error:  # of the package, the file system or the network
-        reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
-        raise DataError(f"the data set {named.name!r} cannot be loaded ({reason})") from error
+        yield out_of_reach
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_REASON_CHARACTERS] or type(error).__name__
 
 
 def _loaded(named: Named) -> Any:

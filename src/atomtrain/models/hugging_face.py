@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atomtrain.errors import AnalysisError, ConfigError, nearest
+from atomtrain.errors import AnalysisError, ConfigError, DataError, nearest
 from atomtrain.models.presets import PRESETS
+from atomtrain.models.weight_files import files_of
 
 CONFIG_FILE = "config.json"
 CARRIED_FILES = (
@@ -29,7 +30,9 @@ CARRIED_FILES = (
     "chat_template.jinja",
 )
 """Small files that belong to the model and that an export must have again."""
-_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+_DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")
+_WEIGHTS = ("model.safetensors", "model-*.safetensors")
+"""Not all of a repository's safetensors files: some hold the same weights in another form too."""
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
 _USUAL_WIDTH = 1024
@@ -61,10 +64,14 @@ def is_hugging_face(name: str) -> bool:
     return name not in PRESETS and (path.exists() or path.suffix == ".json" or "/" in name)
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str, *, weights: bool = True) -> Path:
     """Return the folder of a model: a path, or an id such as `org/name` in the local cache.
 
     An id that is not there is downloaded, unless `HF_HUB_OFFLINE` is set.
+
+    Args:
+        name: Path or id.
+        weights: Whether they are needed; else of an id only what describes the model is.
 
     Raises:
         ConfigError: there is no such folder or model.
@@ -82,32 +89,46 @@ def model_folder(name: str) -> Path:
             f"there is no folder {path}.{nearest(name, PRESETS)} Give the folder of a Hugging Face "
             f"model, its id such as org/name, or one of {', '.join(PRESETS)}"
         )
-    return _from_hub(name)
+    return _from_hub(name, weights)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, weights: bool) -> Path:
     require_transformers(f"the model {name}")
     from huggingface_hub import constants, snapshot_download
 
-    reason = ""
+    patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
+    missing = reason = ""
     for offline in (True, False):
         if not offline and constants.HF_HUB_OFFLINE:
+            reason = "nowhere else may be looked, since HF_HUB_OFFLINE is set"
             break
         try:
-            found = Path(
-                snapshot_download(name, local_files_only=offline, allow_patterns=list(_DOWNLOADED))
-            )
+            found = Path(snapshot_download(name, local_files_only=offline, allow_patterns=patterns))
         except Exception as error:  # noqa: BLE001 (of several libraries, down to sockets)
-            reason = f" ({_one_line(error)})"
+            reason = "" if offline else f"the hub says: {_one_line(error.__cause__ or error)}"
             continue
-        if any(found.glob("*.safetensors")):
+        # A download that was interrupted left some of its files.
+        missing = _missing(found, weights)
+        if not missing:
             return found
-        reason = " (what is there has no safetensors files)"
-    where = "nowhere else may be looked, since HF_HUB_OFFLINE is set"
+    lacks = f"what is in the local cache of Hugging Face is not whole ({missing})"
     raise ConfigError(
-        f"there is no folder {name!r}, and no such model in the local cache of Hugging Face"
-        f"{f'; {where}' if constants.HF_HUB_OFFLINE else reason}; give the folder of a model"
+        f"there is no folder {name!r}, and "
+        f"{lacks if missing else 'no such model in the local cache of Hugging Face'}"
+        f"{reason and f'; {reason}'}; give the folder of a model"
     )
+
+
+def _missing(folder: Path, weights: bool) -> str:
+    """Return what a folder lacks of a model."""
+    if not (folder / CONFIG_FILE).is_file():
+        return f"no {CONFIG_FILE}"
+    if weights:
+        try:
+            files_of(folder)
+        except DataError as error:
+            return str(error)
+    return ""
 
 
 def read_config(source: Path) -> HuggingFaceConfig:

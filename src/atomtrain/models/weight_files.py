@@ -66,7 +66,7 @@ class WeightFiles:
         """
         self.folder = folder
         self.entries: dict[str, Entry] = {}
-        for file in _files_of(folder):
+        for file in files_of(folder):
             for name, entry in read_header(file).items():
                 if name in self.entries:
                     raise DataError(
@@ -143,7 +143,12 @@ def is_float(entry: Entry) -> bool:
     return entry.dtype in _FLOATS
 
 
-def _files_of(folder: Path) -> list[Path]:
+def files_of(folder: Path) -> list[Path]:
+    """Return the files that hold the weights of a model's folder, one or more.
+
+    Raises:
+        DataError: there is none, or one of several is missing.
+    """
     index = folder / INDEX_FILE
     if index.is_file():
         found = _read_index(index)

@@ -35,6 +35,8 @@ class Place(NamedTuple):
     local: Compute | None = None
     updates: MeasureUpdates | None = None
     """Measures the optimizer where compute is `local`; `None` leaves estimates as they are."""
+    crowded_share: float = 0.0
+    """What other programs had of the processor while `machine` was measured."""
 
 
 def compute_of(card: Gpu, dtype: str) -> Compute:
@@ -47,17 +49,21 @@ def compute_of(card: Gpu, dtype: str) -> Compute:
     )
 
 
-def this_place(device_memory_bytes: int | None) -> Place:
+def this_place(device_memory_bytes: int | None, *, again: bool = False) -> Place:
     """Measure this machine: its link, host optimizer, disk and matrix products.
 
     Layers are measured when their times are first asked for.
+
+    Args:
+        device_memory_bytes: Budget; `None` is the device's own.
+        again: Forget what was measured before.
 
     Raises:
         ConfigError: the budget is more than the GPU has.
     """
     device = open_device("auto", device_memory_bytes)
     try:
-        machine = profiled_machine(device)
+        profile = profiled_machine(device, again=again)
         rate = flops_per_s(device.torch_device, device.synchronize)
         key, on_gpu = machine_key(device), device.torch_device.type == "cuda"
     finally:
@@ -67,7 +73,7 @@ def this_place(device_memory_bytes: int | None) -> Place:
         return measured_updates(model, optimizer, chain, key, one_processor=not on_gpu)
 
     local = Compute(_Measured(rate, device_memory_bytes), rate, rate)
-    return Place(machine, local=local, updates=updates)
+    return Place(profile.machine, local=local, updates=updates, crowded_share=profile.crowded_share)
 
 
 class _Measured:

@@ -137,7 +137,8 @@ def subject(
     """Return the model that a user named.
 
     Args:
-        name: A preset, or the path of a Hugging Face `config.json` or of a folder with one.
+        name: A preset, the path of a Hugging Face `config.json` or of a folder with one, or an id
+            such as `org/name`.
         context_tokens: Tokens of a sequence; `None` is the model's own length, at most 4096 for a
             Hugging Face model.
         head_pieces: See `Subject.head_pieces`.
@@ -160,7 +161,8 @@ def subject(
 
 def _from_hugging_face(name: str, context_tokens: int | None, head_pieces: int | None) -> Subject:
     path = Path(name)
-    source = path if path.suffix == ".json" and not path.is_dir() else model_folder(name)
+    is_file = path.suffix == ".json" and not path.is_dir()
+    source = path if is_file else model_folder(name, weights=False)
     file = source / CONFIG_FILE if source.is_dir() else source
     sizes = read_config(source)
     context = context_tokens or min(sizes.context or _USUAL_CONTEXT, _USUAL_CONTEXT)

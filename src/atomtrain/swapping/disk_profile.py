@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -52,12 +52,15 @@ class DiskRates(NamedTuple):
         )
 
 
-def disk_rates(folder: Path, *, measure: bool = True, cache: Path | None = None) -> DiskRates:
+def disk_rates(
+    folder: Path, *, measure: bool | Literal["again"] = True, cache: Path | None = None
+) -> DiskRates:
     """Return the rates of a folder's disk; a second or two the first time, then from the cache.
 
     Args:
         folder: Where state will lie.
-        measure: Else they are those of a usual disk of the catalogue.
+        measure: `"again"` forgets what the cache has. If `False`, they are those of a usual disk
+            of the catalogue.
         cache: Folder of the cache; `None` is the user's.
 
     Raises:
@@ -67,7 +70,7 @@ def disk_rates(folder: Path, *, measure: bool = True, cache: Path | None = None)
         known = disk(ASSUMED_DISK)
         return DiskRates(known.read_bytes_per_s, known.write_bytes_per_s, known.both_ways_share)
     path = (cache or profile_folder()) / f"disk-{_key(folder)}.json"
-    found = _remembered(path)
+    found = None if measure == "again" else _remembered(path)
     if found is None:
         found = measured_rates(folder)
         _remember(path, found)

@@ -139,8 +139,9 @@ def _open(
             taken = measured_updates(taken, made, chain, key, one_processor=not on_gpu)
         times, one_memory = times_of_all(profile.times, devices), opened.one_memory
         planner = Planner(
-            chain, costs, times, machine, options, taken, states, one_memory, len(devices)
-        )
+            chain, costs, times, machine, options, taken, states, one_memory, len(devices),
+            profile.crowded_share,
+        )  # fmt: skip
         plan = planner.plan(share_of(options.micro_batches, len(devices)))
         check_loads(plan, devices)
         layout = Layout(chain)

@@ -69,10 +69,10 @@ class Options:
     compile: bool = False
     """Compile one template for each kind of layer with `torch.compile`; on `cuda` and `cpu`. The
     result differs in its last bits from that of a model that is not compiled."""
-    profile: bool = True
+    profile: bool | Literal["again"] = True
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
-    user's cache). Else a GPU's rates come from the catalogue, and the emulated device's from the
-    model's FLOPs."""
+    user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the
+    catalogue, and the emulated device's from the model's FLOPs."""
     inject: Inject | None = None
     """Called before each job of each stream; tests delay transfers with it."""
 
@@ -89,6 +89,8 @@ class Options:
                 f"activations must be {', '.join(map(repr, ACTIVATIONS))} or None, not "
                 f"{self.activations!r}"
             )
+        if self.profile not in (True, False, "again"):
+            raise ConfigError(f"profile must be True, False or 'again', not {self.profile!r}")
         check_precision(self.precision)
         if self.gradient_dtype not in (None, "float32"):
             raise ConfigError(

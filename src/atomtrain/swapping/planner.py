@@ -37,6 +37,8 @@ class Planner:
     """Whether the device is the host: then nothing is resident and no layer apart."""
     devices: int = 1
     """How many devices share a step's micro-batches, by the same plan."""
+    crowded_share: float = 0.0
+    """What other programs had of the processor while machine and times were measured."""
 
     def plan(self, micro_batches: int, on_disk: OnDisk | None = None) -> Plan:
         """Return the best plan for so many micro-batches of a step on each device.

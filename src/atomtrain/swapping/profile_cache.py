@@ -17,7 +17,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from atomtrain.planning.machine import Machine
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.emulated import EmulatedDevice
 
-VERSION = 5
+VERSION = 6
 """Of the file's form, and of what its figures mean."""
 KEPT_S = 7 * 24 * 3600.0
 """Measurements older than this are made again: drivers, cooling and neighbours change."""
@@ -66,6 +66,25 @@ def machine_key(device: Device) -> dict[str, Any]:
         "capability": list(torch.cuda.get_device_capability(device.torch_device)) if on_gpu else [],
         "precision": torch.get_float32_matmul_precision(),
     }
+
+
+def kept_profiles(folder: Path | None = None) -> list[ProfileCache]:
+    """Return the profiles of this host that are kept, one for each device and way to use it.
+
+    Args:
+        folder: Of the cache; `None` is the user's.
+    """
+    folder = folder or profile_folder()
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            key = json.loads(path.read_text(encoding="utf-8"))["key"]
+            cache = ProfileCache(folder, key)
+        except (OSError, ValueError, TypeError, KeyError):
+            continue  # of a disk, or damaged: whoever needs it measures again
+        if cache.path == path and cache.key.get("host") == platform.node() and cache.known:
+            found.append(cache)
+    return found
 
 
 def layer_key(layer: Layer, cost: LayerCost, values: Mapping[str, ValueSpec]) -> str:
@@ -123,20 +142,50 @@ class ProfileCache:
             return None
         return _machine_of(self._machine, device_memory_bytes, host_memory_bytes)
 
-    def put_machine(self, machine: Machine) -> None:
-        """Keep a machine's rates; budgets are not kept."""
+    def put_machine(self, machine: Machine, crowded_share: float = 0.0) -> None:
+        """Keep a machine's rates and what others had of its processor; budgets are not kept."""
         rates = {k: v for k, v in machine.to_json().items() if not k.endswith("_memory_bytes")}
-        self._machine = {"measured_s": time.time(), **rates}
+        self._machine = {"measured_s": time.time(), "crowded_share": crowded_share, **rates}
 
     def time(self, key: str) -> LayerTime | None:
         """Return the time of a layer, or `None` if it is not known."""
         entry = self._layers.get(key)
         return None if entry is None else LayerTime(entry["forward_s"], entry["backward_s"])
 
-    def put_time(self, key: str, layer_time: LayerTime) -> None:
-        """Keep the time of a layer."""
+    def put_time(self, key: str, layer_time: LayerTime, crowded_share: float = 0.0) -> None:
+        """Keep the time of a layer, and what others had of the processor meanwhile."""
         self._layers.pop(key, None)
-        self._layers[key] = {"measured_s": time.time(), **layer_time._asdict()}
+        measured = {"measured_s": time.time(), "crowded_share": crowded_share}
+        self._layers[key] = {**measured, **layer_time._asdict()}
+
+    @property
+    def known(self) -> bool:
+        """Whether the machine's rates are known."""
+        return bool(self._machine)
+
+    def crowded_share(self, keys: Iterable[str] | None = None) -> float:
+        """Return what others had of the processor, at most, when this was measured.
+
+        Args:
+            keys: Of the layers that count beside the machine; those not known are left out.
+                `None`: all.
+        """
+        wanted = self._layers if keys is None else keys
+        entries = [self._machine, *(self._layers.get(key, {}) for key in wanted)]
+        return max(float(entry.get("crowded_share", 0.0)) for entry in entries)
+
+    def forget(self, above_share: float | None = None) -> None:
+        """Forget everything, or what was measured while others had more of the processor."""
+        if above_share is None:
+            self._machine, self._layers, self._updates = {}, {}, {}
+            return
+        if self._machine and self._machine["crowded_share"] > above_share:
+            self._machine = {}
+        self._layers = {
+            key: entry
+            for key, entry in self._layers.items()
+            if entry["crowded_share"] <= above_share
+        }
 
     def update(self, key: str) -> float | None:
         """Return what updating a parameter takes, in those of AdamW; `None` if it is not known."""
@@ -194,9 +243,11 @@ class ProfileCache:
                 raise ValueError(f"its {name} are no object")
         if data["machine"]:
             _fresh(data["machine"], 0.0)
+            _check_share(data["machine"])
             _machine_of(data["machine"], 1, 1)
         for name, entry in data["layers"].items():
             _fresh(entry, 0.0)
+            _check_share(entry)
             check_time(LayerTime(entry["forward_s"], entry["backward_s"]), name)
         for name, entry in data["updates"].items():
             _fresh(entry, 0.0)
@@ -205,9 +256,14 @@ class ProfileCache:
 
 
 def _machine_of(entry: Mapping[str, Any], device_bytes: int, host_bytes: int) -> Machine:
-    rates = {k: v for k, v in entry.items() if k != "measured_s"}
+    rates = {k: v for k, v in entry.items() if k not in ("measured_s", "crowded_share")}
     budgets = {"device_memory_bytes": device_bytes, "host_memory_bytes": host_bytes}
     return Machine.from_json({**rates, **budgets}, "the profile")
+
+
+def _check_share(entry: Mapping[str, Any]) -> None:
+    if not 0 <= float(entry["crowded_share"]) <= 1:
+        raise ValueError(f"others had {entry['crowded_share']!r} of the processor")
 
 
 def _newest(entries: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:

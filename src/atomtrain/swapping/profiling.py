@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from atomtrain.analysis.profile import LayerTime, estimated_times, flops_per_s, 
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.planning.catalogue import estimate_times
 from atomtrain.planning.machine import Machine
+from atomtrain.swapping.crowding import CROWDED_SHARE, Watch, crowded_now
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.machines import (
@@ -37,6 +38,8 @@ class Profile(NamedTuple):
 
     machine: Machine
     times: Mapping[str, LayerTime]
+    crowded_share: float = 0.0
+    """What other programs had of the processor while this was measured."""
 
 
 def take_profile(
@@ -45,18 +48,20 @@ def take_profile(
     costs: ChainCosts,
     inputs: Mapping[str, Any],
     *,
-    measure: bool = True,
+    measure: bool | Literal["again"] = True,
     folder: Path | None = None,
 ) -> Profile:
     """Return what a plan needs to know; a few seconds the first time, then from the cache.
+
+    What was measured on a crowded processor is measured again as soon as it is less crowded.
 
     Args:
         device: Idle, and nothing of the model on it.
         chain: With real parameters; they are not changed.
         costs: Of the chain.
         inputs: One micro-batch, by the chain's input names.
-        measure: Else a GPU's figures come from the catalogue, and the emulated device's times
-            from FLOPs and the rate of a matrix product.
+        measure: `"again"` forgets what the cache has. If `False`, a GPU's figures come from the
+            catalogue, and the emulated device's times from FLOPs and the rate of a matrix product.
         folder: Of the cache; `None` is the user's.
 
     Raises:
@@ -71,33 +76,52 @@ def take_profile(
         cost.kind: layer_key(layer, cost, costs.values)
         for layer, cost in zip(chain.layers, costs.layers, strict=True)
     }
-    if not _complete(cache, keys):
+    again = measure == "again"
+    if again or not _complete(cache, keys) or _less_crowded(cache, keys.values()):
         with cache.turn():
-            cache.reload()
+            _forget(cache, keys.values(), again=again)
             _measure(cache, device, chain, costs, inputs, keys)
             cache.save()
     machine = cache.machine(budget_bytes(device), host_memory_bytes())
     assert machine is not None
     times = {kind: time for kind, key in keys.items() if (time := cache.time(key)) is not None}
-    return Profile(machine, times)
+    return Profile(machine, times, cache.crowded_share(keys.values()))
 
 
-def profiled_machine(device: Device, folder: Path | None = None) -> Machine:
-    """Return a machine's rates; measured in a second or two the first time, then from the cache.
+def profiled_machine(device: Device, folder: Path | None = None, *, again: bool = False) -> Profile:
+    """Return a machine's rates, without times of layers.
+
+    They are measured in a second or two the first time, then they come from the cache.
 
     Args:
         device: Idle, with a quarter of its budget free.
         folder: Of the cache; `None` is the user's.
+        again: Forget what the cache has, times of layers too.
     """
     cache = ProfileCache(folder or profile_folder(), machine_key(device))
-    if cache.machine(1, 1) is None:
+    if again or cache.machine(1, 1) is None or _less_crowded(cache, ()):
         with cache.turn():
-            cache.reload()
+            _forget(cache, (), again=again)
             _measure_machine(cache, device)
             cache.save()
     machine = cache.machine(budget_bytes(device), host_memory_bytes())
     assert machine is not None
-    return machine
+    return Profile(machine, {}, cache.crowded_share(()))
+
+
+def _forget(cache: ProfileCache, keys: Iterable[str], *, again: bool) -> None:
+    """Read what others may have measured meanwhile, and forget what is to be measured again."""
+    cache.reload()
+    if again:
+        cache.forget()
+    elif _less_crowded(cache, keys):
+        cache.forget(CROWDED_SHARE)
+
+
+def _less_crowded(cache: ProfileCache, keys: Iterable[str]) -> bool:
+    """Return whether the processor was crowded when this was measured, and is less so now."""
+    then = cache.crowded_share(keys)
+    return then > CROWDED_SHARE and crowded_now() < then / 2
 
 
 def _complete(cache: ProfileCache, keys: Mapping[str, str]) -> bool:
@@ -116,6 +140,7 @@ def _measure(
     _measure_machine(cache, device)
     missing = [kind for kind, key in keys.items() if cache.time(key) is None]
     if missing:
+        watch = Watch()
         times = layer_times(
             chain,
             costs,
@@ -126,14 +151,15 @@ def _measure(
             kinds=missing,
         )
         for kind, layer_time in times.items():
-            cache.put_time(keys[kind], layer_time)
+            cache.put_time(keys[kind], layer_time, watch.crowded_share())
     device.trim()
 
 
 def _measure_machine(cache: ProfileCache, device: Device) -> None:
     """Measure the machine's rates if the cache lacks them."""
     if cache.machine(1, 1) is None:
-        cache.put_machine(measure_machine(device, cache.path.parent))
+        watch = Watch()
+        cache.put_machine(measure_machine(device, cache.path.parent), watch.crowded_share())
 
 
 def _computing(device: Device) -> Callable[[], AbstractContextManager[Any]]:

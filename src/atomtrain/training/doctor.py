@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import resource
@@ -56,6 +57,7 @@ def examine(directory: Path, host: str, port: int) -> list[Finding]:
         lambda: _network(host, port),
         _clock,
         _limits,
+        _profile,
     ]
     return [finding for check in checks for finding in check()]
 
@@ -203,10 +205,7 @@ def _reachability() -> Finding:
     except OSError:
         fix = "connect this machine to a network to train with others"
         return Finding("address", WARNING, "there is no way to other machines", fix)
-    private = address.startswith(("10.", "192.168.", "169.254.", "127.")) or (
-        address.startswith("172.") and 16 <= int(address.split(".")[1]) < 32
-    )
-    if not private:
+    if ipaddress.ip_address(address).is_global:
         return Finding("address", OK, f"{address} is a public address")
     text = f"{address} is an address of a local network: peers elsewhere cannot dial it"
     fix = (
@@ -246,6 +245,28 @@ def _limits() -> Iterator[Finding]:
         yield Finding("processor", WARNING, text, "other programs will slow training down")
     else:
         yield Finding("processor", OK, text)
+
+
+def _profile() -> Iterator[Finding]:
+    from atomtrain.swapping.crowding import CROWDED_SHARE
+    from atomtrain.swapping.profile_cache import kept_profiles
+
+    kept = kept_profiles()
+    if not kept:
+        text = "nothing is measured yet: the first start takes some seconds longer"
+        yield Finding("profile", OK, text)
+        return
+    share, device = max((cache.crowded_share(), str(cache.key["device"])) for cache in kept)
+    if share > CROWDED_SHARE:
+        text = f"{device} was measured while other programs had {share:.0%} of the processor"
+        fix = (
+            "predicted times are too long: end the other programs and start again, which measures "
+            "anew; or do it with --profile-again"
+        )
+        yield Finding("profile", WARNING, text, fix)
+    else:
+        devices = sorted({str(cache.key["device"]) for cache in kept})
+        yield Finding("profile", OK, f"measured: {', '.join(devices)}")
 
 
 def _version(name: str) -> str | None:

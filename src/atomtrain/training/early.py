@@ -44,6 +44,10 @@ def check_early(options: TrainOptions) -> None:
         )
     check_name("schedule", options.schedule, SCHEDULES)
     _check_device(options.device, compiled=options.compile)
+    if options.no_profile and options.profile_again:
+        raise ConfigError(
+            "--no-profile measures nothing, --profile-again anew; leave one of them out"
+        )
     _check_numbers(options)
     _check_objective(options)
     _check_folder(options)

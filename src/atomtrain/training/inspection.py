@@ -65,7 +65,7 @@ def _known_of(model: str) -> tuple[Sizes, Tokenizer | None]:
     """Return a model's sizes and tokenizer; a preset has none yet: it is trained on the text."""
     if not is_hugging_face(model):
         return preset(model), None
-    folder = model_folder(model)
+    folder = model_folder(model, weights=False)
     return read_config(folder), read_tokenizer(folder)
 
 

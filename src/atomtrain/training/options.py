@@ -265,6 +265,12 @@ class TrainOptions:
         "Do not measure this machine before planning; take a GPU's figures from the catalogue.",
         "",
     )
+    profile_again: bool = option(
+        False,
+        "Measure this machine anew, whatever was measured before. Default: once a week, and when "
+        "it is less busy than it was then.",
+        "",
+    )
     compile: bool = option(
         False,
         "Compile each kind of layer once with torch.compile, on cuda and cpu; on cpu that needs a "

@@ -226,7 +226,7 @@ def _open_engine(
             precision=precision_of(recipe.precision),
             gradient_dtype=gradient_dtype_of(recipe.gradient_dtype),
             compile=options.compile,
-            profile=not options.no_profile,
+            profile="again" if options.profile_again else not options.no_profile,
             host_memory=options.host_memory,
             disk=options.disk,
             on_disk=options.on_disk,  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from atomtrain.events import EventLog
 from atomtrain.planning.timeline import Span
 from atomtrain.reporting.trace import Account, write_trace
 from atomtrain.training.peering import pasted_address
+from atomtrain.training.plan_event import tell_plan
 from atomtrain.training.setup import Session
 
 if TYPE_CHECKING:
@@ -21,8 +22,7 @@ _MOST_SPANS = 5000
 
 def announce(session: Session, events: EventLog) -> None:
     """Tell how a run begins, and the plan that it follows."""
-    engine, plan = session.engine, session.engine.plan
-    swarm = session.swarm
+    engine, swarm = session.engine, session.swarm
     events.emit(
         "run_started",
         run=session.run,
@@ -39,16 +39,7 @@ def announce(session: Session, events: EventLog) -> None:
         fetched_bytes=None if swarm is None else swarm.fetched_bytes,
         directory=str(session.directory),
     )
-    events.emit(
-        "plan",
-        text=plan.describe(),
-        segments=plan.segments,
-        predicted_step_s=plan.step_s,
-        predicted_device_peak_bytes=plan.device_peak_bytes,
-        host_bytes=plan.host_bytes,
-        bound=plan.bound,
-        memory=[region.to_json() for region in engine.memory_map()],
-    )
+    tell_plan(engine, events)
 
 
 def tell_rounds(swarm: Swarm, reports: Sequence[RoundReport], events: EventLog) -> None:

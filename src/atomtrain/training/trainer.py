@@ -25,6 +25,7 @@ from atomtrain.training.callbacks import Callback, Course
 from atomtrain.training.files import EVENTS_FILE
 from atomtrain.training.notebook import History, PlanView
 from atomtrain.training.optimizing import precision_of
+from atomtrain.training.plan_event import tell_plan
 from atomtrain.training.state import loss_scale_of, restore, shards_of
 from atomtrain.training.trainer_arguments import TrainerArguments, arguments_from
 
@@ -248,7 +249,7 @@ class Trainer:
         return [self._collate([self._train[index] for index in group]) for group in groups]
 
     def _announce(self, events: EventLog) -> None:
-        engine, plan = self.engine, self.engine.plan
+        engine = self.engine
         events.emit(
             "run_started",
             run=Path(self.args.output_dir).name,
@@ -259,16 +260,7 @@ class Trainer:
             state_bytes=engine.state_bytes,
             steps=self.course.steps,
         )
-        events.emit(
-            "plan",
-            text=plan.describe(),
-            segments=plan.segments,
-            predicted_step_s=plan.step_s,
-            predicted_device_peak_bytes=plan.device_peak_bytes,
-            host_bytes=plan.host_bytes,
-            bound=plan.bound,
-            memory=[region.to_json() for region in engine.memory_map()],
-        )
+        tell_plan(engine, events)
 
     def _log(self, events: EventLog, loss: float) -> None:
         report, engine = self.engine.last, self.engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import Schedule
@@ -55,8 +55,9 @@ class TrainerArguments:
     """Steps between checkpoints, or `None` for one at the end."""
     seed: int = 42
     """Of the order of samples, and of dropout."""
-    profile: bool = True
-    """Measure this machine before the plan is made; `False`: take figures from the catalogue."""
+    profile: bool | Literal["again"] = True
+    """Measure this machine before the plan is made, or take what was measured before; `"again"`:
+    measure it in any case; `False`: take figures from the catalogue."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "micro_batches", "max_steps", "evaluate_every",
