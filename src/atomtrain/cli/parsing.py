@@ -130,6 +130,11 @@ def _converter(hint: Any) -> Any:
     return hint
 
 
+def shown(text: str) -> str:
+    """Return a text with a question mark for each character that a terminal might obey."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
 def complain(message: str) -> None:
-    """Print one line on standard error."""
-    sys.stderr.write(f"{COMPLAINT}{' '.join(str(message).split())}\n")
+    """Print one line on standard error; what peers or files say cannot steer the terminal."""
+    sys.stderr.write(f"{COMPLAINT}{shown(' '.join(str(message).split()))}\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import parse
+from atomtrain.cli.parsing import parse, shown
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.training.options import option
 from atomtrain.units import format_bytes, format_count, format_seconds
@@ -97,7 +97,7 @@ def _status(arguments: Sequence[str]) -> int:
         text = json.dumps(status) if options.json else _table(status)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SwarmError(f"the status that the peer sent cannot be read: {error!r}") from error
-    sys.stdout.write("".join(c if c.isprintable() or c == "\n" else "?" for c in text) + "\n")
+    sys.stdout.write(shown(text) + "\n")
     return 0
 
 
@@ -121,7 +121,7 @@ def _ping(arguments: Sequence[str]) -> int:
     if options.json:
         sys.stdout.write(json.dumps({**asdict(found), "reached": found.reached}) + "\n")
     else:
-        sys.stdout.write(_lines(found))
+        sys.stdout.write(shown(_lines(found)))
     return 0 if found.reached else 1
 
 

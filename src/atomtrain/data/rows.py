@@ -98,12 +98,13 @@ def _is_array(file: Path) -> bool:
 def _array(file: Path) -> Iterator[Row]:
     """Yield the rows of one JSON list, which is in memory as a whole."""
     with _told(file):
-        try:
-            rows = json.loads(file.read_text(encoding="utf-8-sig"))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(
-                f"{file}: not JSON ({error}); it must be one list of objects, or one object a line"
-            ) from error
+        text = file.read_text(encoding="utf-8-sig")
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{file}: not JSON ({error}); it must be one list of objects, or one object a line"
+        ) from error
     for number, values in enumerate(rows, 1):
         if not isinstance(values, dict):
             raise DataError(f"{file}: row {number} is not a JSON object; each must be one")

@@ -15,6 +15,7 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.identity import public_key_of
 
 _CIRCUIT = "/p2p-circuit"
+_PORT_DIGITS = 5
 
 
 class Place(NamedTuple):
@@ -42,13 +43,22 @@ def place_of(address: str) -> Place:
     """
     parts = address.split("/")
     good = len(parts) >= 7 and parts[0] == "" and parts[1] in ("ip4", "dns4", "dns", "ip6")
-    good = good and parts[3] == "tcp" and parts[-2] == "p2p" and parts[4].isdecimal()
+    good = good and parts[3] == "tcp" and parts[-2] == "p2p" and _is_host(parts[2])
+    good = good and parts[4].isdecimal() and len(parts[4]) <= _PORT_DIGITS
     if not good or not 0 < int(parts[4]) < 65536 or public_key_of(parts[-1]) is None:
         raise SwarmError(
             f"{address!r} is not the address of a peer; paste the whole line that a peer prints, "
             "such as RUN@/ip4/192.168.1.5/tcp/31337/p2p/12D3Koo..."
         )
     return Place(parts[2], parts[1].startswith("dns"), int(parts[4]), parts[-1])
+
+
+def _is_host(text: str) -> bool:
+    """Say whether a resolver can be asked for this name, or IP address."""
+    try:
+        return text.isprintable() and bool(text.encode("idna"))
+    except UnicodeError:  # an empty part, or a long one
+        return False
 
 
 def through(relay_address: str, peer_id: str) -> str:

@@ -24,7 +24,7 @@ from atomtrain.swarm.owning import Offload
 from atomtrain.swarm.pacing import Pacer
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.timing import RoundTiming
-from atomtrain.swarm.transport import Channel, Directory, Transport
+from atomtrain.swarm.transport import Channel, Directory, Transport, begun
 from atomtrain.swarm.ways import Ways
 
 
@@ -92,8 +92,7 @@ class Context:
         """
         channel = await self.ways.open(peer_id, bulk=bulk)
         channel.pacer = self.pacer
-        await channel.send(self.opening(peer_id))
-        return channel
+        return await begun(channel, self.opening(peer_id))
 
     def opening(self, peer_id: str) -> Open:
         """Return what comes first on a stream to a peer."""

@@ -37,6 +37,7 @@ _NAME_BYTES = 16
 _TOKENS_MAX = 8192
 _GREETINGS_MAX = 256
 _GREETING_S = 10.0
+_ACCEPT_AGAIN_S = 1.0
 _AVOID_S, _AVOID_S_MAX = 60.0, 960.0
 """Pause after a straight stream failed: doubled each time in a row, up to the second."""
 
@@ -198,7 +199,12 @@ class Direct:
     async def _accept(self, handler: Handler) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            plain, _ = await loop.sock_accept(self._listener)
+            try:
+                plain, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # no descriptor is free: it will be again
+                _log.warning("straight streams are not accepted for now: %s", error)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
             if self._greetings >= _GREETINGS_MAX:
                 plain.close()
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -18,6 +19,8 @@ from atomtrain.swarm.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
 _Event = tuple[str, Message | None]
+_SAID_MAX = 2
+"""Messages of a member, at most: that it is ready, and what it holds."""
 
 
 class Leading:
@@ -112,8 +115,10 @@ class Leading:
         self._channels[member] = channel
         try:
             await channel.send(invite)
-            while True:
+            for said in itertools.count():
                 message = await channel.receive_any(self._context.config.round_ceiling_s * 2)
+                if said == _SAID_MAX:
+                    raise BadMessage("it says more than there is to say")
                 self._events.put_nowait((member, message))
                 if isinstance(message, Decline):
                     channel.close()

@@ -341,8 +341,18 @@ def decode(data: bytes) -> Message:
         raise BadMessage(f"unknown message {str(kind)[:40]!r}")
     wanted = {field.name: str(field.type) for field in fields(cls)}
     if body.keys() != wanted.keys():
-        raise BadMessage(f"{kind} has fields {sorted(body)[:20]}, not {sorted(wanted)}")
+        told = [name[:40] for name in sorted(body)[:20]]
+        raise BadMessage(f"{kind} has fields {told}, not {sorted(wanted)}")
     return cls(**{name: _checked(f"{kind}.{name}", body[name], wanted[name]) for name in wanted})
+
+
+def is_text(value: str) -> bool:
+    """Say whether a string can be written as UTF-8: JSON may hold halves of characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked(where: str, value: Any, kind: str) -> Any:
@@ -353,7 +363,7 @@ def _checked(where: str, value: Any, kind: str) -> Any:
         return tuple(_checked(where, item, inner) for item in value)
     if kind == "bool" and isinstance(value, bool):
         return value
-    if kind == "str" and isinstance(value, str) and len(value) <= _TEXT_MAX:
+    if kind == "str" and isinstance(value, str) and len(value) <= _TEXT_MAX and is_text(value):
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and 0 <= value <= _NUMBER_MAX:  # false for NaN, too

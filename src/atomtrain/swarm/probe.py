@@ -18,7 +18,7 @@ from atomtrain.swarm.context import opening_to
 from atomtrain.swarm.libp2p import Libp2pTransport
 from atomtrain.swarm.messages import AskStatus, BadMessage, Ping, Pong
 from atomtrain.swarm.status import PING_BYTES_MAX, receive_status
-from atomtrain.swarm.transport import Channel, LinkLost, PeerRefused
+from atomtrain.swarm.transport import Channel, LinkLost, PeerRefused, begun
 from atomtrain.swarm.ways import pass_through
 
 _TCP_S = 5.0
@@ -47,8 +47,7 @@ class Probe:
         inner = await self._dial(circuit.relay_id, circuit.relay_address)
         me = self._transport.identity
         channel = await pass_through(inner, me, circuit.peer_id, within_s, bulk=False)
-        await channel.send(opening_to(circuit.peer_id, self._admission))
-        return channel
+        return await begun(channel, opening_to(circuit.peer_id, self._admission))
 
     async def _dial(self, peer_id: str, address: str) -> Channel:
         self._transport.learn(peer_id, (address,))
@@ -57,8 +56,7 @@ class Probe:
                 channel = await self._transport.open(peer_id)
         except TimeoutError as error:
             raise LinkLost(f"no stream within {self._config.connect_s:.0f} s") from error
-        await channel.send(opening_to(peer_id, self._admission))
-        return channel
+        return await begun(channel, opening_to(peer_id, self._admission))
 
     async def status(self, address: str) -> dict[str, Any]:
         """Return what a peer knows of its swarm; raises `LinkLost` or `BadMessage`."""
@@ -76,7 +74,7 @@ class Probe:
             asked_s = time.time()
             await channel.send(Ping(bytes_count=bytes_count))
             pong = await channel.receive(Pong, self._config.connect_s)
-            if pong.bytes_count > PING_BYTES_MAX:
+            if pong.bytes_count > bytes_count:
                 raise BadMessage("more bytes than were asked for")
             answered_s = time.time()
             await channel.receive_into(memoryview(bytearray(pong.bytes_count)))

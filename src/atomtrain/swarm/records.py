@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from atomtrain.swarm.anchors import Stamp
-from atomtrain.swarm.messages import BadMessage
+from atomtrain.swarm.messages import BadMessage, is_text
 
 RECORD_BYTES_MAX = 8 << 20
-_TEXT_MAX = 512
+TEXT_MAX = 512
+"""Characters of a name or an address, at most: a record with a longer one counts for nobody."""
 JOINING, TRAINING, LEFT = "joining", "training", "left"
 _STATES = (JOINING, TRAINING, LEFT)
 
@@ -125,7 +126,7 @@ def best_stamps(records: list[PeerRecord], fragments: int) -> list[Stamp | None]
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _TEXT_MAX:
+    if not isinstance(value, str) or len(value) > TEXT_MAX or not is_text(value):
         raise ValueError("not a short text")
     return value
 

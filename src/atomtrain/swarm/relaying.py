@@ -137,14 +137,13 @@ class Relay:
             async with asyncio.timeout(self._connect_s):
                 async with held.sending:
                     await held.channel.send(Call(ticket=ticket, caller=caller, bulk=bulk))
-                try:
-                    return await coming
-                except asyncio.CancelledError:
-                    if not coming.cancelled():  # it came just now, and nobody will close it
-                        coming.result().close()
-                    raise
-        except TimeoutError as error:
-            raise LinkLost(f"peer {peer_id[-8:]} did not take a call in time") from error
+                return await coming
+        except BaseException as error:
+            if coming.done() and not coming.cancelled():  # it came just now: nobody will close it
+                coming.result().close()
+            if isinstance(error, TimeoutError):
+                raise LinkLost(f"peer {peer_id[-8:]} did not take a call in time") from error
+            raise
         finally:
             del self._calls[ticket]
 

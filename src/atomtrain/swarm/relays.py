@@ -11,13 +11,14 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from atomtrain.swarm.addresses import circuits_to, dialled, through
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.messages import BadMessage, Call, Holding, HoldOn, TakeCall
 from atomtrain.swarm.pacing import Pacer
+from atomtrain.swarm.records import TEXT_MAX
 from atomtrain.swarm.sealed import agree_as_called
 from atomtrain.swarm.tasks import Tasks
 from atomtrain.swarm.transport import Channel, Handler, LinkLost
@@ -54,10 +55,13 @@ class Relays:
         """Where this peer is reached through its relays."""
         known = self._context.roster.addresses
         return tuple(
-            through(address, self._context.peer_id)
-            for relay in self._held
-            for address in dialled(known.get(relay, ()))[:1]
+            address for relay in self._held for address in self._through(known.get(relay, ()))[:1]
         )
+
+    def _through(self, addresses: Iterable[str]) -> list[str]:
+        """Return this peer's addresses through a relay with these, as far as records hold them."""
+        mine = (through(address, self._context.peer_id) for address in dialled(addresses))
+        return [address for address in mine if len(address) <= TEXT_MAX]
 
     def look(self, *, needed: bool) -> None:
         """Hear now and then whether relays are needed; does not wait."""
@@ -77,6 +81,7 @@ class Relays:
             for record in self._context.roster.others
             if record.peer_id not in self._held
             and not circuits_to(record.peer_id, record.addresses)
+            and self._through(record.addresses)
             and self._avoid_until_s.get(record.peer_id, 0.0) <= now_s
         ]
         return sorted(fit, key=self._rank)

@@ -15,6 +15,8 @@ from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord, PeerSta
 
 _log = logging.getLogger("atomtrain.swarm")
 _IMPATIENT_ROUNDS = 16
+_GONE_MAX = 4096
+"""Peers without a record that are remembered: ids cost nothing, memory does."""
 
 
 class Holder(NamedTuple):
@@ -78,7 +80,8 @@ class Roster:
                 if peer_id in self._records:
                     records[peer_id] = self._records[peer_id]
                 continue
-            self._sequences[peer_id] = record.sequence
+            self._sequences.pop(peer_id, None)
+            self._sequences[peer_id] = record.sequence  # who was seen last comes last
             if record.state == LEFT:
                 self._left.add(peer_id)
                 self.addresses.pop(peer_id, None)
@@ -87,6 +90,11 @@ class Roster:
                 records[peer_id] = record
                 self.addresses[peer_id] = record.addresses
         self._records = records
+        gone = [peer_id for peer_id in self._sequences if peer_id not in records]
+        for peer_id in gone[:-_GONE_MAX]:
+            for known in (self._sequences, self._suspects, self._late, self.addresses):
+                known.pop(peer_id, None)
+            self._left.discard(peer_id)
 
     def sees(self, peer_id: str) -> bool:
         """Say whether there is a record of this peer, answering or not."""

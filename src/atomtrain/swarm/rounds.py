@@ -266,10 +266,6 @@ class Rounds:
         except (SwarmError, TimeoutError) as error:
             _log.info("catching up for round %s: %s", invite.round_id, error)
 
-    def _free(self, fragment: int) -> None:
-        self._repairer.busy.discard(fragment)
-        self._repairer.freed.set()
-
     async def take(self, channel: Channel, header: Contribution) -> None:
         """Serve a slice stream of the round under way; raises `LinkLost` or `BadMessage`."""
         membering = self._membering.get(header.round_id)

@@ -52,6 +52,8 @@ from atomtrain.swarm.usage import Usage
 _log = logging.getLogger("atomtrain.swarm")
 _STREAMS, _STREAMS_EACH = 1024, 128
 """Incoming streams served at once, in all and from one peer."""
+_DIALLED_AT_ONCE = 32
+"""Peers that are dialled because they ask for it, each at one address of its own choice."""
 _PAUSE_BEATS = 8.0
 _OPENING = (
     AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall, Propose, Invite, Contribution,
@@ -95,6 +97,8 @@ class Service:
         self._publish_soon = asyncio.Event()
         self._relays = Relays(context, self._tasks, self._serve, self._publish_soon.set)
         self._streams: Counter[str] = Counter()
+        self._dialling: set[str] = set()
+        """Peers that asked to be dialled, and are."""
 
     async def start(self) -> None:
         """Serve streams, publish, and read the membership records once before returning."""
@@ -286,7 +290,13 @@ class Service:
         """Dial the peer that asks for it, at an address of its own only."""
         if not dialled([ask.address]) or not ask.address.endswith(f"/{channel.remote}"):
             raise BadMessage("an address that is not its own")
-        answered = await self.context.transport.answers(ask.address)
+        if channel.remote in self._dialling or len(self._dialling) >= _DIALLED_AT_ONCE:
+            raise BadMessage("as many are dialled already as may be")
+        self._dialling.add(channel.remote)
+        try:
+            answered = await self.context.transport.answers(ask.address)
+        finally:
+            self._dialling.discard(channel.remote)
         self.context.ways.note_dialled(channel.remote, answered=answered)
         await channel.send(Dialled(answered=answered))
 

@@ -26,11 +26,12 @@ class Tasks:
         return task
 
     async def cancel_all(self) -> None:
-        """Cancel every task, and wait until all have ended."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancel every task, those too that others start at their end; wait until all are over."""
+        while tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # for what is called when they are done
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

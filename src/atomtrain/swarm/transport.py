@@ -211,6 +211,20 @@ class Channel(ABC):
         return LinkLost(f"stream to peer {self.remote[-8:]} failed: {why}")
 
 
+async def begun(channel: Channel, first: Message) -> Channel:
+    """Return a new stream on which the first message was sent; close it where that fails.
+
+    Raises:
+        LinkLost: the peer is gone, or takes nothing.
+    """
+    try:
+        await channel.send(first)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
 class StreamChannel(Channel):
     """A channel over a pair of asyncio's streams."""
 

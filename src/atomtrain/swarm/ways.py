@@ -14,7 +14,7 @@ from atomtrain.swarm.messages import BadMessage, Joined, Open, RelayTo
 from atomtrain.swarm.relaying import Relay
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.sealed import SealedChannel, agree_as_caller
-from atomtrain.swarm.transport import Channel, LinkLost, Transport
+from atomtrain.swarm.transport import Channel, LinkLost, Transport, begun
 
 _log = logging.getLogger("atomtrain.swarm")
 _INDIRECT_S = 600.0
@@ -134,7 +134,7 @@ class Ways:
         known = dialled(self._roster.addresses.get(relay_id, ()))
         self._transport.learn(relay_id, known or (circuit.relay_address,))
         inner = await self._transport.open(relay_id, bulk=bulk)
-        await inner.send(self._opening(relay_id))
+        await begun(inner, self._opening(relay_id))
         channel = await pass_through(
             inner, self._transport.identity, circuit.peer_id, self._connect_s, bulk=bulk
         )
