@@ -6,15 +6,11 @@ the loaded bytes take. `link_bound_share` says how near to that bound a step is.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import statistics
 
-import torch
-
-import atomtrain
-from atomtrain.benchmarks import swap
 from atomtrain.benchmarks.common import Result, progress
+from atomtrain.benchmarks.swap_pairs import SwapSetup, alternate, opened
 from atomtrain.swapping.planner import Planner
 from atomtrain.units import format_bytes
 
@@ -44,25 +40,15 @@ def balanced(planner: Planner, micro_batches: int) -> float:
     return fast
 
 
-def run(setup: swap.SwapSetup, planner: Planner) -> Result:
+def run(setup: SwapSetup, planner: Planner) -> Result:
     """Measure in pairs with resident training; return the keys of this part."""
     rate = balanced(planner, setup.micro_batches)
     progress(f"on a link of {format_bytes(rate)}/s loading takes as long as computing")
-    torch.manual_seed(setup.seed)
-    model = swap.model_of(setup)
-    twin = copy.deepcopy(model)
-    with atomtrain.swap(
-        model,
-        swap.step_data(setup)[0],
-        optimizer=swap.fused_adamw,
-        device=f"emulated:{int(rate)}B/s",
-        device_memory=planner.machine.device_memory_bytes,
-        options=atomtrain.Options(micro_batches=setup.micro_batches),
-    ) as engine:
+    memory_bytes = planner.machine.device_memory_bytes
+    with opened(setup, rate, memory_bytes) as (engine, resident):
         plan, machine = engine.plan, engine.planner.machine
-        resident = swap.Resident(twin, recomputed=plan.recomputed_layers)
         setup = dataclasses.replace(setup, pairs=setup.link_pairs, block_steps=2)
-        measured = swap.alternate(setup, engine, resident)
+        measured = alternate(setup, engine, resident)
     loading_s = plan.load_s * machine.load_bytes_per_s / rate
     bounds_s = [max(block.step_s, loading_s) for block in measured.resident]
     shares = [

@@ -7,34 +7,20 @@ and what travels between segments.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
-import torch
-
-import atomtrain
-from atomtrain.benchmarks import swap
 from atomtrain.benchmarks.common import Result, progress
+from atomtrain.benchmarks.swap_pairs import SwapSetup, alternate, opened
 
 
-def run(setup: swap.SwapSetup, budget_bytes: int) -> Result:
+def run(setup: SwapSetup, budget_bytes: int) -> Result:
     """Measure in pairs with resident training; return the keys of this part."""
     progress("every segment is recomputed on both sides")
-    torch.manual_seed(setup.seed)
-    model = swap.model_of(setup)
-    twin = copy.deepcopy(model)
-    with atomtrain.swap(
-        model,
-        swap.step_data(setup)[0],
-        optimizer=swap.fused_adamw,
-        device=f"emulated:{int(setup.link_bytes_per_s)}B/s",
-        device_memory=budget_bytes,
-        options=atomtrain.Options(micro_batches=setup.micro_batches, activations="recompute"),
-    ) as engine:
+    rate = setup.link_bytes_per_s
+    with opened(setup, rate, budget_bytes, activations="recompute") as (engine, resident):
         plan = engine.plan
-        resident = swap.Resident(twin, recomputed=plan.recomputed_layers)
         setup = dataclasses.replace(setup, pairs=setup.recompute_pairs)
-        measured = swap.alternate(setup, engine, resident)
+        measured = alternate(setup, engine, resident)
     keys = measured.keys()
     return {
         "recompute_speed_ratio": keys["speed_ratio"],
