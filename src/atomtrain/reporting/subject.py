@@ -33,9 +33,9 @@ from atomtrain.models.presets import preset
 from atomtrain.planning.prospect import Analysis
 from atomtrain.planning.updating import UpdateModel
 from atomtrain.swapping.gradients import with_gradients_in
+from atomtrain.swapping.optimizer_facts import states_of
 from atomtrain.swapping.precision import Narrowed
 from atomtrain.swapping.update_model import update_model
-from atomtrain.swapping.updates import states_of
 
 Precision = Literal["bf16", "fp16"]
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.device import Device
+from atomtrain.swapping.optimizer_facts import ScalesGradients
 from atomtrain.swapping.precision import PRECISIONS, KeepsMasters
 from atomtrain.swapping.residents import Copy, Residents
 from atomtrain.swapping.store import view_of
-from atomtrain.swapping.updates import Decision, ScalesGradients, Updates
+from atomtrain.swapping.updates import Decision, Updates
 
 _NORM_BYTES = 8
 

@@ -18,42 +18,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import DiskError
 from atomtrain.planning.disk import PAGE_BYTES, paged, tensors_on_disk
 from atomtrain.swapping.disk_file import aligned_empty
 from atomtrain.swapping.disk_placement import DiskTraffic, Placement
+from atomtrain.swapping.disk_places import Key, Place, runs_of, starts_of, tensor_at
 from atomtrain.swapping.precision import KeepsMasters, Workers
 from atomtrain.swapping.store import HostStore, view_of
 from atomtrain.swapping.streams import Event, Inject, Job, Stream, finished
-
-
-class _Place(NamedTuple):
-    """One tensor in the file."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def n_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-class _Run(NamedTuple):
-    """A part of the file that is one part of a slot."""
-
-    offset: int
-    start: int
-    stop: int
-
-
-_Key = tuple[int, str]
-"""The parameter's `id` and the key in its state."""
 
 
 class _Slot:
@@ -94,7 +69,7 @@ class DiskState:
         self._arena, self._layout = store.arena, store.layout
         self._homes: dict[int, Tensor] = {}
         self.reading, self.writing = Stream("read", inject), Stream("write", inject)
-        self._places: list[dict[_Key, _Place]] = [{} for _ in blocks]
+        self._places: list[dict[Key, Place]] = [{} for _ in blocks]
         self._vacant: dict[int, list[tuple[int, int]]] = {}
         self._block_of: dict[int, int] = {}
         for block, members in enumerate(blocks):
@@ -219,7 +194,7 @@ class DiskState:
                 for name, value in found.items():
                     place = self._place(places, (id(parameter), name), value)
                     memory = aligned_empty(place.n_bytes)
-                    _view(memory, 0, place).copy_(value)
+                    tensor_at(memory, 0, place).copy_(value)
                     self._file.write(place.offset, memory)
         finally:
             for name in self._in_memory(parameter):
@@ -247,7 +222,7 @@ class DiskState:
 
     def _read_job(self, block: int, slot: _Slot) -> Job:
         def read() -> None:
-            runs = _runs(self._places[block])
+            runs = runs_of(self._places[block])
             slot.require(self._record_bytes(block))
             stranded = self._stranded.get(block)
             if stranded is not None:
@@ -264,7 +239,7 @@ class DiskState:
 
     def _write(self, block: int, slot: _Slot) -> None:
         memory = slot.memory[self._base(block) :]
-        runs = _runs(self._places[block])
+        runs = runs_of(self._places[block])
         try:
             for run in runs:
                 self._file.write(run.offset, memory[run.start : run.stop])
@@ -297,7 +272,7 @@ class DiskState:
     def _take_out(self, block: int, slot: _Slot) -> None:
         """Have all of the block's state in the slot, and in the optimizer no more."""
         places = dict(self._places[block])
-        values: dict[_Key, Tensor] = {}
+        values: dict[Key, Tensor] = {}
         for parameter in self._blocks[block]:
             if id(parameter) in self._homes:
                 parameter.data = self._homes.pop(id(parameter))
@@ -326,7 +301,7 @@ class DiskState:
 
     def _record_bytes(self, block: int) -> int:
         """Return what a block takes of a slot."""
-        runs = _runs(self._places[block])
+        runs = runs_of(self._places[block])
         return self._base(block) + (runs[-1].stop if runs else 0)
 
     def _in_memory(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -344,7 +319,7 @@ class DiskState:
             and ("masters" if name in masters else "moments") in self._on_disk
         }
 
-    def _place(self, places: dict[_Key, _Place], key: _Key, value: Tensor) -> _Place:
+    def _place(self, places: dict[Key, Place], key: Key, value: Tensor) -> Place:
         """Return a tensor's place in the file, a new one if there is none of its size."""
         place, n_bytes = places.get(key), paged(value.nbytes)
         if place is not None and paged(place.n_bytes) != n_bytes:
@@ -358,19 +333,19 @@ class DiskState:
             offset = self._file.allocate(n_bytes) if fitting is None else fitting[0]
         else:
             offset = place.offset
-        places[key] = _Place(offset, value.dtype, value.shape)
+        places[key] = Place(offset, value.dtype, value.shape)
         return places[key]
 
-    def _vacate(self, places: dict[_Key, _Place], key: _Key) -> None:
+    def _vacate(self, places: dict[Key, Place], key: Key) -> None:
         place = places.pop(key)
         self._vacant[key[0]].append((place.offset, paged(place.n_bytes)))
 
-    def _views(self, block: int, memory: Tensor) -> dict[_Key, Tensor]:
+    def _views(self, block: int, memory: Tensor) -> dict[Key, Tensor]:
         places = self._places[block]
-        starts, base = _starts(places), self._base(block)
-        return {key: _view(memory, base + starts[key], place) for key, place in places.items()}
+        starts, base = starts_of(places), self._base(block)
+        return {key: tensor_at(memory, base + starts[key], place) for key, place in places.items()}
 
-    def _copy_of(self, block: int, key: _Key) -> Tensor:
+    def _copy_of(self, block: int, key: Key) -> Tensor:
         """Return one tensor of a block's state in memory of its own."""
         places = self._places[block]
         stranded = self._stranded.get(block)
@@ -379,31 +354,4 @@ class DiskState:
         place = places[key]
         memory = aligned_empty(place.n_bytes)
         self._file.read(place.offset, memory)
-        return _view(memory, 0, place)
-
-
-def _view(memory: Tensor, start: int, place: _Place) -> Tensor:
-    return memory[start : start + place.n_bytes].view(place.dtype).view(place.shape)
-
-
-def _starts(places: dict[_Key, _Place]) -> dict[_Key, int]:
-    """Return where each tensor begins in a slot: in the order of the file."""
-    starts, cursor = {}, 0
-    for key, place in sorted(places.items(), key=lambda item: item[1].offset):
-        starts[key] = cursor
-        cursor += paged(place.n_bytes)
-    return starts
-
-
-def _runs(places: dict[_Key, _Place]) -> list[_Run]:
-    """Return the fewest parts in which a block can be read or written."""
-    runs: list[_Run] = []
-    cursor = 0
-    for place in sorted(places.values(), key=lambda place: place.offset):
-        n_bytes = paged(place.n_bytes)
-        if runs and runs[-1].offset + runs[-1].stop - runs[-1].start == place.offset:
-            runs[-1] = runs[-1]._replace(stop=cursor + n_bytes)
-        else:
-            runs.append(_Run(place.offset, cursor, cursor + n_bytes))
-        cursor += n_bytes
-    return runs
+        return tensor_at(memory, 0, place)

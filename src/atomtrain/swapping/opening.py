@@ -21,6 +21,7 @@ from atomtrain.swapping.disk_placement import Placement, machine_with_disk, plac
 from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.swapping.loss_scale import LossScale
+from atomtrain.swapping.optimizer_facts import OptimizerFactory, optimizer_of, states_of
 from atomtrain.swapping.options import Options
 from atomtrain.swapping.planner import Planner
 from atomtrain.swapping.precision import Narrowed
@@ -29,7 +30,7 @@ from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.update_model import update_model
 from atomtrain.swapping.update_rates import measured_updates
-from atomtrain.swapping.updates import OptimizerFactory, Updates, optimizer_of, states_of
+from atomtrain.swapping.updates import Updates
 
 
 def swap(

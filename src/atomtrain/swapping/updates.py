@@ -10,25 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
-from atomtrain.errors import ConfigError
-from atomtrain.planning.disk import StateBytes, States
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.arrivals import Arrivals
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.disk_state import DiskState
 from atomtrain.swapping.loss_scale import LossScale
-from atomtrain.swapping.precision import KeepsMasters
+from atomtrain.swapping.optimizer_facts import ScalesGradients
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
-
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Updates:
@@ -363,55 +359,6 @@ class Decision:
     factor: float = 1.0
     """What they are multiplied by as float32, by the optimizer."""
     skip: bool = False
-
-
-@runtime_checkable
-class ScalesGradients(Protocol):
-    """An optimizer that multiplies gradients by a factor, in float32, before it uses them."""
-
-    gradient_factor: float
-
-
-def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimizer:
-    """Return what the factory makes of all trainable parameters (host tensors).
-
-    Raises:
-        ConfigError: nothing is trainable, or the factory returned no optimizer.
-    """
-    trainable = [p for p in chain.parameters if p.requires_grad]
-    if not trainable:
-        raise ConfigError("no parameter has requires_grad=True; nothing can be trained")
-    for parameter in trainable:
-        parameter.data = parameter.data.contiguous()  # as it will lie in the host store
-    optimizer = factory(trainable)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer=... must return a torch.optim.Optimizer, not {optimizer!r}")
-    return optimizer
-
-
-@runtime_checkable
-class TellsItsState(Protocol):
-    """An optimizer that knows the tensors of its state beforehand."""
-
-    def state_parts_of(self, parameter: Tensor) -> Mapping[str, int]:
-        """Return the bytes of each tensor of a parameter's state, now or later; no scalars."""
-        ...
-
-
-def states_of(optimizer: torch.optim.Optimizer) -> States:
-    """Return the optimizer's state of each parameter; AdamW's moments if it does not tell."""
-    hidden = optimizer.master_keys() if isinstance(optimizer, KeepsMasters) else frozenset()
-    states = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if not isinstance(optimizer, TellsItsState):
-            states[id(parameter)] = StateBytes((parameter.nbytes, parameter.nbytes))
-            continue
-        parts = optimizer.state_parts_of(parameter)
-        states[id(parameter)] = StateBytes(
-            tuple(n_bytes for key, n_bytes in parts.items() if key not in hidden),
-            tuple(n_bytes for key, n_bytes in parts.items() if key in hidden),
-        )
-    return states
 
 
 def _blocks(chain: Chain, layout: Layout) -> list[list[nn.Parameter]]:
