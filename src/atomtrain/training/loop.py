@@ -10,22 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
-from atomtrain.checkpoint import save
 from atomtrain.data.sampler import joined
 from atomtrain.errors import DiskError, StreamError
 from atomtrain.events import EventLog
-from atomtrain.models.sampling import sample
 from atomtrain.swapping.engine import StepReport
 from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
-from atomtrain.training.folders import CHECKPOINTS
 from atomtrain.training.gradients import GradientFragments
 from atomtrain.training.picture import loss_picture
+from atomtrain.training.samples import tell_samples
+from atomtrain.training.saving import newest, save_session
 from atomtrain.training.setup import Session
-from atomtrain.training.state import SWARM_SHARD, loss_scale_of, shards_of
 from atomtrain.training.swarm_file import SwarmFile
 from atomtrain.training.telling import announce, tell_rounds, tell_timeline, trace_last_step
 
@@ -35,9 +32,6 @@ to be compared with one at the start."""
 _FINAL_SEQUENCES = 64
 _MOST_LOSS = 700.0
 """Beyond it a perplexity is no number any more."""
-_SAMPLE_TOKENS = 60
-_SAMPLE_S = 20.0
-_SAMPLES = 3
 _WAIT_S = 0.002
 _LEAVE_S = 20.0
 
@@ -139,7 +133,7 @@ class Loop:
                 session.engine.synchronize()
             except StreamError:
                 raise error from None  # it failed to read: part of the state is lost
-            path = self._newest() if self._saved_step == session.step else self._checkpoint()
+            path = newest(session) if self._saved_step == session.step else self._checkpoint()
             raise DiskError(
                 f"{error}; everything up to step {session.step} is in {path}: go on with --resume"
             ) from error
@@ -255,40 +249,8 @@ class Loop:
         self._events.emit("evaluation", step=session.step, loss=loss, **numbers)
 
     def _checkpoint(self) -> Path:
-        session = self._session
-        started_s = time.monotonic()
-        meta: dict[str, Any] = {
-            "recipe": session.recipe.to_json(),
-            "separator": session.text.tokenizer.separator_text,
-            "tokens": session.tokens,
-            "micro_batch": session.fit.micro_batch,
-            "head_pieces": session.fit.head_pieces,
-            "loss_scale": loss_scale_of(session.engine),
-            "data": session.text.data,
-            "model_folder": _text_of(session.model_folder),
-            "text_sha256": session.text.sha256,
-            "run": session.run,
-            "name": session.name,
-        }
-        swarm = None if session.swarm is None else session.swarm.state_dict()
-        if swarm is not None:
-            meta["swarm"] = swarm.meta
-
-        def shards() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-            yield from shards_of(session.engine)
-            if swarm is not None:
-                yield SWARM_SHARD, swarm.tensors
-
-        texts = {"tokenizer.json": session.text.tokenizer.to_json()}
-        path = save(session.directory / CHECKPOINTS, session.step, shards(), meta, texts)
-        self._saved_step = session.step
-        self._events.emit(
-            "checkpoint",
-            step=session.step,
-            path=str(path),
-            bytes=sum(file.stat().st_size for file in path.iterdir()),
-            duration_s=time.monotonic() - started_s,
-        )
+        path = save_session(self._session, self._events)
+        self._saved_step = self._session.step
         return path
 
     def _finish(self, reason: str) -> str:
@@ -297,7 +259,7 @@ class Loop:
             trace_last_step(session)
         if reason == "completed":
             self._evaluate(_GLANCE_SEQUENCES if session.fine_tunes else _FINAL_SEQUENCES)
-        path = self._newest() if self._saved_step == session.step else self._checkpoint()
+        path = newest(session) if self._saved_step == session.step else self._checkpoint()
         picture = None
         if session.step > self._first_step:
             picture = loss_picture(
@@ -306,7 +268,7 @@ class Loop:
         if session.swarm is not None:
             session.swarm.leave(_LEAVE_S)
         if reason == "completed":
-            self._sample()
+            tell_samples(session, self._events)
         self._events.emit(
             "run_finished",
             reason=reason,
@@ -318,34 +280,6 @@ class Loop:
             duration_s=time.monotonic() - self._started_s,
         )
         return reason
-
-    def _newest(self) -> Path:
-        folder = self._session.directory / CHECKPOINTS
-        return max(folder.glob(f"step-{self._session.step:08d}*"))
-
-    def _sample(self) -> None:
-        """Generate a few sentences with the model on the host."""
-        session = self._session
-        session.engine.synchronize()
-        session.model.eval()
-        generator = torch.Generator().manual_seed(session.recipe.seed)
-        tokenizer = session.text.tokenizer
-        prompt = torch.tensor(tokenizer.encode(session.options.prompt) or [tokenizer.separator])
-        context = session.recipe.sizes.context or session.recipe.context
-        deadline_s = time.monotonic() + _SAMPLE_S
-        for _ in range(_SAMPLES):
-            ids: list[int] = []
-            for token in sample(session.model, prompt, 0.8, generator, context):
-                if token == tokenizer.separator or len(ids) == _SAMPLE_TOKENS:
-                    break
-                ids.append(token)
-                if time.monotonic() > deadline_s:
-                    break
-            text = tokenizer.decode(ids)
-            self._events.emit("sample", prompt=session.options.prompt, text=text)
-            if time.monotonic() > deadline_s:
-                break
-        session.model.train()
 
     def _due(self, every: int) -> bool:
         step = self._session.step
@@ -374,7 +308,3 @@ class Loop:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _text_of(path: Path | None) -> str | None:
-    return None if path is None else str(path.absolute())
