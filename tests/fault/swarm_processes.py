@@ -15,6 +15,8 @@ from typing import Any
 
 import forks
 
+from atomtrain.benchmarks.shaping import Network
+
 Said = dict[str, Any]
 
 
@@ -106,6 +108,21 @@ class PeerProcess:
             with self._news:
                 self._said.append(json.loads(line))
                 self._news.notify_all()
+
+
+def in_network(network: Network, host: int, join: Sequence[str], **settings: Any) -> PeerProcess:
+    """Start a peer on a host of a network; it joins what is at these addresses."""
+    return PeerProcess(
+        within=network.entering(host), host=network.address(host), join=list(join), **settings
+    )
+
+
+def wait_averaged(seen_by: PeerProcess, *members: PeerProcess, within_s: float = 60.0) -> Said:
+    """Wait until a peer tells of a new round of exactly these; return what it tells."""
+    wanted = {member.peer_id for member in members}
+    return seen_by.wait_for(
+        "round", within_s, lambda said: set(said["contributors"]) == wanted, seen_by.now
+    )
 
 
 def is_running(pid: int) -> bool:

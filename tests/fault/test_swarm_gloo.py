@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from swarm_processes import PeerProcess, Said
+from swarm_processes import PeerProcess, wait_averaged
 
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import SwarmConfig
 
 _LARGE = {"elements": [4_000_000], "step_s": 0.05, "local_steps": 1, "transport": "gloo"}
-
-
-@pytest.fixture
-def peers() -> Iterator[list[PeerProcess]]:
-    """Peers that end with the test; none may have printed a traceback."""
-    started: list[PeerProcess] = []
-    yield started
-    printed = [peer.finish() for peer in started]
-    assert "Traceback" not in "".join(printed)
-
-
-def _wait_averaged(seen_by: PeerProcess, *members: PeerProcess) -> Said:
-    wanted = {member.peer_id for member in members}
-    return seen_by.wait_for(
-        "round", 30, where=lambda said: set(said["contributors"]) == wanted, after=seen_by.now
-    )
 
 
 def test_members_die_and_join_and_anchors_stay_equal(peers: list[PeerProcess]) -> None:
@@ -38,13 +21,13 @@ def test_members_die_and_join_and_anchors_stay_equal(peers: list[PeerProcess]) -
     peers += [second, third]
     second.wait_ready()
     third.wait_ready()
-    _wait_averaged(second, first, second, third)
+    wait_averaged(second, first, second, third)
     third.kill()  # rounds follow each other at once: mostly in the middle of one
-    _wait_averaged(second, first, second)
+    wait_averaged(second, first, second)
     newcomer = PeerProcess(target=0.5, join=[address])
     peers.append(newcomer)
     newcomer.wait_ready()
-    _wait_averaged(newcomer, first, second, newcomer)
+    wait_averaged(newcomer, first, second, newcomer)
 
     anchors: dict[int, set[str]] = {}
     for peer in (first, second, newcomer):

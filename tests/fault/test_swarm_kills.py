@@ -4,32 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 
-import pytest
-from swarm_processes import PeerProcess, Said, wait_until_gone
-
-
-@pytest.fixture
-def peers() -> Iterator[list[PeerProcess]]:
-    """Peers that end with the test; none may have printed a traceback."""
-    started: list[PeerProcess] = []
-    yield started
-    printed = [peer.finish() for peer in started]
-    assert "Traceback" not in "".join(printed)
-
-
-def _averaged_by(*members: PeerProcess) -> object:
-    wanted = {member.peer_id for member in members}
-
-    def matches(said: Said) -> bool:
-        return set(said["contributors"]) == wanted
-
-    return matches
-
-
-def _wait_averaged(seen_by: PeerProcess, *members: PeerProcess, within_s: float = 25.0) -> None:
-    seen_by.wait_for("round", within_s, where=_averaged_by(*members), after=seen_by.now)
+from swarm_processes import PeerProcess, wait_averaged, wait_until_gone
 
 
 def _assert_same_anchors(*members: PeerProcess) -> None:
@@ -52,21 +28,21 @@ def test_whoever_is_killed_the_others_go_on(peers: list[PeerProcess]) -> None:
     peers += [second, third]
     survivor_address = second.wait_ready()
     third.wait_ready()
-    _wait_averaged(second, first, second, third)
+    wait_averaged(second, first, second, third)
     _assert_same_anchors(first, second, third)
 
     first.kill()  # the peer through which all others came
     wait_until_gone(first.daemon, 3.0)
-    _wait_averaged(second, second, third)
+    wait_averaged(second, second, third)
 
     newcomer = PeerProcess(target=0.5, join=[address, survivor_address])
     peers.append(newcomer)
     newcomer.wait_ready()
-    _wait_averaged(third, second, third, newcomer)
+    wait_averaged(third, second, third, newcomer)
     _assert_same_anchors(second, third, newcomer)
 
     third.kill()
-    _wait_averaged(second, second, newcomer)
+    wait_averaged(second, second, newcomer)
     _assert_same_anchors(second, newcomer)
     # Targets -1 and 0.5: the average lies between them, apart from local progress.
     assert -0.9 < second.lines("state")[-1]["means"][0] < 0.5
@@ -86,7 +62,7 @@ def test_donor_killed_during_download(peers: list[PeerProcess]) -> None:
     second = PeerProcess(target=1.0, join=[address], **size)
     peers.append(second)
     other_address = second.wait_ready()
-    _wait_averaged(second, first, second)  # so that there is something newer to download
+    wait_averaged(second, first, second)  # so that there is something newer to download
     newcomer = PeerProcess(target=1.0, join=[address, other_address])
     peers.append(newcomer)
     newcomer.wait_for("joined")
@@ -107,12 +83,12 @@ def test_a_stopped_peer_holds_nobody_up_and_catches_up(peers: list[PeerProcess])
     peers += [second, third]
     second.wait_ready()
     third.wait_ready()
-    _wait_averaged(first, first, second, third)
+    wait_averaged(first, first, second, third)
 
     third.signal(signal.SIGSTOP)
-    _wait_averaged(first, first, second)
+    wait_averaged(first, first, second)
     third.signal(signal.SIGCONT)
-    _wait_averaged(first, first, second, third, within_s=40)
+    wait_averaged(first, first, second, third, within_s=40)
     _assert_same_anchors(first, second, third)
     slowest_s = max(said["longest_boundary_s"] for said in first.lines("state"))
     assert slowest_s < 1.0, "training must never wait for a round"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ from swarm_processes import PeerProcess
 
 pytestmark = pytest.mark.matrix
 SENT = ("corrupt", "replay", "false mean", "flood", "slow", "full disk")
-
-
-@pytest.fixture
-def peers() -> Iterator[list[PeerProcess]]:
-    started: list[PeerProcess] = []
-    yield started
-    printed = [peer.finish() for peer in started]
-    assert "Traceback" not in "".join(printed)
 
 
 class Trio:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from swarm_processes import PeerProcess
+from swarm_processes import PeerProcess, in_network, wait_averaged
 
 from atomtrain.benchmarks.shaping import Link, Network
 from atomtrain.errors import ConfigError
@@ -39,26 +39,8 @@ def network() -> Iterator[Network]:
         yield network
 
 
-@pytest.fixture
-def peers() -> Iterator[list[PeerProcess]]:
-    started: list[PeerProcess] = []
-    yield started
-    assert "Traceback" not in "".join([peer.finish() for peer in started])
-
-
 def start(network: Network, peers: list[PeerProcess], host: int, join: Sequence[str]) -> None:
-    peers.append(
-        PeerProcess(
-            within=network.entering(host), host=network.address(host), join=list(join), **SETTINGS
-        )
-    )
-
-
-def wait_averaged(seen_by: PeerProcess, *members: PeerProcess, within_s: float = 60.0) -> None:
-    wanted = {member.peer_id for member in members}
-    seen_by.wait_for(
-        "round", within_s, lambda said: set(said["contributors"]) == wanted, seen_by.now
-    )
+    peers.append(in_network(network, host, join, **SETTINGS))
 
 
 def wait_relays(seen_by: PeerProcess, of: PeerProcess, count: int) -> None:

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 import pytest
-from swarm_processes import PeerProcess
+from swarm_processes import PeerProcess, in_network, wait_averaged
 
 from atomtrain.benchmarks.shaping import Link, Network
 from atomtrain.errors import ConfigError
@@ -33,29 +33,14 @@ def network() -> Iterator[Network]:
         yield network
 
 
-@pytest.fixture
-def peers() -> Iterator[list[PeerProcess]]:
-    started: list[PeerProcess] = []
-    yield started
-    assert "Traceback" not in "".join([peer.finish() for peer in started])
-
-
 def switch(network: Network, *command: str) -> None:
     """Run a command where the ports of the switch are."""
     subprocess.run([*network._switch(), *command], check=True, capture_output=True, timeout=20)
 
 
 def start(network: Network, peers: list[PeerProcess], host: int, join: Sequence[str]) -> str:
-    peer = PeerProcess(
-        within=network.entering(host), host=network.address(host), join=list(join), **SETTINGS
-    )
-    peers.append(peer)
-    return peer.wait_ready()
-
-
-def wait_averaged(seen_by: PeerProcess, *members: PeerProcess) -> None:
-    wanted = {member.peer_id for member in members}
-    seen_by.wait_for("round", 60, lambda said: set(said["contributors"]) == wanted, seen_by.now)
+    peers.append(in_network(network, host, join, **SETTINGS))
+    return peers[-1].wait_ready()
 
 
 def let_nobody_dial(network: Network, host: int) -> None:

@@ -6,34 +6,18 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from swarm_processes import PeerProcess
+from swarm_processes import PeerProcess, wait_averaged
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import lan
 
 
-@pytest.fixture
-def peers() -> Iterator[list[PeerProcess]]:
-    """Peers that end with the test; none may have printed a traceback."""
-    started: list[PeerProcess] = []
-    yield started
-    printed = [peer.finish() for peer in started]
-    assert "Traceback" not in "".join(printed)
-
-
 def start(peers: list[PeerProcess], **settings: object) -> PeerProcess:
     peers.append(PeerProcess(**{"target": 1.0, **settings}))
     return peers[-1]
-
-
-def wait_averaged(seen_by: PeerProcess, *members: PeerProcess, within_s: float = 30.0) -> None:
-    wanted = {member.peer_id for member in members}
-    matches = lambda said: set(said["contributors"]) == wanted  # noqa: E731
-    seen_by.wait_for("round", within_s, where=matches, after=seen_by.now)
 
 
 def test_peers_whose_clocks_are_an_hour_off_take_part(peers: list[PeerProcess]) -> None:

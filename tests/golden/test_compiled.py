@@ -8,23 +8,25 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_equal_training, train, twin
-from swapped import adamw, token_batches
+from swapped import adamw, gpt, token_batches
 from torch import nn
 
 import atomtrain
 from atomtrain.errors import ConfigError
-from atomtrain.models import GPT, GPTConfig
 from atomtrain.swapping.compiled import compiled
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 
 
-def gpt(layers: int) -> GPT:
-    model = GPT(
-        GPTConfig(layers=layers, width=30, heads=3, head_width=7, vocabulary=101, context=19)
+def opened(model: nn.Module, example: Any, device: str, **options: Any) -> atomtrain.Engine:
+    """Return an engine whose layers shall be compiled."""
+    return atomtrain.swap(
+        model,
+        example,
+        optimizer=adamw,
+        device=device,
+        options=atomtrain.Options(compile=True, **options),
     )
-    model.head.weight = nn.Parameter(torch.randn(101, 30) * 0.02)
-    return model
 
 
 @pytest.fixture
@@ -48,19 +50,13 @@ def test_a_deeper_model_compiles_no_more(graphs: list[Any]) -> None:
     counts = []
     for layers in (2, 6):
         torch.manual_seed(0)
-        model, steps = gpt(layers), token_batches(2)
+        model, steps = gpt(tied=False, layers=layers), token_batches(2)
         reference = twin(model)
         resident = adamw(reference.parameters())
         expected = train(reference, steps, resident)
         torch._dynamo.reset()
         graphs.clear()
-        with atomtrain.swap(
-            model,
-            steps[0][0],
-            optimizer=adamw,
-            device="cpu",
-            options=atomtrain.Options(micro_batches=2, segments=layers + 2, compile=True),
-        ) as engine:
+        with opened(model, steps[0][0], "cpu", micro_batches=2, segments=layers + 2) as engine:
             assert [engine.step(step) for step in steps] == expected
             assert_equal_training(engine, reference, resident)
         counts.append(len(graphs))
@@ -68,24 +64,13 @@ def test_a_deeper_model_compiles_no_more(graphs: list[Any]) -> None:
     assert counts[0] <= 2 * 3, "embedding, block and head, with and without gradients"
 
 
-def test_the_emulated_device_cannot_count_compiled_code() -> None:
-    with pytest.raises(ConfigError, match="leave compile out"):
-        atomtrain.swap(
-            gpt(2),
-            token_batches(1)[0][0],
-            optimizer=adamw,
-            device="emulated",
-            options=atomtrain.Options(compile=True),
-        )
-
-
-def test_compiling_for_the_processor_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("emulated", "leave compile out"), ("cpu", "there is no no-such-compiler; install it")],
+)
+def test_where_nothing_can_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, device: str, why: str
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="there is no no-such-compiler; install it"):
-        atomtrain.swap(
-            gpt(2),
-            token_batches(1)[0][0],
-            optimizer=adamw,
-            device="cpu",
-            options=atomtrain.Options(compile=True),
-        )
+    with pytest.raises(ConfigError, match=why):
+        opened(gpt(), token_batches(1)[0][0], device)

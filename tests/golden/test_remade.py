@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from planning_models import use_shape
-from test_plan_shapes import deep_gpt
-from test_swapped_equals_resident import (
+from swapped import (
     check,
+    deep_gpt,
     pairs,
     random_delays,
     regression,
