@@ -37,7 +37,11 @@ class Layer:
         return dict(self.module.named_buffers(remove_duplicate=False))
 
     def run(self, tensors: Mapping[str, Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
-        """Call the module with `tensors` in place of its parameters and buffers."""
+        """Return the values the layer writes, with `tensors` as its parameters and buffers.
+
+        Raises:
+            AnalysisError: the module returned another number of values.
+        """
         result = self.call(tensors, values)
         written = (
             (result,)

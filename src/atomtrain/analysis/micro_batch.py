@@ -89,7 +89,10 @@ class Inputs:
         return model(*values)
 
     def binder(self, used: Sequence[str]) -> Callable[[MicroBatch], dict[str, Any]]:
-        """Return a function that turns a micro-batch into the chain's inputs named `used`."""
+        """Return a function that turns a micro-batch into the chain's inputs named `used`.
+
+        The function raises `ConfigError` if the micro-batch lacks one, or is unlike the example.
+        """
         wanted = set(used)
         fixed = {name for entry in self.of_forward for name in entry.tensors}
 

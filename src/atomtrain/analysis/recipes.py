@@ -32,7 +32,11 @@ class Graph(NamedTuple):
 def read_graph(
     model: nn.Module, tensors: Sequence[Tensor], inputs: Inputs, *, own_loss: bool, grad: bool
 ) -> Graph:
-    """Export the model and find what of it matters and what is constant."""
+    """Export the model and find what of it matters and what is constant.
+
+    Raises:
+        AnalysisError: it cannot be exported, or forward does nothing with micro-batch or weights.
+    """
     exported = export(model, tensors, inputs.call, own_loss=own_loss, grad=grad)
     _unify(exported)
     live = live_nodes(exported.graph, exported.buffers)

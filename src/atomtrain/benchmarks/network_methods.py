@@ -101,7 +101,11 @@ class Methods:
         return next(reply for reply in replies if reply)
 
     def search(self, link: Link, speeds: Speeds, until_s: float) -> Search:
-        """Find the best pipeline for the link; no trial is begun after `until_s`."""
+        """Find the best pipeline for the link; no trial is begun after `until_s`.
+
+        Raises:
+            PeerError: none of the trials ended.
+        """
         setup = self.setup
         sequences = setup.step_sequences
         ranked = self._ranked(sequences, speeds, link)

@@ -146,6 +146,11 @@ def _target(target: str) -> tuple[str, tuple[str, ...]]:
 
 
 def pasted_addresses(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return run and addresses in what a user pasted, `RUN@ADDRESS` or several with commas.
+
+    Raises:
+        SwarmError: one is no address of a peer, or there is not one run.
+    """
     from atomtrain.swarm.addresses import place_of
 
     named = [entry.strip().rpartition("@") for entry in text.split(",")]
@@ -160,6 +165,11 @@ def pasted_addresses(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def outside_config(run_name: str, key: Path | None, identity: Path | None) -> SwarmConfig:
+    """Return the configuration of somebody who looks at a swarm and is no member.
+
+    Raises:
+        ConfigError: the files with key or identity cannot be used.
+    """
     from atomtrain.swarm import SwarmConfig
     from atomtrain.swarm.assembly import admission_of
 

@@ -96,7 +96,11 @@ class Sampler:
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
 
     def batch(self, position: int) -> Batch:
-        """Return batch number `position`, 0 or more."""
+        """Return batch number `position`, 0 or more: `[sequences, context]` of inputs and targets.
+
+        Raises:
+            DataError: the position is negative.
+        """
         if position < 0:
             raise DataError(f"position {position} does not exist; positions start at 0")
         first = position * self._config.sequences

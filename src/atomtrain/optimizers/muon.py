@@ -82,7 +82,11 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; it may have its own value of every argument of the constructor."""
+        """Add a group; it may have its own value of every argument of the constructor.
+
+        Raises:
+            ConfigError: it names no algorithm, or an argument is out of its range.
+        """
         algorithm = param_group.get("algorithm") if isinstance(param_group, dict) else None
         if algorithm not in _ALGORITHMS:
             raise ConfigError(

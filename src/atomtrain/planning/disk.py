@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.errors import ConfigError, nearest
@@ -197,8 +197,3 @@ def staging_slots(records: Sequence[int]) -> list[int]:
     large = [size for size in sizes if size > common]
     slots = [common] * min(SLOTS, len(sizes) - len(large))
     return slots + large[-1:]
-
-
-def kinds_of(names: Sequence[str]) -> OnDisk:
-    """Return kinds read from a file."""
-    return cast(OnDisk, tuple(names))

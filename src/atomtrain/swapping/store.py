@@ -122,6 +122,9 @@ def view_of(buffer: Tensor, offset_bytes: int, like: Tensor) -> Tensor:
     """Return a view of a uint8 buffer with the shape and dtype of `like`.
 
     If `like` is dense the view has its strides: kernels add in another order for another layout.
+
+    Raises:
+        ConfigError: the offset is no multiple of the size of an element.
     """
     if like.numel() == 0:
         return buffer[:0].view(like.dtype).view(like.shape)

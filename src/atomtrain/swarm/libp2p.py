@@ -26,6 +26,8 @@ _PROTOCOL_NAME = "/atom/swarm/1"
 _OFFER_PROTOCOL_NAME = "/atom/direct/1"
 _HELLO = b"\x13/multistream/1.0.0\n"
 """What a libp2p peer says first on a connection: https://github.com/multiformats/multistream-select"""
+_OFFERS_AT_ONCE = 256
+"""Streams on which peers are told how to open straight ones; anybody may ask."""
 DIAL_S = 4.0
 """How long an answer to being dialled is waited for: two packets may be lost."""
 
@@ -52,6 +54,7 @@ class Libp2pTransport:
         self._dialled: set[str] = set()
         self._dialling: dict[str, asyncio.Lock] = {}
         self._direct = _listening(config, self._ask_offer) if config.direct else None
+        self._offering = 0
 
     @classmethod
     async def create(cls, config: SwarmConfig) -> Libp2pTransport:
@@ -124,9 +127,14 @@ class Libp2pTransport:
         ) -> None:
             assert self._direct is not None
             channel = self._channel(str(info.peer_id), reader, writer)
-            with contextlib.suppress(LinkLost):
-                await channel.send_bytes(self._direct.offer(channel.remote).encode())
-                await channel.wait_closed(self._config.stall_s)
+            if self._offering < _OFFERS_AT_ONCE:
+                self._offering += 1
+                try:
+                    with contextlib.suppress(LinkLost):
+                        await channel.send_bytes(self._direct.offer(channel.remote).encode())
+                        await channel.wait_closed(self._config.stall_s)
+                finally:
+                    self._offering -= 1
             channel.close()
 
         async with asyncio.timeout(self._config.connect_s):

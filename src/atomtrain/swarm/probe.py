@@ -68,7 +68,12 @@ class Probe:
             channel.close()
 
     async def ping(self, address: str, bytes_count: int = 0) -> tuple[Pong, float, float]:
-        """Return the answer, when it was asked for, and when it had come whole."""
+        """Return the answer, when it was asked for, and when it had come whole (Unix seconds).
+
+        Raises:
+            LinkLost: the peer is gone, or refused.
+            BadMessage: what came is no answer.
+        """
         channel = await self.open(address)
         try:
             asked_s = time.time()

@@ -149,10 +149,6 @@ class Roster:
         """Into how many groups the members that take part are divided now."""
         return group_count(len(self.training()), self._group_size)
 
-    def is_training(self) -> bool:
-        """Say whether this peer has told others that it takes part."""
-        return self._own is not None and self._own.state == TRAINING
-
     def best(self) -> list[Stamp | None]:
         """Return the best stamp of each fragment among the others that answer."""
         return best_stamps(self.others, self._fragments)

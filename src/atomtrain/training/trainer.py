@@ -166,6 +166,9 @@ class Trainer:
         """Return the mean loss on `dataset` (`eval_dataset` if it is `None`).
 
         Samples that fill no micro-batch at the end are left out.
+
+        Raises:
+            ConfigError: there is no data set, or it does not fill one micro-batch.
         """
         data = self._evaluation if dataset is None else dataset
         size = self.args.micro_batch
