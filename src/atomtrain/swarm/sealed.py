@@ -2,7 +2,7 @@
 
     caller -> called   public key (32 bytes) | signature of it and both ids (64)
     called -> caller   public key (32 bytes) | signature of both keys and both ids (64)
-    then frames in both directions, as of `secure`
+    then frames in both directions (`frames`)
 
 Keys are those of an X25519 agreement; the signatures are by the keys that the peers' ids name. So
 who is between can cut the stream and count its bytes, and neither read it, change it, nor stand at
@@ -11,15 +11,11 @@ one of its ends. A greeting that is repeated leads to keys that who repeats it d
 
 from __future__ import annotations
 
-import struct
-
+from atomtrain.swarm.frames import FrameChannel, Keys
 from atomtrain.swarm.identity import SIGNATURE_BYTES, Identity, verify
-from atomtrain.swarm.secure import PUBLIC_BYTES, Agreement, Keys
-from atomtrain.swarm.transport import CHUNK_BYTES, Channel, LinkLost
+from atomtrain.swarm.secure import PUBLIC_BYTES, Agreement
+from atomtrain.swarm.transport import Channel, LinkLost
 
-_LENGTH = struct.Struct(">I")
-_TAG_BYTES = 16
-_NONCE_BYTES = 12
 _STEP_BYTES = 1 << 14
 """Bytes of a frame that move between two signs of life: slow links take seconds for them."""
 _GREETING = b"atomtrain relayed stream 1"
@@ -73,23 +69,15 @@ def _keys(mine: Agreement, other: bytes, *, opened: bool) -> Keys:
         raise LinkLost(str(error)) from error
 
 
-class SealedChannel(Channel):
+class SealedChannel(FrameChannel):
     """One stream to one peer, encrypted, over a stream to another peer."""
 
     def __init__(self, remote: str, inner: Channel, keys: Keys) -> None:
         """Wrap a stream on which both ends have agreed on keys."""
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-        super().__init__(remote, inner.stall_s)
+        super().__init__(remote, inner.stall_s, keys)
         self.relay_id = inner.remote
         """The peer that it leads through."""
         self._inner = inner
-        self._sealing, self._opening = AESGCM(keys.send), AESGCM(keys.receive)
-        self._sent_frames = self._received_frames = 0
-        self._out = memoryview(bytearray(_LENGTH.size + CHUNK_BYTES + _TAG_BYTES))
-        self._in = memoryview(bytearray(_LENGTH.size + CHUNK_BYTES + _TAG_BYTES))
-        self._filled = 0
-        self._rest = memoryview(b"")
 
     def close(self) -> None:
         """Close the stream; idempotent, does not block."""
@@ -98,11 +86,7 @@ class SealedChannel(Channel):
     async def _write(self, view: memoryview) -> None:
         if not len(view):
             return
-        frame = self._out[: _LENGTH.size + len(view) + _TAG_BYTES]
-        _LENGTH.pack_into(frame, 0, len(view) + _TAG_BYTES)
-        nonce = self._sent_frames.to_bytes(_NONCE_BYTES, "big")
-        self._sent_frames += 1
-        self._sealing.encrypt_into(nonce, view, None, frame[_LENGTH.size :])
+        frame = self._sealed(view)
         try:
             for start in range(0, len(frame), _STEP_BYTES):
                 await self._inner.send_bytes(frame[start : start + _STEP_BYTES])
@@ -113,48 +97,8 @@ class SealedChannel(Channel):
             self.close()  # half a frame is out: nothing after it could be read
             raise
 
-    async def _read_into(self, view: memoryview) -> int:
-        from cryptography.exceptions import InvalidTag
-
-        if not self._rest:
-            frame = await self._frame()
-            if not frame:
-                return 0
-            nonce = self._received_frames.to_bytes(_NONCE_BYTES, "big")
-            self._received_frames += 1
-            try:
-                self._rest = memoryview(self._opening.decrypt(nonce, frame, None))
-            except InvalidTag:
-                raise OSError("what arrived was not sent by this peer") from None
-        count = min(len(view), len(self._rest))
-        view[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count
-
-    async def _frame(self) -> memoryview:
-        """Return the next frame, valid until the next call; empty at the end of the stream."""
-        if not await self._gather(_LENGTH.size):
-            return memoryview(b"")
-        (length,) = _LENGTH.unpack_from(self._in)
-        if not _TAG_BYTES < length <= CHUNK_BYTES + _TAG_BYTES:
-            raise OSError(f"a frame of {length} bytes")
-        if not await self._gather(_LENGTH.size + length):
-            return memoryview(b"")
-        self._filled = 0
-        return self._in[_LENGTH.size : _LENGTH.size + length]
-
-    async def _gather(self, wanted: int) -> bool:
-        """Read until so much of a frame is there; says False if the stream ends before.
-
-        Who gives up waiting may wait again: what has come is kept.
-        """
-        while self._filled < wanted:
-            try:
-                count = await self._inner.receive_some(self._in[self._filled : wanted])
-            except LinkLost as error:
-                raise OSError(str(error)) from error
-            if not count:
-                return False
-            self._filled += count
-            self._came()
-        return True
+    async def _receive(self, view: memoryview, wanted_bytes: int) -> int:
+        try:
+            return await self._inner.receive_some(view)
+        except LinkLost as error:
+            raise OSError(str(error)) from error

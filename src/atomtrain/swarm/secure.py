@@ -1,14 +1,8 @@
 """A channel over a TCP socket that the event loop drives itself, encrypted in large frames.
 
 TLS cuts everything into records of 16 KiB, and asyncio copies each byte several times more; that
-costs four times what the cipher does. Here a frame holds up to 256 KiB, goes through AES-256-GCM
-from where it lies to the socket's buffer, and back to where it belongs:
-
-    length of what follows (4 bytes, big endian) | ciphertext | tag (16 bytes)
-
-The nonce counts the frames of a direction; each direction of each stream has a key of its own
-(`agree`), so none is ever used twice. Frames that are lost, repeated, moved or changed do not
-decrypt, and end the stream.
+costs four times what the cipher does. Here a frame (`frames`) holds up to 256 KiB, and goes from
+where it lies to the socket's buffer and back to where it belongs.
 """
 
 from __future__ import annotations
@@ -16,29 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 from collections.abc import Callable
-from typing import NamedTuple
 
-from atomtrain.swarm.transport import CHUNK_BYTES, Channel
+from atomtrain.swarm.frames import FrameChannel, Keys
+from atomtrain.swarm.transport import CHUNK_BYTES
 
-_LENGTH = struct.Struct(">I")
-_TAG_BYTES = 16
 _KEY_BYTES = 32
-_FRAME_BYTES_MAX = _LENGTH.size + CHUNK_BYTES + _TAG_BYTES
 _AT_ONCE_BYTES = 1 << 20
 """What moves without a wait before others on the event loop have their turn."""
 _WAKE_S = 0.02
 _WAKE_BYTES_MAX = 1 << 16
 PUBLIC_BYTES = 32
 """Bytes of a public key of `agree`."""
-
-
-class Keys(NamedTuple):
-    """The keys of a stream at one of its ends."""
-
-    send: bytes
-    receive: bytes
 
 
 class Agreement:
@@ -79,7 +62,7 @@ class Agreement:
         return Keys(there, back) if opened else Keys(back, there)
 
 
-class SecureChannel(Channel):
+class SecureChannel(FrameChannel):
     """One stream to one peer over TCP, encrypted."""
 
     def __init__(
@@ -94,24 +77,16 @@ class SecureChannel(Channel):
 
         `before_close` is called once with the socket, still open, and `remote`.
         """
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-        super().__init__(remote, stall_s)
+        super().__init__(remote, stall_s, keys)
         self._socket = plain
         self._before_close = before_close
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
-        self._sealing, self._opening = AESGCM(keys.send), AESGCM(keys.receive)
-        self._sent_frames = self._received_frames = 0
-        self._out = memoryview(bytearray(_FRAME_BYTES_MAX))
-        self._in = memoryview(bytearray(_FRAME_BYTES_MAX + _LENGTH.size))
-        self._start = self._stop = 0
         self._opened_s = self._loop.time()
         self._arrived_bytes = 0
         self._least_bytes = 1
         self._at_once_bytes = 0
-        self._rest = memoryview(b"")
 
     def close(self) -> None:
         """Close the stream; idempotent, does not block. Whoever waits here gets an error."""
@@ -131,12 +106,7 @@ class SecureChannel(Channel):
     async def _write(self, view: memoryview) -> None:
         if not len(view):
             return
-        frame = self._out[: _LENGTH.size + len(view) + _TAG_BYTES]
-        _LENGTH.pack_into(frame, 0, len(view) + _TAG_BYTES)
-        nonce = self._sent_frames.to_bytes(12, "big")
-        self._sent_frames += 1
-        self._sealing.encrypt_into(nonce, view, None, frame[_LENGTH.size :])
-        sent = 0
+        frame, sent = self._sealed(view), 0
         try:
             while sent < len(frame):
                 self._check_open()
@@ -148,69 +118,21 @@ class SecureChannel(Channel):
         except BaseException:
             self.close()  # half a frame is out: nothing after it could be read
             raise
-        await self._give_way(len(view))
+        await self._took(len(view))
 
-    async def _read_into(self, view: memoryview) -> int:
-        from cryptography.exceptions import InvalidTag
-
-        if not self._rest:
-            frame = await self._frame()
-            if not frame:
-                return 0
-            count = len(frame) - _TAG_BYTES
-            plain = view[:count] if count <= len(view) else memoryview(bytearray(count))
-            nonce = self._received_frames.to_bytes(12, "big")
-            self._received_frames += 1
-            try:
-                self._opening.decrypt_into(nonce, frame, None, plain)
-            except InvalidTag:
-                raise OSError("what arrived was not sent by this peer") from None
-            if count <= len(view):
-                await self._give_way(count)
-                return count
-            self._rest = plain
-        count = min(len(view), len(self._rest))
-        view[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count
-
-    async def _frame(self) -> memoryview:
-        """Return the next frame, valid until the next call; empty at the end of the stream."""
-        if not await self._gather(_LENGTH.size):
-            return memoryview(b"")
-        (length,) = _LENGTH.unpack_from(self._in, self._start)
-        if not _TAG_BYTES < length <= CHUNK_BYTES + _TAG_BYTES:
-            raise OSError(f"a frame of {length} bytes")
-        if not await self._gather(_LENGTH.size + length):
-            return memoryview(b"")
-        first = self._start + _LENGTH.size
-        self._start = first + length
-        return self._in[first : self._start]
-
-    async def _gather(self, wanted: int) -> bool:
-        """Read until `wanted` bytes are there; says False if the stream ends before."""
-        if self._start + wanted > len(self._in):  # only the beginning of a frame is ever moved
-            left = bytes(self._in[self._start : self._stop])
-            self._in[: len(left)] = left
-            self._start, self._stop = 0, len(left)
-        while self._stop - self._start < wanted:
+    async def _receive(self, view: memoryview, wanted_bytes: int) -> int:
+        while True:
             self._check_open()
-            # At most the next frame's length is read ahead.
-            until = min(self._start + wanted + _LENGTH.size, len(self._in))
             try:
-                count = self._socket.recv_into(self._in[self._stop : until])
+                count = self._socket.recv_into(view)
             except BlockingIOError:
-                self._wake_at(wanted - (self._stop - self._start))
+                self._wake_at(wanted_bytes)
                 await self._wait(self._loop.add_reader, self._loop.remove_reader)
                 continue
-            if not count:
-                return False
-            self._stop += count
             self._arrived_bytes += count
-            self._came()
-        return True
+            return count
 
-    async def _give_way(self, moved_bytes: int) -> None:
+    async def _took(self, moved_bytes: int) -> None:
         """Let others have their turn, after a few whole frames if the peer is so fast."""
         self._at_once_bytes += moved_bytes
         if moved_bytes < CHUNK_BYTES or self._at_once_bytes >= _AT_ONCE_BYTES:
