@@ -16,7 +16,8 @@ from atomtrain.optimizers.schedules import KINDS
 from atomtrain.planning.catalogue import GPUS
 from atomtrain.swarm.codec import CODEC_NAMES
 from atomtrain.training import early, optimizing
-from atomtrain.training.options import WIRES, TrainOptions
+from atomtrain.training.option_checks import WIRES
+from atomtrain.training.options import TrainOptions
 
 
 def test_the_lists_are_those_of_their_owners() -> None:

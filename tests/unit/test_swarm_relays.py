@@ -19,7 +19,7 @@ from atomtrain.swarm.messages import AskDial, Call, HoldOn, Joined, Ping, Pong, 
 from atomtrain.swarm.relaying import Relay
 from atomtrain.swarm.sealed import SealedChannel, agree_as_called, agree_as_caller
 from atomtrain.swarm.transport import CHUNK_BYTES, Channel, LinkLost, PeerRefused
-from atomtrain.training.options import relay_limit_of
+from atomtrain.training.option_checks import relay_limit_of
 
 KEYS = [Identity(bytes([n] * 32)) for n in range(1, 8)]
 ALICE, BOB, MALLORY, *_ = KEYS

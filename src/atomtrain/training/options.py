@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atomtrain.errors import ConfigError, nearest
-from atomtrain.units import parse_bytes, parse_rate
+from atomtrain.training.option_checks import check_options
 
-NAME_MAX = 64
-WIRES = ("float16", "float32", "int8", "int4", "topk")
-"""Names of the codecs, told here so that a wrong one is refused at once; a test compares."""
-OBJECTIVES = ("next-token", "dpo")
 _RUNS = Path("runs")
 
 
@@ -292,78 +286,8 @@ class TrainOptions:
     plain: bool = option(False, "Plain lines instead of the live display.", "")
 
     def __post_init__(self) -> None:
-        for name in (
-            "peers", "steps", "sequences", "micro_batch", "context", "vocabulary", "head_pieces",
-            "local_steps", "evaluate_every", "checkpoint_every", "threads",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1, not {value}")
-        if self.learning_rate is not None and not 0 < self.learning_rate < 10:
-            raise ConfigError(f"--learning-rate must be above 0, not {self.learning_rate}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed must be 0 to 2^63 - 1, not {self.seed}")
-        for name in ("device_memory", "host_memory"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), _flag(name))
-        if self.on_disk is not None:
-            from atomtrain.planning.disk import on_disk_up_to
-
-            if on_disk_up_to(self.on_disk) and self.disk is None:
-                raise ConfigError(f"--on-disk {self.on_disk} needs a folder: --disk FOLDER")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
-        for name in ("run", "name"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_name(_flag(name), value)
-        if self.measured_rounds and self.local_steps is not None:
-            raise ConfigError(
-                "--measured-rounds and --local-steps contradict each other; give one of them"
-            )
-        if self.metrics:
-            from atomtrain.metrics.targets import parse_targets
-
-            parse_targets(self.metrics)
-        self._check_parts()
-        if self.resume and self.run is None:
-            raise ConfigError("--resume needs the name of the run: --run NAME --resume")
-
-    def _check_parts(self) -> None:
-        """Refuse mistakes in what has parts of its own, before anything is prepared."""
-        if self.lora is not None:
-            from atomtrain.models.lora_config import parse_lora
-
-            parse_lora(self.lora)
-        if self.wire is not None:
-            _check_wire(self.wire)
-        _check_objective(self.objective, self.beta)
-        _check_average(self.average, self.target_batch_tokens)
-        if self.group_size is not None:
-            from atomtrain.swarm.config import check_group_size
-
-            check_group_size(self.group_size, self.average or "local", self.transport or "streams")
-        if self.transport is not None:
-            from atomtrain.swarm.config import check_transport
-
-            check_transport(self.transport, self.wire, clipped=self.clipped_mean)
-        _check_upload_limit(self.upload_limit, self.transport)
-        relay_limit_of(self.relay_limit)
-        if self.outer is not None:
-            from atomtrain.swarm.outer import outer_named
-
-            outer_named(self.outer, 0, 1)
-        if self.run_key is not None or self.allow is not None:
-            from atomtrain.swarm.admission import read_allowed, read_key
-
-            if self.run_key is not None:
-                read_key(self.run_key)
-            if self.allow is not None:
-                read_allowed(self.allow)
-        if self.identity is not None and self.identity.exists():
-            from atomtrain.swarm.identity import Identity
-
-            Identity.load(self.identity)
+        """Check what was given; raises `ConfigError`."""
+        check_options(self)
 
     @property
     def is_demo(self) -> bool:
@@ -387,73 +311,3 @@ class TrainOptions:
     def n_peers(self) -> int:
         """Local peers to start."""
         return self.peers if self.peers is not None else (2 if self.is_demo else 1)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _check_objective(objective: str | None, beta: float | None) -> None:
-    if objective is not None and objective not in OBJECTIVES:
-        raise ConfigError(
-            f"--objective {objective!r} does not exist; choose {' or '.join(OBJECTIVES)}."
-            + nearest(objective, OBJECTIVES)
-        )
-    if beta is not None and not 0 < beta < math.inf:
-        raise ConfigError(f"--beta must be above 0, such as 0.1, not {beta}")
-
-
-def _check_average(average: str | None, target_tokens: int | None) -> None:
-    ways = ("local", "gradient")
-    if average is not None and average not in ways:
-        raise ConfigError(
-            f"--average {average!r} does not exist; choose {' or '.join(ways)}."
-            + nearest(average, ways)
-        )
-    if target_tokens is not None and target_tokens < 1:
-        raise ConfigError(f"--target-batch-tokens must be at least 1, not {target_tokens}")
-    if (average == "gradient") != (target_tokens is not None):
-        raise ConfigError(
-            "--average gradient and --target-batch-tokens N belong together: give both, or neither"
-        )
-
-
-def _check_upload_limit(limit: str | None, transport: str | None) -> None:
-    if limit is None:
-        return
-    if parse_rate(limit, "--upload-limit") < 1000:
-        raise ConfigError(f"--upload-limit must be at least 8kbit/s, not {limit}")
-    if transport == "gloo":
-        raise ConfigError("--upload-limit does not limit --transport gloo; leave one of them out")
-
-
-def relay_limit_of(limit: str | None) -> float:
-    """Return `--relay-limit` in bytes per second; 0 passes on nothing.
-
-    Raises:
-        ConfigError: it is no rate of at least 8kbit/s, nor `none`.
-    """
-    if limit is None:
-        return math.inf
-    if limit == "none":
-        return 0.0
-    rate = parse_rate(limit, "--relay-limit")
-    if rate < 1000:
-        raise ConfigError(f"--relay-limit must be none or at least 8kbit/s, not {limit}")
-    return rate
-
-
-def _check_wire(name: str) -> None:
-    if name not in WIRES:
-        raise ConfigError(
-            f"wire format {name!r} does not exist; choose one of {', '.join(WIRES)}."
-            + nearest(name, WIRES)
-        )
-
-
-def _check_name(flag: str, name: str) -> None:
-    plain = name.replace("-", "").replace("_", "").replace(".", "")
-    if not (0 < len(name) <= NAME_MAX and plain.isalnum() and plain.isascii()):
-        raise ConfigError(
-            f"{flag} {name!r} is no name; use 1 to {NAME_MAX} letters, digits, '-', '_' or '.'"
-        )

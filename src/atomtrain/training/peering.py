@@ -12,7 +12,8 @@ from torch import Tensor
 
 from atomtrain.errors import SwarmError
 from atomtrain.swapping.engine import Engine
-from atomtrain.training.options import TrainOptions, relay_limit_of
+from atomtrain.training.option_checks import relay_limit_of
+from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import Recipe
 from atomtrain.units import parse_rate
 

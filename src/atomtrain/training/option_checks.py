@@ -1,0 +1,168 @@
+"""Mistakes in what a user says to `atom train`, told in one line before anything is prepared."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from atomtrain.errors import ConfigError, nearest
+from atomtrain.units import parse_bytes, parse_rate
+
+if TYPE_CHECKING:
+    from atomtrain.training.options import TrainOptions
+
+NAME_MAX = 64
+WIRES = ("float16", "float32", "int8", "int4", "topk")
+"""Names of the codecs, told here so that a wrong one is refused at once; a test compares."""
+OBJECTIVES = ("next-token", "dpo")
+
+
+def check_options(given: TrainOptions) -> None:
+    """Refuse mistakes before anything is prepared.
+
+    Raises:
+        ConfigError: names the option, what was given and what is allowed.
+    """
+    for name in (
+        "peers", "steps", "sequences", "micro_batch", "context", "vocabulary", "head_pieces",
+        "local_steps", "evaluate_every", "checkpoint_every", "threads",
+    ):  # fmt: skip
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{_flag(name)} must be at least 1, not {value}")
+    if given.learning_rate is not None and not 0 < given.learning_rate < 10:
+        raise ConfigError(f"--learning-rate must be above 0, not {given.learning_rate}")
+    if given.seed is not None and not 0 <= given.seed < 2**63:
+        raise ConfigError(f"--seed must be 0 to 2^63 - 1, not {given.seed}")
+    for name in ("device_memory", "host_memory"):
+        if getattr(given, name) is not None:
+            parse_bytes(getattr(given, name), _flag(name))
+    if given.on_disk is not None:
+        from atomtrain.planning.disk import on_disk_up_to
+
+        if on_disk_up_to(given.on_disk) and given.disk is None:
+            raise ConfigError(f"--on-disk {given.on_disk} needs a folder: --disk FOLDER")
+    if not 0 <= given.port < 65536:
+        raise ConfigError(f"--port must be 0 to 65535, not {given.port}")
+    for name in ("run", "name"):
+        value = getattr(given, name)
+        if value is not None:
+            _check_name(_flag(name), value)
+    if given.measured_rounds and given.local_steps is not None:
+        raise ConfigError(
+            "--measured-rounds and --local-steps contradict each other; give one of them"
+        )
+    if given.metrics:
+        from atomtrain.metrics.targets import parse_targets
+
+        parse_targets(given.metrics)
+    _check_parts(given)
+    if given.resume and given.run is None:
+        raise ConfigError("--resume needs the name of the run: --run NAME --resume")
+
+
+def _check_parts(given: TrainOptions) -> None:
+    """Refuse mistakes in what has parts of its own."""
+    if given.lora is not None:
+        from atomtrain.models.lora_config import parse_lora
+
+        parse_lora(given.lora)
+    if given.wire is not None:
+        _check_wire(given.wire)
+    _check_objective(given.objective, given.beta)
+    _check_average(given.average, given.target_batch_tokens)
+    if given.group_size is not None:
+        from atomtrain.swarm.config import check_group_size
+
+        check_group_size(given.group_size, given.average or "local", given.transport or "streams")
+    if given.transport is not None:
+        from atomtrain.swarm.config import check_transport
+
+        check_transport(given.transport, given.wire, clipped=given.clipped_mean)
+    _check_upload_limit(given.upload_limit, given.transport)
+    relay_limit_of(given.relay_limit)
+    if given.outer is not None:
+        from atomtrain.swarm.outer import outer_named
+
+        outer_named(given.outer, 0, 1)
+    if given.run_key is not None or given.allow is not None:
+        from atomtrain.swarm.admission import read_allowed, read_key
+
+        if given.run_key is not None:
+            read_key(given.run_key)
+        if given.allow is not None:
+            read_allowed(given.allow)
+    if given.identity is not None and given.identity.exists():
+        from atomtrain.swarm.identity import Identity
+
+        Identity.load(given.identity)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_objective(objective: str | None, beta: float | None) -> None:
+    if objective is not None and objective not in OBJECTIVES:
+        raise ConfigError(
+            f"--objective {objective!r} does not exist; choose {' or '.join(OBJECTIVES)}."
+            + nearest(objective, OBJECTIVES)
+        )
+    if beta is not None and not 0 < beta < math.inf:
+        raise ConfigError(f"--beta must be above 0, such as 0.1, not {beta}")
+
+
+def _check_average(average: str | None, target_tokens: int | None) -> None:
+    ways = ("local", "gradient")
+    if average is not None and average not in ways:
+        raise ConfigError(
+            f"--average {average!r} does not exist; choose {' or '.join(ways)}."
+            + nearest(average, ways)
+        )
+    if target_tokens is not None and target_tokens < 1:
+        raise ConfigError(f"--target-batch-tokens must be at least 1, not {target_tokens}")
+    if (average == "gradient") != (target_tokens is not None):
+        raise ConfigError(
+            "--average gradient and --target-batch-tokens N belong together: give both, or neither"
+        )
+
+
+def _check_upload_limit(limit: str | None, transport: str | None) -> None:
+    if limit is None:
+        return
+    if parse_rate(limit, "--upload-limit") < 1000:
+        raise ConfigError(f"--upload-limit must be at least 8kbit/s, not {limit}")
+    if transport == "gloo":
+        raise ConfigError("--upload-limit does not limit --transport gloo; leave one of them out")
+
+
+def relay_limit_of(limit: str | None) -> float:
+    """Return `--relay-limit` in bytes per second; 0 passes on nothing.
+
+    Raises:
+        ConfigError: it is no rate of at least 8kbit/s, nor `none`.
+    """
+    if limit is None:
+        return math.inf
+    if limit == "none":
+        return 0.0
+    rate = parse_rate(limit, "--relay-limit")
+    if rate < 1000:
+        raise ConfigError(f"--relay-limit must be none or at least 8kbit/s, not {limit}")
+    return rate
+
+
+def _check_wire(name: str) -> None:
+    if name not in WIRES:
+        raise ConfigError(
+            f"wire format {name!r} does not exist; choose one of {', '.join(WIRES)}."
+            + nearest(name, WIRES)
+        )
+
+
+def _check_name(flag: str, name: str) -> None:
+    plain = name.replace("-", "").replace("_", "").replace(".", "")
+    if not (0 < len(name) <= NAME_MAX and plain.isalnum() and plain.isascii()):
+        raise ConfigError(
+            f"{flag} {name!r} is no name; use 1 to {NAME_MAX} letters, digits, '-', '_' or '.'"
+        )
