@@ -16,13 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from atomtrain.analysis.equal_modules import equal_modules
 from atomtrain.analysis.export_conditions import (
     MANUAL,
+    attributes_of,
+    check_side_effects,
     hidden,
     no_functions,
     quiet,
     without_collector,
 )
+from atomtrain.analysis.repeating import repeat
+from atomtrain.analysis.stand_ins import StandIns
 from atomtrain.analysis.structure import take_apart
 from atomtrain.errors import AnalysisError, AtomError, ConfigError
 
@@ -121,27 +126,50 @@ def export(
     # Fresh tensors in the layout that they have on the device: one tensor given twice would become
     # one input.
     given = tuple(torch.empty_like(t, device="meta") if meta else t.clone() for t in tensors)
-    before = _attributes(model)
-    state = torch.get_rng_state()
+    before = attributes_of(model)
     # A model that cannot be traced unawares may know a way that can.
     for as_eager in (True, False):
         recorded = _Recorded(model, call, own_loss, as_eager)
         try:
-            with torch.set_grad_enabled(grad), quiet(), without_collector(), no_functions():
-                program = torch.export.export(recorded, given, strict=False)
+            exported = _traced(recorded, given, grad)
             break
         except AtomError:
             raise
         except Exception as error:  # whatever forward raises
             if not as_eager:
                 raise AnalysisError(_cannot_export(model, error)) from error
-        finally:
-            torch.set_rng_state(state)
-    _check_side_effects(model, before)
-    return _flatten(recorded, program)
+    check_side_effects(model, before)
+    return exported
 
 
-def _flatten(recorded: _Recorded, program: torch.export.ExportedProgram) -> Exported:
+def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool) -> Exported:
+    """Trace one of several equal modules, or each of them if they might not be equal after all."""
+    equal = equal_modules(recorded)
+    if equal:
+        try:
+            with StandIns(equal) as stand_ins:
+                program = _program(recorded, given, grad)
+            return _flatten(recorded, program, stand_ins.paths)
+        except Exception:  # noqa: BLE001 - the trace of the whole model says what is wrong
+            recorded.output = _Output()
+    return _flatten(recorded, _program(recorded, given, grad), ())
+
+
+def _program(
+    recorded: _Recorded, given: Sequence[Tensor], grad: bool
+) -> torch.export.ExportedProgram:
+    state = torch.get_rng_state()
+    try:
+        with torch.set_grad_enabled(grad), quiet(), without_collector(), no_functions():
+            return torch.export.export(recorded, tuple(given), strict=False)
+    finally:
+        torch.set_rng_state(state)
+
+
+def _flatten(
+    recorded: _Recorded, program: torch.export.ExportedProgram, calls: Sequence[str]
+) -> Exported:
+    """Return the program without nested graphs; `calls` are the paths of stand-ins' calls."""
     signature = program.graph_signature
     names = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     flat = Flattener(program.graph_module)
@@ -150,6 +178,9 @@ def _flatten(recorded: _Recorded, program: torch.export.ExportedProgram) -> Expo
     model_parameters = dict(recorded.named_parameters(remove_duplicate=False))
     model_buffers = dict(recorded.named_buffers(remove_duplicate=False))
     prefix = "model."
+    if calls:
+        targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        repeat(graph, {target: moved[names[name]] for name, target in targets.items()}, calls)
     literals = {}
     for name, target in signature.inputs_to_lifted_tensor_constants.items():
         literals[moved[names[name]]] = program.constants[target].detach()
@@ -304,32 +335,4 @@ def _check_dtypes(model: nn.Module) -> None:
             raise AnalysisError(
                 f"parameter {name!r} is of {parameter.dtype}; trainable are {allowed}; convert "
                 "the model with model.to(torch.float32), or freeze the parameter"
-            )
-
-
-def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what forward could change beside tensors, by module."""
-    plain = (bool, int, float, str, type(None))
-    return {
-        path: {
-            name: len(value) if isinstance(value, list | dict | set) else value
-            for name, value in vars(module).items()
-            if isinstance(value, plain) or (isinstance(value, list | dict | set) and name[0] != "_")
-        }
-        for path, module in model.named_modules()
-    }
-
-
-def _check_side_effects(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> None:
-    for path, attributes in _attributes(model).items():
-        changed = [
-            name
-            for name, value in attributes.items()
-            if name not in before.get(path, {}) or before[path][name] != value
-        ]
-        if changed:
-            raise AnalysisError(
-                f"forward changes the attribute {changed[0]!r} of module {path!r}, which would "
-                "happen once instead of in every step; keep such a state in a registered buffer, "
-                + MANUAL
             )

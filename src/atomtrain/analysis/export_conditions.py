@@ -1,15 +1,17 @@
-"""Under what conditions a model is exported: unawares, quietly, with every backward kept."""
+"""Under what conditions a model is exported: unawares, quietly, with every backward kept,
+and without changing the model."""
 
 from __future__ import annotations
 
 import gc
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
+from torch import nn
 
 from atomtrain.errors import AnalysisError
 
@@ -81,3 +83,32 @@ def without_collector() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what forward could change beside tensors, by module."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        path: {
+            name: len(value) if isinstance(value, list | dict | set) else value
+            for name, value in vars(module).items()
+            if isinstance(value, plain) or (isinstance(value, list | dict | set) and name[0] != "_")
+        }
+        for path, module in model.named_modules()
+    }
+
+
+def check_side_effects(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise `AnalysisError` if forward changed what `attributes_of` returned before it."""
+    for path, attributes in attributes_of(model).items():
+        changed = [
+            name
+            for name, value in attributes.items()
+            if name not in before.get(path, {}) or before[path][name] != value
+        ]
+        if changed:
+            raise AnalysisError(
+                f"forward changes the attribute {changed[0]!r} of module {path!r}, which would "
+                "happen once instead of in every step; keep such a state in a registered buffer, "
+                + MANUAL
+            )
