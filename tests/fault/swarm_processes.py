@@ -26,7 +26,7 @@ class PeerProcess:
     def __init__(self, *, within: Sequence[str] = (), **settings: Any) -> None:
         """`within`: what comes before the command, such as what enters a network namespace."""
         script = Path(__file__).with_name("swarm_peer.py")
-        told = json.dumps({"run": "fault", "run_s": 120, **settings})
+        told = json.dumps({"run": "fault", "run_s": 900, **settings})
         start = subprocess.Popen if within else forks.Popen
         self._process = start(
             [*within, sys.executable, str(script), told],
@@ -41,7 +41,7 @@ class PeerProcess:
         self._reader.start()
 
     def wait_for(
-        self, kind: str, within_s: float = 30.0, where: Callable[[Said], bool] = lambda _: True,
+        self, kind: str, within_s: float = 120.0, where: Callable[[Said], bool] = lambda _: True,
         after: int = 0,
     ) -> Said:  # fmt: skip
         """Return the first such line at or after index `after`; fails the test if none comes."""
@@ -70,7 +70,7 @@ class PeerProcess:
 
     def wait_ready(self) -> str:
         """Return the address, once the peer trains."""
-        ready = self.wait_for("ready", 45)
+        ready = self.wait_for("ready")
         self.peer_id, self.daemon = ready["peer_id"], ready["daemon"]
         return str(ready["address"])
 
@@ -79,7 +79,7 @@ class PeerProcess:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(60)
 
     def end(self) -> None:
         """Have the peer leave, and do not wait for it."""
@@ -93,10 +93,10 @@ class PeerProcess:
             assert self._process.stdin is not None
             self._process.stdin.close()
             try:
-                self._process.wait(20)
+                self._process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
-        self._reader.join(10)
+        self._reader.join(60)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         with self._process.stdout, self._process.stderr as stderr:
@@ -117,7 +117,7 @@ def in_network(network: Network, host: int, join: Sequence[str], **settings: Any
     )
 
 
-def wait_averaged(seen_by: PeerProcess, *members: PeerProcess, within_s: float = 60.0) -> Said:
+def wait_averaged(seen_by: PeerProcess, *members: PeerProcess, within_s: float = 120.0) -> Said:
     """Wait until a peer tells of a new round of exactly these; return what it tells."""
     wanted = {member.peer_id for member in members}
     return seen_by.wait_for(
@@ -133,7 +133,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int, within_s: float) -> None:
+def wait_until_gone(pid: int, within_s: float = 60.0) -> None:
     until_s = time.monotonic() + within_s
     while is_running(pid):
         assert time.monotonic() < until_s, f"process {pid} survived its peer"

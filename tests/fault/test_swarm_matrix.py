@@ -45,7 +45,7 @@ class Trio:
         self.settings, self.sick = settings, sick
         self.wait_averaged({first, *others})
 
-    def wait_averaged(self, members: set[PeerProcess], within_s: float = 40.0) -> None:
+    def wait_averaged(self, members: set[PeerProcess], within_s: float = 120.0) -> None:
         """Wait for a round of these members, seen by a healthy one."""
         wanted = {member.peer_id for member in members}
         seen_by = self.healthy[0]
@@ -56,7 +56,7 @@ class Trio:
     def check(self) -> None:
         """The healthy ones average, hold the same, and learn what they shall."""
         self.wait_averaged(set(self.healthy))
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 120
         while True:
             last = [peer.lines("state")[-1] for peer in self.healthy]
             if len({str(state["versions"]) for state in last}) == 1:
@@ -75,7 +75,7 @@ def test_fault(peers: list[PeerProcess], tmp_path: Path, fault: str, role: str) 
     victim = trio.victim
     if fault in SENT:
         trio.start_fault.touch()
-        victim.wait_for("fault", 30)
+        victim.wait_for("fault")
     elif fault != "clock":
         time.sleep(1.0)
         victim.signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
@@ -110,4 +110,4 @@ def test_wrong_key(peers: list[PeerProcess], tmp_path: Path) -> None:
     peers.append(friend)
     friend.wait_ready()
     both = {first.peer_id, friend.peer_id}
-    first.wait_for("round", 30, lambda said: set(said["contributors"]) == both, first.now)
+    first.wait_for("round", 120, lambda said: set(said["contributors"]) == both, first.now)

@@ -57,22 +57,24 @@ def test_a_restarted_peer_finds_the_run_when_its_first_contact_is_gone(
 
 def test_a_run_is_found_on_the_local_network(peers: list[PeerProcess]) -> None:
     """On loopback: peers that listen there answer there, and nowhere else."""
-    run, other = (f"fault-{name}-{os.getpid()}" for name in ("lan", "other"))
+    run, other, hidden_run = (f"fault-{name}-{os.getpid()}" for name in ("lan", "other", "hidden"))
     first = start(peers, run=run, discoverable=True)
     address = first.wait_ready()
     start(peers, run=other, discoverable=True).wait_ready()
-    hidden = start(peers, run="fault-hidden")
+    hidden = start(peers, run=hidden_run)
     hidden.wait_ready()
-    found = lan.search(None, 1.0, "127.0.0.1")
-    if not found:
+    if not all(lan.search(name, 10.0, "127.0.0.1") for name in (run, other)):
         pytest.skip("no multicast on this machine's loopback")
-    assert {peer.run for peer in found} >= {run, other}
-    assert "fault-hidden" not in {peer.run for peer in found}
+    until_s, found = time.monotonic() + 60, set[str]()
+    while not found >= {run, other}:
+        assert time.monotonic() < until_s, found
+        found |= {peer.run for peer in lan.search(None, 1.0, "127.0.0.1")}
+    assert hidden_run not in found
     assert lan.find(run, "127.0.0.1") == (run, (address,))
-    with pytest.raises(SwarmError, match="--join lan --run fault-"):
+    with pytest.raises(SwarmError, match="--join lan --run "):
         lan.find(None, "127.0.0.1")
     with pytest.raises(SwarmError, match="paste its address"):
-        lan.find("fault-hidden", "127.0.0.1")
+        lan.find(hidden_run, "127.0.0.1")
     wait_averaged(first, first, _joined(peers, run, address))
 
 
@@ -103,13 +105,10 @@ def test_killed_peers_leave_no_folders_behind(
 
 
 def test_a_newcomer_is_told_at_once_that_all_have_finished(peers: list[PeerProcess]) -> None:
-    first = start(peers, linger_s=8.0)
+    first = start(peers, linger_s=600.0)
     address = first.wait_ready()
     first.end()
     first.wait_for("leaving")
-    time.sleep(0.5)
-    begun_s = time.monotonic()
     late = start(peers, join=[address])
-    error = late.wait_for("error")
-    assert "it has finished, and leaves the run" in error["text"]
-    assert time.monotonic() - begun_s < 15, "most of it is the start of Python"
+    assert "it has finished, and leaves the run" in late.wait_for("error")["text"]
+    first.kill()  # it would still answer, and has not gone

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
-_ANSWER_S = 60.0
+_ANSWER_S = 120.0
 
 
 class Page:
@@ -92,7 +92,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, script: str, within_s: float = 20.0) -> None:
+    def until(self, script: str, within_s: float = 60.0) -> None:
         """Wait until an expression is true."""
         end_s = time.monotonic() + within_s
         while not self.run(script):

@@ -175,7 +175,7 @@ class Founder:
     def address(self) -> str:
         """Return what others give to `--join`, as soon as the peer has told it."""
         tail = EventTail(self._folder / "runs" / "mine" / self._name / "events.jsonl")
-        until_s = time.monotonic() + 60
+        until_s = time.monotonic() + 120
         while time.monotonic() < until_s and self._process.poll() is None:
             for event in tail.read():
                 if event["event"] == "run_started":

@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--address")
     parser.add_argument("--join")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--until", type=Path, help="complete as soon as there is this file")
     parser.add_argument("--on-sigint", choices=("save", "ignore"), default="save")
     parser.add_argument("--on-sigterm", choices=("die", "ignore"), default="die")
     parser.add_argument("--fail", type=int, default=0)
@@ -49,6 +50,8 @@ def main() -> int:
         for step in range(1, args.steps + 1):
             time.sleep(0.02)
             emit("step", step=step, steps=args.steps, loss=1.0 / step)
+            if args.until is not None and args.until.exists():
+                break
             if args.fail:
                 print("the reason why it failed", file=sys.stderr)
                 return args.fail
@@ -56,7 +59,7 @@ def main() -> int:
                 time.sleep(0.3)  # time for a second signal, if somebody sends one by mistake
                 emit("run_finished", reason="interrupted", step=step, interrupts=len(interrupts))
                 return 0
-        emit("run_finished", reason="completed", step=args.steps, interrupts=len(interrupts))
+        emit("run_finished", reason="completed", step=step, interrupts=len(interrupts))
     if helper:
         helper.kill()
         helper.wait()

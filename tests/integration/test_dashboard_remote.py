@@ -28,7 +28,7 @@ class Model:
 
 def until(source: SwarmSource, found: Callable[[Message], bool]) -> Message:
     """Return the first message that is wanted."""
-    end_s = time.monotonic() + 40
+    end_s = time.monotonic() + 120
     while True:
         for message in source.poll():
             if found(message):

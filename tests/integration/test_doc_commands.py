@@ -96,7 +96,7 @@ def run(command: list[str], place: Path, capsys: pytest.CaptureFixture[str]) -> 
             assert process.stdout is not None
             told = process.stdout.readline()
             assert told.startswith("dashboard: http://127.0.0.1:"), told
-            with urllib.request.urlopen(told.split()[1], timeout=20) as answer:
+            with urllib.request.urlopen(told.split()[1], timeout=60) as answer:
                 assert b"<html" in answer.read()
         return
     if command[0] == "watch":
@@ -120,7 +120,7 @@ def started(command: list[str], place: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) in (0, 130), command
+        assert process.wait(60) in (0, 130), command
     finally:
         if process.poll() is None:
             process.kill()
@@ -138,7 +138,7 @@ def watch(command: list[str], place: Path) -> None:
     )
     os.close(inside)
     os.set_blocking(outside, False)
-    shown, until_s = b"", time.monotonic() + 30
+    shown, until_s = b"", time.monotonic() + 90
     try:
         while process.poll() is None and time.monotonic() < until_s:
             with contextlib.suppress(BlockingIOError, OSError):

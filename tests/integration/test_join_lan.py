@@ -21,16 +21,16 @@ def test_a_peer_joins_a_run_that_it_finds_on_the_network(tmp_path: Path) -> None
     arguments = (*SLOW, "--run", run, "--steps", "100000", "--data", str(text))
     with Crowd(tmp_path, run, arguments, popen=forks.Popen) as crowd:
         founder = crowd.start()
-        assert crowd.wait(lambda: founder.training, 60), founder.last_words()
-        if not lan.search(run, 2.0, "127.0.0.1"):
+        assert crowd.wait(lambda: founder.training, 120), founder.last_words()
+        if not lan.search(run, 10.0, "127.0.0.1"):
             pytest.skip("no multicast on this machine's loopback")
         newcomer = crowd.start("lan")
         for peer in (founder, newcomer):
             assert crowd.wait(
-                lambda peer=peer: any(r["contributors"] == 2 for r in peer.of("round")), 60
+                lambda peer=peer: any(r["contributors"] == 2 for r in peer.of("round")), 120
             ), newcomer.last_words()
         assert newcomer.address.rpartition("@")[0] == run
-        assert crowd.interrupt(30) == [founder, newcomer]
+        assert crowd.interrupt(120) == [founder, newcomer]
 
 
 def test_a_run_that_nobody_trains_is_told_in_one_line(tmp_path: Path) -> None:

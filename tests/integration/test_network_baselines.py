@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,22 +21,30 @@ SEQUENCES = 8
 STEPS = 3
 
 
+def port_for_later() -> int:
+    """Return a free port that the system gives to nobody who asks for any."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(min(20_000, first_given - 5000), first_given)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = port_for_later()
     with Peers("gloo", None, 2, tmp_path_factory.mktemp("peers")) as group:
         group.tell_all(
-            "enter", 120, lambda rank: {"rank": rank},
-            address="127.0.0.1", port=port, ranks=2, interface="lo", timeout_s=60,
+            "enter", 240, lambda rank: {"rank": rank},
+            address="127.0.0.1", port=port, ranks=2, interface="lo", timeout_s=200,
         )  # fmt: skip
         yield group
 
 
 @pytest.fixture(scope="module")
 def speeds(peers: Peers) -> Speeds:
-    return Speeds.of(peers.tell_all("speeds", 60, model=MODEL.to_json(), micro_batches=[2, 4]))
+    return Speeds.of(peers.tell_all("speeds", 200, model=MODEL.to_json(), micro_batches=[2, 4]))
 
 
 def resident_losses() -> list[float]:
@@ -53,7 +64,11 @@ def resident_losses() -> list[float]:
     return losses
 
 
-def test_every_pipeline_learns_what_one_process_learns(peers: Peers, speeds: Speeds) -> None:
+def test_every_pipeline_learns_what_one_process_learns(
+    peers: Peers, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever was measured, on a machine with other work too, nothing seems too slow to try.
+    monkeypatch.setattr("atomtrain.benchmarks.pipeline_search._WORTH", math.inf)
     found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
     alike = [candidate for candidate in found if candidate.micro_batch == 2]
     expected = resident_losses()
@@ -61,7 +76,7 @@ def test_every_pipeline_learns_what_one_process_learns(peers: Peers, speeds: Spe
     assert {candidate.schedule for candidate in chosen} == {"own", "1F1B", "Interleaved1F1B"}
     for candidate in chosen:
         replies = peers.tell_all(
-            "pipeline", 60,
+            "pipeline", 200,
             model=MODEL.to_json(), plan=candidate.plan(), sequences=SEQUENCES, steps=STEPS,
             warm_up=0,
         )  # fmt: skip
@@ -75,7 +90,7 @@ def test_float32_on_the_wire_changes_no_bit(peers: Peers, speeds: Speeds) -> Non
         best = next(c for c in found if c.micro_batch == 2 and c.recompute is recompute)
         plan = {**best.plan(), "wire": "float32"}
         replies = peers.tell_all(
-            "pipeline", 60,
+            "pipeline", 200,
             model=MODEL.to_json(), plan=plan, sequences=SEQUENCES, steps=STEPS, warm_up=0,
         )  # fmt: skip
         assert [loss for reply in replies for loss in reply["losses"]] == resident_losses()
@@ -83,7 +98,7 @@ def test_float32_on_the_wire_changes_no_bit(peers: Peers, speeds: Speeds) -> Non
 
 def test_data_parallel_peers_learn_together(peers: Peers) -> None:
     replies = peers.tell_all(
-        "data_parallel", 60, model=MODEL.to_json(), micro_batch=2, steps=STEPS, warm_up=0
+        "data_parallel", 200, model=MODEL.to_json(), micro_batch=2, steps=STEPS, warm_up=0
     )
     assert all(len(reply["losses"]) == STEPS for reply in replies)
     # Each peer has samples of its own.
@@ -93,7 +108,7 @@ def test_data_parallel_peers_learn_together(peers: Peers) -> None:
 def test_counted_memory_is_near_the_prediction(peers: Peers, speeds: Speeds) -> None:
     found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
     replies = peers.tell_all(
-        "pipeline_memory", 60, lambda rank: {"rank": rank},
+        "pipeline_memory", 200, lambda rank: {"rank": rank},
         model=MODEL.to_json(), plan=found[0].plan(), sequences=SEQUENCES, ranks=2,
     )  # fmt: skip
     counted = max(reply["device_peak_bytes"] for reply in replies)
@@ -103,7 +118,7 @@ def test_counted_memory_is_near_the_prediction(peers: Peers, speeds: Speeds) -> 
 def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
     with Peers("gloo", None, 1, tmp_path) as alone:
         with pytest.raises(PeerError, match=r"gloo peer 0 at 'speeds': speeds: .*unexpected"):
-            alone.tell(0, "speeds", 60, model={"unexpected": 1}, micro_batches=[1])
+            alone.tell(0, "speeds", 200, model={"unexpected": 1}, micro_batches=[1])
         assert alone.failed
 
 

@@ -70,7 +70,7 @@ def measure(net: Network, transfer_bytes: int) -> tuple[float, float]:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=120,
         )
         return float(client.stdout), float(server.stdout.readline())
 
@@ -80,12 +80,12 @@ def test_links_have_the_rate_and_the_way_that_was_asked_for() -> None:
         net.shape(Link(bits_per_s=2e7))
         trip_s, rate = measure(net, 4_000_000)
         assert rate < 2.1e7
-        net.shape(Link(bits_per_s=2e7, round_trip_s=0.1))
-        far_s, _ = measure(net, 100_000)
-        assert far_s >= 0.1 > trip_s
+        net.shape(Link(bits_per_s=2e7, round_trip_s=0.4))
+        far_s, _ = measure(net, 10_000)
+        assert far_s >= 0.4 > trip_s
         net.shape(Link(bits_per_s=None))
         near_s, free = measure(net, 40_000_000)
-        assert near_s < 0.1
+        assert near_s < 0.4
         assert free > 2.5e7
 
 
@@ -93,12 +93,14 @@ def test_links_lose_as_many_packets_as_was_asked_for() -> None:
     opening = "import socket,sys,time\nend=socket.socket(socket.AF_INET,socket.SOCK_DGRAM)\n"
     sender = opening + (
         "for _ in range(400): end.sendto(b'x', (sys.argv[1], 5001)); time.sleep(0.001)\n"
+        "for _ in range(50): end.sendto(b'end', (sys.argv[1], 5001)); time.sleep(0.001)\n"
     )
     receiver = opening + (
+        "end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)\n"
         "end.bind(('0.0.0.0', 5001)); print('ready', flush=True); count = 0\n"
-        "end.settimeout(2)\n"
-        "try:\n  while True: count += bool(end.recv(9))\n"
-        "except TimeoutError: print(count, flush=True)\n"
+        "end.settimeout(60)\n"
+        "while end.recv(9) == b'x': count += 1\n"
+        "print(count, flush=True)\n"
     )
     with Network(2) as net:
         net.shape(Link(bits_per_s=None, loss_share=0.3))
@@ -107,7 +109,7 @@ def test_links_lose_as_many_packets_as_was_asked_for() -> None:
             assert server.stdout is not None
             server.stdout.readline()
             sending = [*net.entering(1), sys.executable, "-c", sender, net.address(0)]
-            subprocess.run(sending, check=True, timeout=30)
+            subprocess.run(sending, check=True, timeout=60)
             arrived = int(server.stdout.readline())
     assert 200 < arrived < 350
 
@@ -138,7 +140,7 @@ def test_nothing_is_left_when_the_benchmark_is_killed(tmp_path: Path) -> None:
         pids = [int(pid) for pid in holder.stdout.readline().split()]
         assert len(pids) == 6
         holder.send_signal(signal.SIGKILL)
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 60
     while any(running(pid) for pid in pids):
         assert time.monotonic() < until_s, [pid for pid in pids if running(pid)]
         time.sleep(0.1)

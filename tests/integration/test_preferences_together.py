@@ -29,6 +29,11 @@ def together(peer: ChurnPeer) -> int:
     return sum(r["outcome"] == "averaged" and r["contributors"] == 2 for r in rounds)
 
 
+def averaged_since(peer: ChurnPeer, time_s: float) -> set[int]:
+    """Return the fragments whose anchors have moved since then."""
+    return {r["fragment"] for r in peer.of("round") if r["time_s"] > time_s}
+
+
 @pytest.mark.parametrize("more", [(), ("--lora", "r=2,alpha=4")], ids=["whole", "adapters"])
 def test_who_joins_prefers_what_the_others_do(
     more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -40,14 +45,17 @@ def test_who_joins_prefers_what_the_others_do(
 
         def wait(condition: object) -> None:
             assert callable(condition)
-            assert crowd.wait(condition, 60.0), [peer.last_words() for peer in crowd.peers]
+            assert crowd.wait(condition, 120.0), [peer.last_words() for peer in crowd.peers]
             assert all(peer.running for peer in crowd.peers)
 
         founder = crowd.start()
         wait(lambda: len(founder.of("step")) > 8)
+        learnt_s = founder.of("step")[-1]["time_s"]
+        every = {r["fragment"] for r in founder.of("round")}
+        wait(lambda: every <= averaged_since(founder, learnt_s))
         newcomer = crowd.start(founder.address)
         wait(lambda: together(founder) >= 3 and together(newcomer) >= 3)
-        assert crowd.interrupt(30) == [founder, newcomer]
+        assert crowd.interrupt(120) == [founder, newcomer]
 
     first, other = (peer.of("step")[0] for peer in (founder, newcomer))
     assert first["reward_margin"] == 0.0

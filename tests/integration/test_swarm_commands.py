@@ -42,7 +42,7 @@ def founder(run_folder: Path) -> Iterator[Swarm]:
     run_folder.mkdir()
     (run_folder.parent / "key").write_text("the secret of this run")
     config = SwarmConfig(
-        run="looked-at", name="first", listen_host="127.0.0.1", expiry_s=6.0, discoverable=False,
+        run="looked-at", name="first", listen_host="127.0.0.1", expiry_s=30.0, discoverable=False,
         peers_path=run_folder / "peers.json", key_path=run_folder.parent / "key",
     )  # fmt: skip
     swarm = Swarm.found(config, Manifest("looked-at", ELEMENTS), Model())

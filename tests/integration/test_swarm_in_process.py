@@ -37,8 +37,8 @@ class Model:
 
 def config(run: str = "inproc", **changes: object) -> SwarmConfig:
     settings = {
-        "run": run, "listen_host": "127.0.0.1", "expiry_s": 4.0, "connect_s": 4.0, "stall_s": 4.0,
-        "round_floor_s": 3.0, "local_steps_per_round": 4, "wire": "float32", **changes,
+        "run": run, "listen_host": "127.0.0.1", "expiry_s": 6.0, "connect_s": 8.0, "stall_s": 10.0,
+        "round_floor_s": 5.0, "local_steps_per_round": 4, "wire": "float32", **changes,
     }  # fmt: skip
     return SwarmConfig(**settings)  # type: ignore[arg-type]
 
@@ -50,7 +50,7 @@ def cross(swarm: Swarm, model: Model, steps: int = 1) -> list[RoundReport]:
 
 
 def cross_until(
-    done: Callable[[list[RoundReport]], bool], *peers: tuple[Swarm, Model], within_s: float = 20.0
+    done: Callable[[list[RoundReport]], object], *peers: tuple[Swarm, Model], within_s: float = 90.0
 ) -> list[RoundReport]:
     """Let all peers cross boundaries until `done` says so of all their reports."""
     reports: list[RoundReport] = []
@@ -61,6 +61,11 @@ def cross_until(
             reports += cross(swarm, model)
         time.sleep(0.02)
     return reports
+
+
+def together(reports: list[RoundReport]) -> list[RoundReport]:
+    """Return the rounds that were averaged by two."""
+    return [r for r in reports if len(r.contributors) == 2 and r.outcome == "averaged"]
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +94,7 @@ def test_join_download_average_checkpoint_and_rebase(founder: tuple[Swarm, Model
             anchor = other.state_dict().tensors[f"anchor.{index}"]
             assert torch.equal(copy.fragments[index], anchor)
         model.add(1.0)
-        together = lambda reports: any(len(r.contributors) == 2 for r in reports)  # noqa: E731
-        reports = cross_until(together, founder, (other, copy))
-        both = next(r for r in reports if len(r.contributors) == 2)
-        assert both.outcome == "averaged"
+        both = together(cross_until(together, founder, (other, copy)))[0]
         assert both.bytes_sent > 4 * ELEMENTS[both.fragment] / 2
         assert {peer.peer_id for peer in other.peers()} == {swarm.peer_id, other.peer_id}
         assert other.known_addresses() == (swarm.address,)
@@ -103,8 +105,14 @@ def test_join_download_average_checkpoint_and_rebase(founder: tuple[Swarm, Model
     finally:
         other.leave(2.0)
     model.add(5.0)
-    cross_until(lambda reports: len(reports) >= 6, founder, within_s=25)
+    learnt = lambda: [float(t.mean()) for t in anchors_of(swarm)]  # noqa: E731
+    cross_until(lambda _: min(learnt()) > 4.0, founder)
     _rebase(founder, saved, saved_model)
+
+
+def anchors_of(swarm: Swarm) -> list[torch.Tensor]:
+    tensors = swarm.state_dict().tensors
+    return [tensors[f"anchor.{index}"] for index in range(len(ELEMENTS))]
 
 
 def _rebase(founder: tuple[Swarm, Model], saved: object, model: Model) -> None:
@@ -128,10 +136,8 @@ def _rebase(founder: tuple[Swarm, Model], saved: object, model: Model) -> None:
 
 
 def _error_of(join: SwarmConfig) -> str:
-    started_s = time.monotonic()
     with pytest.raises(SwarmError) as caught:
         Swarm.join(join)
-    assert time.monotonic() - started_s < 15
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -176,7 +182,6 @@ def test_key_and_list_of_peers_keep_strangers_out(tmp_path: Path) -> None:
         try:
             copy = Model()
             other.download(copy)
-            together = lambda reports: any(len(r.contributors) == 2 for r in reports)  # noqa: E731
             cross_until(together, (swarm, model), (other, copy))
         finally:
             other.leave(2.0)
@@ -203,15 +208,11 @@ def test_large_fragment_goes_over_several_streams() -> None:
             model.add(1.0)
             digests = lambda peer: peer.state_dict().meta["digests"]  # noqa: E731
             reports = cross_until(
-                lambda reports: (
-                    any(len(r.contributors) == 2 for r in reports)
-                    and digests(swarm) == digests(other)
-                ),
+                lambda reports: together(reports) and digests(swarm) == digests(other),
                 (swarm, model),
                 (other, copy),
             )
-            both = next(r for r in reports if len(r.contributors) == 2)
-            assert both.outcome == "averaged"
+            both = together(reports)[0]
             assert both.bytes_sent > (1 << 20) * (4.125 + 8.125) / 8
         finally:
             other.leave(2.0)
@@ -254,6 +255,18 @@ async def _throw_garbage(address: str, peer_id: str) -> None:
         await transport.close()
 
 
+def wait_for_training(swarm: Swarm, count: int) -> None:
+    """Wait until a peer knows of so many that train, itself included."""
+    until_s = time.monotonic() + 60
+    while sum(peer.state == "training" for peer in swarm.peers()) != count:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def fail_if_asked() -> bool:
+    raise AssertionError("it waits for rounds")
+
+
 def test_two_peers_end_on_one_model() -> None:
     model = Model(1.0)
     rules = {"run": "ends", "local_steps_per_round": 1000, "outer_momentum": 0.5}
@@ -263,10 +276,7 @@ def test_two_peers_end_on_one_model() -> None:
         try:
             copy = Model()
             other.download(copy)
-            until_s = time.monotonic() + 10
-            while sum(peer.state == "training" for peer in first.peers()) < 2:
-                assert time.monotonic() < until_s
-                time.sleep(0.02)
+            wait_for_training(first, 2)
             for value, peer in ((0.5, (first, model)), (0.25, (other, copy))):
                 peer[1].add(value)
                 cross(*peer)
@@ -275,17 +285,16 @@ def test_two_peers_end_on_one_model() -> None:
                 theirs = pool.submit(other.settle, copy)
                 mine = first.settle(model)
                 assert [len(r.contributors) for r in mine] == [2, 2]
-                assert [r.round for r in theirs.result(20)] == [r.round for r in mine]
+                assert [r.round for r in theirs.result(120)] == [r.round for r in mine]
             for index, (a, b) in enumerate(zip(model.fragments, copy.fragments, strict=True)):
                 assert torch.equal(a, b)
                 assert torch.equal(a, first.state_dict().tensors[f"anchor.{index}"])
                 assert 1.2 < float(a.mean()) < 1.7
         finally:
             other.leave(2.0)
+        wait_for_training(first, 1)
         model.add(1.0)
         cross(first, model)
-        started_s = time.monotonic()
-        first.settle(model)
-        assert time.monotonic() - started_s < 2, "nobody is left to average with"
+        assert first.settle(model, stop=fail_if_asked) == [], "nobody is left to average with"
     finally:
         first.leave(2.0)

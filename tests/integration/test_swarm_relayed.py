@@ -17,13 +17,13 @@ from atomtrain.swarm.identity import Identity
 
 def _config(folder: Path, **settings: object) -> SwarmConfig:
     return SwarmConfig(
-        run="through", listen_host="127.0.0.1", expiry_s=6.0, discoverable=False,
+        run="through", listen_host="127.0.0.1", expiry_s=10.0, discoverable=False,
         key_path=folder / "key", **settings,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
 def _wait(until: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 120
     while not until():
         assert time.monotonic() < until_s, "not in time"
         time.sleep(0.1)

@@ -45,7 +45,7 @@ def averaged(peer: ChurnPeer) -> list[dict[str, Any]]:
 
 
 def wait(crowd: Crowd, condition: Any) -> None:
-    assert crowd.wait(condition, 60.0), [peer.last_words() for peer in crowd.peers]
+    assert crowd.wait(condition, 120.0), [peer.last_words() for peer in crowd.peers]
     assert all(peer.running for peer in crowd.peers), [p.last_words() for p in crowd.peers]
 
 
@@ -55,7 +55,7 @@ def test_peers_average_and_fetch_adapters_only(crowd: Crowd, tmp_path: Path) -> 
     newcomer = crowd.start(founder.address)
     wait(crowd, lambda: len(averaged(founder)) >= 3 and len(averaged(newcomer)) >= 3)
 
-    saved = crowd.interrupt(30)
+    saved = crowd.interrupt(120)
     assert saved == [founder, newcomer]
     checkpoint = open_checkpoint(newcomer.folder)
     elements = checkpoint.meta["swarm"]["fragment_elements"]
@@ -70,11 +70,12 @@ def test_peers_average_and_fetch_adapters_only(crowd: Crowd, tmp_path: Path) -> 
     frozen_bytes = (tmp_path / "model" / "model.safetensors").stat().st_size
     # Each tensor begins at a multiple of 256 bytes.
     assert n_trained <= sum(elements) < n_trained + 64 * len(trained)
-    assert 4 * sum(elements) + 2 * _MESSAGES_BYTES < frozen_bytes / 10
+    assert 3 * (8 * sum(elements) + _MESSAGES_BYTES) < frozen_bytes / 2
 
-    # The newcomer got anchor and momentum of the adapters, in float32, and nothing else.
+    # The newcomer got anchor and momentum of the adapters, in float32, and nothing else; some of
+    # them again if they got stale meanwhile.
     fetched_bytes = newcomer.of("run_started")[-1]["fetched_bytes"]
-    assert 4 * sum(elements) <= fetched_bytes <= 8 * sum(elements) + _MESSAGES_BYTES
+    assert 4 * sum(elements) <= fetched_bytes <= 3 * (8 * sum(elements) + _MESSAGES_BYTES)
     assert founder.of("run_started")[-1]["fetched_bytes"] == 0
     for peer in saved:
         for one in averaged(peer):  # float16 to the owners of slices, and float16 back

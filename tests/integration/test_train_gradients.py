@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-from train_processes import Trainer, events_of
+import forks
+from train_processes import HELD_TRAIN, Trainer, write_text
 
+from atomtrain.benchmarks.churn_peers import Crowd
 from atomtrain.checkpoint import load_latest
 
 _GRADIENT = ("--average", "gradient", "--target-batch-tokens", "1024")
 
 
 def test_peers_are_equal_after_each_step(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path)
-    done = trainer.run(
-        "--device", "emulated:12MiB/s", "--model", "tiny", "--run", "both", "--peers", "2",
-        "--steps", "60", "--data", str(trainer.text), "--no-profile", *_GRADIENT, within_s=150,
+    arguments = (
+        "--device", "emulated:12MiB/s", "--model", "tiny", "--steps", "60", "--no-profile",
+        "--data", str(write_text(tmp_path / "text.txt")), *_GRADIENT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    joined = tmp_path / "joined"
+
+    def start(command: list[str], **options: Any) -> Any:
+        """Start a peer; the first one makes three steps before the second one is there."""
+        if not crowd.peers:
+            command = [sys.executable, str(HELD_TRAIN), "step", "3", str(joined), *command[3:]]
+        return forks.Popen(command, **options)
+
+    with Crowd(tmp_path, "both", arguments, popen=start) as crowd:
+        founder = crowd.start()
+        assert crowd.wait(lambda: founder.training, 120), founder.last_words()
+        newcomer = crowd.start(founder.address)
+        assert crowd.wait(lambda: newcomer.of("run_started") != [], 120), newcomer.last_words()
+        joined.touch()
+        assert crowd.wait(lambda: crowd.running() == [], 240)
+        assert [peer.process.returncode for peer in crowd.peers] == [0, 0]
     made: dict[int, set[str]] = defaultdict(set)
     steps_of_two = 0
     finals = []
-    for name in ("peer-0", "peer-1"):
-        folder = tmp_path / "runs" / "both" / name
-        assert events_of(folder, "run_finished")[-1]["reason"] == "completed"
-        for event in events_of(folder, "round"):
+    for peer in crowd.peers:
+        assert peer.of("run_finished")[-1]["reason"] == "completed"
+        for event in peer.of("round"):
             if event["contributors"] == 2:
                 made[event["version"]].add(event["digest"])
                 steps_of_two += 1
-        steps = [event["step"] for event in events_of(folder, "step")]
+        steps = [event["step"] for event in peer.of("step")]
         assert steps == sorted(set(steps)), "a step is told once"
-        checkpoint = load_latest(folder / "checkpoints")
+        checkpoint = load_latest(peer.folder / "checkpoints")
         finals.append((checkpoint.step, checkpoint.meta["swarm"]["digests"]))
         assert checkpoint.meta["swarm"]["rules"]["average"] == "gradient"
     assert steps_of_two > 10
     assert all(len(digests) == 1 for digests in made.values())
     assert finals[0] == finals[1]
-    losses = [e["loss"] for e in events_of(tmp_path / "runs" / "both" / "peer-0", "step")]
+    losses = [event["loss"] for event in founder.of("step")]
     assert losses[-1] < losses[0]
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 
 from atomtrain.checkpoint import load_latest
 from atomtrain.events import read_events
-from atomtrain.training.tail import EventTail
 
 Event = dict[str, Any]
+HELD_TRAIN = Path(__file__).with_name("held_train.py")
+_DEADLINE_S = 120.0
 NAMES = ["peer", "swarm", "layer", "slot", "anchor", "round", "token", "plan", "step", "light"]
 
 
@@ -42,41 +42,42 @@ class Trainer:
         base = [sys.executable, "-m", "atomtrain.cli.main", "train", "--plain", "--threads", "1"]
         return [*base, "--host", "127.0.0.1", "--directory", str(self.folder / "runs"), *arguments]
 
-    def run(self, *arguments: str, within_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run to the end."""
-        return forks.run(self.command(*arguments), within_s)
+        return forks.run(self.command(*arguments), _DEADLINE_S)
 
-    def stopped(
-        self, *arguments: str, when: Callable[[Path, list[Event]], bool], number: int
-    ) -> tuple[Path, int]:
-        """Run until `when(peer's folder, its events)`; send the signal.
+    def stopped(self, *arguments: str, at: tuple[str, int], number: int) -> tuple[Path, int]:
+        """Run until the process stands still at `(kind, count)`, as `held_train` says; signal it.
 
         Returns the peer's folder and the exit code.
         """
         runs = self.folder / "runs"
         before = set(runs.glob("*/*"))
-        process = forks.Popen(
-            self.command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
-        )  # fmt: skip
+        kind, count = at
+        command = [sys.executable, str(HELD_TRAIN), kind, str(count), ""]
+        command += self.command(*arguments)[3:]
+        process = forks.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         try:
-            until_s = time.monotonic() + 60
-            while not (new := set(runs.glob("*/*")) - before):
-                assert process.poll() is None, "it ended before it began"
+            until_s = time.monotonic() + _DEADLINE_S
+            while not _stands_still(process.pid):
+                assert process.poll() is None, "it ended before it could be stopped"
                 assert time.monotonic() < until_s
                 time.sleep(0.01)
-            (folder,) = new
-            tail, events = EventTail(folder / "events.jsonl"), []
-            while not when(folder, events):
-                assert process.poll() is None, "it ended before it could be stopped"
-                assert time.monotonic() < until_s, events[-3:]
-                time.sleep(0.001)
-                events += tail.read()
             process.send_signal(number)
-            return folder, process.wait(30)
+            process.send_signal(signal.SIGCONT)
+            code = process.wait(_DEADLINE_S)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
-                process.wait(10)
+                process.wait(_DEADLINE_S)
+        (folder,) = set(runs.glob("*/*")) - before
+        return folder, code
+
+
+def _stands_still(pid: int) -> bool:
+    """Say whether a process is stopped, or has ended."""
+    state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return state in "TZ"
 
 
 def events_of(folder: Path, kind: str) -> list[Event]:

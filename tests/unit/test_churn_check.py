@@ -26,7 +26,7 @@ from atomtrain.checkpoint import save
 def process() -> subprocess.Popen[bytes]:
     """Any process that has ended."""
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    ended.wait(30)
+    ended.wait(120)
     return ended
 
 

@@ -88,9 +88,9 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
 
 def test_four_megabytes_are_learnt_in_seconds() -> None:
     texts = [piece.text for piece in pieces(read_corpus(None), "train")]
-    started_s = time.perf_counter()
+    began_s = time.process_time()
     trained = Tokenizer.train(texts)
-    assert time.perf_counter() - started_s < 30  # about 1 s on an idle machine
+    assert time.process_time() - began_s < 60  # of all threads; usually about 2 s
     assert trained.vocabulary == 4096
     encoded = trained.encode_batch(texts[:5])
     assert [trained.decode(numbers) for numbers in encoded] == texts[:5]

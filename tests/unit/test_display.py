@@ -323,7 +323,7 @@ def test_listener_and_threads() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=20)
+            thread.join(timeout=120)
         lines = stream.getvalue().splitlines()
     assert len(lines) == 200
     assert all(re.fullmatch(r"\S+ peer-\d step \d+/50", line) for line in lines)

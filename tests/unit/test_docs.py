@@ -76,7 +76,7 @@ def test_shells_complete_commands_and_options(
     if shell == "bash":
         code = f"{text}\nCOMP_WORDS=(atom train --device-m); COMP_CWORD=2; _atom; echo $COMPREPLY"
         done = subprocess.run(
-            ["bash", "-c", code], capture_output=True, text=True, timeout=20, check=True
+            ["bash", "-c", code], capture_output=True, text=True, timeout=120, check=True
         )
         assert (done.stdout.strip(), done.stderr) == ("--device-memory", "")
 

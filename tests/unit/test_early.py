@@ -39,7 +39,7 @@ def test_nothing_heavy_is_imported() -> None:
         "print(sorted({'torch', 'numpy', 'hivemind', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, __file__], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code, __file__], capture_output=True, text=True, timeout=200,
         check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"

@@ -123,7 +123,7 @@ def test_threads_never_interleave_their_lines(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
     log.close()
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert written == heard

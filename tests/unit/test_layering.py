@@ -101,18 +101,16 @@ def test_nothing_is_read_with_pickle() -> None:
 
 def test_importing_the_package_is_cheap_and_leaves_torch_alone() -> None:
     code = (
-        "import sys, time; s = time.perf_counter(); import atomtrain;"
-        "print(time.perf_counter() - s, sorted({'torch', 'numpy', 'hivemind'} & set(sys.modules)))"
+        "import sys; before = set(sys.modules); import atomtrain;"
+        "print(len(set(sys.modules) - before),"
+        " sorted({'torch', 'numpy', 'hivemind'} & set(sys.modules)))"
     )
-    times_s = []
-    for _ in range(3):  # the least of three, for a machine that is busy
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-        )
-        seconds, loaded = done.stdout.split(" ", 1)
-        assert loaded.strip() == "[]"
-        times_s.append(float(seconds))
-    assert min(times_s) < 0.3
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    count, loaded = done.stdout.split(" ", 1)
+    assert loaded.strip() == "[]"
+    assert int(count) < 100, "as many modules as take a few milliseconds"
 
 
 def test_lazy_names_are_there_and_unknown_ones_are_named() -> None:

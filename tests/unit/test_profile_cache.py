@@ -282,7 +282,7 @@ def test_of_processes_that_start_together_one_measures(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(120)
         assert process.exitcode == 0
     assert len(log.read_text().splitlines()) == 1
     assert ProfileCache(tmp_path, KEY).machine(5, 6) == MACHINE

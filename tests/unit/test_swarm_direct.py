@@ -31,11 +31,11 @@ def _pair(secrets: tuple[bytes, bytes] = (b"s" * 32, b"s" * 32)) -> tuple[Channe
     )
     one.setblocking(False)
     other.setblocking(False)
-    return SecureChannel("other", one, keys[0], 5.0), SecureChannel("one", other, keys[1], 5.0)
+    return SecureChannel("other", one, keys[0], 60.0), SecureChannel("one", other, keys[1], 60.0)
 
 
 async def _both(*work: Awaitable[None]) -> None:
-    await asyncio.wait_for(asyncio.gather(*work), 20)
+    await asyncio.wait_for(asyncio.gather(*work), 120)
 
 
 @settings(max_examples=25, deadline=None)
@@ -58,11 +58,11 @@ def test_both_directions_at_once_in_any_pieces(sizes: list[int], read_bytes: int
         await _both(send(one), send(other), receive(one), receive(other))
         assert one.sent_bytes == other.received_bytes == sum(sizes)
         await other.send(Propose(round_index=3))
-        assert await one.receive(Propose, 1.0) == Propose(round_index=3)
+        assert await one.receive(Propose, 60.0) == Propose(round_index=3)
         other.close()
         other.close()
         with pytest.raises(LinkLost, match="closed"):
-            await one.receive(Propose, 1.0)
+            await one.receive(Propose, 60.0)
         with pytest.raises(LinkLost):
             await other.send(Propose(round_index=3))
         one.close()
@@ -105,12 +105,12 @@ def test_what_is_sent_cannot_be_read_on_the_way_nor_changed() -> None:
 
 
 class _LateLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock can be set forward."""
+    """A loop whose clock stands still but for what it is set forward."""
 
     late_s = 0.0
 
     def time(self) -> float:
-        return super().time() + self.late_s
+        return self.late_s
 
 
 def _relayed(stall_s: float) -> tuple[Channel, socket.socket, socket.socket, Channel]:
@@ -213,7 +213,7 @@ def test_without_the_secret_nothing_arrives() -> None:
         one, other = _pair((b"s" * 32, b"t" * 32))
         await one.send(Propose(round_index=3))
         with pytest.raises(LinkLost, match="not sent by this peer"):
-            await other.receive(Propose, 1.0)
+            await other.receive(Propose, 60.0)
         one.close()
         other.close()
 
@@ -240,7 +240,7 @@ async def _listener(offers: dict[str, bytes]):  # type: ignore[no-untyped-def]
     async def ask(peer_id: str) -> bytes:
         return offers[peer_id]
 
-    direct = Direct("127.0.0.1", 0, 5.0, ask)
+    direct = Direct("127.0.0.1", 0, 60.0, ask)
     try:
         yield direct
     finally:
@@ -253,10 +253,10 @@ def test_streams_open_by_offer_and_strangers_are_hung_up_on() -> None:
         heard: list[tuple[str, int]] = []
 
         async def handle(channel: Channel) -> None:
-            message = await channel.receive(Propose, 2.0)
+            message = await channel.receive(Propose, 60.0)
             heard.append((channel.remote, message.round_index))
             await channel.send(message)
-            await channel.wait_closed(2.0)
+            await channel.wait_closed(60.0)
             channel.close()
 
         async with _listener(offers) as server, _listener(offers) as client:
@@ -267,7 +267,7 @@ def test_streams_open_by_offer_and_strangers_are_hung_up_on() -> None:
                 channel = await client.open("server", ["127.0.0.1"])
                 assert channel is not None
                 await channel.send(Propose(round_index=fragment))
-                await channel.receive(Propose, 2.0)
+                await channel.receive(Propose, 60.0)
                 channel.close()
             assert heard == [("client", 0), ("client", 1), ("client", 2)]
 
@@ -278,7 +278,7 @@ def test_streams_open_by_offer_and_strangers_are_hung_up_on() -> None:
                 if len(garbage) < 48:
                     writer.write_eof()
                 with contextlib.suppress(ConnectionResetError):
-                    assert len(await asyncio.wait_for(reader.read(), 5)) in (0, 32)
+                    assert len(await asyncio.wait_for(reader.read(), 60)) in (0, 32)
                 writer.close()
             assert len(heard) == 3
 
@@ -290,7 +290,7 @@ def test_a_restarted_peer_is_asked_again_and_without_a_way_there_is_none() -> No
         offers: dict[str, bytes] = {}
 
         async def handle(channel: Channel) -> None:
-            await channel.receive(Propose, 2.0)
+            await channel.receive(Propose, 60.0)
             await channel.send(Propose(round_index=1))
 
         async with _listener(offers) as client:
@@ -301,7 +301,7 @@ def test_a_restarted_peer_is_asked_again_and_without_a_way_there_is_none() -> No
                     channel = await client.open("server", ["127.0.0.1"])
                     assert channel is not None
                     await channel.send(Propose(round_index=0))
-                    await channel.receive(Propose, 2.0)
+                    await channel.receive(Propose, 60.0)
                     channel.close()
             assert await client.open("server", ["127.0.0.1"]) is None
             del offers["server"]
@@ -322,7 +322,7 @@ def test_a_firewall_that_swallows_everything_is_given_up_on_in_time() -> None:
 
             client = Direct("127.0.0.1", 0, 5.0, ask, patience_s=0.2)
             assert await client.open("deaf", ()) is None
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 assert await client.open("deaf", ["127.0.0.1"] * 5) is None
             client.close()
 

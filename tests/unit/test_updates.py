@@ -55,7 +55,7 @@ def test_a_fragment_waits_for_every_update_that_it_overlaps() -> None:
 
     def inject(stream: str) -> None:
         if stream == "update":
-            assert gate.wait(20)
+            assert gate.wait(120)
 
     with swap(mlp(), X, loss=square, segments=3, inject=inject) as engine:
         engine.step([X])

@@ -33,6 +33,7 @@ nothing either way (`disagreements.cut_short`).
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import statistics
@@ -86,7 +87,16 @@ class ChurnSetup:
     """From the last newcomer's first step to the end: the last 10% of the losses need some."""
     local_steps: int = 10
     """Steps in which every fragment is averaged once."""
+    slow_link: str = "12MiB/s"
+    """Link of the emulated devices where peers outnumber cores: each waits for its own then, and
+    not for a processor that others have, as on machines of their own."""
     seed: int = 0
+
+    @property
+    def device(self) -> str:
+        """What `atom train` is told to train on."""
+        outnumber = self.peers > (os.cpu_count() or 1) + 1
+        return f"emulated:{self.slow_link}" if outnumber else "emulated"
 
     def __post_init__(self) -> None:
         if self.peers < 2 or self.kills < 1:
@@ -131,7 +141,12 @@ def run(options: BenchmarkOptions, setup: ChurnSetup | None = None) -> Result:
         return {
             **measured,
             "processes_left": len(left_over),
-            "inputs": {**asdict(setup), "data": data or "demo", "model": "tiny"},
+            "inputs": {
+                **asdict(setup),
+                "data": data or "demo",
+                "model": "tiny",
+                "device": setup.device,
+            },
             **description(),
         }
 
@@ -280,7 +295,7 @@ def _arguments(setup: ChurnSetup, data: str | None) -> list[str]:
     averaging = ["--local-steps", str(setup.local_steps), "--outer", "mean"]
     averaging += ["--seed", str(setup.seed)]
     text = [] if data is None else ["--data", data]
-    return ["--model", "tiny", "--device", "emulated", *rates, *averaging, *text]
+    return ["--model", "tiny", "--device", setup.device, *rates, *averaging, *text]
 
 
 def _text() -> str | None:

@@ -46,12 +46,17 @@ class RelayPeer(JoinPeer):
         work = ask(self._swarm._service.context)
         return self._swarm._thread.call(work, _OPEN_S)
 
-    def fetch(self, peer_id: str) -> Reply:
-        """Fetch the first fragment from a member; return bytes and seconds, streams included."""
+    def fetch(self, peer_id: str | None, fragment: int = 0) -> Reply:
+        """Fetch a fragment from a member; return bytes and seconds, streams included.
+
+        Without a member, do nothing.
+        """
+        if peer_id is None:
+            return {}
         assert self._swarm is not None
         fetcher = self._swarm._service._repairer.fetcher
         started_s = time.monotonic()
-        fetched = self._swarm._thread.call(fetcher.fetch_from(peer_id, 0), _FETCH_S)
+        fetched = self._swarm._thread.call(fetcher.fetch_from(peer_id, fragment), _FETCH_S)
         return {
             "seconds": time.monotonic() - started_s,
             "bytes": fetched.anchor.values.nbytes,

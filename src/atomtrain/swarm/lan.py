@@ -28,6 +28,9 @@ GROUP, PORT = "239.192.65.84", 31065
 QUESTION_BYTES = 1200
 """Size of every question, and most of an answer."""
 SEARCH_S = 2.0
+"""How long peers of any run may take to answer."""
+NAMED_S = 6.0
+"""How long a run that was named may: its first answer ends the search."""
 _ASK_EVERY_S = 0.5
 _ANSWERS_PER_S = 20
 _ANSWERS_MAX = 256
@@ -178,7 +181,8 @@ def find(run: str | None, host: str = "0.0.0.0") -> tuple[str, tuple[str, ...]]:
     Raises:
         SwarmError: there is none, or several to choose from.
     """
-    peers = search(run, host=host)
+    within_s = SEARCH_S if run is None else NAMED_S
+    peers = search(run, within_s, host)
     usable = [peer for peer in peers if peer.protocol == PROTOCOL]
     runs = sorted({peer.run for peer in usable})
     if len(runs) == 1:
@@ -195,7 +199,7 @@ def find(run: str | None, host: str = "0.0.0.0") -> tuple[str, tuple[str, ...]]:
         )
     which = "a run" if run is None else f"run {run!r}"
     raise SwarmError(
-        f"no peer of {which} answers on the local network within {SEARCH_S:.0f} s; check that one "
+        f"no peer of {which} answers on the local network within {within_s:.0f} s; check that one "
         f"trains there (not with --hidden), that no firewall drops UDP port {PORT}, or paste its "
         "address"
     )
