@@ -22,9 +22,10 @@ from atomtrain.swarm.anchors import (
     digest_of,
     whole,
 )
+from atomtrain.swarm.codec import byte_view
 from atomtrain.swarm.config import Manifest, SwarmConfig
 from atomtrain.swarm.digests import OLD_HASH
-from atomtrain.swarm.large import large_copy, large_empty
+from atomtrain.swarm.large import Recycler, large_copy, large_empty
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.reduction import SliceReduction
 from atomtrain.swarm.slices import (
@@ -360,6 +361,29 @@ def test_large_memory_holds_what_is_written(elements: int) -> None:
     assert (values.dtype, values.shape) == (torch.float32, (elements,))
     values.copy_(torch.arange(elements))
     assert large_copy(values).sum(dtype=torch.float64) == elements * (elements - 1) / 2
+
+
+def test_memory_serves_again_when_nothing_refers_to_it() -> None:
+    recycler, size = Recycler(), (1 << 20) + 7
+    first = recycler.empty(size)
+    place = first.data_ptr()
+    held = byte_view(first.view(torch.uint8)[5:9])
+    del first
+    assert recycler.empty(size).data_ptr() != place, "a view of it is still in use"
+    del held
+    again = {recycler.empty(size).data_ptr(), recycler.empty(size - 3).data_ptr()}
+    assert place in again, "also for what is a little smaller"
+    assert recycler.empty(0).shape == (0,)
+
+
+def test_memory_of_another_size_is_given_back() -> None:
+    recycler = Recycler(one_size=True)
+    held = recycler.empty(1 << 20)
+    assert recycler.kept_bytes == 0
+    del held
+    assert recycler.kept_bytes == 1 << 20
+    recycler.empty(2 << 20)
+    assert recycler.kept_bytes == 2 << 20
 
 
 def test_a_mean_lies_where_it_is_wanted() -> None:

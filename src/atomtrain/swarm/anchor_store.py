@@ -6,6 +6,7 @@ thread between two steps.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,7 +15,10 @@ import torch
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors import Anchor, Merge, Snapshot, Stamp, digest_of
 from atomtrain.swarm.digests import HASH, OLD_HASH
-from atomtrain.swarm.slices import Span
+from atomtrain.swarm.slices import Span, piece_spans
+
+_CACHED_ELEMENTS = 1 << 16
+"""For each thread."""
 
 
 class FragmentAccess(Protocol):
@@ -166,7 +170,7 @@ class AnchorStore:
             self.place(merge.fragment, merge.anchor)
             self._velocities[merge.fragment] = None
             return
-        for start, stop in merge.changed:
+        for start, stop in _cached(merge.changed):
             local[start:stop].sub_(old[start:stop]).add_(new[start:stop])
         if merge.snapshot is not None and merge.contributed:
             taken = merge.snapshot.values
@@ -174,7 +178,7 @@ class AnchorStore:
             # alone in a swarm is then the same as without one, bit for bit.
             if new is not taken:
                 self._advance_residual(merge.snapshot, merge.contributed)
-                for start, stop in merge.contributed:
+                for start, stop in _cached(merge.contributed):
                     progress = local[start:stop].sub_(taken[start:stop])
                     self._hold_back(merge.fragment, Span(start, stop), progress)
                     progress.add_(new[start:stop])
@@ -285,3 +289,10 @@ class AnchorStore:
             self._residuals[fragment] = residual
         self._tokens_merged = [self.tokens_seen - since for since in meta["tokens_since"]]
         self._measured_from = list(meta.get("measured_from", meta["versions"]))
+
+
+def _cached(spans: Iterable[Span]) -> Iterator[Span]:
+    """Yield spans cut so that several operations in turn find their numbers in the caches."""
+    elements = _CACHED_ELEMENTS * torch.get_num_threads()
+    for span in spans:
+        yield from piece_spans(span, elements)

@@ -93,14 +93,17 @@ class Snapshot:
     velocity: torch.Tensor | None = None
     """That of the outer update as this peer has it; None is zero, or none is needed."""
 
-    def contribution(self, span: Span) -> torch.Tensor:
-        """Return what the peer has to give in a span: its change, and its residual."""
+    def contribution(self, span: Span, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what the peer has to give in a span: its change, and its residual.
+
+        It is in `out`, 1-D float32 of the span's size, if that is given.
+        """
         start, stop = span
-        change = (
-            self.values[start:stop].clone()
-            if self.gradient
-            else self.values[start:stop] - self.anchor.values[start:stop]
-        )
+        values = self.values[start:stop]
+        if self.gradient:
+            change = values.clone() if out is None else out.copy_(values)
+        else:
+            change = torch.sub(values, self.anchor.values[start:stop], out=out)
         return change if self.residual is None else change.add_(self.residual[start:stop])
 
 

@@ -14,13 +14,20 @@ from collections.abc import Sequence
 import torch
 
 from atomtrain.swarm.anchors import Snapshot
-from atomtrain.swarm.codec import Codec, codec_named, decode_span, encode_span, square_of
+from atomtrain.swarm.codec import (
+    Codec,
+    byte_view,
+    codec_named,
+    decode_span,
+    encode_span,
+    square_of,
+)
 from atomtrain.swarm.digests import Digest
 from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard
-from atomtrain.swarm.large import large_empty
+from atomtrain.swarm.large import Recycler, large_empty
 from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.outer import OuterUpdate, Place, rows_of
-from atomtrain.swarm.owning import Offload, receive_buffer
+from atomtrain.swarm.owning import Offload
 from atomtrain.swarm.slices import Span, piece_spans
 from atomtrain.swarm.transport import Channel
 
@@ -81,8 +88,12 @@ class Bases:
         codec: Codec,
         spans: Sequence[Span],
         offload: Offload,
+        memory: Recycler,
     ) -> None:
-        """Know none yet; `codec` is that of changes, `spans` are those of the slices."""
+        """Know none yet; `codec` is that of changes, `spans` are those of the slices.
+
+        Bases come to `memory`.
+        """
         self.values = large_empty(snapshot.values.numel())
         """1-D float32, one base after the other; undefined where none is known."""
         self.digests = [""] * len(spans)
@@ -92,6 +103,7 @@ class Bases:
         self._snapshot, self._update, self._offload = snapshot, update, offload
         self._codec = base_codec(codec)
         self._spans = spans
+        self._memory = memory
         self._known = [asyncio.Event() for _ in spans]
         self._own: dict[int, asyncio.Future[list[memoryview]]] = {}
 
@@ -121,7 +133,7 @@ class Bases:
         """
         pieces = []
         for start, stop in piece_spans(Span(0, self._spans[index].elements)):
-            data = receive_buffer(self._codec.encoded_bytes(stop - start))
+            data = byte_view(self._memory.empty(self._codec.encoded_bytes(stop - start)))
             await channel.receive_into(data)
             pieces.append(data)
         if not await self._offload(self._take, index, pieces, guard, usual_rms):

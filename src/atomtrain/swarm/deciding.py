@@ -13,11 +13,12 @@ from atomtrain.swarm.anchors import (
     Part,
     Snapshot,
     Stamp,
-    digest_of,
     split_parts,
 )
 from atomtrain.swarm.bases import velocity_after
+from atomtrain.swarm.codec import byte_view
 from atomtrain.swarm.context import Context
+from atomtrain.swarm.digests import Digest
 from atomtrain.swarm.exchange import ExchangeResult
 from atomtrain.swarm.groups import SLACK_VERSIONS
 from atomtrain.swarm.large import large_copy, large_empty
@@ -67,15 +68,14 @@ def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
     old = snapshot.anchor
     values = large_empty(old.values.numel())
     velocity = None if begin.bases else _velocity(old, update)
-    parts = []
+    parts, digest = [], Digest()
     committed = frozenset(decided.commit.slices)
     for j, span in enumerate(slice_spans(values.numel(), len(decided.result.means))):
         mean = decided.result.means[j]
         start, stop = span
         if j not in committed or mean is None:
             values[start:stop] = old.values[start:stop]
-            continue
-        if decided.result.bases is not None:
+        elif decided.result.bases is not None:
             torch.add(decided.result.bases.values[start:stop], mean.values, out=values[start:stop])
         else:
             update.apply(
@@ -86,12 +86,14 @@ def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
                 out=values[start:stop],
                 place=Place(snapshot.fragment, start, old.stamp.version),
             )
-        parts.append(Part(span, frozenset(begin.members[i] for i in mean.contributors)))
+        digest.update(byte_view(values[start:stop]))  # they are in the processor's cache now
+        if j in committed and mean is not None:
+            parts.append(Part(span, frozenset(begin.members[i] for i in mean.contributors)))
+    if velocity is not None:
+        digest.update(byte_view(velocity))
     used = frozenset().union(*(part.contributors for part in parts))
     tokens = sum(w for m, w in zip(begin.members, begin.weights, strict=True) if m in used)
-    stamp = Stamp(
-        begin.version + 1, begin.tokens + begin.groups * tokens, digest_of(values, velocity)
-    )
+    stamp = Stamp(begin.version + 1, begin.tokens + begin.groups * tokens, digest.text())
     origin = Origin(begin.round_id, tuple(parts))
     anchor = Anchor(values, velocity, stamp, origin, grouped=begin.bases)
     changed, contributed = split_parts(parts, peer_id)

@@ -19,7 +19,7 @@ from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.bases import Bases
 from atomtrain.swarm.codec import Codec, byte_view, decode_span, decoded, square_of
 from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard
-from atomtrain.swarm.large import large_empty
+from atomtrain.swarm.large import Recycler, large_empty
 from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Mean
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.owning import (
@@ -28,7 +28,6 @@ from atomtrain.swarm.owning import (
     SliceMean,
     mean_codec,
     mean_digest,
-    receive_buffer,
 )
 from atomtrain.swarm.reduction import SliceReduction
 from atomtrain.swarm.slices import (
@@ -99,11 +98,12 @@ class Exchange:
         self._each = slices_per_member(elements, len(members))
         self._lanes = lanes_per_owner(len(members), self._each)
         self._spans = slice_spans(elements, len(members) * self._each)
-        self._bases = (
-            Bases(setup.snapshot, setup.update, setup.codec, self._spans, setup.offload)
-            if begin.bases
-            else None
-        )
+        self._memory = Recycler()
+        self._bases = None
+        if begin.bases:
+            self._bases = Bases(
+                setup.snapshot, setup.update, setup.codec, self._spans, setup.offload, self._memory
+            )
         self._means: list[SliceMean | None] = [None] * len(self._spans)
         self._values = large_empty(elements)  # what all means lie in
         self._own_square = [0.0] * len(self._spans)
@@ -120,7 +120,8 @@ class Exchange:
         for member, peer_id in enumerate(begin.members):
             if peer_id in setup.excluded:
                 reduction.lose(member)
-        return OwnedSlice(index, self._place(index), begin, setup.codec, setup.offload, reduction)
+        place, codec = self._place(index), setup.codec
+        return OwnedSlice(index, place, begin, codec, setup.offload, reduction, self._memory)
 
     def _place(self, index: int) -> torch.Tensor:
         start, stop = self._spans[index]
@@ -194,7 +195,8 @@ class Exchange:
     def _contribution(self, span: Span) -> torch.Tensor:
         if self._bases is not None:
             return self._bases.contribution(span)
-        return self._setup.snapshot.contribution(span)
+        out = self._memory.empty(4 * span.elements).view(torch.float32)
+        return self._setup.snapshot.contribution(span, out)
 
     def _own_contribution(self, index: int) -> torch.Tensor:
         """Return this member's contribution to its own slice, as others would have received it."""
@@ -286,7 +288,7 @@ class Exchange:
             data = (
                 byte_view(place[start:stop])  # the bytes are the values
                 if codec.exact
-                else receive_buffer(codec.encoded_bytes(stop - start))
+                else byte_view(self._memory.empty(codec.encoded_bytes(stop - start)))
             )
             await channel.receive_into(data)
             pieces.append(data)

@@ -13,6 +13,7 @@ import torch
 
 from atomtrain.swarm.codec import Codec, byte_view, decode_span, decoded, encode_span, square_of
 from atomtrain.swarm.digests import Digest
+from atomtrain.swarm.large import Recycler
 from atomtrain.swarm.messages import BadMessage, Begin, Mean
 from atomtrain.swarm.reduction import SliceReduction
 from atomtrain.swarm.slices import Span, piece_spans
@@ -60,11 +61,6 @@ def mean_digest(
     return digest.text()
 
 
-def receive_buffer(size_bytes: int) -> memoryview:
-    """Return memory for bytes that are about to arrive; not cleared, unlike a `bytearray`."""
-    return byte_view(torch.empty(size_bytes, dtype=torch.uint8))
-
-
 class OwnedSlice:
     """Reduces one slice and serves its mean; who is lost or late does not count."""
 
@@ -76,10 +72,12 @@ class OwnedSlice:
         codec: Codec,
         offload: Offload,
         reduction: SliceReduction,
+        memory: Recycler,
     ) -> None:
         """Own a slice of the round from now on, for half of its time.
 
-        Its mean is written to `place`, 1-D float32 of the slice's size.
+        Its mean is written to `place`, 1-D float32 of the slice's size; contributions come to
+        `memory`.
         """
         self.reduction = reduction
         self.base_digest = ""
@@ -90,6 +88,7 @@ class OwnedSlice:
         self._begin = begin
         self._codec = codec
         self._offload = offload
+        self._memory = memory
         self._adding = asyncio.Lock()
         self._changed = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -113,7 +112,7 @@ class OwnedSlice:
         """
         pieces = []
         for start, stop in piece_spans(Span(0, self._place.numel())):
-            data = receive_buffer(self._codec.encoded_bytes(stop - start))
+            data = byte_view(self._memory.empty(self._codec.encoded_bytes(stop - start)))
             await channel.receive_into(data)
             pieces.append(data)
         if member in self.reduction.awaited:

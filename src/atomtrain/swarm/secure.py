@@ -18,8 +18,8 @@ from atomtrain.swarm.transport import CHUNK_BYTES
 _KEY_BYTES = 32
 _AT_ONCE_BYTES = 1 << 20
 """What moves without a wait before others on the event loop have their turn."""
-_WAKE_S = 0.02
-_WAKE_BYTES_MAX = 1 << 16
+_WAKE_S = 0.05
+_WAKE_BYTES_MAX = CHUNK_BYTES
 PUBLIC_BYTES = 32
 """Bytes of a public key of `agree`."""
 
@@ -79,6 +79,7 @@ class SecureChannel(FrameChannel):
         """
         super().__init__(remote, stall_s, keys)
         self._socket = plain
+        self._descriptor = plain.fileno()  # selectors take numbers faster than sockets
         self._before_close = before_close
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[None]] = set()
@@ -95,8 +96,8 @@ class SecureChannel(FrameChannel):
         self._closed = True
         self._before_close(self._socket, self.remote)
         if not self._loop.is_closed():
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
+            self._loop.remove_reader(self._descriptor)
+            self._loop.remove_writer(self._descriptor)
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(ConnectionResetError("closed at this end"))
@@ -157,19 +158,17 @@ class SecureChannel(FrameChannel):
         if self._closed:
             raise ConnectionResetError("closed at this end")
 
-    async def _wait(
-        self, watch: Callable[..., object], forget: Callable[[socket.socket], object]
-    ) -> None:
+    async def _wait(self, watch: Callable[..., object], forget: Callable[[int], object]) -> None:
         ready = self._loop.create_future()
         self._waiting.add(ready)
-        watch(self._socket, _resolve, ready)
+        watch(self._descriptor, _resolve, ready)
         self._at_once_bytes = 0
         try:
             await ready
         finally:
             self._waiting.discard(ready)
             if not self._closed:  # then the descriptor may be another socket's already
-                forget(self._socket)
+                forget(self._descriptor)
 
 
 def _resolve(ready: asyncio.Future[None]) -> None:
