@@ -14,6 +14,14 @@ from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import Recipe, amended, new_recipe
 
 
+def test_how_often_peers_average_is_measured_unless_it_is_said() -> None:
+    recipe = new_recipe(TrainOptions(model="tiny"))
+    assert recipe.local_steps == 0
+    fixed = amended(recipe, TrainOptions(local_steps=5), "here")
+    assert (fixed.local_steps, amended(fixed, TrainOptions(), "here").local_steps) == (5, 5)
+    assert amended(fixed, TrainOptions(measured_rounds=True), "here").local_steps == 0
+
+
 def test_json_round_trip() -> None:
     recipe = new_recipe(TrainOptions(model="tiny", dropout=0.1, seed=3))
     assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe

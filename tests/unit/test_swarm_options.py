@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from hypothesis import strategies as st
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import Rules
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.peering import joined, joined_like, swarm_config, with_rules
+from atomtrain.training.peering import (
+    joined,
+    joined_like,
+    most_fragments,
+    swarm_config,
+    with_rules,
+)
 
 
 def _config(**options: Any) -> Any:
@@ -33,6 +40,29 @@ def test_defaults_and_choices_become_rules(tmp_path: Path) -> None:
     assert config.key_path == key
     assert _config(upload_limit="8Mbit/s").upload_limit_bytes_per_s == 1e6
     assert _config().upload_limit_bytes_per_s == math.inf
+
+
+def test_how_often_peers_average_is_measured_or_said() -> None:
+    def steps(local_steps: int, **options: Any) -> int:
+        given = TrainOptions(**options)
+        return Rules.of(swarm_config(given, "r", "me", None, local_steps)).local_steps_per_round
+
+    assert (steps(0), steps(12), steps(12, measured_rounds=True)) == (0, 12, 0)
+
+
+def test_measured_rounds_have_few_fragments_that_are_not_too_large() -> None:
+    class Sized:
+        def __init__(self, *sizes_bytes: int) -> None:
+            self._sizes = sizes_bytes
+
+        def fragment_ranges(self) -> list[tuple[int, int]]:
+            stops = list(accumulate(self._sizes))
+            return list(zip([0, *stops], stops, strict=False))
+
+    small, large = Sized(*[64 << 20] * 9), Sized(*[64 << 20] * 440)
+    assert most_fragments(small, 20) == most_fragments(large, 20) == 20  # type: ignore[arg-type]
+    assert most_fragments(small, 0) == 4  # type: ignore[arg-type]
+    assert most_fragments(large, 0) == 14  # type: ignore[arg-type]
 
 
 def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:

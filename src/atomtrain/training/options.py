@@ -152,12 +152,14 @@ class TrainOptions:
     local_steps: int | None = option(
         None,
         "Steps in which every part of the model is averaged with the other peers once; fewer learn "
-        "more and send more. Default: 20.",
+        "more and send more. Set by who starts the run. Default: as few as the link allows, by how "
+        "long rounds and steps are seen to take.",
         "N",
     )
     measured_rounds: bool = option(
         False,
-        "Average as often as the link allows, instead of --local-steps; set by who starts the run.",
+        "Average as often as the link allows, as is the default: for resuming a run that was "
+        "started with --local-steps.",
         "",
     )
     wire: str | None = option(

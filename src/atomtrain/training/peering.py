@@ -26,6 +26,8 @@ SEPARATOR = "@"
 """Between the run's name and the peer's address in the line that others paste."""
 LAN = "lan"
 """In the place of an address: whoever answers on the local network."""
+_FEW_FRAGMENTS = 4
+_LARGEST_FRAGMENT_BYTES = 2 << 30
 
 
 class EngineFragments:
@@ -59,6 +61,19 @@ class EngineFragments:
     def view(self, index: int) -> AbstractContextManager[Tensor]:
         """Return exclusive access to a fragment; between two steps only."""
         return self._engine.fragment(*self._ranges[index])
+
+
+def most_fragments(engine: Engine, local_steps: int) -> int:
+    """Return how many fragments a new run has at most; `local_steps` 0 stands for measured ones.
+
+    Each fragment takes a round of its own, and a round a step at least. So where the link could do
+    with fewer steps between the model's averages, many fragments would be what takes longest; but
+    a round's memory is several times its fragment's.
+    """
+    if local_steps:
+        return local_steps
+    total_bytes = sum(stop - start for start, stop in engine.fragment_ranges())
+    return max(_FEW_FRAGMENTS, -(-total_bytes // _LARGEST_FRAGMENT_BYTES))
 
 
 def joined(sizes: Sequence[int], most: int | None) -> list[tuple[int, int]]:
@@ -121,7 +136,7 @@ def swarm_config(
     local_steps: int,
     fragments: int = 1,
 ) -> SwarmConfig:
-    """Return the swarm's configuration.
+    """Return the swarm's configuration; `local_steps` 0: as measurements say.
 
     Raises:
         SwarmError: the addresses name different runs, or none is known.

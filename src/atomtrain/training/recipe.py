@@ -58,7 +58,8 @@ class Recipe:
     """Global norm to which gradients are clipped."""
     seed: int
     local_steps: int
-    """Steps in which every part of the model is averaged with other peers once."""
+    """Steps in which every part of the model is averaged with other peers once; 0: as few as the
+    link allows."""
     evaluate_every: int
     checkpoint_every: int
     optimizer: str = "adamw"
@@ -171,7 +172,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
         weight_decay=usual.weight_decay,
         clip_norm=1.0,
         seed=options.seed or 0,
-        local_steps=options.local_steps or 20,
+        local_steps=options.local_steps or 0,
         evaluate_every=options.evaluate_every or max(1, steps // 8),
         checkpoint_every=options.checkpoint_every or max(1, steps // 4),
         optimizer=options.optimizer or "adamw",
@@ -304,4 +305,6 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         )
         if getattr(options, field) is not None
     }  # fmt: skip
+    if options.measured_rounds:
+        changes["local_steps"] = 0
     return dataclasses.replace(recipe, **changes)

@@ -51,6 +51,7 @@ from atomtrain.training.peering import (
     EngineFragments,
     forget_peers,
     manifest_of,
+    most_fragments,
     swarm_config,
     with_addresses,
     with_rules,
@@ -168,7 +169,7 @@ def _assemble(
     engine = _open_engine(model, recipe, devices, fit, objective, options, gradients=gradients)
     engine.recording = options.trace is not None
     try:
-        fragments = GradientFragments(engine) if gradients else _fragments(engine, options, source)
+        fragments = GradientFragments(engine) if gradients else _fragments(engine, source)
         if source.weights is not None:
             source.weights.load(engine)
         if isinstance(objective, PreferredAnswer):  # the model is as it was before it learns
@@ -257,16 +258,14 @@ def _fit(
     return found._replace(head_pieces=options.head_pieces or found.head_pieces)
 
 
-def _fragments(engine: Engine, options: TrainOptions, source: Source) -> EngineFragments:
-    """Divide the parameters as the run or the checkpoint does, or as few as rounds can serve."""
+def _fragments(engine: Engine, source: Source) -> EngineFragments:
+    """Divide the parameters as the run or the checkpoint does, or into as few as rounds serve."""
     if source.swarm is not None:
         return EngineFragments(engine, like=source.swarm.manifest.fragment_elements)
     saved = {} if source.checkpoint is None else source.checkpoint.meta.get("swarm", {})
     if saved:
         return EngineFragments(engine, like=saved["fragment_elements"])
-    return EngineFragments(
-        engine, most=None if options.measured_rounds else source.recipe.local_steps
-    )
+    return EngineFragments(engine, most=most_fragments(engine, source.recipe.local_steps))
 
 
 def _enter_swarm(session: Session, source: Source) -> None:
