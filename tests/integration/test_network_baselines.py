@@ -84,6 +84,28 @@ def test_every_pipeline_learns_what_one_process_learns(
         assert losses == pytest.approx(expected, abs=2e-3), candidate.name()
 
 
+def test_pipelines_side_by_side_learn_what_one_process_learns(peers: Peers) -> None:
+    # Each has one stage and half of the micro-batches; gradients are averaged in every step.
+    plan = {
+        "schedule": "own",
+        "bounds": [0, MODEL.layers + 2],
+        "orders": [[[backward, 0, index] for index in range(2) for backward in (False, True)]],
+        "micro_batch": 2,
+        "micro_batches": 2,
+        "pipelines": 2,
+        "wire": "bfloat16",
+        "ahead": 4,
+        "recompute": False,
+    }
+    replies = peers.tell_all(
+        "pipeline", 60,
+        model=MODEL.to_json(), plan=plan, sequences=SEQUENCES, steps=STEPS, warm_up=0,
+    )  # fmt: skip
+    losses = [sum(both) / 2 for both in zip(*(reply["losses"] for reply in replies), strict=True)]
+    assert losses == pytest.approx(resident_losses(), abs=2e-3)
+    assert replies[0]["losses"] != replies[1]["losses"]
+
+
 def test_float32_on_the_wire_changes_no_bit(peers: Peers, speeds: Speeds) -> None:
     found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
     for recompute in (False, True):

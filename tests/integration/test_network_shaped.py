@@ -161,7 +161,7 @@ def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:
         ),
         spare_share=3.5,
         micro_batches=(4, 8),
-        links=((1e8, 0.01),),
+        links=(Link(bits_per_s=1e8, round_trip_s=0.01, loss_share=0.001),),
         stand_ins=(),
         local_steps=4,
         trials=6,
@@ -175,7 +175,7 @@ def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:
     result = network.run(BenchmarkOptions(out=kept), setup)
     (row,) = result["rows"]
     assert row["errors"] == []
-    assert row["link_bits_per_s"] == 1e8
+    assert (row["link_bits_per_s"], row["loss_share"]) == (1e8, 0.001)
     assert row["probe"]["round_trip_s"] >= 0.01
     assert row["probe"]["bits_per_s"] < 1.1e8
     assert row["ratio"] == row["atom_tokens_per_s"] / row["pipeline_tokens_per_s"]
@@ -185,6 +185,12 @@ def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:
     assert row["atom"]["device_peak_bytes"] <= result["device_budget_bytes"]
     assert row["pipeline"]["device_peak_bytes"] <= result["device_budget_bytes"]
     assert set(result["micro_batch_step_s"]) == {"4", "8"}
+    for method in ("atom", "pipeline", "data_parallel"):
+        learnt = row[method]["curve"]
+        assert len(learnt["loss"]) == len(learnt["seconds"]) == row[method]["steps"] or (
+            method == "atom"  # its steps are those of all peers
+        )
+        assert 0 < row[method]["utilisation"] <= 1.5
     alone = row["atom"]["alone_tokens_per_s"]
     assert row["atom"]["share_of_alone"] == row["atom_tokens_per_s"] / alone
     assert json.loads(kept.read_text()) == {**json.loads(json.dumps(result)), "complete": False}

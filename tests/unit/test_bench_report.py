@@ -31,10 +31,11 @@ NETWORK = {
                 "predicted_round_s": 1.0,
             },
             "pipeline": {
+                "tokens_per_s": 100.0,
                 "trials": [
                     {"pipeline": "own", "tokens_per_s": 100.0, "predicted_tokens_per_s": 90.0},
                     {"pipeline": "1F1B", "tokens_per_s": 50.0, "predicted_tokens_per_s": 100.0},
-                ]
+                ],
             },
         },
         {
@@ -53,7 +54,7 @@ NETWORK = {
         },
     ],
     "peers": 2,
-    "inputs": {"gpu": "rtx-3090"},
+    "inputs": {"gpu": "rtx-3090", "links": [[1e8, 0.0]], "stand_ins": [{}]},
     "machine": {"processor": "A <processor>", "cores": 2, "os": "Linux 6"},
 }
 SIMULATION = {
@@ -115,7 +116,7 @@ def test_measured_ratios_lie_where_a_gpu_s_link_has_as_many_bits_per_flop() -> N
 
 def test_the_command_is_that_of_the_benchmark_and_its_peers() -> None:
     assert "atom bench network --peers 2 --json<" in _command("network-2-peers", NETWORK)
-    assert "atom bench network --json<" in _command("network", NETWORK)
+    assert "atom bench network --json<" in _command("network", {})
     assert "atom bench time-to-loss --json<" in _command("time-to-loss", {})
     assert _command("of my own", {}) == "Measured"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from atomtrain.benchmarks.network_page import cases, page
 from atomtrain.benchmarks.network_rows import (
+    command,
     largest_ratio,
     network_results,
     rate_name,
@@ -47,11 +48,13 @@ RESULT = {
     "machine": {"cores": 2, "processor": "one"},
     "load_average_before": 0.1,
     "peer_flops_per_s": 3e10,
+    "inputs": {"links": [[1e8, 0.05]], "stand_ins": [{}]},
 }
 
 
 def test_the_page_in_docs_is_that_of_the_results() -> None:
-    paths = sorted((ROOT / "benchmarks/results").glob("network*.json"))
+    folder = ROOT / "benchmarks/results"
+    paths = [*sorted(folder.glob("network*.json")), *folder.glob("time-to-loss.json")]
     results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     assert (ROOT / "docs/network-results.md").read_text(encoding="utf-8") == page(results)
 
@@ -92,10 +95,59 @@ def test_results_of_several_numbers_of_peers_are_one_page() -> None:
     assert "| **+100%** |" in text
 
 
+def test_a_pipeline_that_was_too_slow_for_full_steps_is_told() -> None:
+    text = page([{**RESULT, "rows": [{**ROW, "full_step_ratio": 2.2}]}])
+    assert "| 4.00 (2 to full steps, simulated) |" in text
+    assert largest_ratio([{**ROW, "full_step_ratio": 2.2}]) == 2.2
+
+
+def test_a_result_s_command_is_told_and_names_its_section() -> None:
+    def told(inputs: dict[str, object], **more: object) -> str:
+        return command({**RESULT, "inputs": {"links": [1], "stand_ins": [1], **inputs}, **more})
+
+    assert told({}) == "atom bench network --peers 2 --json"
+    assert "--links plain" in told({"stand_ins": []})
+    assert "--links stand-ins" in told({"links": []})
+    assert "--links alone" in told({"stand_ins": [], "baselines": False})
+    asked = {"links": "all", "link": ["1Mbit/s,1%", "2Mbit/s"]}
+    assert told({}, asked=asked) == (
+        "atom bench network --peers 2 --link 1Mbit/s,1% --link 2Mbit/s --json"
+    )
+    assert "cores: further links" in page([{**RESULT, "asked": asked, "rows": [ROW]}])
+    alone = {**RESULT, "inputs": {"links": [1], "stand_ins": [], "baselines": False}}
+    assert "cores: the swarm against its peers alone" in page([{**alone, "rows": [ROW]}])
+
+
+def test_losses_are_told_link_by_link() -> None:
+    def curve(method: str, loss: list[float]) -> dict[str, object]:
+        return {
+            "link": "slow",
+            "method": method,
+            "seconds": [1.0, 2.0],
+            "tokens": [10, 2000],
+            "loss": loss,
+        }
+
+    reached = {
+        "link": "slow",
+        "baseline": "pipeline",
+        "atom_s": 1.0,
+        "atom_loss_at_equal_tokens": 3.0,
+        "baseline_loss_at_equal_tokens": 3.5,
+    }
+    curves = [curve("ATOM", [4.0, 2.0]), curve("pipeline", [4.0, 3.0])]
+    text = page([{"peers": 2, "train_s": 100.0, "curves": curves, "reached": [reached]}])
+    assert "| slow | ATOM | 2 | 2k | 3.00 | - | - | - |" in text
+    assert "| slow | pipeline | 2 | 2k | 3.50 | 1 s | 3.50 | 3.00 |" in text
+
+
 def test_unequal_budgets_of_an_older_version_are_told() -> None:
     older = {**RESULT, "device_budget_bytes": 10, "pipeline_device_budget_bytes": 25}
     assert "had 2.5 times the memory" in page([{**older, "rows": [ROW]}])
     assert "older version" not in page([{**RESULT, "rows": [ROW]}])
+    four = {**RESULT, "peers": 4}
+    assert "one chain of all peers" in page([{**four, "rows": [ROW]}])
+    assert "older version" not in page([{**four, "rows": [{**ROW, "full_step_ratio": None}]}])
 
 
 def test_rates_have_the_unit_that_people_would_use() -> None:

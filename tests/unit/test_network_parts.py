@@ -19,7 +19,13 @@ from atomtrain.benchmarks.network_setup import (
     stand_in,
 )
 from atomtrain.benchmarks.pipeline import decode, encode, encoded_bytes
-from atomtrain.benchmarks.pipeline_search import Speeds, candidates, to_measure
+from atomtrain.benchmarks.pipeline_search import (
+    Candidate,
+    Speeds,
+    candidates,
+    merged,
+    to_measure,
+)
 from atomtrain.benchmarks.shaping import Link
 from atomtrain.errors import ConfigError, PlanError
 
@@ -126,6 +132,41 @@ def test_the_best_prediction_comes_first_and_fits() -> None:
         )
 
 
+def test_several_short_pipelines_share_the_samples_and_average_gradients() -> None:
+    def best(link: Link) -> dict[int, Candidate]:
+        found = candidates(SMALL, 4, 16, speeds(), link, 20_000_000)
+        assert {candidate.pipelines for candidate in found} == {1, 2}
+        for candidate in found:
+            assert candidate.micro_batch * candidate.micro_batches * candidate.pipelines == 16
+            assert len(candidate.orders) * candidate.pipelines == 4
+        return {c.pipelines: c for c in reversed(found)}
+
+    fast, slow = best(Link(bits_per_s=1e10)), best(Link(bits_per_s=1e5))
+    assert fast[2].predicted_s < fast[1].predicted_s  # a shorter bubble
+    # A gradient of half of the model, of two bytes a parameter, crosses each link in each step.
+    assert slow[2].predicted_s > 8 * SMALL.parameters / 1e5
+    assert "2 such pipelines" in slow[2].name()
+    json.dumps(slow[2].plan())
+
+
+def test_a_lossy_link_is_predicted_slower() -> None:
+    clean, lossy = (
+        candidates(SMALL, 2, 16, speeds(), link, 10_000_000)[0].predicted_s
+        for link in (
+            Link(bits_per_s=1e7, round_trip_s=0.1),
+            Link(bits_per_s=1e7, round_trip_s=0.1, loss_share=0.01),
+        )
+    )
+    assert lossy > clean
+
+
+def test_the_library_s_interleaved_schedule_has_a_prediction_of_its_own() -> None:
+    found = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e5), 10_000_000)
+    alike = [c for c in found if c.chunks == 2 and not c.recompute and c.micro_batches % 2 == 0]
+    assert all(c.library_s > 0 for c in alike)
+    assert any(c.library_s > 1.05 * c.predicted_s for c in alike)
+
+
 def test_a_slow_link_calls_for_eight_bits() -> None:
     slow = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e5), 10_000_000)
     assert slow[0].wire == "int8"
@@ -185,6 +226,8 @@ def test_the_slowest_peer_counts() -> None:
     both = Speeds.of([one, other])
     assert both.sizes[1] == {"block": {"forward_s": 2.0}, "wire_s": {"int8": 4.0}}
     assert both.update_parameters_per_s == 5.0
+    turns = [{"block": {"forward_s": a}} for a in (3.0, 2.0)]
+    assert merged(turns, min) == {"block": {"forward_s": 2.0}}
 
 
 def test_speed_is_that_of_the_best_micro_batch() -> None:

@@ -39,6 +39,19 @@ def test_the_table_says_that_it_is_simulated(capsys: pytest.CaptureFixture[str])
     assert "Simulated, not measured" in text
 
 
+def test_a_narrow_way_out_slows_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for upload in ("100Mbit/s", "1Mbit/s"):
+        assert main([*SMALL, "--link", "100Mbit/s", "--upload", upload, "--json"]) == 0
+        (found[upload],) = json.loads(capsys.readouterr().out)["rows"]
+    even, narrow = found.values()
+    assert narrow["link_bits_per_s"] == 1e8
+    assert narrow["pipeline_tokens_per_s"] < even["pipeline_tokens_per_s"]
+    assert narrow["atom"]["averaged_every_s"] > even["atom"]["averaged_every_s"]
+    assert main([*SMALL, "--link", "100Mbit/s", "--upload", "1Mbit/s"]) == 0
+    assert "at most 1Mbit/s out of each peer" in capsys.readouterr().out
+
+
 def test_rounds_of_unlike_peers_are_simulated_on_each_link(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -58,6 +71,7 @@ def test_rounds_of_unlike_peers_are_simulated_on_each_link(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (("--spread", "0.5"), "--spread says something only of --rounds N"),
         (("--peers", "1"), "--peers must be at least 2"),
         (("--rounds", "0"), "--rounds must be at least 1"),
         (("--rounds", "5", "--group", "1"), "groups must be of at least 2"),

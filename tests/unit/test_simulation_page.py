@@ -10,7 +10,12 @@ import pytest
 
 from atomtrain.benchmarks.scale_page import END, START, table
 from atomtrain.benchmarks.simulation_encoding import measured_encoding
-from atomtrain.benchmarks.simulation_page import _where_a_pipeline_wins, page
+from atomtrain.benchmarks.simulation_page import (
+    _goal,
+    _where_a_pipeline_wins,
+    measured_ratios,
+    page,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,8 +28,46 @@ def result() -> dict[str, Any]:
     return found
 
 
-def test_the_page_in_docs_is_that_of_the_result(result: dict[str, Any]) -> None:
-    assert (ROOT / "docs/simulation.md").read_text(encoding="utf-8") == page(result)
+def test_the_page_in_docs_is_that_of_the_results(result: dict[str, Any]) -> None:
+    paths = sorted((ROOT / "benchmarks/results").glob("network*.json"))
+    networks = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    assert (ROOT / "docs/simulation.md").read_text(encoding="utf-8") == page(result, networks)
+
+
+def _run(ratio: float, model: str | None = "gpt3-xl", rounds: int = 1) -> dict[str, Any]:
+    return {
+        "stands_for": {"gpu": "rtx-3090", "bits_per_s": 1e8, "model": model},
+        "ratio": ratio,
+        "atom_tokens_per_s": 100.0,
+        "atom": {"rounds_averaged": rounds},
+    }
+
+
+def test_cases_that_were_run_for_real_are_marked(result: dict[str, Any]) -> None:
+    rows = [_run(3.25), _run(9.5, model=None), _run(8.5, rounds=0)]
+    networks = [{"peers": 4, "rows": rows}]
+    assert measured_ratios(networks, "rtx-3090") == {("gpt3-xl", 4, 1e8): [3.25]}
+    assert measured_ratios(networks, "a100-40gb") == {}
+    text = page(result, networks)
+    marked = [line for line in text.splitlines() if "**3.25**" in line]
+    assert len(marked) == 1
+    assert marked[0].startswith("| gpt3-xl | 4 |")
+    assert "--peers 4" in text
+    assert "Bold: run for real" not in page(result)
+    elsewhere = [{"peers": 3, "rows": [_run(3.25)]}]
+    assert "gpt3-xl with 3 peers on 100 Mbit/s **3.25**" in page(result, elsewhere)
+
+
+def test_where_twenty_times_is_reached_is_told_by_numbers() -> None:
+    def row(rate: float, ratio: float) -> dict[str, Any]:
+        return {"model": "small", "peers": 4, "link_bits_per_s": rate, "ratio": ratio}
+
+    nowhere = "\n".join(_goal([row(3e7, 10.0), row(1e8, 3.0)]))
+    assert "nowhere in this table" in nowhere
+    assert "about (Mbit/s): small 15." in nowhere
+    assert "small on 30 Mbit/s (25.0)" in "\n".join(_goal([row(3e7, 25.0), row(1e8, 7.5)]))
+    flat = "\n".join(_goal([row(3e7, 1.2), row(1e8, 1.1)]))
+    assert "slower links" not in flat
 
 
 def test_the_table_of_growing_swarms_is_that_of_the_result(result: dict[str, Any]) -> None:

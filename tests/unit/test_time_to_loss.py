@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from atomtrain.benchmarks.network_curves import curve as curve_of
+from atomtrain.benchmarks.network_curves import smoothed
 from atomtrain.benchmarks.network_model import ModelSetup
-from atomtrain.benchmarks.time_to_loss import _curve, _reached, smoothed
+from atomtrain.benchmarks.time_to_loss import _reached
 from atomtrain.errors import ConfigError
 
 
 def curve(method: str, losses: list[float], step_s: float, tokens: int) -> dict[str, object]:
-    return {"method": method, "link": "slow", **_curve(losses, step_s, tokens, 0)}
+    return {"method": method, "link": "slow", **curve_of(losses, step_s, tokens, 0)}
 
 
 def test_steps_before_the_measurement_count_in_time_and_tokens() -> None:
-    found = _curve([3.0, 2.0], step_s=10.0, tokens=7, before=2)
+    found = curve_of([3.0, 2.0], step_s=10.0, tokens=7, before=2)
     assert found == {"seconds": [30.0, 40.0], "tokens": [21, 28], "loss": [3.0, 2.0]}
 
 

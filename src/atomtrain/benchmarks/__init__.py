@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomtrain.errors import ConfigError, nearest
@@ -22,13 +23,29 @@ class Benchmark(NamedTuple):
     """One line for people."""
     takes_device: bool = False
     """Whether it can be told on which device to measure."""
+    people: str | None = None
+    """Full name of a module with `text(result)`, in place of a table of all keys."""
+    picture: str | None = None
+    """Full name of a module with `draw(result, path)`."""
 
     def run(self, options: BenchmarkOptions) -> dict[str, Any]:
         """Import the module, measure, and return plain JSON values."""
         result: dict[str, Any] = importlib.import_module(self.module).run(options)
         return result
 
+    def text(self, result: dict[str, Any]) -> str | None:
+        """Return a result for people; `None`: a table of all keys will do."""
+        found: str | None = self.people and importlib.import_module(self.people).text(result)
+        return found
 
+    def draw(self, result: dict[str, Any], path: Path) -> None:
+        """Draw a result, of a benchmark that has a `picture`."""
+        assert self.picture is not None
+        importlib.import_module(self.picture).draw(result, path)
+
+
+_PANELS = "atomtrain.benchmarks.network_panels"
+_FIGURE = "atomtrain.benchmarks.network_figure"
 REGISTRY: dict[str, Benchmark] = {
     "swap": Benchmark(
         "atomtrain.benchmarks.swap", "step time of swapped against resident training"
@@ -49,10 +66,16 @@ REGISTRY: dict[str, Benchmark] = {
         "atomtrain.benchmarks.staleness", "what parameters one update old would gain, predicted"
     ),
     "network": Benchmark(
-        "atomtrain.benchmarks.network", "ATOM against a pipeline on links from fast to slow"
+        "atomtrain.benchmarks.network",
+        "ATOM against a pipeline on links from fast to slow",
+        people=_PANELS,
+        picture=_FIGURE,
     ),
     "time-to-loss": Benchmark(
-        "atomtrain.benchmarks.time_to_loss", "loss against time on slow links, ATOM and baselines"
+        "atomtrain.benchmarks.time_to_loss",
+        "loss against time on slow links, ATOM and baselines",
+        people=_PANELS,
+        picture=_FIGURE,
     ),
     "simulation": Benchmark(
         "atomtrain.benchmarks.simulation", "ATOM and the best pipeline on many links, simulated"

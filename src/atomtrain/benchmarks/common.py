@@ -40,6 +40,8 @@ class BenchmarkOptions:
     links: str = "all"
     """Which links `network` measures: `all`, `plain` ones, `stand-ins` for a GPU's, or `alone`:
     100 and 10 Mbit/s without baselines, for what the swarm keeps of its peers' speed."""
+    link: tuple[str, ...] = ()
+    """The very links that `network` measures, in place of `links`; `network_links` reads them."""
     kills: int | None = None
     """Peers to kill, for benchmarks that do."""
     at_once: int | None = None
@@ -53,6 +55,11 @@ class BenchmarkOptions:
         if self.links not in LINKS:
             raise ConfigError(
                 f"--links {self.links!r} is none of {', '.join(LINKS)}.{nearest(self.links, LINKS)}"
+            )
+        if self.link and self.links not in ("all", "alone"):
+            raise ConfigError(
+                f"--link and --links {self.links} exclude each other; --link alone measures the "
+                "given links, and with --links alone it measures ATOM only"
             )
         # Before the measurement, not after it.
         if self.out is not None and self.out.is_dir():
@@ -83,12 +90,19 @@ def progress(text: str) -> None:
     sys.stderr.flush()
 
 
-def report(result: Mapping[str, Any], *, json: bool = False, out: Path | None = None) -> None:
+def report(
+    result: Mapping[str, Any],
+    *,
+    json: bool = False,
+    out: Path | None = None,
+    text: str | None = None,
+) -> None:
     """Print a result, and write it to a file if one is given.
 
     Args:
         result: JSON values only.
         json: Print exactly one line with one JSON object; else a table for people.
+        text: What people read in place of that table.
         out: Gets the JSON object, indented; an existing file is replaced at once or not at all.
 
     Raises:
@@ -97,6 +111,8 @@ def report(result: Mapping[str, Any], *, json: bool = False, out: Path | None = 
     if json:
         sys.stdout.write(json_format.dumps(result, allow_nan=False) + "\n")
         sys.stdout.flush()
+    elif text is not None:
+        sys.stdout.write(text + "\n")
     else:
         _print_table(result)
     if out is not None:

@@ -41,10 +41,16 @@ from atomtrain.benchmarks.common import (
     progress,
 )
 from atomtrain.benchmarks.network_atom_method import LOSSES_OF_PEERS
+from atomtrain.benchmarks.network_curves import (
+    curve_of_atom,
+    curve_of_measured,
+    demonstration_text,
+)
+from atomtrain.benchmarks.network_links import parse_links
 from atomtrain.benchmarks.network_measured import Measured
 from atomtrain.benchmarks.network_methods import Methods
 from atomtrain.benchmarks.network_peers import PeerError
-from atomtrain.benchmarks.network_rows import largest_ratio, rounds_finished
+from atomtrain.benchmarks.network_rows import largest_ratio, link_name, rounds_finished
 from atomtrain.benchmarks.network_setup import (
     ALONE_LINKS,
     QUICK,
@@ -55,8 +61,12 @@ from atomtrain.benchmarks.network_setup import (
 )
 from atomtrain.benchmarks.pipeline_search import Speeds
 from atomtrain.benchmarks.shaping import Network
-from atomtrain.units import format_count, format_seconds
+from atomtrain.errors import DataError
+from atomtrain.units import format_count
 
+_LEARNING_RATE = 1e-3
+"""For text; of random tokens nothing can be learnt."""
+_NOT_ASKED = "not asked for"
 _QUIET_LOAD = 0.5
 """Processes that want a core, on average over a minute, beside which measurements still hold."""
 
@@ -76,7 +86,11 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
     setup = setup or (QUICK if options.quick else NetworkSetup())
     if options.peers is not None:
         setup = replace(setup, peers=options.peers)
-    if options.links == "plain":
+    if options.link:
+        links, stand_ins = parse_links(options.link)
+        alone = options.links == "alone"
+        setup = replace(setup, links=links, stand_ins=stand_ins, baselines=not alone)
+    elif options.links == "plain":
         setup = replace(setup, stand_ins=())
     elif options.links == "stand-ins":
         setup = replace(setup, links=())
@@ -95,8 +109,9 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
         _terminable(),
         tempfile.TemporaryDirectory(prefix="atom-network-") as folder,
         Network(setup.peers) as network,
-        Methods(setup, network, Path(folder)) as methods,
+        Methods(_learning(setup, Path(folder)), network, Path(folder)) as methods,
     ):
+        setup = methods.setup
         speeds = methods.speeds()
         flops_per_s = speeds.tokens_per_s(setup.model) * setup.model.flops_per_token
         progress(f"a peer computes {flops_per_s / 1e9:.1f} GFLOP/s")
@@ -112,6 +127,7 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
                 "links_left_out": len(wanted) - len(rows),
                 "largest_ratio": largest_ratio(rows),
                 "simulation": _simulation(rows),
+                "asked": {"links": options.links, "link": list(options.link)},
                 **_setting(setup, methods, speeds, flops_per_s),
             }
             keep_partial(result, options.out)
@@ -145,6 +161,7 @@ def _row(
         "link_bits_per_s": rate,
         "shaped": case.link.bits_per_s is not None,
         "round_trip_s": case.link.round_trip_s,
+        "loss_share": case.link.loss_share,
         "bits_per_flop": rate / flops_per_s,
         "stands_for": case.stands_for._asdict() if case.stands_for else None,
     }
@@ -152,14 +169,16 @@ def _row(
     bound = setup.peers * speeds.tokens_per_s(setup.model)
     methods.network.shape(case.link)
     _try(errors, lambda: row.update({"probe": methods.probe(case.link)}))
+    tokens_per_step = setup.step_sequences * setup.model.sequence_tokens
     with_others = setup.baselines
     before = _try(errors, lambda: _pipeline(case, setup, methods, speeds)) if with_others else None
     atom = _try(errors, lambda: methods.atom.measure(case.link, speeds))
     methods.network.shape(case.link)
     if before is not None:
         after = _try(errors, lambda: methods.pipeline(before["search"], setup.window_s))
-        row["pipeline"] = _pipeline_result(before, after, bound)
-    parallel: Measured | str | None = "not asked for"
+        tokens = before["search"].sequences * setup.model.sequence_tokens
+        row["pipeline"] = _pipeline_result(before, after, tokens, bound)
+    parallel: Measured | str | None = _NOT_ASKED
     if with_others:
         parallel = _try(errors, lambda: methods.data_parallel(case.link, speeds))
     row["data_parallel_tokens_per_s"] = None
@@ -167,45 +186,80 @@ def _row(
         row["data_parallel"] = {"left_out": parallel}
     elif parallel is not None:
         row["data_parallel_tokens_per_s"] = parallel.tokens_per_s
-        row["data_parallel"] = _plain(parallel, bound)
+        row["data_parallel"] = _plain(parallel, tokens_per_step, bound)
     if atom is not None:
+        learnt = curve_of_atom(atom, tokens_per_step)
         del atom[LOSSES_OF_PEERS]
-        row["atom"] = {**atom, "utilisation": atom["tokens_per_s"] / bound}
+        row["atom"] = {**atom, "utilisation": atom["tokens_per_s"] / bound, "curve": learnt}
     ours = atom["tokens_per_s"] if atom else None
     theirs = row["pipeline"]["tokens_per_s"] if before else None
     row["atom_tokens_per_s"], row["pipeline_tokens_per_s"] = ours, theirs
     row["ratio"] = ours / theirs if ours and theirs else None
+    row["full_step_ratio"] = _full_step_ratio(row, setup)
     row["rounds_finished"] = rounds_finished(row)
     row["errors"] = errors
     return row
 
 
+def _full_step_ratio(row: Result, setup: NetworkSetup) -> float | None:
+    """Return the ratio to the pipeline that was too slow to be run with all of a step's tokens.
+
+    `None`: it was not too slow, or there is no ratio. Its rate is simulated.
+    """
+    found = row.get("pipeline", {})
+    if row["ratio"] is None or found["step_sequences"] == setup.step_sequences:
+        return None
+    return float(row["atom_tokens_per_s"] / found["full_step_tokens_per_s"])
+
+
 def _pipeline(case: Case, setup: NetworkSetup, methods: Methods, speeds: Speeds) -> dict[str, Any]:
     search = methods.search(case.link, speeds, time.monotonic() + setup.case_s / 2)
+    measured = search.measured
+    if measured.elapsed_s < setup.window_s:  # else the trial was as long as a measurement
+        measured = methods.pipeline(search, setup.window_s)
     return {
         "search": search,
         "device_peak_bytes": methods.pipeline_memory(search),
-        "measured": methods.pipeline(search, setup.window_s),
+        "measured": measured,
     }
 
 
-def _pipeline_result(found: dict[str, Any], after: Measured | None, bound: float) -> Result:
+def _pipeline_result(
+    found: dict[str, Any], after: Measured | None, tokens_per_step: int, bound: float
+) -> Result:
     search, both = found["search"], [found["measured"], *([after] if after else [])]
     fastest = max(both, key=lambda measured: measured.tokens_per_s)
     return {
-        **_plain(fastest, bound),
+        **_plain(fastest, tokens_per_step, bound),
         "tokens_per_s_of_both": [measured.tokens_per_s for measured in both],
         "pipeline": search.best.name(),
         "step_sequences": search.sequences,
         "predicted_tokens_per_s": search.predicted_tokens_per_s,
+        "full_step_tokens_per_s": search.full_step_tokens_per_s,
         "considered": search.considered,
         "trials": search.trials,
         "device_peak_bytes": found["device_peak_bytes"],
     }
 
 
-def _plain(measured: Measured, bound: float) -> Result:
-    return {**measured.plain(), "utilisation": measured.tokens_per_s / bound}
+def _plain(measured: Measured, tokens_per_step: int, bound: float) -> Result:
+    return {
+        **measured.plain(),
+        "utilisation": measured.tokens_per_s / bound,
+        "curve": curve_of_measured(measured, tokens_per_step),
+    }
+
+
+def _learning(setup: NetworkSetup, folder: Path) -> NetworkSetup:
+    """Return the set-up with text to learn from, if there is some and the model can hold it."""
+    if setup.model.vocabulary < 256:
+        return setup
+    try:
+        text = demonstration_text(folder)
+    except DataError as error:
+        progress(f"tokens are random, so no loss will fall: {error}")
+        return setup
+    return replace(setup, model=replace(setup.model, text=text, learning_rate=_LEARNING_RATE))
 
 
 def _simulation(rows: list[Result]) -> Result:
@@ -240,12 +294,10 @@ def _sentence(row: Result) -> str:
     def rate(value: float | None) -> str:
         return "failed" if value is None else f"{format_count(value)} tokens/s"
 
-    link = f"{row['link_bits_per_s'] / 1e6:g} Mbit/s"
     ratio = "" if row["ratio"] is None else f", ratio {row['ratio']:.2f}"
     ratio += "" if row["rounds_finished"] else ", no round finished"
     share = (row.get("atom") or {}).get("share_of_alone")
     alone = "" if share is None else f" ({share:.2f} of as many alone)"
-    return (
-        f"{link}, {format_seconds(row['round_trip_s'])}: ATOM {rate(row['atom_tokens_per_s'])}"
-        f"{alone}, pipeline {rate(row['pipeline_tokens_per_s'])}{ratio}"
-    )
+    asked = (row.get("data_parallel") or {}).get("left_out") != _NOT_ASKED
+    pipeline = f", pipeline {rate(row['pipeline_tokens_per_s'])}" if asked else ""
+    return f"{link_name(row)}: ATOM {rate(row['atom_tokens_per_s'])}{alone}{pipeline}{ratio}"

@@ -20,6 +20,8 @@ from atomtrain.training.peering import EngineFragments
 
 _LEAVE_S = 3.0
 _LOOK_S = 0.1
+_UNTIMED_STEPS = 2
+"""Steps with which an engine is timed when it is opened: they train, too."""
 
 
 class AtomPeer:
@@ -76,7 +78,7 @@ class AtomPeer:
         except PlanError as error:
             return {"refused": str(error)}
         self.fragments = EngineFragments(self.engine)
-        for _ in range(2):
+        for _ in range(_UNTIMED_STEPS):
             started_s = time.monotonic()
             self.engine.step(batches)
             self.engine.synchronize()
@@ -145,14 +147,17 @@ class AtomPeer:
     ) -> Reply:
         """Train from `begin_s` until `until_s` (this machine's monotonic clock).
 
-        Steps that begin before `start_s` are not counted. `upload` is the limit on what is sent, in
-        bytes a second; 0: none. Until a round has ended it goes on, but only to `round_until_s`.
+        Steps that begin before `start_s` are not counted; `before_steps` is their number, with the
+        steps when the engine was opened. `upload` is the limit on what is sent, in bytes a second;
+        0: none. Until a round has ended it goes on, but only to `round_until_s`.
         """
         if self._swarm is not None:
             self._swarm.limit_upload(upload or math.inf)
         time.sleep(max(0.0, begin_s - time.monotonic()))
+        before_steps = _UNTIMED_STEPS
         while time.monotonic() < start_s:
             self._train_step()
+            before_steps += 1
         self.engine.synchronize()
         before_bytes, started_s = sent_bytes(), time.monotonic()
         reports: list[RoundReport] = []
@@ -174,6 +179,7 @@ class AtomPeer:
         return {
             "started_s": started_s,
             "ended_s": ended_s,
+            "before_steps": before_steps,
             "steps": len(losses),
             "step_s": (ended_s - started_s) / len(losses),
             "tokens": len(losses) * self._tokens,

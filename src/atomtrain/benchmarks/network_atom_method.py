@@ -28,7 +28,8 @@ LATE_FACTOR = 6.0
 _AHEAD_S = 0.3
 _MEET_S = 30.0
 LOSSES_OF_PEERS = "losses_of_peers"
-"""Key of what `AtomMethod.measure` returns."""
+BEFORE_STEPS = "before_steps"
+"""Keys of what `AtomMethod.measure` returns."""
 
 
 def patience_s(expected_s: float) -> float:
@@ -48,6 +49,8 @@ class AtomMethod:
         """Seconds of a step by sequences in a micro-batch; `None`: it does not fit."""
         self._peers: Peers | None = None
         self._opened = False
+        self._fresh = False
+        """Whether the engines have trained nothing yet but their first steps."""
         self._open_size: int | None = None
         self._exchange_bytes: list[int] = []
         self._step_s = 0.0
@@ -62,11 +65,16 @@ class AtomMethod:
         """Measure ATOM: a new run on unshaped links, then `link` while it trains.
 
         Before and after, all peers train at the same time too, but each for itself. They share the
-        cores as in the swarm, so `share_of_alone` is what averaging leaves.
+        cores as in the swarm, so `share_of_alone` is what averaging leaves. The swarm starts from
+        the weights that every method starts from.
         """
         peers = self._ready(speeds)
         setup = self.setup
         alone = [self._alone(peers)]
+        if not self._fresh:
+            assert self._open_size is not None
+            self._open(peers, speeds, self._open_size)
+        self._fresh = False
         rate = link.bits_per_s or UNSHAPED_BITS_PER_S
         run = f"network-{secrets.token_hex(4)}"
         self.network.shape(Link(bits_per_s=None))
@@ -108,6 +116,7 @@ class AtomMethod:
         alone_s = self.setup.alone_s
         if not alone_s:
             return None
+        self._fresh = False
         begin_s = time.monotonic() + _AHEAD_S
         replies = peers.tell_all(
             "train",
@@ -189,6 +198,7 @@ class AtomMethod:
             "device_peak_bytes": max(reply["device_peak_bytes"] for reply in replies),
             "loss": statistics.fmean(loss for reply in replies for loss in reply["losses"]),
             LOSSES_OF_PEERS: [reply["losses"] for reply in replies],
+            BEFORE_STEPS: max(reply["before_steps"] for reply in replies),
         }
 
     def _ready(self, speeds: Speeds) -> Peers:
@@ -200,6 +210,10 @@ class AtomMethod:
                 if size in self.micro_batches:  # tried before the peers were started anew
                     continue
                 refused = self._open(peers, speeds, size) or refused
+                fits = self._open_size is not None
+                self.micro_batches[size] = self._step_s if fits else None
+                if fits:
+                    progress(f"micro-batches of {size}: ATOM's step takes {self._step_s:.2f} s")
             fitting = {size: s for size, s in self.micro_batches.items() if s is not None}
             if not fitting:
                 raise PlanError(refused)
@@ -223,13 +237,11 @@ class AtomMethod:
             device_memory_bytes=setup.budget_bytes,
         )
         if refused := next((reply["refused"] for reply in replies if reply["refused"]), ""):
-            self.micro_batches[micro_batch] = self._open_size = None
+            self._open_size = None
             return str(refused)
         self.plan = str(replies[0]["plan"])
         self._step_s = max(reply["step_s"] for reply in replies)
-        self.micro_batches[micro_batch] = self._step_s
-        self._open_size = micro_batch
-        progress(f"micro-batches of {micro_batch}: ATOM's step takes {self._step_s:.2f} s")
+        self._open_size, self._fresh = micro_batch, True
         return ""
 
     def start(self) -> Peers:

@@ -15,12 +15,15 @@ import torch.distributed as dist
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.benchmarks.network_model import Batch, ModelSetup, fused_adamw, run_layers
 from atomtrain.benchmarks.network_worker import Reply, sent_bytes
-from atomtrain.benchmarks.pipeline import RankPlan, Stage, decode, encode
+from atomtrain.benchmarks.pipeline import Beside, RankPlan, Stage, decode, encode
 from atomtrain.benchmarks.pipeline_library import LibraryStage
+from atomtrain.benchmarks.pipeline_search import merged
 from atomtrain.simulation.pipeline import Op
 
 _PROBES = 3
 _REPEATS = 3
+_TURNS = 5
+"""In which speeds are measured, some seconds apart in all."""
 _BUCKET_MIB = 4
 
 
@@ -29,6 +32,7 @@ class GlooPeer:
 
     def __init__(self) -> None:
         self.rank, self.ranks = 0, 1
+        self._groups: dict[int, list[Any]] = {}
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
         return {
@@ -87,8 +91,17 @@ class GlooPeer:
         """Time each kind of layer at each size of micro-batch, and each wire format.
 
         Returns for each size: `forward_s`, `backward_s`, `kept_bytes` of `embedding`, `block` and
-        `head`, and `wire_s` (encoding and decoding) by format; and `update_parameters_per_s`.
+        `head`, and `wire_s` (encoding and decoding) by format; and `update_parameters_per_s`. All
+        are the least of several turns, so that a moment in which something else had the core does
+        not make the peer seem slow, and with it links that stand for others too slow as well.
         """
+        turns = [self._speeds_once(model, micro_batches) for _ in range(_TURNS)]
+        return {
+            "sizes": merged([turn["sizes"] for turn in turns], min),
+            "update_parameters_per_s": max(turn["update_parameters_per_s"] for turn in turns),
+        }
+
+    def _speeds_once(self, model: dict[str, Any], micro_batches: list[int]) -> Reply:
         setup = ModelSetup.from_json(model)
         net = setup.model()
         layers = net.chain_layers()
@@ -121,20 +134,29 @@ class GlooPeer:
         steps: int,
         warm_up: int,
     ) -> Reply:
-        """Train `steps` steps of `sequences` sequences as a pipeline."""
+        """Train `steps` steps of `sequences` sequences as a pipeline, or as several."""
         setup = ModelSetup.from_json(model)
         stage = self._stage(setup, plan)
+        pipelines = plan["pipelines"]
+        mine = self.rank // (self.ranks // pipelines)
 
         def step(index: int) -> float | None:
-            return stage.step(setup.micro_batches(index, sequences, plan["micro_batch"]))
+            batches = setup.micro_batches(index, sequences, plan["micro_batch"])
+            return stage.step(batches[mine::pipelines])
 
         return self._measured(step, steps, warm_up)
 
     def pipeline_memory(
         self, model: dict[str, Any], plan: dict[str, Any], sequences: int, rank: int, ranks: int
     ) -> Reply:
-        """Run a step without the network, on zeros, and return the device bytes that it takes."""
+        """Run a step without the network, on zeros, and return the device bytes that it takes.
+
+        `rank` and `ranks` are those of all pipelines; averaging between them, when nothing is left
+        of a step but the gradients, takes less than what the step kept.
+        """
         setup = ModelSetup.from_json(model)
+        ranks //= plan["pipelines"]
+        rank %= ranks
         tracker = StorageTracker()
         with tracker:
             stage = _Dry(setup, _rank_plan(plan, rank), rank, ranks)
@@ -144,7 +166,8 @@ class GlooPeer:
             stage.optimizer.step()  # the moments exist from the first step on
             stage.optimizer.zero_grad(set_to_none=True)
             tracker.reset_peak()
-            stage.step(setup.micro_batches(0, sequences, plan["micro_batch"]))
+            share = sequences // plan["pipelines"]
+            stage.step(setup.micro_batches(0, share, plan["micro_batch"]))
         return {"device_peak_bytes": tracker.peak_bytes}
 
     def data_parallel(
@@ -175,9 +198,24 @@ class GlooPeer:
         return self._measured(step, steps, warm_up)
 
     def _stage(self, setup: ModelSetup, plan: dict[str, Any]) -> Stage | LibraryStage:
+        pipelines = plan["pipelines"]
+        stages = self.ranks // pipelines
         if plan["schedule"] == "own":
-            return Stage(setup, _rank_plan(plan, self.rank), self.rank, self.ranks)
+            stage = self.rank % stages
+            beside = None
+            if pipelines > 1:
+                beside = Beside(self.rank - stage, self._same_stage(stages, stage), pipelines)
+            return Stage(setup, _rank_plan(plan, stage), stage, stages, beside)
         return LibraryStage(setup, plan, self.rank, self.ranks)
+
+    def _same_stage(self, stages: int, stage: int) -> Any:
+        """Return the group of the ranks with the same stage, of pipelines of `stages` each."""
+        if stages not in self._groups:
+            # Every rank makes all groups, in the same order.
+            self._groups[stages] = [
+                dist.new_group(list(range(first, self.ranks, stages))) for first in range(stages)
+            ]
+        return self._groups[stages][stage]
 
     def _measured(self, step: Callable[[int], float | None], steps: int, warm_up: int) -> Reply:
         for index in range(warm_up):
@@ -198,9 +236,7 @@ class GlooPeer:
 class _Dry(Stage):
     """A stage that receives zeros and sends nothing."""
 
-    def receive(self, op: Op) -> tuple[Any, torch.Tensor] | None:
-        if self.neighbour(op) is None:
-            return None
+    def receive(self, op: Op) -> tuple[Any, torch.Tensor]:
         return _Done(), torch.zeros(self._wire_bytes, dtype=torch.uint8)
 
     def send(self, op: Op, target: int, data: torch.Tensor) -> Any:
@@ -214,7 +250,14 @@ class _Done:
 
 def _rank_plan(plan: dict[str, Any], rank: int) -> RankPlan:
     order = [Op(bool(backward), chunk, index) for backward, chunk, index in plan["orders"][rank]]
-    return RankPlan(plan["bounds"], order, plan["micro_batch"], plan["wire"], plan["recompute"])
+    return RankPlan(
+        plan["bounds"],
+        order,
+        plan["micro_batch"],
+        plan["wire"],
+        plan["ahead"],
+        plan["recompute"],
+    )
 
 
 def _there_and_back(token: torch.Tensor, other: int, first: bool) -> float:

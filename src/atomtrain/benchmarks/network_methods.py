@@ -28,6 +28,7 @@ from atomtrain.benchmarks.pipeline_search import (
     to_measure,
 )
 from atomtrain.benchmarks.shaping import INTERFACE, Link, Network
+from atomtrain.simulation.loss import connection_bits_per_s
 
 _GROUP_PORT = 29_500
 _PROBE_S = 0.7
@@ -41,7 +42,11 @@ class Search(NamedTuple):
     sequences: int
     """Sequences in a step: fewer than asked for where a step would take too long."""
     predicted_tokens_per_s: float
+    full_step_tokens_per_s: float
+    """What the best pipeline is predicted to reach with all sequences in a step, however long."""
     considered: int
+    measured: Measured
+    """The best one's trial."""
     trials: list[dict[str, Any]]
     """`pipeline`, `predicted_tokens_per_s` and `tokens_per_s` (`None`: it failed) of each."""
 
@@ -94,6 +99,7 @@ class Methods:
     def probe(self, link: Link) -> Reply:
         """Measure rate and round trip of the link between two peers."""
         rate = link.bits_per_s or UNSHAPED_BITS_PER_S
+        rate = connection_bits_per_s(rate, link.round_trip_s, link.loss_share)
         probe_bytes = min(64 << 20, max(16 << 10, int(rate * _PROBE_S / 8)))
         replies = self._baselines().tell_all(
             "probe", 60 + 10 * 8 * probe_bytes / rate, probe_bytes=probe_bytes
@@ -109,30 +115,32 @@ class Methods:
         setup = self.setup
         sequences = setup.step_sequences
         ranked = self._ranked(sequences, speeds, link)
+        full_rate = sequences * setup.model.sequence_tokens / ranked[0].predicted_s
         while ranked[0].predicted_s > setup.longest_step_s and sequences > 2 * setup.peers:
             sequences //= 2
             ranked = self._ranked(sequences, speeds, link)
         trials: list[dict[str, Any]] = []
-        ran: list[tuple[float, Candidate]] = []
+        ran: list[tuple[Measured, Candidate]] = []
         for candidate in to_measure(ranked, setup.model, setup.peers)[: setup.trials]:
             if ran and time.monotonic() > until_s:
                 break
-            rate = self._trial(candidate, sequences)
-            if rate is not None:
-                ran.append((rate, candidate))
+            found = self._trial(candidate, sequences)
+            if found is not None:
+                ran.append((found, candidate))
             tokens = sequences * setup.model.sequence_tokens
             predicted = tokens / candidate.predicted_s
             trials.append(
                 {
                     "pipeline": candidate.name(),
                     "predicted_tokens_per_s": predicted,
-                    "tokens_per_s": rate,
+                    "tokens_per_s": found and found.tokens_per_s,
                 }
             )
         if not ran:
             raise PeerError("no pipeline ran on this link; see standard error for the reasons")
-        best = max(ran, key=lambda pair: pair[0])[1]
-        return Search(best, sequences, tokens / best.predicted_s, len(ranked), trials)
+        measured_best, best = max(ran, key=lambda pair: pair[0].tokens_per_s)
+        rate = tokens / best.predicted_s
+        return Search(best, sequences, rate, full_rate, len(ranked), measured_best, trials)
 
     def pipeline(self, search: Search, seconds: float) -> Measured:
         """Measure the pipeline that was found for about `seconds`."""
@@ -158,7 +166,9 @@ class Methods:
     def data_parallel(self, link: Link, speeds: Speeds) -> Measured | str:
         """Measure averaging in every step, or return why it was left out."""
         setup, model = self.setup, self.setup.model
-        rate = link.bits_per_s or UNSHAPED_BITS_PER_S
+        rate = connection_bits_per_s(
+            link.bits_per_s or UNSHAPED_BITS_PER_S, link.round_trip_s, link.loss_share
+        )
         wire_bits = 32 * model.parameters * 2 * (setup.peers - 1) / setup.peers
         tokens = model.tokens_per_step
         step_s = tokens / speeds.tokens_per_s(model) + wire_bits / rate
@@ -199,10 +209,10 @@ class Methods:
         setup = self.setup
         return candidates(setup.model, setup.peers, sequences, speeds, link, setup.budget_bytes)
 
-    def _trial(self, candidate: Candidate, sequences: int) -> float | None:
+    def _trial(self, candidate: Candidate, sequences: int) -> Measured | None:
         steps = max(1, min(4, round(self.setup.trial_s / candidate.predicted_s)))
         try:
-            return self._pipeline(candidate, sequences, steps).tokens_per_s
+            return self._pipeline(candidate, sequences, steps)
         except PeerError as error:
             progress(f"a pipeline failed ({candidate.name()}): {error}")
             return None

@@ -1,6 +1,7 @@
-"""Writes docs/network-results.md of results of `atom bench network`.
+"""Writes docs/network-results.md of results of `atom bench network` and `time-to-loss`.
 
-`python -m atomtrain.benchmarks.network_page benchmarks/results/network*.json`
+`python -m atomtrain.benchmarks.network_page benchmarks/results/network*.json
+benchmarks/results/time-to-loss.json`
 """
 
 from __future__ import annotations
@@ -11,25 +12,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atomtrain.benchmarks.network_curves import smoothed
 from atomtrain.benchmarks.network_rows import (
     UNFINISHED,
     Row,
+    command,
     disturbed,
     link_name,
     meant,
     rate_name,
     rounds_finished,
+    way_name,
 )
 from atomtrain.units import format_count
 
 Result = Mapping[str, Any]
 _CLOSE = 0.1
+_SEVERAL = 4
+"""Peers from which on there can be several pipelines."""
+_TWO = ("atom", "pipeline")
 _INTRODUCTION = """\
 # Networks: what was measured
 
 [network.md](network.md) says who competes and how to read this. Written by
-`python -m atomtrain.benchmarks.network_page benchmarks/results/network*.json`.
+`python -m atomtrain.benchmarks.network_page benchmarks/results/network*.json
+benchmarks/results/time-to-loss.json`.
 """
+_LOSSES = """\
+## Loss against time
+
+`atom bench time-to-loss --json`: {peers} peers, the same weights, text and optimizer, about
+{train_s:.0f} s for each method, all at one learning rate. ATOM's peers step on their own share of
+the tokens, so in as many tokens they make {peers} times as many updates; at this rate and this
+early that is worth more than averaging now and then costs. So this table says who gets how far in a
+given time. What averaging costs, with each side at its own best rate, is in
+[quality.md](quality.md).
+
+| link | method | seconds | tokens | loss | ATOM was there after | loss, equal tokens | ATOM's |
+|---|---|---|---|---|---|---|---|"""
 _BRACKETS = f"""\
 In brackets, and in no figure quoted elsewhere: *{UNFINISHED}* while ATOM was measured, so its peers
 trained each for itself; or *disturbed*, that is, something else had the machine's cores, for ATOM
@@ -64,11 +84,14 @@ class Case(NamedTuple):
 
 def page(results: Sequence[Result]) -> str:
     """Return the page; the results in the order given."""
+    networks = [result for result in results if "rows" in result]
     lines = [_INTRODUCTION]
-    for result in results:
+    for result in networks:
         lines += [*_section(result), ""]
-    lines += [_BRACKETS, ""] if any(_marks(result["rows"]) for result in results) else []
-    return "\n".join([*lines, *_simulated(results), ""])
+    lines += [_BRACKETS, ""] if any(_marks(result["rows"]) for result in networks) else []
+    for result in results:
+        lines += [*_losses(result), ""] if "curves" in result else []
+    return "\n".join([*lines, *_simulated(networks), ""])
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
@@ -96,10 +119,10 @@ def cases(rows: Sequence[Row]) -> list[Case]:
 
 def _section(result: Result) -> Iterator[str]:
     machine = result["machine"]
-    yield f"## {result['peers']} peers on {machine['cores']} cores"
+    yield f"## {_title(result)}"
     yield ""
     yield (
-        f"`atom bench network --peers {result['peers']} --json` on {machine['processor']}, load "
+        f"`{command(result)}` on {machine['processor']}, load "
         f"{result['load_average_before']:.1f} before; a peer computes "
         f"{result['peer_flops_per_s'] / 1e9:.1f} GFLOP/s."
     )
@@ -109,8 +132,51 @@ def _section(result: Result) -> Iterator[str]:
             f"**An older version:** a pipeline's devices had {more:.1f} times the memory of ATOM's "
             "there; now all have the same, and ATOM's micro-batch is searched for."
         )
+    compared = [row for row in result["rows"] if row["ratio"] is not None]
+    if result["peers"] >= _SEVERAL and compared and "full_step_ratio" not in compared[0]:
+        yield (
+            "**An older version:** its pipeline was one chain of all peers. Shorter chains side by "
+            "side, which are searched for now, are predicted to be up to 1.4 times as fast where "
+            "activations decide, and ratios as much smaller."
+        )
     yield ""
     yield from _rows(result["rows"])
+
+
+def _title(result: Result) -> str:
+    """Return a section's title; several results may have as many peers."""
+    asked, machine = command(result), result["machine"]
+    what = {
+        "--links plain": ": plain links",
+        "--links stand-ins": ": links that stand for a GPU's",
+        "--links alone": ": the swarm against its peers alone",
+        "--link ": ": further links",
+    }
+    more = next((text for part, text in what.items() if f"{part}" in asked), "")
+    return f"{result['peers']} peers on {machine['cores']} cores{more}"
+
+
+def _losses(result: Result) -> Iterator[str]:
+    yield _LOSSES.format(peers=result["peers"], train_s=result["train_s"])
+    compared = {(each["link"], each["baseline"]): each for each in result["reached"]}
+    for curve in result["curves"]:
+        found = compared.get((curve["link"], curve["method"]))
+        there = equal = ours = "-"
+        if found is not None:
+            there = "never" if found["atom_s"] is None else f"{found['atom_s']:.0f} s"
+            equal = f"{found['baseline_loss_at_equal_tokens']:.2f}"
+            ours = f"{found['atom_loss_at_equal_tokens']:.2f}"
+        cells = [
+            curve["link"],
+            curve["method"],
+            f"{curve['seconds'][-1]:.0f}",
+            format_count(curve["tokens"][-1]),
+            f"{smoothed(curve['loss'])[-1]:.2f}",
+            there,
+            equal,
+            ours,
+        ]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _marks(rows: Sequence[Row]) -> dict[int, str]:
@@ -129,18 +195,21 @@ def _marks(rows: Sequence[Row]) -> dict[int, str]:
 def _rows(rows: Sequence[Row]) -> Iterator[str]:
     yield (
         "| link | round trip | stands for | ATOM, tokens/s | of as many alone | rounds finished | "
-        "pipeline | data parallel | ratio |"
+        "pipeline | data parallel | ratio | bytes a token: ATOM, pipeline | "
+        "utilisation: ATOM, pipeline |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     marks = _marks(rows)
     for index, row in enumerate(rows):
         share = (row.get("atom") or {}).get("share_of_alone")
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        if (full := row.get("full_step_ratio")) is not None:
+            ratio += f" ({full:.0f} to full steps, simulated)"
         if index in marks:
             ratio = f"({ratio}: {marks[index]})"
         cells = [
             rate_name(row["link_bits_per_s"]),
-            f"{1000 * row['round_trip_s']:g} ms",
+            way_name(row),
             meant(row),
             _count(row["atom_tokens_per_s"]),
             "-" if share is None else f"{share:.2f}",
@@ -148,8 +217,15 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
             _count(row["pipeline_tokens_per_s"]),
             _count(row["data_parallel_tokens_per_s"]),
             ratio,
+            ", ".join(_number(row, name, "sent_bytes_per_token", "{:.0f}") for name in _TWO),
+            ", ".join(_number(row, name, "utilisation", "{:.0%}") for name in _TWO),
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def _number(row: Row, method: str, key: str, form: str) -> str:
+    value = (row.get(method) or {}).get(key)
+    return "-" if value is None else form.format(value)
 
 
 def _count(value: float | None) -> str:

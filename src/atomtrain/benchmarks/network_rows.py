@@ -23,8 +23,17 @@ def rounds_finished(row: Row) -> int:
 
 def largest_ratio(rows: Iterable[Row]) -> float | None:
     """Return the largest ratio of ATOM to the pipeline among the rows with finished rounds."""
-    counted = (row["ratio"] for row in rows if row["ratio"] is not None and rounds_finished(row))
-    return max(counted, default=None)
+    counted = (fair_ratio(row) for row in rows if rounds_finished(row))
+    return max((ratio for ratio in counted if ratio is not None), default=None)
+
+
+def fair_ratio(row: Row) -> float | None:
+    """Return a row's ratio; to the pipeline with full steps where those were too slow to be run.
+
+    The rate of such a pipeline is simulated. `None`: something was not measured.
+    """
+    known = [row["ratio"], row.get("full_step_ratio") or row["ratio"]]
+    return None if row["ratio"] is None else float(min(known))
 
 
 def disturbed(row: Row, rows: Iterable[Row]) -> bool:
@@ -38,8 +47,14 @@ def disturbed(row: Row, rows: Iterable[Row]) -> bool:
 
 
 def link_name(row: Row) -> str:
-    """Return rate and round trip of a row's link, for people."""
-    return f"{rate_name(row['link_bits_per_s'])}, {1000 * row['round_trip_s']:g} ms"
+    """Return rate, round trip and what gets lost on a row's link, for people."""
+    return f"{rate_name(row['link_bits_per_s'])}, {way_name(row)}"
+
+
+def way_name(row: Row) -> str:
+    """Return round trip of a row's link, and what gets lost if anything does, for people."""
+    lost = row.get("loss_share")
+    return f"{1000 * row['round_trip_s']:g} ms" + (f", {100 * lost:g}% lost" if lost else "")
 
 
 def rate_name(bits_per_s: float) -> str:
@@ -57,6 +72,19 @@ def meant(row: Row) -> str:
         return "itself"
     model = f", {stands_for['model']}" if stands_for["model"] else ""
     return f"{stands_for['gpu']} on {rate_name(stands_for['bits_per_s'])}{model}"
+
+
+def command(result: Mapping[str, Any]) -> str:
+    """Return the command that measured a result."""
+    told = result["inputs"]
+    asked = result.get("asked")
+    if asked is None:  # an older result, which does not say
+        links = "all" if told["stand_ins"] else "plain"
+        links = links if told["links"] else "stand-ins"
+        asked = {"links": links if told.get("baselines", True) else "alone", "link": []}
+    links = "" if asked["links"] == "all" else f" --links {asked['links']}"
+    links += "".join(f" --link {link}" for link in asked["link"])
+    return f"atom bench network --peers {result['peers']}{links} --json"
 
 
 def network_results(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

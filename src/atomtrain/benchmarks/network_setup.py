@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.network_model import ModelSetup
@@ -13,7 +14,7 @@ from atomtrain.planning.catalogue import MATMUL_SHARE, gpu, machine_for
 
 UNSHAPED_BITS_PER_S = 1e10
 """What an unshaped link is called in the result; memory is at least about as fast."""
-ALONE_LINKS = ((1e8, 0.0), (1e7, 0.0))
+ALONE_LINKS = (Link(bits_per_s=1e8), Link(bits_per_s=1e7))
 """Where the swarm is compared with as many peers alone, and with nothing else."""
 _HOST_BYTES = 128 << 30
 
@@ -30,6 +31,8 @@ class StandsFor(NamedTuple):
     round_trip_s: float = 0.0
     """Added as it is there. A small processor has the longer steps to hide it behind: that is in
     the pipeline's favour."""
+    loss_share: float = 0.0
+    """Of packets, as it is there."""
 
 
 class Case(NamedTuple):
@@ -60,15 +63,16 @@ class NetworkSetup:
     upload_share: float = 0.85
     """ATOM's upload limit as a share of a shaped link's rate: what it sends is never in the way of
     its own signs of life, as `atom train --upload-limit` does for a household."""
-    links: tuple[tuple[float | None, float], ...] = (
-        (None, 0.0),
-        (1e9, 0.0),
-        (1e8, 0.0),
-        (1e7, 0.0),
-        (1e8, 0.05),
-        (1e7, 0.1),
+    links: tuple[Link, ...] = (
+        Link(bits_per_s=None),
+        Link(bits_per_s=1e9),
+        Link(bits_per_s=1e8),
+        Link(bits_per_s=1e7),
+        Link(bits_per_s=1e8, round_trip_s=0.05),
+        Link(bits_per_s=1e7, round_trip_s=0.1),
+        Link(bits_per_s=1e8, round_trip_s=0.03, loss_share=0.01),
     )
-    """Bits per second (`None`: unshaped) and round trip in seconds."""
+    """Links that stand for themselves."""
     baselines: bool = True
     """Whether the pipeline and data parallelism are measured as well."""
     stand_ins: tuple[StandsFor, ...] = (
@@ -90,8 +94,9 @@ class NetworkSetup:
     """ATOM trains so long before it is measured."""
     longest_window_s: float = 240.0
     """A measurement of ATOM is made as long as a round takes, up to this."""
-    longest_step_s: float = 20.0
-    """Steps of the baselines that would take longer are shortened (pipeline) or left out."""
+    longest_step_s: float = 100.0
+    """Steps of the baselines that would take longer are shortened (pipeline) or left out. Shorter
+    steps are in nobody's favour but ATOM's: gradients that several pipelines average weigh more."""
     case_s: float = 240.0
     """No method is begun for a link after this."""
     total_s: float = 1800.0
@@ -122,8 +127,9 @@ class NetworkSetup:
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         values = asdict(self)
+        values["model"]["text"] = Path(self.model.text).name  # in a folder that is gone
         values["stand_ins"] = [each._asdict() for each in self.stand_ins]
-        values["links"] = [list(link) for link in self.links]
+        values["links"] = [list(astuple(link)) for link in self.links]
         return values
 
 
@@ -134,7 +140,7 @@ QUICK = NetworkSetup(
     spare_share=0.6,
     micro_batches=(8,),
     local_steps=8,
-    links=((None, 0.0), (1e6, 0.0)),
+    links=(Link(bits_per_s=None), Link(bits_per_s=1e6)),
     stand_ins=(),
     trials=2,
     trial_s=0.5,
@@ -173,13 +179,14 @@ def stand_in(model: ModelSetup, wanted: StandsFor, peer_flops_per_s: float) -> L
             sequence_tokens=sizes.context,
         )
         bits_per_s *= model.boundary_bits_per_flop / large.boundary_bits_per_flop
-    return Link(bits_per_s=bits_per_s, round_trip_s=wanted.round_trip_s)
+    return Link(
+        bits_per_s=bits_per_s, round_trip_s=wanted.round_trip_s, loss_share=wanted.loss_share
+    )
 
 
 def cases(setup: NetworkSetup, peer_flops_per_s: float) -> list[Case]:
     """Return all links to be measured, the plain ones first."""
-    plain = [Case(Link(bits_per_s=rate, round_trip_s=way_s), None) for rate, way_s in setup.links]
     return [
-        *plain,
+        *(Case(link, None) for link in setup.links),
         *(Case(stand_in(setup.model, each, peer_flops_per_s), each) for each in setup.stand_ins),
     ]

@@ -1,13 +1,14 @@
 """Pipeline training over a slow network, at its best: one rank's part of a step.
 
 Every rank holds some runs of layers (chunks) with their gradients and moments, resident. Transfers
-never stop computation: all receives of a step are posted when it begins, sends run by themselves
+never stop computation: receives are posted long before they are needed, sends run by themselves
 until the step ends, and the order of operations (`simulation.pipeline`) may keep as many
 micro-batches in flight as hide the way there and back. What travels has 32, 16 or 8 bits a value.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,9 +70,21 @@ class RankPlan(NamedTuple):
     micro_batch: int
     """Sequences in a micro-batch."""
     wire: str
+    ahead: int
+    """Receives that are posted before they are needed, and sends that may be under way."""
     recompute: bool
     """Keep only each chunk's input from forward to backward, and run forward again; the last chunk,
     whose backward follows at once, keeps everything."""
+
+
+class Beside(NamedTuple):
+    """What one of several pipelines needs to know of the others."""
+
+    first_rank: int
+    """Of this pipeline, in the process group of all."""
+    same_stage: Any
+    """The process group of the ranks that hold the same stage."""
+    pipelines: int
 
 
 class Stage:
@@ -80,9 +93,22 @@ class Stage:
     `parameters` and `optimizer` are those of this rank's chunks only.
     """
 
-    def __init__(self, setup: ModelSetup, plan: RankPlan, rank: int, ranks: int) -> None:
-        """Build the chunks; the process group must exist if there are several ranks."""
+    def __init__(
+        self, setup: ModelSetup, plan: RankPlan, rank: int, ranks: int, beside: Beside | None = None
+    ) -> None:
+        """Build the chunks; the process group must exist if there are several ranks.
+
+        Args:
+            setup: The model.
+            plan: What to do in a step.
+            rank: This rank among those of its pipeline.
+            ranks: Their number.
+            beside: Other pipelines that train the same model with other samples; `None`: there are
+                none.
+        """
         self.setup, self.plan, self.rank, self.ranks = setup, plan, rank, ranks
+        self._beside = beside
+        self._first_rank = beside.first_rank if beside else 0
         self.chunks = len(plan.bounds) - 1
         layers = setup.model().chain_layers()
         self._layers = {
@@ -105,10 +131,28 @@ class Stage:
                 run.backward(op)
             else:
                 run.forward(op)
+        if self._beside is not None:
+            self._average(self._beside)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         run.finish()
         return sum(run.losses) / len(run.losses) if run.losses else None
+
+    def _average(self, beside: Beside) -> None:
+        """Average the gradients with those of the other pipelines, as bfloat16."""
+        running = []
+        for part in self._layers.values():
+            for layer in part:
+                gradients = [p.grad for p in layer.module.parameters() if p.grad is not None]
+                flat = torch.cat([g.flatten() for g in gradients]).to(torch.bfloat16)
+                work = dist.all_reduce(flat, group=beside.same_stage, async_op=True)
+                running.append((work, flat, gradients))
+        for work, flat, gradients in running:
+            work.wait()
+            means = flat.to(torch.float32).div_(beside.pipelines)
+            sizes = [g.numel() for g in gradients]
+            for gradient, mean in zip(gradients, means.split(sizes), strict=True):
+                gradient.copy_(mean.view_as(gradient))
 
     def neighbour(self, op: Op) -> int | None:
         """Return the rank that an operation's input comes from; `None`: it is already here."""
@@ -121,17 +165,16 @@ class Stage:
         """Return the number by which an operation's input is known on the wire."""
         return (op.micro_batch * self.chunks + op.chunk) * 2 + op.backward
 
-    def receive(self, op: Op) -> tuple[Any, Tensor] | None:
-        """Post the receive of an operation's input, if it comes from another rank."""
+    def receive(self, op: Op) -> tuple[Any, Tensor]:
+        """Post the receive of an operation's input, which comes from another rank."""
         source = self.neighbour(op)
-        if source is None:
-            return None
+        assert source is not None
         buffer = torch.empty(self._wire_bytes, dtype=torch.uint8)
-        return dist.irecv(buffer, src=source, tag=self.tag(op)), buffer
+        return dist.irecv(buffer, src=self._first_rank + source, tag=self.tag(op)), buffer
 
     def send(self, op: Op, target: int, data: Tensor) -> Any:
         """Start sending an operation's input; returns what can be waited for."""
-        return dist.isend(data, dst=target, tag=self.tag(op))
+        return dist.isend(data, dst=self._first_rank + target, tag=self.tag(op))
 
     def run_chunk(self, chunk: int, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Run a chunk's layers; returns the hidden state, or the loss."""
@@ -153,10 +196,14 @@ class _StepRun:
     def __init__(self, stage: Stage, batches: Sequence[Batch]) -> None:
         self.stage, self.batches = stage, batches
         self.losses: list[float] = []
-        self._sends: list[tuple[Any, Tensor]] = []
+        self._sends: deque[tuple[Any, Tensor]] = deque()
         self._local: dict[Op, Tensor] = {}
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}
-        self._coming = {op: stage.receive(op) for op in stage.plan.order}
+        self._from_others = [op for op in stage.plan.order if stage.neighbour(op) is not None]
+        self._coming: dict[Op, tuple[Any, Tensor]] = {}
+        self._posted = 0
+        for _ in range(stage.plan.ahead):
+            self._post()
 
     def forward(self, op: Op) -> None:
         hidden = None
@@ -188,11 +235,18 @@ class _StepRun:
         for work, _ in self._sends:
             work.wait()
 
+    def _post(self) -> None:
+        """Post the next receive, in the order in which they are needed, if there is one left."""
+        if self._posted < len(self._from_others):
+            op = self._from_others[self._posted]
+            self._coming[op] = self.stage.receive(op)
+            self._posted += 1
+
     def _input(self, op: Op) -> Tensor:
-        coming = self._coming.pop(op)
-        if coming is None:
+        if op not in self._coming:
             return self._local.pop(op)
-        work, buffer = coming
+        work, buffer = self._coming.pop(op)
+        self._post()
         work.wait()
         return self.stage.decode(buffer)
 
@@ -203,3 +257,6 @@ class _StepRun:
             return
         data = encode(values, self.stage.plan.wire)
         self._sends.append((self.stage.send(after, target, data), data))
+        if len(self._sends) > self.stage.plan.ahead:
+            # Sent so many operations ago that it has arrived, unless the step's order is no good.
+            self._sends.popleft()[0].wait()

@@ -1,14 +1,15 @@
 """Which pipeline is best on a given link: every combination predicted, the best ones measured.
 
-Searched: sequences in a micro-batch, micro-batches in flight (from 1F1B's number to GPipe's), one
-or two chunks a rank, 16 or 8 bits a value on the wire, keeping activations or recomputing. What
-does not fit the device budget is out.
+Searched: one pipeline of all peers or several shorter ones whose gradients are averaged in each
+step (as bfloat16), sequences in a micro-batch, micro-batches in flight (from 1F1B's number to
+GPipe's), one or two chunks a rank, 16 or 8 bits a value on the wire, keeping activations or
+recomputing. What does not fit the device budget is out.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ from atomtrain.benchmarks.pipeline import LIBRARY, encoded_bytes
 from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link
 from atomtrain.errors import PlanError
 from atomtrain.simulation.announced import AnnouncedWork, simulate_1f1b
+from atomtrain.simulation.interleaved import simulate_interleaved
+from atomtrain.simulation.loss import connection_bits_per_s
 from atomtrain.simulation.pipeline import (
     Op,
     PipelineLink,
-    PipelineStep,
     PipelineWork,
     partition,
     simulate_step,
@@ -29,6 +31,9 @@ from atomtrain.simulation.pipeline import (
 _CHUNKS = (1, 2)
 _WIRES = ("bfloat16", "int8")
 _WORTH = 2.0
+_LEAST_AHEAD = 16
+_GRADIENT_BYTES = 2
+"""As `Stage` averages them between pipelines."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class Candidate:
     micro_batch: int
     """Sequences."""
     micro_batches: int
+    """Of each pipeline in a step."""
+    pipelines: int
+    """Side by side, each of as many peers."""
     in_flight: int
     wire: str
     recompute: bool
@@ -52,8 +60,8 @@ class Candidate:
     predicted_bytes: int
     """Device memory of the rank that needs most."""
     library_s: float
-    """A step's seconds under PyTorch's own schedule with as many chunks: as long as under ours, but
-    for 1F1B, whose waiting is simulated."""
+    """A step's seconds under PyTorch's own schedule with as many chunks, where it can run: what
+    recomputes, or has micro-batches that do not come in whole turns of all ranks, has ours."""
 
     def plan(self) -> dict[str, Any]:
         """Return what the peers are told."""
@@ -63,7 +71,9 @@ class Candidate:
             "orders": [list(order) for order in self.orders],
             "micro_batch": self.micro_batch,
             "micro_batches": self.micro_batches,
+            "pipelines": self.pipelines,
             "wire": self.wire,
+            "ahead": _ahead(self.in_flight),
             "recompute": self.recompute,
         }
 
@@ -74,6 +84,7 @@ class Candidate:
             f"{self.schedule}, {self.micro_batches} micro-batches of {self.micro_batch}, "
             f"{self.in_flight} in flight, {self.wire}{chunks}"
             f"{', recomputing' if self.recompute else ''}"
+            f"{f', {self.pipelines} such pipelines' if self.pipelines > 1 else ''}"
         )
 
 
@@ -88,7 +99,7 @@ class Speeds(NamedTuple):
     def of(cls, replies: Sequence[Mapping[str, Any]]) -> Speeds:
         """Put the peers' answers together."""
         sizes = {
-            int(size): _slowest([reply["sizes"][size] for reply in replies])
+            int(size): merged([reply["sizes"][size] for reply in replies], max)
             for size in replies[0]["sizes"]
         }
         return cls(sizes, min(reply["update_parameters_per_s"] for reply in replies))
@@ -121,14 +132,25 @@ def candidates(
     """
     found = [
         candidate
+        for pipelines in range(1, peers // 2 + 1)
+        if peers % pipelines == 0
         for micro_batch in speeds.sizes
-        if sequences % micro_batch == 0
+        if sequences % (micro_batch * pipelines) == 0
         for chunks in _CHUNKS
-        if peers * chunks <= setup.layers + 2
+        if peers // pipelines * chunks <= setup.layers + 2
         for wire in _WIRES
         for recompute in (False, True)
         for candidate in _in_flights(
-            _Shape(setup, peers, chunks, micro_batch, sequences // micro_batch, wire, recompute),
+            _Shape(
+                setup,
+                peers // pipelines,
+                pipelines,
+                chunks,
+                micro_batch,
+                sequences // (micro_batch * pipelines),
+                wire,
+                recompute,
+            ),
             speeds,
             link,
         )
@@ -159,23 +181,26 @@ def to_measure(ranked: Sequence[Candidate], setup: ModelSetup, peers: int) -> li
         alike = [
             c
             for c in ranked
-            if (c.chunks, c.wire, c.recompute) == (chunks, "bfloat16", False)
+            if (c.chunks, c.wire, c.recompute, c.pipelines) == (chunks, "bfloat16", False, 1)
             and c.micro_batches % peers == 0
         ]
-        for best in alike[:1]:
+        if alike:
+            best = min(alike, key=lambda c: c.library_s)
             chosen.append(replace(best, schedule=schedule, in_flight=peers * chunks))
     worth = [c for c in chosen if c.predicted_s <= _WORTH * ranked[0].predicted_s]
     told = [c if c.schedule == "own" else replace(c, predicted_s=c.library_s) for c in worth]
     return sorted(told, key=lambda c: (c.schedule != "own", c.predicted_s))
 
 
-def _cut(candidate: Candidate) -> tuple[int, int]:
-    return candidate.chunks, candidate.micro_batch
+def _cut(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.chunks, candidate.micro_batch, candidate.pipelines
 
 
 class _Shape(NamedTuple):
     setup: ModelSetup
     peers: int
+    """Of one pipeline."""
+    pipelines: int
     chunks: int
     micro_batch: int
     micro_batches: int
@@ -193,27 +218,37 @@ def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
     rows = shape.micro_batch * setup.sequence_tokens
     boundary_bytes = encoded_bytes(shape.wire, rows, setup.width)
     way = PipelineLink(
-        bits_per_s=PAYLOAD_SHARE * (link.bits_per_s or 1e10), one_way_s=link.round_trip_s / 2
+        bits_per_s=connection_bits_per_s(
+            PAYLOAD_SHARE * (link.bits_per_s or 1e10), link.round_trip_s, link.loss_share
+        ),
+        one_way_s=link.round_trip_s / 2,
     )
     numbers = {shape.peers * shape.chunks * times for times in (1, 2, 4, 8)}
     wanted = sorted({min(n, shape.micro_batches) for n in numbers} | {shape.micro_batches})
     forward_s = [sum(kinds[k]["forward_s"] for k in part) + wire_s for part in parts]
     backward_s = [sum(kinds[k]["backward_s"] for k in part) + wire_s for part in parts]
     whole = [sum(kinds[k]["kept_bytes"] for k in part) for part in parts]
-    kept = list(whole)
+    kept, recomputed = list(whole), [0.0] * len(parts)
+    # A backward has about as much in gradients as its largest layer keeps.
+    largest = max(kinds[kind]["kept_bytes"] for kind in names)
     if shape.recompute:
+        recomputed[:-1] = whole[:-1]
         backward_s[:-1] = [b + f for f, b in zip(forward_s[:-1], backward_s[:-1], strict=True)]
         kept[:-1] = [4.0 * rows * setup.width] * (len(parts) - 1)
     parameters = [sum(_parameters(setup, k) for k in part) for part in parts]
+    averaging_s = _averaging_s(shape, max(_of_ranks(parameters, shape.peers)), way)
     waiting_s = 0.0
-    if shape.chunks == 1 and not shape.recompute:
+    if not shape.recompute and shape.pipelines == 1 and shape.micro_batches % shape.peers == 0:
         announced = AnnouncedWork(
             forward_s=forward_s,
             backward_s=backward_s,
             micro_batches=shape.micro_batches,
             boundary_bytes=boundary_bytes,
         )
-        waiting_s = simulate_1f1b(announced, way)
+        if shape.chunks == 1:
+            waiting_s = simulate_1f1b(announced, way)
+        else:
+            waiting_s = simulate_interleaved(announced, shape.peers, way)
     found = []
     for in_flight in wanted:
         work = PipelineWork(
@@ -225,13 +260,14 @@ def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
             boundary_bytes=boundary_bytes,
         )
         step = simulate_step(work, way)
-        update_s = max(parameters) * shape.chunks / speeds.update_parameters_per_s
+        update_s = max(parameters) * shape.chunks / speeds.update_parameters_per_s + averaging_s
         found.append(
             Candidate(
                 schedule="own",
                 chunks=shape.chunks,
                 micro_batch=shape.micro_batch,
                 micro_batches=shape.micro_batches,
+                pipelines=shape.pipelines,
                 in_flight=in_flight,
                 wire=shape.wire,
                 recompute=shape.recompute,
@@ -239,7 +275,12 @@ def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
                 orders=tuple(tuple(order) for order in step.orders),
                 predicted_s=step.step_s + update_s,
                 predicted_bytes=_most_bytes(
-                    step, parameters, kept, whole, boundary_bytes, shape.peers
+                    step.orders,
+                    parameters,
+                    kept,
+                    [again + largest for again in recomputed],
+                    boundary_bytes,
+                    _ahead(in_flight),
                 ),
                 library_s=(waiting_s or step.step_s) + update_s,
             )
@@ -247,28 +288,53 @@ def _in_flights(shape: _Shape, speeds: Speeds, link: Link) -> list[Candidate]:
     return found
 
 
+def _of_ranks(parameters: Sequence[int], ranks: int) -> list[int]:
+    """Return each rank's parameters, of those of each chunk."""
+    return [sum(parameters[rank::ranks]) for rank in range(ranks)]
+
+
+def _averaging_s(shape: _Shape, parameters: int, way: PipelineLink) -> float:
+    """Return what averaging the gradients of the largest stage with other pipelines takes.
+
+    A ring over K pipelines: 2 (K - 1) messages, each of a K-th of two bytes a parameter.
+    """
+    messages = 2 * (shape.pipelines - 1)
+    message_bytes = _GRADIENT_BYTES * parameters / shape.pipelines
+    return messages * (8 * message_bytes / way.bits_per_s + way.one_way_s)
+
+
+def _ahead(in_flight: int) -> int:
+    """Return how many receives are posted before they are needed, and how many sends are under way:
+    there and back, with room."""
+    return max(_LEAST_AHEAD, 2 * in_flight)
+
+
 def _most_bytes(
-    step: PipelineStep,
-    parameters: list[int],
-    kept: list[float],
-    whole: list[float],
+    orders: Sequence[Sequence[Op]],
+    parameters: Sequence[int],
+    kept: Sequence[float],
+    workspace: Sequence[float],
     boundary_bytes: int,
-    peers: int,
+    ahead: int,
 ) -> int:
-    """Return the memory of the rank that needs most: state, kept activations, receive buffers."""
-    most = 0.0
-    for rank, order in enumerate(step.orders):
+    """Return the memory of the rank that needs most: state, kept activations, receive buffers.
+
+    `parameters`, `kept` (from forward to backward) and `workspace` (in backward) are chunks' own.
+    """
+    most, peers = 0.0, len(orders)
+    for rank, order in enumerate(orders):
         state = 16 * sum(parameters[rank::peers])
         live = peak = 0.0
         for op in order:
+            if op.backward:
+                peak = max(peak, live + workspace[op.chunk])
             live += -kept[op.chunk] if op.backward else kept[op.chunk]
-            # A backward has about as much in gradients as one layer keeps.
             peak = max(peak, live)
-        workspace = max(whole[rank::peers])
-        # Receives are posted when the step begins: one buffer for each input from another rank.
         ends = (0, len(kept) - 1)
         received = sum(op.chunk != ends[op.backward] and peers > 1 for op in order)
-        most = max(most, state + peak + workspace + received * boundary_bytes)
+        sent = sum(op.chunk != ends[not op.backward] and peers > 1 for op in order)
+        buffers = min(received, ahead) + min(sent, ahead)
+        most = max(most, state + peak + buffers * boundary_bytes)
     return int(most)
 
 
@@ -282,8 +348,8 @@ def _parameters(setup: ModelSetup, kind: str) -> int:
     return setup.vocabulary * setup.width + setup.sequence_tokens * setup.width
 
 
-def _slowest(values: Sequence[Any]) -> Any:
-    """Return the largest of each number in equal trees of mappings."""
+def merged(values: Sequence[Any], choose: Callable[[Sequence[Any]], Any]) -> Any:
+    """Return what `choose` (`min`, `max`) takes of each number in equal trees of mappings."""
     if isinstance(values[0], Mapping):
-        return {key: _slowest([value[key] for value in values]) for key in values[0]}
-    return max(values)
+        return {key: merged([value[key] for value in values], choose) for key in values[0]}
+    return choose(values)

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atomtrain.benchmarks.network_figure import draw_bars
 from atomtrain.benchmarks.network_page import cases
+from atomtrain.benchmarks.network_panels import all_panels
 from atomtrain.benchmarks.network_rows import (
     UNFINISHED,
-    link_name,
-    meant,
+    fair_ratio,
     network_results,
     rounds_finished,
 )
@@ -18,10 +19,16 @@ from atomtrain.benchmarks.network_setup import gpu_flops_per_s
 
 Results = Mapping[str, Mapping[str, Any]]
 _POINTS = 100
-_SIZE_INCHES = (15.0, 14.0)
-_HEIGHTS = (1.6, 1.0)
+_WIDTH_INCHES = 16.0
+_HEIGHT_INCHES = 6.0
+_LEGEND_INCHES = 2.5
+_BAR_INCHES = 0.4
 _MARKERS = "osD^v"
-_METHODS = {"atom": "ATOM", "pipeline": "best pipeline", "data_parallel": "data parallel"}
+_BARS = {
+    "tokens_per_s": "Measured: tokens/s of all peers together",
+    "sent_bytes_per_token": "Measured: bytes sent for each token, of all peers",
+    "utilisation": "Measured: share of what the devices would train without network",
+}
 _SMALL = 8
 
 
@@ -29,12 +36,15 @@ def draw_report(results: Results, path: Path) -> None:
     """Draw what there is of network, simulation, plan and time-to-loss; what is missing says so."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-    axes = figure.subplots(2, 2, height_ratios=_HEIGHTS)
+    bars_inches = max(_HEIGHT_INCHES, _BAR_INCHES * len(all_panels(results)))
+    heights = (max(_HEIGHT_INCHES + _LEGEND_INCHES, bars_inches), bars_inches, _HEIGHT_INCHES)
+    figure = Figure(figsize=(_WIDTH_INCHES, sum(heights)), layout="constrained")
+    axes = figure.subplots(3, 2, height_ratios=heights)
     _ratios(axes[0][0], results)
-    _rates(axes[0][1], results)
-    _predictions(axes[1][0], results)
-    _losses(axes[1][1], results)
+    for place, (key, title) in zip((axes[0][1], *axes[1]), _BARS.items(), strict=True):
+        _bars(place, results, key, title)
+    _predictions(axes[2][0], results)
+    _losses(axes[2][1], results)
     figure.savefig(path, dpi=_POINTS)
 
 
@@ -105,7 +115,7 @@ def measured_ratios(results: Results) -> dict[str, list[tuple[float, float, bool
     series: dict[str, list[tuple[float, float, bool]]] = {}
     for result in network_results(results).values():
         for row in result.get("rows", []):
-            if not row.get("ratio"):
+            if not (ratio := row.get("ratio") and fair_ratio(row)):
                 continue
             model = (row["stands_for"] or {}).get("model")
             gpu = result["inputs"]["gpu"]
@@ -113,39 +123,18 @@ def measured_ratios(results: Results) -> dict[str, list[tuple[float, float, bool
             of = f"activations per FLOP of {model}" if model else "small GPT, same bits per FLOP"
             x = rate or row["bits_per_flop"] * gpu_flops_per_s(gpu)
             label = f"{result['peers']} peers, {of} ({gpu})"
-            point = (float(x), float(row["ratio"]), rounds_finished(row) > 0)
+            point = (float(x), float(ratio), rounds_finished(row) > 0)
             series.setdefault(label, []).append(point)
     return {label: sorted(points) for label, points in series.items()}
 
 
-def _rates(axes: Any, results: Results) -> None:
-    axes.set_title("Measured, all peers together, each row on one link")
-    found = [
-        (_row_name(row, result["peers"]), row)
-        for result in network_results(results).values()
-        for row in result.get("rows", [])
-    ]
-    if not found:
+def _bars(axes: Any, results: Results, key: str, title: str) -> None:
+    panels = all_panels(results)
+    if panels:
+        draw_bars(axes, panels, key, title)
+    else:
+        axes.set_title(title)
         _nothing(axes, "network")
-        return
-    for index, (method, label) in enumerate(_METHODS.items()):
-        places = [place + 0.27 * (index - 1) for place in range(len(found))]
-        rates = [row.get(f"{method}_tokens_per_s") or 0.0 for _, row in found]
-        axes.barh(places, rates, height=0.25, label=label)
-    axes.set_yticks(range(len(found)), [name for name, _ in found], fontsize=_SMALL)
-    axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="tokens/s (no bar: left out or failed)")
-    axes.grid(visible=True, axis="x", linewidth=0.3)
-    axes.legend(fontsize=_SMALL)
-
-
-def _row_name(row: Mapping[str, Any], peers: int) -> str:
-    stands_for = row["stands_for"]
-    name = f"{peers} peers, {link_name(row)}"
-    if stands_for:
-        name += f"\n= {meant(row)}"
-    finished = row.get("atom") is None or rounds_finished(row)
-    return name if finished else f"{name} ({UNFINISHED})"
 
 
 def _predictions(axes: Any, results: Results) -> None:

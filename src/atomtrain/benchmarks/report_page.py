@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.benchmarks import REGISTRY
-from atomtrain.benchmarks.network_rows import UNFINISHED, network_results, rounds_finished
+from atomtrain.benchmarks.network_rows import (
+    UNFINISHED,
+    command,
+    network_results,
+    rounds_finished,
+)
 from atomtrain.benchmarks.report_figure import draw_report
 from atomtrain.errors import ConfigError
 
@@ -120,8 +125,9 @@ def _command(name: str, result: Mapping[str, Any]) -> str:
     if not known:
         return "Measured"
     benchmark = max(known, key=len)
-    peers = f" --peers {result['peers']}" if benchmark != name and "peers" in result else ""
-    return f"<code>atom bench {html.escape(benchmark)}{peers} --json</code>"
+    if benchmark == "network" and "inputs" in result:
+        return f"<code>{html.escape(command(result))}</code>"
+    return f"<code>atom bench {html.escape(benchmark)} --json</code>"
 
 
 def _table(rows: Any) -> Iterator[str]:

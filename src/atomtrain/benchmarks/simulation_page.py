@@ -1,25 +1,29 @@
-"""Writes docs/simulation.md of a result of `atom bench simulation`.
+"""Writes docs/simulation.md of results of `atom bench simulation` and `atom bench network`.
 
-`python -m atomtrain.benchmarks.simulation_page benchmarks/results/simulation.json`
+`python -m atomtrain.benchmarks.simulation_page benchmarks/results/simulation.json
+benchmarks/results/network*.json`: the second kind has the cases that were run for real.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from atomtrain.benchmarks.break_even import break_even_bits_per_s
-from atomtrain.pages import print_page_of_result
+from atomtrain.benchmarks.network_rows import disturbed, fair_ratio, rounds_finished
 from atomtrain.units import format_count, format_seconds
 
 _INTRODUCTION = """\
 # ATOM against the best pipeline, simulated
 
 Tokens per second of ATOM over those of the best pipeline of the same peers, each a {gpu}, with a
-round trip of {round_trip_ms:g} ms. **Nothing here is measured**; [network.md](network.md) says what
-both sides are granted, what is measured, and how far simulation and measurement are apart. Below 1
-the pipeline wins. `-`: the model fits no pipeline of so many of these devices; ATOM trains it on
-one.
+round trip of {round_trip_ms:g} ms. **Simulated, but for the ratios in bold**, which come beside the
+simulated ones where as many real processes ran; [network.md](network.md) says what both sides are
+granted, what is measured, and how far simulation and measurement are apart. Below 1 the pipeline
+wins. `-`: the model fits no pipeline of so many of these devices; ATOM trains it on one.
 
 The pipeline is an ideal one: bfloat16 or 8-bit activations, whichever is faster with what encoding
 them takes, all transfers behind computation, the best number of stages, and no cost for the
@@ -28,13 +32,24 @@ averaging between several of them. Its bubble is a ninth of a step at most; rati
 and keeps, sends to the host or computes again what forward leaves, whichever its plan says is
 fastest.
 
-Written by `python -m atomtrain.benchmarks.simulation_page benchmarks/results/simulation.json`, from
-what `atom bench simulation --json` printed.
+Written by `python -m atomtrain.benchmarks.simulation_page benchmarks/results/simulation.json
+benchmarks/results/network*.json`, from what `atom bench simulation --json` and
+`atom bench network --json` printed.
 """
+_MARKED = """\
+**Bold: run for real** (`atom bench network --peers {peers}`), with a small model on links slowed
+until sending a token's activations takes as much of the time to compute it as that model's take.
+Ratios differ from the simulated ones mostly because the small model's ATOM computes forward twice,
+and because real pipelines of processes that share cores do not reach the ideal one's rate.
+"""
+_GOAL = 20.0
+_PROPORTIONAL = 0.8
+_Runs = Mapping[tuple[str, int, float], Sequence[float]]
 
 
-def page(result: Mapping[str, Any]) -> str:
-    """Return the page."""
+def page(result: Mapping[str, Any], networks: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the page; `networks` are results that may hold cases which were run for real."""
+    runs = measured_ratios(networks, result["gpu"])
     introduction = _INTRODUCTION.format(
         gpu=result["gpu"], round_trip_ms=1000 * result["round_trip_s"]
     )
@@ -42,7 +57,10 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             introduction,
-            *_ratios(rows),
+            *_ratios(rows, runs),
+            "",
+            *([_MARKED.format(peers=_or(sorted({peers for _, peers, _ in runs})))] if runs else []),
+            *_goal(rows),
             "",
             *_where_a_pipeline_wins(rows),
             "",
@@ -57,7 +75,28 @@ def page(result: Mapping[str, Any]) -> str:
     )
 
 
-def _ratios(rows: list[dict[str, Any]]) -> Iterator[str]:
+def measured_ratios(networks: Sequence[Mapping[str, Any]], gpu: str) -> _Runs:
+    """Return the ratios that were measured for a model, by model, peers and the GPU's link.
+
+    Only rows in which ATOM's peers averaged, and which nothing disturbed.
+    """
+    found: dict[tuple[str, int, float], list[float]] = {}
+    for result in networks:
+        for row in result["rows"]:
+            meant = row["stands_for"]
+            if not meant or not meant["model"] or meant["gpu"] != gpu or row["ratio"] is None:
+                continue
+            if rounds_finished(row) and not disturbed(row, result["rows"]):
+                key = (meant["model"], result["peers"], meant["bits_per_s"])
+                found.setdefault(key, []).append(fair_ratio(row) or 0.0)
+    return found
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return " or ".join(str(number) for number in numbers)
+
+
+def _ratios(rows: list[dict[str, Any]], runs: _Runs) -> Iterator[str]:
     links = list(dict.fromkeys(row["link"] for row in rows))
     yield "## Ratio of tokens per second"
     yield ""
@@ -65,8 +104,60 @@ def _ratios(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"|---|---|{'---|' * len(links)}"
     for model, peers in dict.fromkeys((row["model"], row["peers"]) for row in rows):
         alike = [r for r in rows if (r["model"], r["peers"]) == (model, peers)]
-        cells = ["-" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in alike]
+        cells = [_cell(row, runs.get((model, peers, row["link_bits_per_s"]), ())) for row in alike]
         yield f"| {model} | {peers} | {' | '.join(cells)} |"
+    shown = {(row["model"], row["peers"], row["link_bits_per_s"]) for row in rows}
+    others = [(case, ratios) for case, ratios in sorted(runs.items()) if case not in shown]
+    if others:
+        yield ""
+        yield (
+            "Run for real on other links: "
+            + "; ".join(
+                f"{model} with {peers} peers on {rate / 1e6:g} Mbit/s **{max(ratios):.2f}**"
+                for (model, peers, rate), ratios in others
+            )
+            + "."
+        )
+
+
+def _cell(row: Mapping[str, Any], runs: Sequence[float]) -> str:
+    """Return the simulated ratio, and those of real runs, if there were any."""
+    simulated = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    return " ".join([simulated, *(f"**{ratio:.2f}**" for ratio in runs)])
+
+
+def _goal(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Say where ATOM reaches twenty times the pipeline's rate, by the peers on which most fit."""
+    fitting = [row for row in rows if row["ratio"] is not None]
+    peers = max(row["peers"] for row in fitting)
+    alike = [row for row in fitting if row["peers"] == peers]
+    reached = [row for row in alike if row["ratio"] >= _GOAL]
+    largest = max(alike, key=lambda row: float(row["ratio"]))
+    yield f"## Where ATOM is {_GOAL:.0f} times as fast"
+    yield ""
+    where = "; ".join(
+        f"{row['model']} on {row['link_bits_per_s'] / 1e6:g} Mbit/s ({row['ratio']:.1f})"
+        for row in reached
+    )
+    yield f"With {peers} peers: " + (
+        f"{where}."
+        if reached
+        else f"**nowhere in this table.** The largest ratio is {largest['ratio']:.1f}, of "
+        f"{largest['model']} on {largest['link_bits_per_s'] / 1e6:g} Mbit/s."
+    )
+    slower = []
+    for model in dict.fromkeys(row["model"] for row in alike):
+        points = sorted((r["link_bits_per_s"], r["ratio"]) for r in alike if r["model"] == model)
+        (rate, ratio), (faster, less) = points[:2]
+        # Where the link alone decides, the ratio grows as the rate falls.
+        if ratio < _GOAL and ratio * rate > _PROPORTIONAL * less * faster:
+            slower.append(f"{model} {rate * ratio / _GOAL / 1e6:.2g}")
+    if slower:
+        yield (
+            "On slower links the pipeline's rate falls with the link's and ATOM's does not, so it "
+            f"is reached at about (Mbit/s): {', '.join(slower)}. ATOM then averages the model as "
+            "much less often, too."
+        )
 
 
 def _where_a_pipeline_wins(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -161,4 +252,5 @@ def _fleet(fleet: Mapping[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print_page_of_result(page)
+    found, *others = [json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:]]
+    sys.stdout.write(page(found, others))

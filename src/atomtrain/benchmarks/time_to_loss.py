@@ -12,7 +12,6 @@ pipeline is searched for anew on each link. ATOM's loss is the mean of its peers
 from __future__ import annotations
 
 import math
-import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,19 +26,19 @@ from atomtrain.benchmarks.common import (
     keep_partial,
     progress,
 )
-from atomtrain.benchmarks.network_atom_method import LOSSES_OF_PEERS
+from atomtrain.benchmarks.network_curves import (
+    curve_of_atom,
+    curve_of_measured,
+    demonstration_text,
+    smoothed,
+)
 from atomtrain.benchmarks.network_measured import Measured
 from atomtrain.benchmarks.network_methods import Methods
 from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_setup import NetworkSetup, StandsFor, stand_in
 from atomtrain.benchmarks.pipeline_search import Speeds
 from atomtrain.benchmarks.shaping import Link, Network
-from atomtrain.data.demo import demo_texts
 
-_SMOOTHED = 5
-"""Losses of so many steps are averaged before they are compared."""
-_UNTIMED_STEPS = 2
-"""Steps in which ATOM's engine measures itself: trained, so they are counted."""
 _TRAIN_S = 100.0
 _QUICK_S = 4.0
 _MODEL = ModelSetup(vocabulary=256, learning_rate=1e-3)
@@ -70,11 +69,9 @@ def run(options: BenchmarkOptions) -> Result:
         setup = replace(setup, peers=options.peers)
     curves: list[Result] = []
     with _terminable(), tempfile.TemporaryDirectory(prefix="atom-loss-") as folder:
-        text = Path(folder) / "text"
-        text.write_text("\n\n".join(text for _, text in demo_texts()), encoding="utf-8")
         setup = replace(
             setup,
-            model=replace(setup.model, text=str(text)),
+            model=replace(setup.model, text=demonstration_text(Path(folder))),
             window_s=train_s,
             longest_window_s=train_s,
         )
@@ -120,7 +117,9 @@ def _curves(
             _of_atom(setup, methods.atom.measure(link, speeds)),
             *_of_baselines(setup, methods, link, speeds, network, train_s),
         ]
+    bound = setup.peers * speeds.tokens_per_s(setup.model)
     for curve in found:
+        curve["utilisation"] = curve["tokens_per_s"] / bound
         curve["link"], curve["link_bits_per_s"] = name, link.bits_per_s
         curve["round_trip_s"] = link.round_trip_s
         curve["name"] = f"{curve['method']}, {name}"
@@ -131,15 +130,13 @@ def _curves(
 
 
 def _of_atom(setup: NetworkSetup, result: dict[str, Any]) -> Result:
-    peers: list[list[float]] = result[LOSSES_OF_PEERS]
-    steps = min(len(losses) for losses in peers)
-    losses = [statistics.fmean(each) for each in zip(*(x[:steps] for x in peers), strict=True)]
-    step_s = result["window_s"] / max(len(each) for each in peers)
     tokens = setup.step_sequences * setup.model.sequence_tokens
     return {
         "method": "ATOM",
         "rounds_averaged": result["rounds_averaged"],
-        **_curve(losses, step_s, tokens, _UNTIMED_STEPS),
+        "tokens_per_s": result["tokens_per_s"],
+        "sent_bytes_per_token": result["sent_bytes_per_token"],
+        **curve_of_atom(result, tokens),
     }
 
 
@@ -173,17 +170,10 @@ def _of_baselines(
 
 
 def _of_measured(measured: Measured, tokens_per_step: int) -> Result:
-    step_s = measured.elapsed_s / measured.steps
-    return _curve(measured.losses, step_s, tokens_per_step, measured.warm_up)
-
-
-def _curve(losses: Sequence[float], step_s: float, tokens: int, before: int) -> Result:
-    """Return loss at the end of each step; `before` steps were made and not timed."""
-    ends = [before + index + 1 for index in range(len(losses))]
     return {
-        "seconds": [step_s * end for end in ends],
-        "tokens": [tokens * end for end in ends],
-        "loss": list(losses),
+        "tokens_per_s": measured.tokens_per_s,
+        "sent_bytes_per_token": measured.sent_bytes_per_token,
+        **curve_of_measured(measured, tokens_per_step),
     }
 
 
@@ -218,10 +208,3 @@ def _at(curve: Result, tokens: int) -> float:
     """Return the smoothed loss when so many tokens had been trained on."""
     index = max((i for i, seen in enumerate(curve["tokens"]) if seen <= tokens), default=0)
     return smoothed(curve["loss"])[index]
-
-
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return means over the last few steps, as many as there are."""
-    return [
-        statistics.fmean(losses[max(0, end - _SMOOTHED) : end]) for end in range(1, len(losses) + 1)
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ _EXAMPLES = """\
   atom bench swap --json --out swap.json
   atom bench depth --quick
   atom bench network --peers 4 --out network.json
+  atom bench network --link 100Mbit/s,50ms,0.5% --link rtx-3090,100Mbit/s,30ms
   atom bench report --results benchmarks/results --out report.html"""
 
 
@@ -27,6 +29,9 @@ class BenchOptions:
     json: bool = option(False, "Print exactly one JSON object instead of a table.")
     quick: bool = option(False, "Smaller and shorter: under a minute.")
     out: Path | None = option(None, "Also write the JSON object to this file.", "FILE")
+    picture: Path | None = option(
+        None, "With network and time-to-loss: also draw the result.", "FILE.png"
+    )
     peers: int | None = option(
         None, "With network (default: 2) and churn (default: 3): number of peers.", "N"
     )
@@ -35,6 +40,12 @@ class BenchOptions:
         "With network: all, plain, stand-ins (links that stand for a GPU's), or alone (the swarm "
         "against its peers alone).",
         "WHICH",
+    )
+    link: tuple[str, ...] = option(
+        (),
+        "With network: measure this link, such as 100Mbit/s,50ms,0.5% or "
+        "rtx-3090,100Mbit/s,30ms,gpt3-xl; may be repeated.",
+        "RATE[,TRIP][,LOSS]",
     )
     kills: int | None = option(None, "With churn: peers to kill. Default: 20.", "N")
     at_once: int | None = option(
@@ -69,16 +80,36 @@ def run(arguments: Sequence[str]) -> int:
 
     if not entry.takes_device and (options.device or options.device_memory):
         raise ConfigError(f"the benchmark {options.name!r} takes no --device; it chooses its own")
+    _check_picture(options.picture, options.name)
     settings = BenchmarkOptions(
         quick=options.quick,
         out=options.out,
         json=options.json,
         peers=options.peers,
         links=options.links,
+        link=options.link,
         kills=options.kills,
         at_once=options.at_once,
         device=options.device,
         device_memory=options.device_memory,
     )
-    report(entry.run(settings), json=options.json, out=options.out)
+    result = entry.run(settings)
+    report(result, json=options.json, out=options.out, text=entry.text(result))
+    if options.picture is not None:
+        entry.draw(result, options.picture)
+        sys.stderr.write(f"{options.picture}\n")
     return 0
+
+
+def _check_picture(path: Path | None, name: str) -> None:
+    """Complain before the measurement, not after it."""
+    if path is None:
+        return
+    drawn = [each for each, entry in REGISTRY.items() if entry.picture]
+    if name not in drawn:
+        raise ConfigError(f"the benchmark {name!r} draws no --picture; {' and '.join(drawn)} do")
+    if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
+        raise ConfigError(
+            f"--picture {path} cannot be drawn; give a file that ends in .png, .svg or .pdf, in a "
+            "folder that exists"
+        )

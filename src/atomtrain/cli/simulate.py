@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from atomtrain.cli.interrupts import leaving_at_once
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _LINKS = ("10Gbit/s", "1Gbit/s", "300Mbit/s", "100Mbit/s", "30Mbit/s", "10Mbit/s")
 _OPTIMIZER = "adamw"
+_FLEET_ONLY = ("group", "spread", "stay", "away", "seed")
 _EXAMPLES = """\
   atom simulate gpt3-xl --gpu rtx-3090 --peers 8
   atom simulate gpt3-13b --gpu rtx-4090 --peers 64 --link 100Mbit/s --round-trip 0.05
@@ -61,7 +63,7 @@ class SimulateOptions:
         16, "With --rounds: members average in shuffled groups of at most N; 0: in one of all.", "N"
     )
     upload: str | None = option(
-        None, "With --rounds: rate of a peer's way out. Default: as --link.", "RATE"
+        None, "Rate of a peer's way out, where that is slower than its way in (--link).", "RATE"
     )
     spread: float = option(
         0.3, "With --rounds: how unlike speeds and links are (deviation of the logarithm).", "X"
@@ -88,6 +90,13 @@ class SimulateOptions:
         check_precision(self.precision, _OPTIMIZER)
         if not 0 <= self.spread <= 2:
             raise ConfigError(f"--spread takes 0 (all alike) to 2, not {self.spread:g}")
+        if self.rounds is None and (given := self._given(_FLEET_ONLY)):
+            raise ConfigError(f"--{given} says something only of --rounds N; add it, such as 1000")
+
+    def _given(self, names: Sequence[str]) -> str | None:
+        """Return the first of these options that is not at its default."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return next((name for name in names if getattr(self, name) != defaults[name]), None)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -108,13 +117,15 @@ def run(arguments: Sequence[str]) -> int:
 
     found = prospect_of(options)
     site = site_of(found, options.peers, options.local_steps, options.wire)
-    results = [compare(site, rate, options.round_trip) for rate in rates]
+    # Whatever is sent is received, so the slower of the two ways decides.
+    out = parse_rate(options.upload, "--upload") * 8 if options.upload else math.inf
+    results = [compare(site, min(rate, out), options.round_trip) for rate in rates]
     fleets = fleet_rows(options, found, rates) if options.rounds else []
     if options.json:
-        report = _to_json(options, found, site, results) | {"fleet": fleets}
+        report = _to_json(options, found, site, rates, results) | {"fleet": fleets}
         sys.stdout.write(json.dumps(report, allow_nan=False))
     else:
-        sys.stdout.write(_text(options, found, site, results))
+        sys.stdout.write(_text(options, found, site, rates, results))
         if fleets:
             sys.stdout.write("\n\n" + fleet_text(options, fleets))
     sys.stdout.write("\n")
@@ -149,7 +160,11 @@ def prospect_of(options: SimulateOptions) -> Prospect:
 
 
 def _to_json(
-    options: SimulateOptions, found: Prospect, site: Site, results: Sequence[Comparison]
+    options: SimulateOptions,
+    found: Prospect,
+    site: Site,
+    rates: Sequence[float],
+    results: Sequence[Comparison],
 ) -> dict[str, Any]:
     return {
         "model": options.model,
@@ -164,7 +179,8 @@ def _to_json(
         "wire": options.wire,
         "rows": [
             {
-                "link_bits_per_s": result.bits_per_s,
+                "link_bits_per_s": rate,
+                "upload_bits_per_s": result.bits_per_s,
                 "round_trip_s": result.round_trip_s,
                 "atom_tokens_per_s": result.atom.tokens_per_s,
                 "pipeline_tokens_per_s": result.pipeline and result.pipeline.tokens_per_s,
@@ -172,31 +188,36 @@ def _to_json(
                 "atom": result.atom._asdict(),
                 "pipeline": result.pipeline and result.pipeline._asdict(),
             }
-            for result in results
+            for rate, result in zip(rates, results, strict=True)
         ],
     }
 
 
 def _text(
-    options: SimulateOptions, found: Prospect, site: Site, results: Sequence[Comparison]
+    options: SimulateOptions,
+    found: Prospect,
+    site: Site,
+    rates: Sequence[float],
+    results: Sequence[Comparison],
 ) -> str:
     lines = [
         f"{options.model} ({format_count(found.analysis.parameters)} parameters) on {site.peers} "
         f"peers with {found.machine.name}, {options.precision}, round trip "
         f"{format_seconds(options.round_trip)}",
+        *([f"at most {options.upload} out of each peer"] if options.upload else []),
         f"ATOM: {format_count(site.tokens_per_step)} tokens a peer and step, "
         f"{format_seconds(site.step_s)}; the model averaged once in {site.local_steps} steps",
         "",
         f"{'link':>11}  {'ATOM':>10}  {'model averaged every':>26}  {'pipeline':>10}  {'ratio':>6}"
         "  best pipeline",
     ]
-    for result in results:
+    for rate, result in zip(rates, results, strict=True):
         every = (
             f"{format_seconds(result.atom.averaged_every_s)}, "
             f"{format_count(result.atom.averaged_every_tokens)} tok"
         )
         pipeline = result.pipeline
-        rate = "-" if pipeline is None else f"{format_count(pipeline.tokens_per_s)}/s"
+        others = "-" if pipeline is None else f"{format_count(pipeline.tokens_per_s)}/s"
         ratio = "-" if result.ratio is None else f"{result.ratio:.2f}"
         how = (
             "does not fit the devices"
@@ -206,8 +227,8 @@ def _text(
             f"{format_bytes(pipeline.device_bytes)}"
         )
         lines.append(
-            f"{result.bits_per_s / 1e6:>5g} Mbit/s  {format_count(result.atom.tokens_per_s):>8}/s"
-            f"  {every:>26}  {rate:>10}  {ratio:>6}  {how}"
+            f"{rate / 1e6:>5g} Mbit/s  {format_count(result.atom.tokens_per_s):>8}/s"
+            f"  {every:>26}  {others:>10}  {ratio:>6}  {how}"
         )
     return "\n".join(
         [

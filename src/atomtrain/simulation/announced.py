@@ -33,20 +33,28 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnnouncedWork:
-    """What a step consists of; rank r holds chunk r."""
+    """What a step consists of."""
 
     forward_s: Sequence[float]
-    """Seconds of each rank's forward for one micro-batch."""
+    """Seconds of each chunk's forward for one micro-batch."""
     backward_s: Sequence[float]
     micro_batches: int
     boundary_bytes: int
-    """Bytes of one micro-batch between two ranks, each way."""
+    """Bytes of one micro-batch between two chunks, each way."""
 
 
 def simulate_1f1b(work: AnnouncedWork, link: PipelineLink) -> float:
     """Return the seconds of a step: from the first start to the last end."""
     ranks = range(len(work.forward_s))
-    return _Run([actions_1f1b(work, rank) for rank in ranks], work.boundary_bytes, link).run()
+    return run_programs([actions_1f1b(work, rank) for rank in ranks], work.boundary_bytes, link)
+
+
+def run_programs(
+    programs: Sequence[Sequence[Action]], boundary_bytes: int, link: PipelineLink
+) -> float:
+    """Return the seconds until all ranks have done what their programs say; rank r holds chunks
+    r, r + K, ... of K ranks."""
+    return _Run(programs, boundary_bytes, link).run()
 
 
 def actions_1f1b(work: AnnouncedWork, rank: int) -> list[Action]:
@@ -158,7 +166,13 @@ class _Run:
         self.end_s = max(self.end_s, now_s)
 
     def _done(self, rank: int, op: Op) -> bool:
-        return op in (self.arrived if op.chunk == rank else self.sent)
+        return op in (self.arrived if self._receiver(op) == rank else self.sent)
+
+    def _receiver(self, op: Op) -> int:
+        return op.chunk % len(self.programs)
+
+    def _sender(self, op: Op) -> int:
+        return (op.chunk + (1 if op.backward else -1)) % len(self.programs)
 
     def _wake(self, rank: int, op: Op, now_s: float) -> None:
         if op in self.awaited[rank]:
@@ -168,7 +182,7 @@ class _Run:
 
     def _announce(self, op: Op, now_s: float) -> None:
         """Tell the sender, over the receiver's own link, that it may send."""
-        rank, sender = op.chunk, _sender(op)
+        rank, sender = self._receiver(op), self._sender(op)
         self.up_s[rank] = max(now_s, self.up_s[rank]) + self.announcement_s
         self._later(self.up_s[rank] + self.link.one_way_s, "announced", sender, op)
 
@@ -176,13 +190,9 @@ class _Run:
         """Send what is posted and announced; the sender need not wait for the wire."""
         if op not in self.posted or op not in self.announced or op in self.sent:
             return
-        sender = _sender(op)
-        end_s = max(now_s, self.up_s[sender], self.down_s[op.chunk]) + self.transfer_s
-        self.up_s[sender] = self.down_s[op.chunk] = end_s
+        sender, receiver = self._sender(op), self._receiver(op)
+        end_s = max(now_s, self.up_s[sender], self.down_s[receiver]) + self.transfer_s
+        self.up_s[sender] = self.down_s[receiver] = end_s
         self.sent.add(op)
-        self._later(end_s + self.link.one_way_s, "arrived", op.chunk, op)
+        self._later(end_s + self.link.one_way_s, "arrived", receiver, op)
         self._wake(sender, op, now_s)
-
-
-def _sender(op: Op) -> int:
-    return op.chunk + (1 if op.backward else -1)

@@ -1,0 +1,68 @@
+"""What was measured, link by link and method by method, as text and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from atomtrain.benchmarks import benchmark
+from atomtrain.benchmarks.network_panels import all_panels, link_panels, text
+
+CURVE = {"seconds": [1.0, 2.0], "tokens": [10, 20], "loss": [5.0, 3.0]}
+METHOD = {"tokens_per_s": 1000.0, "sent_bytes_per_token": 90.4, "utilisation": 0.5, "curve": CURVE}
+ROW: dict[str, Any] = {
+    "link_bits_per_s": 1e7,
+    "round_trip_s": 0.1,
+    "loss_share": 0.01,
+    "stands_for": None,
+    "ratio": 10.0,
+    "errors": ["gloo peer 0 ended"],
+    "atom": {**METHOD, "rounds_averaged": 2},
+    "pipeline": {**METHOD, "tokens_per_s": 100.0},
+    "data_parallel": {"left_out": "a step would take at least 60 s"},
+}
+ALONE = {**ROW, "atom": {**METHOD, "rounds_averaged": 0}, "errors": []}
+NETWORK = {"peers": 2, "rows": [ROW, ALONE]}
+LOSSES = {
+    "curves": [
+        {"link": "slow", "method": "ATOM", **CURVE},
+        {"link": "slow", "method": "data parallel", **METHOD, **CURVE},
+        {"link": "slower", "method": "ATOM", **CURVE},
+    ]
+}
+
+
+def test_both_results_have_one_form() -> None:
+    first, second = link_panels(NETWORK)
+    assert first.name == "2 peers, 10 Mbit/s, 100 ms, 1% lost"
+    assert second.name.endswith("(no round finished)")
+    assert set(first.methods) == {"atom", "pipeline"}
+    assert first.methods["pipeline"].tokens_per_s == 100.0
+    slow, slower = link_panels(LOSSES)
+    assert set(slow.methods) == {"atom", "data_parallel"}
+    # A run without rates of its own has them of its tokens and seconds.
+    assert slower.methods["atom"].tokens_per_s == 10.0
+    assert slow.methods["data_parallel"].loss == [5.0, 3.0]
+
+
+def test_results_of_the_network_only_are_found_by_name() -> None:
+    assert len(all_panels({"network-2": NETWORK, "time-to-loss": LOSSES, "plan": {}})) == 2
+
+
+def test_people_read_a_line_for_each_method_and_what_counts_for_nothing() -> None:
+    told = text(NETWORK)
+    line = next(line for line in told.splitlines() if line.startswith("  ATOM"))
+    assert line.split() == ["ATOM", "1k", "90", "50%", "5.00", "->", "4.00"]
+    assert "(itself): 10.00\n" in told
+    assert "10.00, which counts for nothing: no round finished" in told
+    assert "gloo peer 0 ended" in told
+    assert "data parallel" in text(LOSSES)
+
+
+def test_both_results_are_drawn(tmp_path: Path) -> None:
+    for name, result in (("network", NETWORK), ("time-to-loss", LOSSES)):
+        entry = benchmark(name)
+        entry.draw(result, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert entry.text(result)
+    assert benchmark("swap").text({}) is None
