@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from swarm_virtual import SimulatedPeer, Simulation, run_virtual
@@ -15,7 +16,19 @@ from atomtrain.swarm.addresses import circuit_of, circuits_to, dialled, first_ho
 from atomtrain.swarm.config import SwarmConfig
 from atomtrain.swarm.identity import Identity
 from atomtrain.swarm.memory import channel_pair
-from atomtrain.swarm.messages import AskDial, Call, HoldOn, Joined, Ping, Pong, RelayTo, TakeCall
+from atomtrain.swarm.messages import (
+    AskDial,
+    Call,
+    Holding,
+    HoldOn,
+    Joined,
+    Message,
+    Ping,
+    Pong,
+    RelayTo,
+    TakeCall,
+)
+from atomtrain.swarm.records import LEFT, TRAINING
 from atomtrain.swarm.relaying import Relay
 from atomtrain.swarm.sealed import SealedChannel, agree_as_called, agree_as_caller
 from atomtrain.swarm.transport import CHUNK_BYTES, Channel, LinkLost, PeerRefused
@@ -106,6 +119,28 @@ def test_nobody_stands_at_the_end_of_a_stream_for_another(
     async def scenario() -> None:
         with pytest.raises(LinkLost):
             await _sealed(caller, called, said.peer_id)
+
+    run_virtual(scenario)
+
+
+def _liar(key: Identity, name: str) -> Identity:
+    """Return who signs with a key of its own, and says to be another."""
+    liar = Identity(key.encode()[4:36])
+    liar.peer_id = name
+    return liar
+
+
+@pytest.mark.parametrize(
+    ("caller", "called", "why"),
+    [
+        (_liar(MALLORY, ALICE.peer_id), BOB, f"is not of {ALICE.peer_id[-8:]}"),
+        (ALICE, _liar(MALLORY, BOB.peer_id), f"is not {BOB.peer_id[-8:]}"),
+    ],
+)
+def test_each_end_checks_the_others_signature(caller: Identity, called: Identity, why: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises(LinkLost, match=why):
+            await _sealed(caller, called)
 
     run_virtual(scenario)
 
@@ -207,6 +242,22 @@ def test_a_relay_passes_on_until_one_end_closes_and_forgets() -> None:
     _on_clock(scenario)
 
 
+def test_a_held_peer_that_comes_again_is_called_over_its_new_stream() -> None:
+    async def scenario() -> None:
+        relay = Relay(math.inf, 2.0, 50.0)
+        dead, first = await _held(relay, "b")
+        alive, second = await _held(relay, "b")
+        with pytest.raises(LinkLost, match="closed"):
+            await dead.receive_any(1.0)
+        await first
+        near, far, _ = await _call(relay, alive, RelayTo(peer_id="b", bulk=False))
+        await near.send(Ping(bytes_count=1))
+        assert await far.receive(Ping, 1.0) == Ping(bytes_count=1)
+        assert not second.done()
+
+    _on_clock(scenario)
+
+
 def test_a_called_peer_that_does_not_come_costs_the_deadline_and_strangers_take_no_calls() -> None:
     async def scenario() -> None:
         relay = Relay(math.inf, 2.0, 50.0)
@@ -258,6 +309,9 @@ def test_what_a_relay_refuses() -> None:
         assert "does not relay" in relay.refusal("b", to_b, can_be_dialled=True)
         relay._passing["c"] = 64
         assert "as many" in relay.refusal("c", to_b, can_be_dialled=True)
+        assert relay.refusal("d", to_b, can_be_dialled=True) == ""
+        relay._passing.update({f"e{number}": 32 for number in range(6)})
+        assert "as many" in relay.refusal("d", to_b, can_be_dialled=True)
         for number in range(200):
             relay._held[f"p{number}"] = relay._held["b"]
         assert "already" in relay.refusal("c", wish, can_be_dialled=True)
@@ -361,6 +415,82 @@ def test_who_does_not_want_to_relay_does_not() -> None:
         willing = await swarm.enter(KEYS[3])
         await swarm.averaged(unwilling, willing, *hidden)
         await swarm.relayed({willing}, *hidden)
+
+    run_virtual(scenario)
+
+
+def test_who_refuses_to_relay_is_not_asked_all_the_time() -> None:
+    async def scenario() -> None:
+        swarm = Hidden()
+        unwilling = await swarm.enter(KEYS[0], relay_limit_bytes_per_s=0)
+        relay, asked = swarm.peer(unwilling).service.context.ways.relay, []
+        refusal = relay.refusal
+
+        def counted(remote: str, message: Message, *, can_be_dialled: bool) -> str:
+            asked.extend([remote] if isinstance(message, HoldOn) else [])
+            return refusal(remote, message, can_be_dialled=can_be_dialled)
+
+        relay.refusal = counted  # type: ignore[method-assign]
+        await swarm.enter(KEYS[1], hidden=True)
+        await asyncio.sleep(60)
+        assert 2 <= len(asked) <= 6
+
+    run_virtual(scenario)
+
+
+def test_who_leaves_relays_for_nobody() -> None:
+    async def scenario() -> None:
+        swarm = Hidden()
+        public, other = await swarm.enter(KEYS[0]), await swarm.enter(KEYS[1])
+        await asyncio.sleep(20)
+        for state, why in ((LEFT, "it leaves the run"), (TRAINING, "")):
+            swarm.peer(public).service.state = state
+            channel = await swarm.peer(other).service.context.open(public)
+            await channel.send(HoldOn())
+            if why:
+                with pytest.raises(PeerRefused, match=why):
+                    await channel.receive(Holding, 5.0)
+            else:
+                await channel.receive(Holding, 5.0)
+
+    run_virtual(scenario)
+
+
+def test_when_no_relay_leads_to_a_peer_it_is_dialled_again() -> None:
+    async def scenario() -> None:
+        swarm = Hidden()
+        public = await swarm.enter(KEYS[0])
+        hidden, other = [await swarm.enter(key, hidden=True) for key in KEYS[1:3]]
+        await swarm.relayed({public}, hidden, other)
+        await asyncio.sleep(10)
+        context = swarm.peer(other).service.context
+        straight = context.transport.open
+
+        async def without_relay(peer_id: str, *, bulk: bool = False) -> Channel:
+            if peer_id == public:
+                raise LinkLost("it is gone")
+            return await straight(peer_id, bulk=bulk)
+
+        context.transport.open = without_relay  # type: ignore[method-assign]
+        swarm.hidden.clear()
+        context.ways._indirect_until_s[hidden] = math.inf  # as after a dial that failed
+        with pytest.raises(LinkLost, match="gone"):
+            await context.ways.open(hidden, bulk=False)
+        assert (await context.ways.open(hidden, bulk=False)).remote == hidden
+
+    run_virtual(scenario)
+
+
+def test_who_some_cannot_dial_does_not_relay() -> None:
+    async def scenario() -> None:
+        swarm = Hidden()
+        await swarm.enter(KEYS[0])
+        public = await swarm.enter(KEYS[1])
+        await asyncio.sleep(20)
+        reach = swarm.peer(public).service._reach
+        assert reach.can_be_dialled
+        reach._answers["another"] = replace(next(iter(reach._answers.values())), answered=False)
+        assert not reach.can_be_dialled
 
     run_virtual(scenario)
 

@@ -233,6 +233,25 @@ def test_the_listener_outlives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyP
     asyncio.run(scenario())
 
 
+def test_one_peer_has_so_many_streams_and_no_more() -> None:
+    async def scenario() -> None:
+        swarm = Hidden()
+        public, other = await swarm.enter(KEYS[0]), await swarm.enter(KEYS[1])
+        transport = swarm.peer(other).service.context.transport
+        streams = [await transport.open(public) for _ in range(140)]  # and says nothing
+        await asyncio.sleep(1)
+        ended = await asyncio.gather(*(one.wait_closed(1.0) for one in streams[-8:]))
+        assert len(ended) == 8
+        served = swarm.peer(public).service._streams
+        assert served[other] <= 128 + 3
+        for one in streams:
+            one.close()
+        await asyncio.sleep(5)
+        assert served[other] <= 3, "a stream that has ended does not count"
+
+    run_virtual(scenario)
+
+
 # Relays and dialling
 
 
