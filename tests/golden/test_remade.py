@@ -94,6 +94,21 @@ class Results(nn.Module):
         return normal + 0.0 * self.out(normal).sum() * normal.sigmoid()
 
 
+class Rotating(nn.Module):
+    """The same memory as real and as complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("phase", torch.randn(WIDTH // 2, 2))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        numbers = torch.view_as_complex((1.5 * value).view(-1, WIDTH // 2, 2))
+        turned = numbers * torch.view_as_complex(self.phase)
+        out: Tensor = self.out(torch.view_as_real(turned).flatten(1))
+        return out
+
+
 def model() -> nn.Module:
     return nn.Sequential(
         ByHand(), nn.LayerNorm(WIDTH), nn.GELU(), Turned(), Overwriting(), Results(), nn.SiLU(),
@@ -111,6 +126,14 @@ def test_bits_of_odd_models(
     use_shape(monkeypatch, shape)
     steps = [pairs([6, 6, 5], WIDTH) for _ in range(2)]
     check(model(), steps, loss_of=sequential_loss, loss=regression, inject=random_delays(slots))
+
+
+def test_bits_of_memory_that_is_seen_in_two_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape((0, 1, 2), (0, 1, 2, 3), 2, 1, activations=("offload", "offload", "recompute"))
+    use_shape(monkeypatch, shape)
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Rotating(), nn.Linear(WIDTH, 3))
+    steps = [pairs([6, 6], WIDTH) for _ in range(2)]
+    check(network, steps, loss_of=sequential_loss, loss=regression)
 
 
 def test_bits_of_bfloat16() -> None:

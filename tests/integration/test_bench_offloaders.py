@@ -57,5 +57,5 @@ def test_other_benchmarks_take_no_device(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_case_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rounds must be positive"):
+    with pytest.raises(ConfigError, match="rounds must be at least 1"):
         OffloadCase(rounds=0)

@@ -47,7 +47,7 @@ def test_nonsense_is_refused() -> None:
         PlanSetup(cases=())
     with pytest.raises(ConfigError, match="steps must be at least 1"):
         PlanSetup(cases=(TINY,), steps=0)
-    with pytest.raises(ConfigError, match="width must be positive"):
+    with pytest.raises(ConfigError, match="width must be at least 1"):
         PlanCase(layers=1, width=0)
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import atomtrain
+from atomtrain.benchmarks.checks import require_positive
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
@@ -42,9 +43,7 @@ class DepthSetup:
     def __post_init__(self) -> None:
         if not self.depths:
             raise ConfigError("depths is empty; give at least one number of layers, such as 8")
-        for name, value in asdict(self).items():
-            if name not in ("seed", "depths") and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
+        require_positive(self)
 
 
 QUICK = DepthSetup(depths=(8, 32))

@@ -17,9 +17,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from atomtrain.benchmarks.checks import require_positive
 from atomtrain.benchmarks.common import Result
 from atomtrain.benchmarks.precision_memory import resident_bytes
-from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import AdamW
 from atomtrain.swapping.engine import Engine
@@ -48,9 +48,7 @@ class DiskCase:
     device_memory: str = "256MiB"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "vocabulary", "context", "micro_batches", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        require_positive(self)
 
 
 def measure(on_disk: OnDiskName, precision: str, case: DiskCase, folder: Path) -> Result:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from atomtrain.errors import ConfigError
+from atomtrain.benchmarks.checks import require_positive
 from atomtrain.models import GPT, GPTConfig
 
 MicroBatches = list[dict[str, Tensor]]
@@ -37,9 +37,7 @@ class OffloadCase:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "seed" and value <= 0:
-                raise ConfigError(f"{name} must be positive, not {value}")
+        require_positive(self)
 
     @property
     def tokens_per_step(self) -> int:

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from atomtrain.benchmarks.checks import require_positive
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
-from atomtrain.errors import ConfigError
 from atomtrain.optimizers import BYTES_PER_PARAMETER, SGD, AdamW, Muon
 
 _STREAMED_BYTES = 12.0
@@ -50,9 +50,7 @@ class OptimizerSetup:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "seed" and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
+        require_positive(self)
 
     @property
     def parameters(self) -> int:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import atomtrain
 from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.benchmarks.checks import require_positive
 from atomtrain.benchmarks.common import Result
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
@@ -52,9 +53,7 @@ class PlanCase:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name not in ("seed", "tied") and not value > 0:
-                raise ConfigError(f"{name} must be positive, not {value}")
+        require_positive(self)
 
 
 def prepare(case: PlanCase, folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from atomtrain.benchmarks.checks import require_positive
 from atomtrain.benchmarks.common import Result
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
@@ -49,9 +50,7 @@ class MemoryCase:
     device_memory: str = "96MiB"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "vocabulary", "context"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        require_positive(self)
 
 
 def measure(kind: Kind, case: MemoryCase) -> Result:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import atomtrain
 from atomtrain.analysis.storages import StorageTracker
+from atomtrain.benchmarks.checks import require_positive
 from atomtrain.benchmarks.common import Result, progress
-from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
 
 _STREAM = "atom-"
@@ -59,9 +59,7 @@ class SwapSetup:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "seed" and value <= 0:
-                raise ConfigError(f"{name} must be positive, not {value}")
+        require_positive(self)
 
     @property
     def tokens_per_step(self) -> int:
