@@ -40,6 +40,7 @@ SWAP_KEYS = {
     "resident_step_s", "swapped_step_s", "speed_ratio", "link_wait_share", "device_peak_bytes",
     "device_budget_bytes", "state_bytes", "tokens_per_step", "bit_equal", "machine", "versions",
     "parameters", "inputs", "plan", "link_bound_share", "link_bound_bytes_per_s",
+    "link_bound_bit_equal", "link_bound_predicted_share",
     "recompute_speed_ratio", "recompute_link_wait_share",
 }  # fmt: skip
 

@@ -69,14 +69,14 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         progress(engine.plan.describe())
         measured = alternate(setup, engine, resident)
         bit_equal = measured.losses_equal and _same_state(engine, resident)
-        plan, planner = engine.plan.to_json(), engine.planner
+        plan = engine.plan.to_json()
     # Last, because they train the twin further.
     steps = blocks_of(setup, setup.block_steps)
     early_stop = resident.block(steps, early_stop=True)
     pairs = [(resident.block(steps, counted=False), resident.block(steps)) for _ in range(_PAIRS)]
     return {
         **swap_recompute.run(setup, budget_bytes),
-        **swap_link.run(setup, planner),
+        **swap_link.run(setup, budget_bytes),
         **measured.keys(),
         "device_budget_bytes": budget_bytes,
         "state_bytes": state_bytes,

@@ -2,6 +2,12 @@
 
 There a step can take no less than the larger of the two: what resident training takes, and what
 the loaded bytes take. `link_bound_share` says how near to that bound a step is.
+
+Forward computes a third as long as backward for each byte that it loads. So with two slots it waits
+for the link while backward leaves the link idle, and no order of visits comes near the bound. What
+helps is memory: with more slots, more of forward's segments come while backward still computes.
+Micro-batches of one sequence, and more of them, make room for those slots; tokens a step are the
+same, and resident training gets the same micro-batches.
 """
 
 from __future__ import annotations
@@ -40,14 +46,21 @@ def balanced(planner: Planner, micro_batches: int) -> float:
     return fast
 
 
-def run(setup: SwapSetup, planner: Planner) -> Result:
+def run(setup: SwapSetup, budget_bytes: int) -> Result:
     """Measure in pairs with resident training; return the keys of this part."""
-    rate = balanced(planner, setup.micro_batches)
+    setup = dataclasses.replace(
+        setup,
+        sequences=1,
+        micro_batches=setup.micro_batches * setup.sequences,
+        pairs=setup.link_pairs,
+        block_steps=setup.link_block_steps,
+    )
+    options = {"slots": setup.link_slots}
+    with opened(setup, setup.link_bytes_per_s, budget_bytes, **options) as (engine, _):
+        rate = balanced(engine.planner, setup.micro_batches)
     progress(f"on a link of {format_bytes(rate)}/s loading takes as long as computing")
-    memory_bytes = planner.machine.device_memory_bytes
-    with opened(setup, rate, memory_bytes) as (engine, resident):
+    with opened(setup, rate, budget_bytes, **options) as (engine, resident):
         plan, machine = engine.plan, engine.planner.machine
-        setup = dataclasses.replace(setup, pairs=setup.link_pairs, block_steps=2)
         measured = alternate(setup, engine, resident)
     loading_s = plan.load_s * machine.load_bytes_per_s / rate
     bounds_s = [max(block.step_s, loading_s) for block in measured.resident]
@@ -57,10 +70,13 @@ def run(setup: SwapSetup, planner: Planner) -> Result:
     return {
         "link_bound_share": statistics.median(shares),
         "link_bound_share_of_pairs": shares,
+        "link_bound_bit_equal": measured.losses_equal,
         "link_bound_step_s": statistics.median(block.step_s for block in measured.swapped),
         "link_bound_resident_step_s": statistics.median(b.step_s for b in measured.resident),
         "link_bound_loading_s": loading_s,
         "link_bound_bytes_per_s": rate,
         "link_bound_predicted_share": max(plan.compute_s, plan.load_s) / plan.step_s,
+        "link_bound_wait_s": statistics.median(block.wait_s for block in measured.swapped),
+        "link_bound_micro_batches": setup.micro_batches,
         "link_bound_plan": plan.to_json(),
     }

@@ -54,6 +54,10 @@ class SwapSetup:
     """Pairs in which both sides recompute every layer; at least 1."""
     link_pairs: int = 5
     """Pairs on the link on which loading takes as long as computing; at least 1."""
+    link_block_steps: int = 3
+    """Steps in a block there, at least 1; nothing comes ahead of the step after a block."""
+    link_slots: int = 4
+    """Device slots there; at least 1."""
     warmup_steps: int = 1
     """Steps of each before the first pair; at least 1."""
     seed: int = 0

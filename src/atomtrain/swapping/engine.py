@@ -122,6 +122,8 @@ class Engine(EngineState):
         self._check_whole()
         with self._guarded():
             self._updates.wait()
+            if self._executor is not None:
+                self._executor.slots.ahead.wait()
         return () if self._record is None else self._record.spans()
 
     def predicted_spans(self) -> tuple[Span, ...]:

@@ -90,6 +90,7 @@ class EngineBase:
             return
         with self._guarded():
             self._updates.wait()
+            self._executor.slots.ahead.forget()  # the caller may write to the model
             self._bring_to_host(range(self._store.layout.blocks), moments=True)
             self.device.synchronize()
             self._executor.buffers.to_host()

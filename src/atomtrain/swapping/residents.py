@@ -18,6 +18,7 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.gradients import accept_wide
+from atomtrain.swapping.parts import Part
 from atomtrain.swapping.store import HostStore, gradient_view, view_of
 
 Hook = Callable[[Tensor], None]
@@ -28,6 +29,13 @@ class Copy(NamedTuple):
 
     target: Tensor
     source: Tensor
+
+    def cut(self, part: Part, whole: tuple[int, int]) -> Copy:
+        """Return the copy of a part, of a copy of a whole range of bytes."""
+        start, stop = whole
+        assert self.source.numel() == stop - start
+        inside = slice(part.start_bytes - start, part.stop_bytes - start)
+        return Copy(self.target[inside], self.source[inside])
 
 
 class _Place(NamedTuple):

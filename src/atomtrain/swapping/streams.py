@@ -135,6 +135,9 @@ class Stream:
         while (item := self._jobs.get()) is not None:
             try:
                 self._run(*item)
+            except StreamError as error:
+                # An earlier job's. A traceback through this one would keep its tensors alive.
+                item[2].finish(error.with_traceback(None))
             except BaseException as error:  # noqa: BLE001  the waiting thread raises it
                 item[2].finish(error)
             # The job may hold the last reference to a device tensor: free it now, not at the
