@@ -15,7 +15,7 @@ import atomtrain
 from atomtrain.data import Batch
 from atomtrain.data.sampler import divided_at, joined
 from atomtrain.models.packing import own_past, places
-from atomtrain.training.objective import NextToken, OwnLoss
+from atomtrain.training.objective import IGNORED, NextToken, OwnLoss
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 LENGTHS = ((5, 1, 8, 3), (9, 8), (17,))
@@ -129,32 +129,87 @@ SMALL = {
 }  # fmt: skip
 
 
-def hugging_face(name: str) -> nn.Module:
+def hugging_face(name: str, attention: str = "sdpa") -> nn.Module:
     hf = pytest.importorskip("transformers")
+    small = {**SMALL, "attn_implementation": attention}
     if name == "gpt2":
         config = hf.GPT2Config(
             vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=32, use_cache=False,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation=attention,
         )  # fmt: skip
         return hf.GPT2LMHeadModel(config)
     if name == "mistral":  # whose window is shorter than the longest document
-        return hf.MistralForCausalLM(hf.MistralConfig(**SMALL, sliding_window=4))
+        return hf.MistralForCausalLM(hf.MistralConfig(**small, sliding_window=4))
     if name == "qwen3":
-        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**SMALL, head_dim=8))
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
+        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**small, head_dim=8))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**small))
 
 
+ATTENTION = ["sdpa", "eager"]
+"""What models compute attention with on the devices that we know: the fused kernel, and for models
+that have none the plain products."""
 NAMES = ["llama", "qwen3", "gpt2", "mistral"]
 
 
+@pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("name", NAMES)
-def test_hugging_face_models_compute_each_document_alone(name: str) -> None:
-    check_alone(hugging_face(name), NextToken())
+def test_hugging_face_models_compute_each_document_alone(name: str, attention: str) -> None:
+    model = hugging_face(name, attention)
+    assert model.config._attn_implementation == attention
+    check_alone(model, NextToken())
 
 
+def only(batch: Batch, row: int, part: slice) -> Batch:
+    """Return the batch with other tokens in all other documents, and targets of this one alone."""
+    inputs, labels = torch.randint(101, batch.inputs.shape), torch.full_like(batch.labels, IGNORED)
+    inputs[row, part], labels[row, part] = batch.inputs[row, part], batch.labels[row, part]
+    return batch._replace(inputs=inputs, labels=labels)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("name", NAMES)
-def test_hugging_face_models_swapped_are_resident(name: str) -> None:
-    model, objective = hugging_face(name), NextToken()
+def test_no_token_reaches_the_loss_of_another_document(name: str, attention: str) -> None:
+    """Not by a bit, forward or backward, and neither when the model is taken apart and swapped."""
+    model, objective, batch = hugging_face(name, attention), NextToken(), packed_batch()
+    embedding, reached = model.get_input_embeddings(), list[Tensor]()
+
+    def keep(*arguments: Any) -> None:
+        arguments[-1].retain_grad()
+        reached.append(arguments[-1])
+
+    handle = embedding.register_forward_hook(keep)
+    mine = pieces(batch)[1:3]  # the second and the third of the first row
+    for row, part in mine:
+        losses = []
+        for _ in range(2):
+            (micro_batch,) = objective.micro_batches(only(batch, row, part), len(LENGTHS))
+            output = model(**{k: micro_batch[k] for k in ("input_ids", "position_ids")})
+            loss = objective.loss(output, micro_batch)
+            losses.append(float(loss.detach()))
+            loss.backward()
+            gradient = reached.pop().grad
+            own = gradient[row, part].clone()
+            gradient[row, part] = 0.0
+            assert own.count_nonzero() > 0
+            assert gradient.count_nonzero() == 0
+        assert losses[0] == losses[1]
+    handle.remove()
+    example = objective.micro_batches(batch, len(LENGTHS))[0]
+    with atomtrain.swap(
+        model, example, optimizer=adamw, device="emulated:1GiB/s", device_memory="64MiB",
+        loss=objective.loss, options=atomtrain.Options(segments=2, optimizer_on_device=False),
+    ) as engine:  # fmt: skip
+        for row, part in mine:
+            again = [
+                objective.micro_batches(only(batch, row, part), len(LENGTHS)) for _ in range(2)
+            ]
+            assert engine.evaluate(again[0]) == engine.evaluate(again[1])
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("name", NAMES)
+def test_hugging_face_models_swapped_are_resident(name: str, attention: str) -> None:
+    model, objective = hugging_face(name, attention), NextToken()
     steps = [objective.micro_batches(packed_batch(), len(LENGTHS)) for _ in range(2)]
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
