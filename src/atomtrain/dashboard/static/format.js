@@ -33,7 +33,10 @@ export function seconds(value) {
 }
 
 export function percent(value) {
-  return isNumber(value) ? `${(100 * value).toFixed(1)}%` : "-";
+  if (!isNumber(value)) return "-";
+  const hundredths = 100 * value;
+  // A thousand peers have less than a per cent each.
+  return `${hundredths !== 0 && Math.abs(hundredths) < 1 ? Number(hundredths.toPrecision(2)) : hundredths.toFixed(1)}%`;
 }
 
 export function decimal(value, digits = 3) {
