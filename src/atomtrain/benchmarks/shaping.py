@@ -220,7 +220,8 @@ class Network:
                 raise ConfigError(
                     f"cannot make a network namespace ({why}); run as root, or allow users their "
                     "own namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-                    "kernel.apparmor_restrict_unprivileged_userns=0)"
+                    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces "
+                    "above 0)"
                 )
         return holder
 
