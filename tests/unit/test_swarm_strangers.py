@@ -17,8 +17,19 @@ from atomtrain.swarm import direct, roster
 from atomtrain.swarm.addresses import circuits_to, place_of
 from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.direct import Direct
+from atomtrain.swarm.leading import Leading
 from atomtrain.swarm.memory import channel_pair
-from atomtrain.swarm.messages import AskDial, BadMessage, Call, HoldOn, Message, TakeCall, decode
+from atomtrain.swarm.messages import (
+    AskDial,
+    BadMessage,
+    Call,
+    HoldOn,
+    Invite,
+    Message,
+    Ready,
+    TakeCall,
+    decode,
+)
 from atomtrain.swarm.records import LEFT, PeerRecord
 from atomtrain.swarm.relaying import Relay
 from atomtrain.swarm.roster import Roster
@@ -248,6 +259,28 @@ def test_one_peer_has_so_many_streams_and_no_more() -> None:
             one.close()
         await asyncio.sleep(5)
         assert served[other] <= 3, "a stream that has ended does not count"
+
+    run_virtual(scenario)
+
+
+def test_a_member_that_talks_on_and_on_is_not_listened_to() -> None:
+    async def scenario() -> None:
+        swarm = Hidden()
+        context = swarm.peer(await swarm.enter(KEYS[0])).service.context
+        await asyncio.sleep(5)
+        mine, theirs = channel_pair("leader", "talker", 5.0)
+
+        async def open_to(peer_id: str) -> Channel:
+            return mine
+
+        leading = Leading(context, context.agenda.next_round, open_to)
+        for _ in range(50):
+            await theirs.send(Ready(version=0, tokens=0, digest="", weight=1))
+        invite = Invite(round_id="r", round_index=0, fragment=0, version=0, slack=0, answer_s=1.0)
+        await leading._talk("talker", invite)
+        said = [leading._events.get_nowait()[1] for _ in range(leading._events.qsize())]
+        assert [isinstance(message, Ready) for message in said] == [True, True, False]
+        assert said[-1] is None, "it is lost"
 
     run_virtual(scenario)
 
