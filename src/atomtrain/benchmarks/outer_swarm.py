@@ -162,6 +162,7 @@ class LocalSwarm:
                 store.place(fragment, store.fresh(values, version=0, tokens=0))
         self._waiting: list[tuple[int, list[Merge]]] = []
         self._round = 0
+        self._usual_rms: dict[int, float] = {}
         self.sent_bytes = 0.0
         """What each peer would have sent: its contributions, and means to the others."""
 
@@ -197,11 +198,16 @@ class LocalSwarm:
         weights = [snapshot.weight for snapshot in taken]
         guard = Guard(limit=self._how.norm_limit, mean=self._how.mean)
         reduction = SliceReduction(local[0].numel(), weights, guard)
+        own_square = 0.0
         for index, snapshot in enumerate(taken):
             poison = self._poison if index == len(taken) - 1 else None
             taken[index], sent = self._sent(snapshot, poison)
+            if index == 0:
+                own_square = float(sent.square().mean())
             reduction.add(index, sent)
         contributors, mean = reduction.close()
+        if mean is not None and self._vetoed(guard, fragment, mean, own_square, weights):
+            mean = None
         merges = self._merges(fragment, taken, contributors, mean)
         self._waiting.append((step + self._how.overlap_steps, merges))
         span = Span(0, local[0].numel())
@@ -209,6 +215,20 @@ class LocalSwarm:
         share = (len(local) - 1) / len(local)
         self.sent_bytes += share * sum(encoded_bytes(codec, span) for codec in codecs)
         self._round += 1
+
+    def _vetoed(
+        self, guard: Guard, fragment: int, mean: Tensor, own_square: float, weights: list[int]
+    ) -> bool:
+        """Say whether the first peer, as all honest ones, refuses a mean; else remember its size.
+
+        At the end of a run one peer may be the only one that has something left to give.
+        """
+        mean_rms = float(mean.square().mean()) ** 0.5
+        usual_rms = self._usual_rms.get(fragment, 0.0)
+        if guard.mean_too_large(mean_rms, own_square**0.5, usual_rms, weights[0], weights):
+            return True
+        self._usual_rms[fragment] = mean_rms
+        return False
 
     def _sent(self, snapshot: Snapshot, poison: Poison | None) -> tuple[Snapshot, Tensor]:
         values = snapshot.contribution(Span(0, snapshot.values.numel()))
