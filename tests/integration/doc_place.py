@@ -74,6 +74,9 @@ NOT_RUN: dict[tuple[str, str], str] = {
 }  # fmt: skip
 """Commands that cannot run here, and why."""
 
+NAMESPACES = "bench network"
+"""Commands that begin so make network namespaces: a test of their own runs them, as root."""
+
 NOT_OURS = {
     "pip": "installs; tests/unit/test_packaging.py installs the wheel",
     "python3": "makes an environment",

@@ -22,8 +22,9 @@ Output = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in an empty folder."""
+    """Run in an empty folder, on a machine that other programs leave alone, as it seems."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("atomtrain.swapping.crowding.crowding_warning", lambda _: None)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from doc_commands import PAGES, SHELLS, Block, blocks, command_of
 from doc_place import (
     ATOM,
     FRESH,
+    NAMESPACES,
     NOT_OURS,
     NOT_RUN,
     PYTHON_NOT_RUN,
@@ -76,7 +77,7 @@ def test_commands_run(page: str, place: Path, capsys: pytest.CaptureFixture[str]
     with Founder(place, name) if needs_peer else contextlib.nullcontext() as founder:
         address = founder.address() if founder is not None else ""
         for as_it_stands, line in COMMANDS[page]:
-            if (page, said(line)) in NOT_RUN:
+            if (page, said(line)) in NOT_RUN or said(line).startswith(NAMESPACES):
                 continue
             if (page, said(line)) in FRESH:
                 shutil.rmtree(place / "runs" / "mine" / "peer-0", ignore_errors=True)
@@ -87,6 +88,23 @@ def test_commands_run(page: str, place: Path, capsys: pytest.CaptureFixture[str]
             events = read_events(place / "runs" / name / "peer-0" / "events.jsonl")
             losses = [event["loss"] for event in events if event["event"] == "evaluation"]
             assert losses[-1] < losses[0], name
+
+
+@pytest.mark.root
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, id=said(line))
+        for page, found in COMMANDS.items()
+        for _, line in found
+        if said(line).startswith(NAMESPACES) and (page, said(line)) not in NOT_RUN
+    ],
+)
+def test_commands_that_need_namespaces_run(
+    line: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shrunk(command_of(line) or (), ""), place, capsys)
 
 
 def run(command: list[str], place: Path, capsys: pytest.CaptureFixture[str]) -> None:

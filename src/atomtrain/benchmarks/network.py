@@ -93,7 +93,9 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
     elif options.links == "plain":
         setup = replace(setup, stand_ins=())
     elif options.links == "stand-ins":
-        setup = replace(setup, links=())
+        # The quick setup has none of its own.
+        stand_ins = setup.stand_ins or NetworkSetup().stand_ins[:1]
+        setup = replace(setup, links=(), stand_ins=stand_ins)
     elif options.links == "alone":
         setup = replace(setup, links=ALONE_LINKS, stand_ins=(), baselines=False)
     started_s = time.monotonic()
