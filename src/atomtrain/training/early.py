@@ -39,8 +39,8 @@ def check_early(options: TrainOptions) -> None:
     if options.gradient_dtype not in (None, *GRADIENT_DTYPES):
         raise ConfigError(
             f"--gradient-dtype takes {' or '.join(GRADIENT_DTYPES)}, not "
-            f"{options.gradient_dtype!r}; leave it out for gradients as the parameters are: of 16 "
-            "bits with --precision bf16 or fp16"
+            f"{options.gradient_dtype!r}.{nearest(options.gradient_dtype, GRADIENT_DTYPES)} Leave "
+            "it out for gradients as the parameters are: of 16 bits with --precision bf16 or fp16"
         )
     check_name("schedule", options.schedule, SCHEDULES)
     _check_device(options.device, compiled=options.compile)
