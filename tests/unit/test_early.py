@@ -72,7 +72,7 @@ def test_a_folder_of_runs_that_is_a_file(tmp_path: Path) -> None:
 
 
 def test_gradients_are_of_16_bits_without_being_asked_for() -> None:
-    with pytest.raises(AtomError, match="takes float32, not 'bf16'. Leave it out"):
+    with pytest.raises(AtomError, match=r"takes float32, not 'bf16'\. Leave it out"):
         early.check_early(dataclasses.replace(RIGHT, precision="bf16", gradient_dtype="bf16"))
 
 
