@@ -117,6 +117,29 @@ def test_the_last_segment_goes_and_comes_in_parts(
     assert jobs.count("unload") == len(steps) * (LAYERS - 2 + parts)
 
 
+class CountsItsCalls(torch.optim.SGD):
+    """Steps get shorter with each call, which it counts in its groups, as many optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"] / group["calls"])
+
+
+def test_an_optimizer_that_counts_its_calls_is_called_once_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atomtrain.swapping.parts._LEAST_BYTES", 256)
+    use_shape(monkeypatch, Shape(EACH[1:-1], EACH[1:], 2, 2, "device", (), 1))
+    check(
+        deep_gpt(0.0, tied=False),
+        token_batches(2, steps=4),
+        lambda parameters: CountsItsCalls(parameters, lr=0.1),
+    )
+
+
 @pytest.mark.parametrize("stream", ["unload", "update", "load"])
 @pytest.mark.parametrize("position", [6, 9, 13])
 def test_a_part_that_fails_ends_the_engine(

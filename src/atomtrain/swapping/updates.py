@@ -22,7 +22,7 @@ from atomtrain.swapping.arrivals import Arrivals
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.disk_state import DiskState
 from atomtrain.swapping.loss_scale import LossScale
-from atomtrain.swapping.optimizer_facts import ScalesGradients
+from atomtrain.swapping.optimizer_facts import ScalesGradients, steps_parameter_by_parameter
 from atomtrain.swapping.parts import Part, parts_of
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
@@ -159,7 +159,9 @@ class Updates:
 
     def divisible(self, block: int) -> Sequence[Part]:
         """Return the parts in which a block may be updated; none if only as a whole."""
-        if self.waits or (self.disk is not None and self.disk.has(block)):
+        if self.waits or not steps_parameter_by_parameter(self.optimizer):
+            return ()
+        if self.disk is not None and self.disk.has(block):
             return ()
         return parts_of(self._store.layout, block, self._blocks[block])
 
