@@ -97,6 +97,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     until_s = time.monotonic() + settings.get("run_s", 60.0)
     said_s = 0.0
     longest_s = 0.0
+    store = swarm._service.context.desk.store
     fault, fault_file = settings.get("fault", ""), Path(settings.get("fault_file", "/"))
     while not ended.is_set() and time.monotonic() < until_s:
         if fault and fault_file.exists():
@@ -110,13 +111,17 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
         longest_s = max(longest_s, time.monotonic() - begun_s)
         for report in reports:
             say("round", **asdict(report))
-        if time.monotonic() - said_s > 0.25:
+        if reports or time.monotonic() - said_s > 0.25:
             said_s = time.monotonic()
             state = swarm.state_dict()
             say(
                 "state",
                 versions=state.meta["versions"],
                 digests=state.meta["digests"],
+                rounds=[
+                    store.anchor(fragment).origin.round_id
+                    for fragment in range(len(store.fragment_elements))
+                ],
                 means=vectors.means(),
                 peers=[p.peer_id for p in swarm.peers()],
                 relays={p.peer_id: p.relays for p in swarm.peers()},

@@ -125,6 +125,28 @@ def wait_averaged(seen_by: PeerProcess, *members: PeerProcess, within_s: float =
     )
 
 
+def wait_same_anchors(*members: PeerProcess, within_s: float = 120.0) -> None:
+    """Wait until these have told, since now, of one anchor of each fragment, bit for bit.
+
+    Of equal versions alone nothing follows: a peer that was not seen for a moment may have gone on
+    by itself, until it finds that the others' anchors beat its own.
+    """
+    until_s = time.monotonic() + within_s
+    begun = {member: member.now for member in members}
+    while True:
+        told = [
+            [
+                set(of)
+                for of in zip(*(s["digests"] for s in member.lines("state", now)), strict=True)
+            ]
+            for member, now in begun.items()
+        ]
+        if all(told) and all(set.intersection(*of) for of in zip(*told, strict=True)):
+            return
+        assert time.monotonic() < until_s, [member.lines("state")[-1:] for member in members]
+        time.sleep(0.1)
+
+
 def is_running(pid: int) -> bool:
     """Say whether a process exists and is no zombie."""
     try:

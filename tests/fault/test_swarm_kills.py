@@ -5,19 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from swarm_processes import PeerProcess, wait_averaged, wait_until_gone
-
-
-def _assert_same_anchors(*members: PeerProcess) -> None:
-    """Within a while there must be states of equal versions, and equal versions must be equal."""
-    until_s = time.monotonic() + 120
-    while True:
-        last = [member.lines("state")[-1] for member in members]
-        if len({str(state["versions"]) for state in last}) == 1:
-            assert len({str(state["digests"]) for state in last}) == 1
-            return
-        assert time.monotonic() < until_s, last
-        time.sleep(0.1)
+from swarm_processes import PeerProcess, wait_averaged, wait_same_anchors, wait_until_gone
 
 
 def test_whoever_is_killed_the_others_go_on(peers: list[PeerProcess]) -> None:
@@ -29,7 +17,7 @@ def test_whoever_is_killed_the_others_go_on(peers: list[PeerProcess]) -> None:
     survivor_address = second.wait_ready()
     third.wait_ready()
     wait_averaged(second, first, second, third)
-    _assert_same_anchors(first, second, third)
+    wait_same_anchors(first, second, third)
 
     first.kill()  # the peer through which all others came
     wait_until_gone(first.daemon)
@@ -39,11 +27,11 @@ def test_whoever_is_killed_the_others_go_on(peers: list[PeerProcess]) -> None:
     peers.append(newcomer)
     newcomer.wait_ready()
     wait_averaged(third, second, third, newcomer)
-    _assert_same_anchors(second, third, newcomer)
+    wait_same_anchors(second, third, newcomer)
 
     third.kill()
     wait_averaged(second, second, newcomer)
-    _assert_same_anchors(second, newcomer)
+    wait_same_anchors(second, newcomer)
     # Targets -1 and 0.5: the average lies between them, apart from local progress.
     assert -0.9 < second.lines("state")[-1]["means"][0] < 0.5
 
@@ -89,7 +77,7 @@ def test_a_stopped_peer_holds_nobody_up_and_catches_up(peers: list[PeerProcess])
     wait_averaged(first, first, second)
     third.signal(signal.SIGCONT)
     wait_averaged(first, first, second, third)
-    _assert_same_anchors(first, second, third)
+    wait_same_anchors(first, second, third)
     slowest_s = max(said["longest_boundary_s"] for said in first.lines("state"))
     longest_s = max(said["duration_s"] for said in first.lines("round"))
     # Some round waited for the stopped peer, unless it was found silent between two.

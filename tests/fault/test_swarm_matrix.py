@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from swarm_processes import PeerProcess
+from swarm_processes import PeerProcess, wait_same_anchors
 
 pytestmark = pytest.mark.matrix
 SENT = ("corrupt", "replay", "false mean", "flood", "slow", "full disk")
@@ -56,15 +56,8 @@ class Trio:
     def check(self) -> None:
         """The healthy ones average, hold the same, and learn what they shall."""
         self.wait_averaged(set(self.healthy))
-        until_s = time.monotonic() + 120
-        while True:
-            last = [peer.lines("state")[-1] for peer in self.healthy]
-            if len({str(state["versions"]) for state in last}) == 1:
-                assert len({str(state["digests"]) for state in last}) == 1
-                break
-            assert time.monotonic() < until_s, last
-            time.sleep(0.1)
-        for state in last:
+        wait_same_anchors(*self.healthy)
+        for state in (peer.lines("state")[-1] for peer in self.healthy):
             assert all(abs(mean - 1.0) < 0.5 for mean in state["means"]), state
 
 
