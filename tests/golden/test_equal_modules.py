@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from atomtrain.analysis import chain_of, equal_modules, export, layer_costs
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.graph_layer import GraphLayer
+from atomtrain.errors import AnalysisError
 from atomtrain.models.lora import add_adapters
 from atomtrain.models.lora_config import parse_lora
 
@@ -177,6 +179,70 @@ def test_a_number_that_decides_what_a_module_does_is_noticed(stood_in: list[list
     assert ["aten.tanh.default" in done for done in operations(chain)] == [
         False, False, False, False, True, False,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("special", "reason"),
+    [
+        (lambda number: number == 4, "a module's number decides"),
+        (lambda number: torch.full((2,), number).dim() == 0, "where only a number can be"),
+        (lambda number: isinstance(number, str), "a module's number decides"),
+    ],
+    ids=["compared", "given to C", "asked for its type"],
+)
+def test_that_every_module_is_traced_is_logged(
+    special: Callable[[int], bool],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    stood_in: list[list[str]],
+) -> None:
+    with caplog.at_level(logging.INFO, logger="atomtrain.analysis"):
+        chain_of(Stack(special), X, square)
+    assert not stood_in
+    assert [message for message in caplog.messages if reason in message] == caplog.messages != []
+    assert "Stack" in caplog.messages[0]
+
+
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Return a list that grows with each trace."""
+    counted: list[None] = []
+    program = export._program
+
+    def counting(*arguments: Any) -> Any:
+        counted.append(None)
+        return program(*arguments)
+
+    monkeypatch.setattr(export, "_program", counting)
+    return counted
+
+
+def test_other_errors_are_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("copies are wrong")
+
+    monkeypatch.setattr(export, "repeat", broken)
+    with (
+        caplog.at_level(logging.INFO, logger="atomtrain.analysis"),
+        pytest.raises(AnalysisError, match="copies are wrong"),
+    ):
+        chain_of(Stack(lambda number: False), X, square)
+    assert not caplog.messages
+
+
+class Wrong(Stack):
+    """Fails in any trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ torch.ones(3, 3)
+
+
+def test_a_wrong_model_is_not_traced_twice_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = traces(monkeypatch)
+    with pytest.raises(AnalysisError, match=r"super\(\).forward"):
+        chain_of(Wrong(lambda number: False), X, square)
+    assert len(counted) == 2, "unawares, then as models are exported"
 
 
 def test_a_number_that_decides_nothing_is_put_back(stood_in: list[list[str]]) -> None:

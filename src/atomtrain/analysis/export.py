@@ -6,6 +6,7 @@ operations as the model, backward included, bit for bit.
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +28,12 @@ from atomtrain.analysis.export_conditions import (
     without_collector,
 )
 from atomtrain.analysis.repeating import repeat
-from atomtrain.analysis.stand_ins import StandIns
+from atomtrain.analysis.stand_ins import StandIns, why_unequal
 from atomtrain.analysis.structure import take_apart
 from atomtrain.errors import AnalysisError, AtomError, ConfigError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_log = logging.getLogger("atomtrain.analysis")
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 
 
@@ -143,14 +145,22 @@ def export(
 
 
 def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool) -> Exported:
-    """Trace one of several equal modules, or each of them if they might not be equal after all."""
+    """Trace one of several equal modules, or each of them if they might not be equal after all.
+
+    The latter takes longer and gives the same; that it happened is logged. Any other error is that
+    of the model, or one of ours: tracing every module would not mend it.
+    """
     equal = equal_modules(recorded)
     if equal:
         try:
             with StandIns(equal) as stand_ins:
                 program = _program(recorded, given, grad)
             return _flatten(recorded, program, stand_ins.paths)
-        except Exception:  # noqa: BLE001 - the trace of the whole model says what is wrong
+        except Exception as error:
+            reason = why_unequal(error)
+            if reason is None:
+                raise
+            _log.info("every module of %s is traced: %s", type(recorded.model).__name__, reason)
             recorded.output = _Output()
     return _flatten(recorded, _program(recorded, given, grad), ())
 

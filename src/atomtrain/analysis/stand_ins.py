@@ -50,8 +50,26 @@ class UnequalError(Exception):
     """Modules may do different things after all; the whole model has to be traced."""
 
 
-class _Number:
+class _UnreadNumber:
     """In place of a module's number: may be handed on, but not looked at."""
+
+
+def why_unequal(error: BaseException) -> str | None:
+    """Return why modules may do different things after all; `None` if an error says nothing of it.
+
+    Either `UnequalError` was raised, perhaps wrapped by torch on its way, or a function written in
+    C refused a module's number, which it did not find to be one, and named its type.
+    """
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        if isinstance(cause, UnequalError):
+            return str(cause)
+        if _UnreadNumber.__name__ in str(cause):
+            return "a module's number is used where only a number can be"
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _looked_at(*_: Any, **__: Any) -> Any:
@@ -65,7 +83,8 @@ for _name in (
     "invert", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift",
     "round", "trunc", "floor", "ceil", "getattr", "iter", "len", "contains", "call", "getitem",
 ):  # fmt: skip
-    setattr(_Number, f"__{_name}__", _looked_at)
+    setattr(_UnreadNumber, f"__{_name}__", _looked_at)
+setattr(_UnreadNumber, "__class__", property(_looked_at))  # noqa: B010 - what `isinstance` asks
 
 
 class _Traced(NamedTuple):
@@ -92,7 +111,7 @@ class StandIns:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> StandIns:
-        number = _Number()
+        number = _UnreadNumber()
         for index, group in enumerate(self._groups):
             for path, module in zip(group.paths, group.modules, strict=True):
                 for inside, name in group.counted:
@@ -158,6 +177,8 @@ def _stand_in_for(traced: _Traced, number: int, given: Sequence[Tensor]) -> Any:
 
 def _layout(tensors: Sequence[Tensor]) -> Hashable:
     """Return what of tensors may decide which operations are done with them."""
+    if any(t.layout is not torch.strided for t in tensors):
+        raise UnequalError("tensors are sparse or nested")
     first: dict[int, int] = {}
     return tuple(
         (
@@ -177,6 +198,8 @@ class _Slot(NamedTuple):
 
 def _taken_apart(value: Any, tensors: list[Tensor]) -> Hashable:
     """Return what `value` is but for its tensors, which are added to the list, each once."""
+    if type(value) is _UnreadNumber:
+        return _UnreadNumber, None
     if isinstance(value, Tensor):
         for index, known in enumerate(tensors):
             if known is value:
@@ -188,8 +211,6 @@ def _taken_apart(value: Any, tensors: list[Tensor]) -> Hashable:
     if type(value) is dict:
         items = tuple((key, _taken_apart(item, tensors)) for key, item in value.items())
         return dict, items
-    if isinstance(value, _Number):
-        return _Number, None
     if type(value) in _PLAIN or isinstance(value, torch.dtype | torch.device):
         return type(value), value
     raise UnequalError(f"{type(value).__name__} is not understood")
@@ -203,6 +224,6 @@ def _put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
         return kind(_put_together(item, tensors) for item in content)
     if kind is dict:
         return {key: _put_together(item, tensors) for key, item in content}
-    if kind is _Number:
+    if kind is _UnreadNumber:
         raise UnequalError("a module returns its number")
     return content
