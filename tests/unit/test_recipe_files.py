@@ -7,13 +7,15 @@ import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.cli.init import Facts, filled
+from atomtrain.cli.init import Ask, Check, Facts, filled
 from atomtrain.cli.main import main
 from atomtrain.cli.schema import schema
 from atomtrain.cli.train import options_of
@@ -156,18 +158,126 @@ def test_the_schema_knows_every_option() -> None:
 GPU = Facts(host_bytes=64 << 30, gpu="a GPU", gpu_bytes=24 << 30)
 
 
+def answering(answers: dict[str, str], asked: dict[str, str] | None = None) -> Ask:
+    """Return what answers questions that contain a word, and takes the other proposals."""
+
+    def ask(question: str, proposal: str, check: Check) -> str:
+        if asked is not None:
+            asked[question] = proposal
+        given = [answer for word, answer in answers.items() if word in question]
+        return check(given[0]) if given else proposal
+
+    return ask
+
+
 def test_init_fills_in_answers_and_the_machine() -> None:
     asked: dict[str, str] = {}
-
-    def ask(question: str, proposal: str) -> str:
-        asked[question] = proposal
-        return {"text to train on (file, folder or pattern)": "mine.txt"}.get(question, proposal)
-
-    text = filled("# about\nmodel: tiny # small\ndata: books/\nsteps: 3\n", GPU, ask)
+    text = filled(
+        "# about\nmodel: tiny # small\ndata: books/\nsteps: 3\n",
+        GPU,
+        answering({"text to train on": "mine.txt"}, asked),
+    )
     assert text.splitlines()[1:] == [
         "# about", "model: tiny # small", "data: mine.txt", "steps: 3", "device-memory: 21GiB",
     ]  # fmt: skip
     assert asked["device memory to use"] == "21GiB"
+
+
+def test_init_asks_for_the_budget_that_a_recipe_has() -> None:
+    made_for_another = "device-memory: 70GiB # of 80\n"
+    small = Facts(host_bytes=64 << 30, gpu=None, gpu_bytes=0)
+    assert "device-memory: 70GiB # of 80" in filled(made_for_another, small, answering({}))
+    assert "device-memory: 21GiB # of 80" in filled(made_for_another, GPU, answering({}))
+    given = filled(made_for_another, GPU, answering({"device memory": "9GiB"}))
+    assert given.count("device-memory") == 1
+    assert "device-memory: 9GiB # of 80" in given
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["*.txt", "a: b", "a #b", "'quoted'", 'say "so"', "null", "[x]", "- x", "no", "6", "C\\x"],
+)
+def test_any_answer_is_read_as_it_was_given(answer: str, tmp_path: Path) -> None:
+    text = filled("data: books/ # text\nsteps: 3\n", GPU, answering({"text to train": answer}))
+    assert "# text" in text
+    assert read_recipe(written(tmp_path, text)).values["data"] == answer
+
+
+class Typist:
+    """Someone who types these lines, then ends."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = list(lines)
+        self.prompts: list[str] = []
+
+    def __call__(self, prompt: str) -> str:
+        self.prompts.append(prompt)
+        if not self.lines:
+            raise EOFError
+        return self.lines.pop(0)
+
+
+@pytest.fixture
+def typing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Typist]:
+    """Returns a function that puts a typist before the terminal."""
+
+    def put(*lines: str) -> Typist:
+        typist = Typist(*lines)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("builtins.input", typist)
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+        monkeypatch.setattr("atomtrain.cli.init.machine_facts", lambda: GPU)
+        return typist
+
+    return put
+
+
+def test_init_asks_again_after_a_wrong_answer(
+    typing: Callable[..., Typist], capsys: pytest.CaptureFixture[str]
+) -> None:
+    typist = typing(
+        "pretrain-smal", "", "tinny", "tiny", "*.txt", "many", "0", "7", "lots", "3", "2 GiB"
+    )
+    assert main(["init", "--out", "x.yaml"]) == 0
+    options = options_of(["x.yaml"])
+    assert (options.model, options.data, options.steps) == ("tiny", "*.txt", 7)
+    assert options.device_memory == "2 GiB"
+    shown = capsys.readouterr()
+    assert [line.partition(":")[0] for line in shown.err.splitlines()] == ["atom"] * 6
+    for said in ("Did you mean 'pretrain-small'", "Did you mean 'tiny'", "not 'many'", "not '0'",
+                 "'lots' is not a size", "'3' bytes is too little"):  # fmt: skip
+        assert said in shown.err
+    assert "note: *.txt matches no file" in shown.out
+    assert "Train a GPT of 125 million parameters" in shown.out, "says what recipes are for"
+    assert typist.prompts[-1] == "device memory to use [21GiB]: "
+
+
+def test_init_takes_the_line_that_a_peer_printed(
+    typing: Callable[..., Typist], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = (
+        "mine@/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
+    )
+    typing("books.txt", "here", f"atom train --join {address}", "")
+    assert main(["init", "--from", "join-swarm", "--out", "x.yaml"]) == 0
+    assert options_of(["x.yaml"]).join == (address,)
+    shown = capsys.readouterr()
+    assert "which run to join is not clear" in shown.err
+    assert "books.txt does not exist" in shown.out
+
+
+def test_init_writes_nothing_if_it_is_left_or_cannot(
+    typing: Callable[..., Typist], capsys: pytest.CaptureFixture[str]
+) -> None:
+    typing("")
+    assert main(["init", "--out", "x.yaml"]) == 2
+    assert not Path("x.yaml").exists()
+    assert "--yes" in capsys.readouterr().err
+    Path("file").write_text("")
+    assert main(["init", "--yes", "--out", "file/x.yaml"]) == 2
+    assert "choose another --out" in capsys.readouterr().err
+    assert main(["init", "--from", "pretrain-smal"]) == 2
+    assert "Did you mean 'pretrain-small'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ready_recipes())
