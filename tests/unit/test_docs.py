@@ -74,11 +74,20 @@ def test_shells_complete_commands_and_options(
     for word in ("train", "device-memory", "status", "swarm"):
         assert word in text
     if shell == "bash":
-        code = f"{text}\nCOMP_WORDS=(atom train --device-m); COMP_CWORD=2; _atom; echo $COMPREPLY"
+        lines = {
+            "tra": "train", "train --device-m": "--device-memory", "train pre": "pretrain-small",
+            "swarm st": "status", "swarm status --js": "--json", "bench rep": "report",
+            "bench report --res": "--results", "plan gpt3-175": "gpt3-175b", "train --data b": "",
+            "completion f": "fish",
+        }  # fmt: skip
+        for line in lines:
+            text += f"COMP_WORDS=(atom {line}); COMP_CWORD={len(line.split())}; _atom\n"
+            text += 'echo "${COMPREPLY[*]}"\n'
         done = subprocess.run(
-            ["bash", "-c", code], capture_output=True, text=True, timeout=120, check=True
+            ["bash", "-c", text], capture_output=True, text=True, timeout=120, check=True
         )
-        assert (done.stdout.strip(), done.stderr) == ("--device-memory", "")
+        assert dict(zip(lines, done.stdout.split("\n"), strict=False)) == lines
+        assert done.stderr == ""
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:

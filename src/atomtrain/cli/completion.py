@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atomtrain.cli.parsing import parse
@@ -11,25 +13,28 @@ from atomtrain.errors import ConfigError, nearest
 from atomtrain.training.options import option
 
 SHELLS = ("bash", "zsh", "fish")
+_ABOUT_CHARACTERS = 72
 _EXAMPLES = """\
   eval "$(atom completion bash)"                 in ~/.bashrc
   eval "$(atom completion zsh)"                  in ~/.zshrc, after compinit
   atom completion fish | source                  in config.fish"""
 _BASH = """\
 _atom() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" command="${{COMP_WORDS[1]}}" words=""
+    local word="${{COMP_WORDS[COMP_CWORD]}}" given="${{COMP_WORDS[1]}}" words=""
     if [ "$COMP_CWORD" -gt 2 ]; then
-        case "$command ${{COMP_WORDS[2]}}" in
-{nested}
+        case "$given ${{COMP_WORDS[2]}}" in
+            {nested}) given="$given ${{COMP_WORDS[2]}}" ;;
         esac
     fi
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        words="{commands}"
-    elif [ -z "$words" ]; then
-        case "$command" in
-{cases}
-        esac
-    fi
+    case "$COMP_CWORD:$word" in
+        1:*) words="{commands}" ;;
+        *:-*) case "$given" in
+{options}
+        esac ;;
+        2:*) case "$given" in
+{names}
+        esac ;;
+    esac
     COMPREPLY=($(compgen -W "$words" -- "$word"))
 }}
 complete -o default -o bashdefault -F _atom atom
@@ -64,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
     from atomtrain.cli.parsers import all_parsers, options_of
 
     flags = {
-        words: [flag for action in options_of(parser) for flag in action.option_strings]
+        words: [action for action in options_of(parser) if action.option_strings]
         for words, parser in all_parsers().items()
     }
     make = _fish if options.shell == "fish" else _bash
@@ -73,36 +78,73 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _bash(flags: Mapping[str, Sequence[str]]) -> str:
+def names_after(commands: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return what may follow a command: the words of commands that have some, and known names.
+
+    Where nothing is known, or nothing that is known fits, shells offer files.
+    """
+    from atomtrain.benchmarks import REGISTRY
+    from atomtrain.models.presets import PRESETS
+    from atomtrain.training.recipe_files import ready_recipes
+
+    names: dict[str, tuple[str, ...]] = {
+        "train": tuple(ready_recipes()),
+        "plan": tuple(PRESETS),
+        "simulate": tuple(PRESETS),
+        "bench": tuple(REGISTRY),
+        "completion": SHELLS,
+    }
+    for words in commands:
+        command, _, below = words.partition(" ")
+        if below:
+            names[command] = (*names.get(command, ()), below)
+    return names
+
+
+def _bash(flags: Mapping[str, Sequence[argparse.Action]]) -> str:
     from atomtrain.cli.main import COMMANDS
 
-    cases, nested = [], []
-    for name in COMMANDS:
-        below = [words.split()[1] for words in flags if words.startswith(f"{name} ")]
-        offered = " ".join([*below, *flags.get(name, ())])
-        cases.append(f'            {name}) words="{offered}" ;;')
-    for words, own in flags.items():
-        if " " in words:
-            nested.append(f'            "{words}") words="{" ".join(own)}" ;;')
+    def cases(offered: Mapping[str, Iterable[str]]) -> str:
+        return "\n".join(
+            f'            "{words}") words="{" ".join(some)}" ;;' for words, some in offered.items()
+        )
+
+    options = {
+        words: [flag for action in actions for flag in action.option_strings]
+        for words, actions in flags.items()
+    }
     return _BASH.format(
-        commands=" ".join(COMMANDS), cases="\n".join(cases), nested="\n".join(nested)
+        commands=" ".join(COMMANDS),
+        nested="|".join(f'"{words}"' for words in flags if " " in words),
+        options=cases(options),
+        names=cases(names_after(flags)),
     )
 
 
-def _fish(flags: Mapping[str, Sequence[str]]) -> str:
+def _fish(flags: Mapping[str, Sequence[argparse.Action]]) -> str:
     from atomtrain.cli.main import COMMANDS
 
-    lines = ["complete -c atom -e"]
+    lines = ["complete -c atom -e", "complete -c atom -n __fish_use_subcommand -f"]
     for name, about in COMMANDS.items():
-        said = about.replace("'", "\\'")
-        lines.append(f"complete -c atom -n __fish_use_subcommand -a {name} -d '{said}'")
-    for words, own in flags.items():
-        name, _, below = words.partition(" ")
+        lines.append(f"complete -c atom -n __fish_use_subcommand -a {name} -d {_quoted(about)}")
+    for name, offered in names_after(flags).items():
         when = f"__fish_seen_subcommand_from {name}"
-        if below:
-            lines.append(f"complete -c atom -n '{when}' -a {below}")
-            when += f"; and __fish_seen_subcommand_from {below}"
-        for flag in own:
-            kind = "-l" if flag.startswith("--") else "-s"
-            lines.append(f"complete -c atom -n '{when}' {kind} {flag.lstrip('-')}")
+        lines.append(f"complete -c atom -n '{when}' -a '{' '.join(offered)}'")
+    for words, actions in flags.items():
+        when = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words.split())
+        for action in actions:
+            names = [
+                f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
+                for flag in action.option_strings
+            ]
+            value = "" if action.nargs == 0 else " -r"
+            about = _quoted((action.help or "").replace("%%", "%").partition(". ")[0])
+            lines.append(f"complete -c atom -n '{when}' {' '.join(names)}{value} -d {about}")
     return "\n".join((*lines, ""))
+
+
+def _quoted(text: str) -> str:
+    """Return a text as fish reads it, shortened to what fits beside a word."""
+    short = textwrap.shorten(text.rstrip("."), _ABOUT_CHARACTERS, placeholder=" ...")
+    escaped = short.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
