@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.events import read_events
 from atomtrain.training import trainer as module
 from atomtrain.training.callbacks import Callback, Course
+from atomtrain.training.collating import stacked
 from atomtrain.training.trainer import Trainer
 from atomtrain.training.trainer_arguments import TrainerArguments, arguments_from
 
@@ -137,7 +139,8 @@ def hf(**fields: Any) -> Any:
         "output_dir": "out", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "num_train_epochs": 3.0, "max_steps": -1, "learning_rate": 1e-4, "warmup_steps": 5,
         "lr_scheduler_type": SimpleNamespace(value="linear"), "weight_decay": 0.1,
-        "adam_beta1": 0.9, "adam_beta2": 0.95, "max_grad_norm": 1.0, "bf16": True, "seed": 7,
+        "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "max_grad_norm": 1.0,
+        "bf16": True, "seed": 7,
         "optim": SimpleNamespace(value="adamw_torch"), "eval_strategy": "steps", "eval_steps": 10,
         "save_strategy": "epoch", "save_steps": 500, "fp16": False, "deepspeed": None,
     }  # fmt: skip
@@ -149,16 +152,21 @@ def test_arguments_of_transformers_keep_their_meaning() -> None:
     assert found == TrainerArguments(
         output_dir="out", micro_batch=4, micro_batches=2, epochs=3.0, learning_rate=1e-4,
         warmup_steps=5, schedule="linear", final_factor=0.0, weight_decay=0.1, betas=(0.9, 0.95),
-        clip_norm=1.0, precision="bf16", seed=7, evaluate_every=10,
+        epsilon=1e-6, clip_norm=1.0, precision="bf16", seed=7, evaluate_every=10,
+        checkpoint_every="epoch", drop_unused=True,
     )  # fmt: skip
     assert arguments_from(hf(max_steps=9)).max_steps == 9
+    share = arguments_from(hf(warmup_steps=0.1, lr_scheduler_type="constant_with_warmup"))
+    assert share.schedule_of(95).warmup_steps == 10
+    assert arguments_from(hf(lr_scheduler_type="constant")).schedule_of(95).warmup_steps == 0
     assert arguments_from(None) == TrainerArguments()
 
 
 @pytest.mark.parametrize(
     "fields",
     [{"deepspeed": "x.json"}, {"optim": "sgd"}, {"lr_scheduler_type": "polynomial"},
-     {"eval_steps": 0.1}],
+     {"eval_steps": 0.1}, {"save_strategy": "best"}, {"report_to": ["wandb"]},
+     {"load_best_model_at_end": True}, {"push_to_hub": True}],
     ids=str,
 )  # fmt: skip
 def test_what_would_be_done_otherwise_is_refused(fields: dict[str, Any]) -> None:
@@ -166,7 +174,84 @@ def test_what_would_be_done_otherwise_is_refused(fields: dict[str, Any]) -> None
         arguments_from(hf(**fields))
 
 
+def test_defaults_of_transformers_are_known() -> None:
+    kind = pytest.importorskip("transformers").TrainingArguments
+    given = object.__new__(kind)  # as it is before it looks for devices
+    for field in dataclasses.fields(kind):
+        missing = field.default_factory is dataclasses.MISSING
+        setattr(given, field.name, field.default if missing else field.default_factory())
+    assert arguments_from(given) == TrainerArguments(
+        epochs=3.0, schedule="linear", final_factor=0.0, checkpoint_every=500, log_every=500,
+        drop_unused=True,
+    )  # fmt: skip
+
+
+def test_once_an_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    arguments = TrainerArguments(
+        output_dir=tmp_path, micro_batch=8, epochs=3, evaluate_every="epoch",
+        checkpoint_every="epoch", log_every="epoch",
+    )  # fmt: skip
+    with Trainer(
+        net(), arguments, data(), data(9), loss=loss_of, callbacks=[recorder], **DEVICE
+    ) as made:
+        made.train()
+    seen = [told for told in recorder.told if told.startswith(("evaluate", "save"))]
+    assert seen == ["evaluate 3", "save 3", "evaluate 6", "save 6", "evaluate 9", "save 9"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(", ")[0] for line in lines] == [
+        f"step {step} of 9: {what}"
+        for step, held_out in made.course.evaluations
+        for what in (
+            f"loss {sum(made.course.losses[step - 3 : step]) / 3:.4f}",
+            f"held-out loss {held_out:.4f}",
+        )
+    ]
+
+
+class Named(nn.Module):
+    """Takes its tensors by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, rows: Tensor, goals: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.linear(rows) - goals).pow(2).mean()}
+
+
+class Tokenizer:
+    """What is written beside a model."""
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+def test_what_forward_does_not_name_is_left_out_if_asked_for(tmp_path: Path) -> None:
+    named = [{"rows": row, "goals": goal, "text": "words"} for row, goal in data()]
+    arguments = TrainerArguments(output_dir=tmp_path, max_steps=2, drop_unused=True)
+    with Trainer(Named(), arguments, named, processing_class=Tokenizer(), **DEVICE) as made:
+        assert len(made.train().losses) == 2
+        assert (made.save_model() / "tokenizer.json").exists()
+    kept = TrainerArguments(output_dir=tmp_path, max_steps=2)
+    with (
+        Trainer(Named(), kept, named, **DEVICE) as made,
+        pytest.raises(ConfigError, match=r"samples\['text'\] cannot become one tensor"),
+    ):
+        made.train()
+
+
+def test_samples_of_different_lengths_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"samples\[0\] cannot become one tensor \(stack expects"):
+        stacked([(torch.ones(3),), (torch.ones(4),)])
+
+
 def test_mistakes(tmp_path: Path) -> None:
+    for field in ("evaluate_every", "micro_batch"):
+        with pytest.raises(ConfigError, match=f"{field} must be"):
+            TrainerArguments(**{field: "often"})
+    with pytest.raises(ConfigError, match="warmup_steps"):
+        TrainerArguments(warmup_steps=-1)
     with pytest.raises(ConfigError, match="train_dataset has 3 samples; a step takes 8"):
         Trainer(net(), None, data(3))
     with pytest.raises(ConfigError, match="TrainerArguments"):
@@ -184,9 +269,12 @@ def test_notebooks_show_pictures(tmp_path: Path) -> None:
         history = made.train()
         assert "segments" in repr(made.plan)
         assert "<th>segments</th>" in made.plan._repr_html_()
+        assert '<img src="data:image/png;base64,iVBOR' in made.plan._repr_html_()
         assert made.plan._repr_png_().startswith(b"\x89PNG")
+        assert "<img" not in Trainer(net(), None, data(), loss=loss_of).history._repr_html_()
     assert (history._repr_png_() or b"").startswith(b"\x89PNG")
     assert "<td>12</td>" in history._repr_html_()
+    assert "<img" in history._repr_html_(), "HTML counts more than a picture beside it"
     assert math.isclose(float(repr(history).split("loss ")[1].split(",")[0]), history.losses[-1],
                         abs_tol=1e-4)  # fmt: skip
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from atomtrain.units import format_seconds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,3 +49,35 @@ class Callback:
 
     def on_train_end(self, trainer: Trainer, course: Course) -> None:
         """The last step has ended, and everything is saved."""
+
+
+class Progress(Callback):
+    """Writes a line on standard output now and then: the mean loss since the line before."""
+
+    def __init__(self, every_steps: int) -> None:
+        """Write a line every so many steps, at least 1, and after the last one."""
+        self._every_steps = every_steps
+        self._told_step = 0
+
+    def on_train_begin(self, trainer: Trainer, course: Course) -> None:
+        """Begin to count."""
+        self._told_step = course.step
+
+    def on_step_end(self, trainer: Trainer, course: Course, loss: float) -> None:
+        """Write a line if it is time."""
+        report = trainer.engine.last
+        if report is None or (course.step % self._every_steps and course.step < course.steps):
+            return
+        losses = course.losses[self._told_step : course.step]
+        self._told_step = course.step
+        left_s = report.step_s * (course.steps - course.step)
+        sys.stdout.write(
+            f"step {course.step} of {course.steps}: loss {sum(losses) / len(losses):.4f}, "
+            f"{format_seconds(report.step_s)} a step, {format_seconds(left_s)} left\n"
+        )
+        sys.stdout.flush()
+
+    def on_evaluate(self, trainer: Trainer, course: Course, loss: float) -> None:
+        """Write the loss."""
+        sys.stdout.write(f"step {course.step} of {course.steps}: held-out loss {loss:.4f}\n")
+        sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ class PlanView:
         return self._engine.plan.describe()
 
     def _repr_html_(self) -> str:
-        """Return the plan as a table."""
-        return table(self._engine.plan.describe())
+        """Return the predicted step as a picture, with the plan as a table below it."""
+        return image(self._repr_png_(), "The predicted step") + table(self._engine.plan.describe())
 
     def _repr_png_(self) -> bytes:
         """Return the predicted step as a picture."""
@@ -56,8 +57,10 @@ class History:
         return f"{len(self.losses)} steps, loss {self.losses[-1]:.4f}{held_out}"
 
     def _repr_html_(self) -> str:
-        """Return the newest figures as a table."""
-        return table("\n".join(f"{name}   {value}" for name, value in self._rows()))
+        """Return the course of the loss as a picture, with the newest figures below it."""
+        png = self._repr_png_()
+        shown = "" if png is None else image(png, "The course of the loss")
+        return shown + table("\n".join(f"{name}   {value}" for name, value in self._rows()))
 
     def _repr_png_(self) -> bytes | None:
         """Return the course of the loss as a picture; `None` before the first step."""
@@ -75,6 +78,15 @@ class History:
         rows += [("loss", f"{self.losses[-1]:.4f}")] if self.losses else []
         rows += [("held-out", f"{self.evaluations[-1][1]:.4f}")] if self.evaluations else []
         return rows
+
+
+def image(png: bytes, said: str) -> str:
+    """Return a picture as HTML, with the text that stands for it.
+
+    Notebooks that are given HTML and a picture of one thing show the HTML alone.
+    """
+    data = base64.b64encode(png).decode("ascii")
+    return f'<img src="data:image/png;base64,{data}" alt="{html.escape(said)}">'
 
 
 def table(lines: str) -> str:

@@ -7,7 +7,7 @@ for it needs a few lines changed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
-from atomtrain.training.callbacks import Callback, Course
+from atomtrain.training.callbacks import Callback, Course, Progress
+from atomtrain.training.collating import names_in_forward, only, stacked
 from atomtrain.training.files import EVENTS_FILE
 from atomtrain.training.notebook import History, PlanView
 from atomtrain.training.optimizing import precision_of
 from atomtrain.training.plan_event import tell_plan
 from atomtrain.training.state import loss_scale_of, restore, shards_of
-from atomtrain.training.trainer_arguments import TrainerArguments, arguments_from
+from atomtrain.training.trainer_arguments import EPOCH, TrainerArguments, arguments_from
 
 CHECKPOINTS = "checkpoints"
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -53,7 +54,7 @@ class Trainer:
     4
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - those of transformers.Trainer, and where to train
         self,
         model: nn.Module,
         args: Any = None,
@@ -61,6 +62,7 @@ class Trainer:
         eval_dataset: Any = None,
         *,
         data_collator: Collate | None = None,
+        processing_class: Any = None,
         optimizer: OptimizerFactory | None = None,
         loss: Callable[..., Tensor] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -76,6 +78,7 @@ class Trainer:
                 shapes: pad or cut samples to one length.
             eval_dataset: The same, to evaluate on.
             data_collator: Makes a micro-batch of a list of samples; `None` stacks tensors.
+            processing_class: Tokenizer or the like, which is written beside the model.
             optimizer: Gets the trainable parameters, returns the optimizer; `None` is AdamW.
             loss: As in `atomtrain.swap`; `None` takes the output's `.loss`.
             callbacks: Told what happens.
@@ -89,6 +92,9 @@ class Trainer:
         self.args: TrainerArguments = arguments_from(args)
         self._train, self._evaluation = train_dataset, eval_dataset
         self._collate = data_collator or stacked
+        drop = self.args.drop_unused and loss is None
+        self._taken = names_in_forward(model) if drop else None
+        self._processing = processing_class
         self._optimizer, self._loss = optimizer, loss
         self._callbacks = tuple(callbacks)
         self._where = (device, device_memory)
@@ -100,6 +106,8 @@ class Trainer:
                 f"train_dataset has {count} samples; a step takes {self._samples} (micro_batch "
                 f"{self.args.micro_batch} times micro_batches {self.args.micro_batches})"
             )
+        if self.args.log_every is not None:
+            self._callbacks += (Progress(self._steps_of(self.args.log_every)),)
 
     @property
     def engine(self) -> Engine:
@@ -148,9 +156,9 @@ class Trainer:
                 course.losses.append(loss)
                 self._log(events, loss)
                 self._tell("on_step_end", loss)
-                if _due(course, args.evaluate_every) and self._evaluation is not None:
+                if self._due(args.evaluate_every) and self._evaluation is not None:
                     self._evaluate(events)
-                if _due(course, args.checkpoint_every):
+                if self._due(args.checkpoint_every):
                     self._save(events, folder)
             if self._evaluation is not None:
                 self._evaluate(events)
@@ -178,7 +186,7 @@ class Trainer:
             )
         starts = range(0, len(data) - size + 1, size)
         return self.engine.evaluate(
-            [self._collate([data[i] for i in range(start, start + size)]) for start in starts]
+            [self._micro_batch(data, range(start, start + size)) for start in starts]
         )
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
@@ -187,6 +195,8 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         state = self.engine.state_dict()
         write = getattr(self.model, "save_pretrained", None)
+        if self._processing is not None:
+            self._processing.save_pretrained(str(folder))
         if write is not None:
             write(str(folder), state_dict=state)
             return folder
@@ -224,7 +234,7 @@ class Trainer:
 
         def adamw(_: list[nn.Parameter]) -> torch.optim.Optimizer:
             groups = decay_groups(self.model, args.weight_decay)
-            return AdamW(groups, lr=args.learning_rate, betas=args.betas)
+            return AdamW(groups, lr=args.learning_rate, betas=args.betas, eps=args.epsilon)
 
         return swap(
             self.model,
@@ -249,7 +259,22 @@ class Trainer:
         mine = order[place * self._samples : (place + 1) * self._samples]
         size = self.args.micro_batch
         groups = (mine[start : start + size] for start in range(0, len(mine), size))
-        return [self._collate([self._train[index] for index in group]) for group in groups]
+        return [self._micro_batch(self._train, group) for group in groups]
+
+    def _micro_batch(self, data: Any, indices: Iterable[int]) -> Any:
+        samples = [data[index] for index in indices]
+        if self._taken is not None:
+            samples = [only(sample, self._taken) for sample in samples]
+        return self._collate(samples)
+
+    def _due(self, every: int | str | None) -> bool:
+        if every is None:
+            return False
+        steps = self._steps_of(every)
+        return self.course.step % steps == 0 and self.course.step < self.course.steps
+
+    def _steps_of(self, every: int | str) -> int:
+        return self._steps_an_epoch if every == EPOCH else int(every)
 
     def _announce(self, events: EventLog) -> None:
         engine = self.engine
@@ -300,6 +325,7 @@ class Trainer:
             "checkpoint",
             step=self.course.step,
             path=str(path),
+            bytes=sum(file.stat().st_size for file in path.iterdir()),
             duration_s=time.monotonic() - started_s,
         )
         self._tell("on_save", path)
@@ -320,17 +346,3 @@ class Trainer:
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, what)(self, self.course, *about)
-
-
-def stacked(samples: list[Any]) -> Any:
-    """Return a micro-batch of samples: tensors stacked, mappings and tuples entry by entry."""
-    first = samples[0]
-    if isinstance(first, Mapping):
-        return {key: stacked([sample[key] for sample in samples]) for key in first}
-    if isinstance(first, tuple | list) and first and isinstance(first[0], Tensor):
-        return tuple(stacked([sample[i] for sample in samples]) for i in range(len(first)))
-    return torch.stack([torch.as_tensor(sample) for sample in samples])
-
-
-def _due(course: Course, every: int | None) -> bool:
-    return every is not None and course.step % every == 0 and course.step < course.steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,15 +10,36 @@ from typing import Any, Literal
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import Schedule
 
-_SCHEDULES = {"linear": ("linear", 0.0), "cosine": ("cosine", 0.0), "constant": ("constant", 1.0)}
+EPOCH = "epoch"
+_SCHEDULES = {
+    "linear": ("linear", 0.0),
+    "cosine": ("cosine", 0.0),
+    "constant": ("constant", 1.0),
+    "constant_with_warmup": ("constant", 1.0),
+}
 """Kind and last factor of transformers' schedules, by their name there."""
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 _ONLY_DEFAULT = {
+    "auto_find_batch_size": False,
+    "bf16_full_eval": False,
     "deepspeed": None,
-    "label_smoothing_factor": 0.0,
+    "eval_delay": 0,
+    "eval_on_start": False,
+    "fp16_full_eval": False,
+    "fsdp": None,
     "group_by_length": False,
-    "torch_compile": False,
+    "label_smoothing_factor": 0.0,
+    "load_best_model_at_end": False,
+    "lr_scheduler_kwargs": None,
     "neftune_noise_alpha": None,
+    "optim_args": None,
+    "optim_target_modules": None,
+    "parallelism_config": None,
+    "push_to_hub": False,
+    "report_to": "none",
+    "torch_compile": False,
+    "train_sampling_strategy": "random",
+    "use_liger_kernel": False,
 }
 """What `Trainer` does not do: another value is refused, not ignored."""
 
@@ -42,17 +64,25 @@ class TrainerArguments:
     """Kind of `atomtrain.optimizers.Schedule`."""
     final_factor: float = 0.1
     """Learning rate of the last step as a part of the peak, 0 to 1."""
-    warmup_steps: int = 0
+    warmup_steps: float = 0
+    """Steps in which the learning rate rises; below 1: this part of all steps, rounded up."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    """What AdamW adds to the root of the second moment."""
     clip_norm: float | None = 1.0
     """Global gradient norm, clipped exactly; `None`: not clipped."""
     precision: str = "fp32"
     """`fp32`, `bf16` or `fp16`."""
-    evaluate_every: int | None = None
-    """Steps between evaluations, or `None` for one at the end."""
-    checkpoint_every: int | None = None
-    """Steps between checkpoints, or `None` for one at the end."""
+    evaluate_every: int | Literal["epoch"] | None = None
+    """Steps between evaluations, `"epoch"`, or `None` for one at the end."""
+    checkpoint_every: int | Literal["epoch"] | None = None
+    """Steps between checkpoints, `"epoch"`, or `None` for one at the end."""
+    log_every: int | Literal["epoch"] | None = None
+    """Steps between lines on standard output, `"epoch"`, or `None` for none at all."""
+    drop_unused: bool = False
+    """Leave out those entries of samples that the model's forward does not name; where `Trainer`
+    has a `loss`, which may use them, all stay."""
     seed: int = 42
     """Of the order of samples, and of dropout."""
     profile: bool | Literal["again"] = True
@@ -61,10 +91,14 @@ class TrainerArguments:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "micro_batches", "max_steps", "evaluate_every",
-                     "checkpoint_every"):  # fmt: skip
+                     "checkpoint_every", "log_every"):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if isinstance(value, str) and not (value == EPOCH and name.endswith("_every")):
+                raise ConfigError(f"{name} must be a whole number, not {value!r}")
+            if value is not None and value != EPOCH and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if not 0 <= self.warmup_steps < math.inf:
+            raise ConfigError(f"warmup_steps must be at least 0, not {self.warmup_steps}")
         if not self.epochs > 0:
             raise ConfigError(f"epochs must be above 0, not {self.epochs}")
         if self.precision not in ("fp32", "bf16", "fp16"):
@@ -72,10 +106,12 @@ class TrainerArguments:
 
     def schedule_of(self, steps: int) -> Schedule:
         """Return the learning rate's schedule in a run of so many steps."""
+        warmup = self.warmup_steps
+        warmup_steps = int(warmup) if warmup >= 1 else math.ceil(warmup * steps)
         return Schedule(
             kind=self.schedule,
             steps=steps,
-            warmup_steps=min(self.warmup_steps, steps),
+            warmup_steps=min(warmup_steps, steps),
             final=self.final_factor,
         )
 
@@ -120,21 +156,31 @@ def arguments_from(given: Any) -> TrainerArguments:
         learning_rate=given.learning_rate,
         schedule=schedule,
         final_factor=final,
-        warmup_steps=int(given.warmup_steps or 0),
+        warmup_steps=0 if kind == "constant" else given.warmup_steps,
         weight_decay=given.weight_decay,
         betas=(given.adam_beta1, given.adam_beta2),
+        epsilon=given.adam_epsilon,
         clip_norm=given.max_grad_norm or None,
         precision="bf16" if given.bf16 else "fp16" if getattr(given, "fp16", False) else "fp32",
         evaluate_every=_every(given, "eval"),
         checkpoint_every=_every(given, "save"),
+        log_every=_every(given, "logging"),
+        drop_unused=getattr(given, "remove_unused_columns", True),
         seed=given.seed,
     )
 
 
-def _every(given: Any, what: str) -> int | None:
-    """Return the steps between evaluations or checkpoints; by epoch means: at the end."""
-    if _text(getattr(given, f"{what}_strategy", "no")) != "steps":
+def _every(given: Any, what: str) -> int | Literal["epoch"] | None:
+    """Return the steps between evaluations, checkpoints or lines, by their strategy."""
+    strategy = _text(getattr(given, f"{what}_strategy", "no"))
+    if strategy == EPOCH:
+        return "epoch"
+    if strategy == "no":
         return None
+    if strategy != "steps":
+        raise ConfigError(
+            f"{what}_strategy={strategy!r} is not known here; use one of no, steps, epoch"
+        )
     steps = getattr(given, f"{what}_steps", None)
     if steps is not None and not (steps >= 1 and float(steps).is_integer()):
         raise ConfigError(f"{what}_steps={steps} must be a whole number of steps here")
