@@ -156,11 +156,12 @@ function drawRun(peer) {
   const step = peer.steps.at(-1) ?? {};
   const plan = peer.newest.plan ?? {};
   const started = peer.newest.run_started ?? {};
+  const heldOut = heldOutIn([...peers.values()]);
   form.setFacts(at("cards"), [
     ["state", peer.state],
     ["step", step.step === undefined ? "-" : `${step.step} of ${step.steps}`],
     ["loss", form.decimal(step.loss)],
-    ["held-out bits/byte", form.decimal(peer.evaluations.at(-1)?.bits_per_byte)],
+    [`held-out ${heldOut.short}`, form.decimal(peer.evaluations.at(-1)?.[heldOut.field])],
     ["tokens/s", form.count(step.tokens_per_s)],
     ["time left", peer.state === "training" ? form.seconds(step.time_left_s) : "-"],
     ["step, measured", form.seconds(step.step_s)],
@@ -173,13 +174,23 @@ function drawRun(peer) {
   const all = [...peers.values()].filter((one) => one.steps.length).sort((a, b) => byName(a.name, b.name));
   const of = (events, field) => events.map((event) => [event.step, event[field]]);
   charts.loss.update(all.map((one) => ({ name: one.name, points: of(one.steps, "loss") })));
-  charts.heldOut.update(all.map((one) => ({ name: one.name, points: of(one.evaluations, "bits_per_byte") })));
+  charts.heldOut.name("Held-out", heldOut.unit);
+  charts.heldOut.update(all.map((one) => ({ name: one.name, points: of(one.evaluations, heldOut.field) })));
   charts.speed.update(all.map((one) => ({ name: one.name, points: of(one.steps, "tokens_per_s") })));
   charts.step.update(
     [{ name: `${peer.name} measured`, points: of(peer.steps, "step_s") }],
     { name: "predicted", y: plan.predicted_step_s },
   );
   drawMessages(peer);
+}
+
+// Bits per byte compare whatever the tokenizer, where there is text; else the loss is what there is.
+function heldOutIn(all) {
+  const evaluations = all.flatMap((one) => one.evaluations);
+  const bits = !evaluations.length || evaluations.some((event) => form.isNumber(event.bits_per_byte));
+  return bits
+    ? { field: "bits_per_byte", short: "bits/byte", unit: "bits per byte" }
+    : { field: "loss", short: "loss", unit: "loss" };
 }
 
 function drawMessages(peer) {

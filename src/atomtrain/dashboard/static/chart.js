@@ -12,19 +12,26 @@ const MOST_POINTS = 1200;
 export class LineChart {
   // form: number -> text for the vertical axis; formX: the same for the horizontal one.
   constructor(place, { title, unit, formX, form, smooth = false, zero = false }) {
-    Object.assign(this, { formX, form, smooth, zero, title });
+    Object.assign(this, { formX, form, smooth, zero });
     this.series = [];
     this.level = null;
     this.cursor = null;
     this.readout = element("span", { class: "readout", role: "status" });
     this.svg = shape("svg", { role: "img", tabindex: "0", height: HEIGHT });
     this.keys = element("div");
+    this.caption = element("span");
+    this.name(title, unit);
     place.append(element("figure", {},
-      element("figcaption", {}, `${title} (${unit}) `, this.readout), this.svg, this.keys));
+      element("figcaption", {}, this.caption, this.readout), this.svg, this.keys));
     this.svg.addEventListener("pointermove", (event) => this.point(event.offsetX));
     this.svg.addEventListener("pointerleave", () => this.move(null));
     this.svg.addEventListener("keydown", (event) => this.press(event));
     new ResizeObserver(() => this.draw()).observe(place);
+  }
+
+  name(title, unit) {
+    this.title = title;
+    setText(this.caption, `${title} (${unit}) `);
   }
 
   // series: [{name, points: [[x, y], ...]}], by ascending x; level: {name, y} or null.
