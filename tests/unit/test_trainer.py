@@ -88,7 +88,9 @@ def test_it_learns_and_tells(tmp_path: Path) -> None:
         "step 12", "evaluate 12", "save 12", "end",
     ]  # fmt: skip
     kinds = {event["event"] for event in read_events(tmp_path / "events.jsonl")}
-    assert kinds == {"run_started", "plan", "step", "evaluation", "checkpoint", "run_finished"}
+    assert kinds == {
+        "run_started", "plan", "step", "timeline", "evaluation", "checkpoint", "run_finished",
+    }  # fmt: skip
 
 
 def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from atomtrain.swapping.engine import StepReport
 from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.training.gradients import GradientFragments
 from atomtrain.training.picture import loss_picture
+from atomtrain.training.plan_event import tell_timeline
 from atomtrain.training.samples import tell_samples
 from atomtrain.training.saving import newest, save_session
 from atomtrain.training.setup import Session
 from atomtrain.training.swarm_file import SwarmFile
-from atomtrain.training.telling import announce, tell_rounds, tell_timeline, trace_last_step
+from atomtrain.training.telling import announce, tell_rounds, trace_last_step
 
 _GLANCE_SEQUENCES = 16
 """Held-out sequences of an evaluation during training; the one at the end takes more, unless it is
@@ -69,7 +70,7 @@ class Loop:
                     continue  # gradients are still being gathered
                 self._log(loss, rounds)
                 if self._shown:
-                    tell_timeline(session, self._events)
+                    tell_timeline(session.engine, session.step, self._events)
                 if self._due(recipe.evaluate_every):
                     self._evaluate(_GLANCE_SEQUENCES)
                 if self._due(recipe.checkpoint_every):

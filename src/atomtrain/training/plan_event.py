@@ -1,14 +1,21 @@
-"""The plan that training follows, as an event; and what makes its predictions doubtful."""
+"""The plan that training follows, as an event, and what a step was like beside it."""
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 from atomtrain.events import EventLog
+from atomtrain.planning.timeline import Span
 from atomtrain.swapping.crowding import crowding_warning
 from atomtrain.swapping.engine import Engine
 
+_MOST_SPANS = 5000
+"""Beyond them a step's spans are no picture any more, and too long a line."""
+
 
 def tell_plan(engine: Engine, events: EventLog) -> None:
-    """Tell an engine's plan."""
+    """Tell an engine's plan, and what makes its predictions doubtful."""
     plan = engine.plan
     events.emit(
         "plan",
@@ -22,3 +29,28 @@ def tell_plan(engine: Engine, events: EventLog) -> None:
     )
     if warning := crowding_warning(engine.planner.crowded_share):
         events.emit("warning", message=warning)
+
+
+def tell_timeline(engine: Engine, step: int, events: EventLog) -> None:
+    """Tell what each stream did in the last step, which was recorded; waits for its updates."""
+    assert engine.last is not None
+    step_s = engine.last.step_s
+    start_s = time.time() - step_s
+    measured = engine.last_spans()
+    predicted = engine.predicted_spans()
+    if max(len(measured), len(predicted)) > _MOST_SPANS:
+        return
+    events.emit(
+        "timeline",
+        step=step,
+        start_time_s=start_s,
+        step_s=step_s,
+        predicted_step_s=engine.plan.step_s,
+        measured=[_plain_span(span) for span in measured],
+        predicted=[_plain_span(span) for span in predicted],
+    )
+
+
+def _plain_span(span: Span) -> list[Any]:
+    """Return stream, label, start and end in seconds; a microsecond is exact enough to look at."""
+    return [span.stream, span.label, round(span.start_s, 6), round(span.end_s, 6)]

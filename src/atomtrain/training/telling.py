@@ -1,13 +1,11 @@
-"""What a run tells of itself beside its steps: how it begins, its plan, what a step looked like."""
+"""What a run tells of itself beside its steps: how it begins, rounds, a trace of its end."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atomtrain.events import EventLog
-from atomtrain.planning.timeline import Span
 from atomtrain.reporting.trace import Account, write_trace
 from atomtrain.training.peering import pasted_address
 from atomtrain.training.plan_event import tell_plan
@@ -15,9 +13,6 @@ from atomtrain.training.setup import Session
 
 if TYPE_CHECKING:
     from atomtrain.swarm import RoundReport, Swarm
-
-_MOST_SPANS = 5000
-"""Beyond them a step's spans are no picture any more, and too long a line."""
 
 
 def announce(session: Session, events: EventLog) -> None:
@@ -65,27 +60,6 @@ def tell_rounds(swarm: Swarm, reports: Sequence[RoundReport], events: EventLog) 
         )
 
 
-def tell_timeline(session: Session, events: EventLog) -> None:
-    """Tell what each stream did in the last step, which was recorded; waits for its updates."""
-    engine = session.engine
-    assert engine.last is not None
-    step_s = engine.last.step_s
-    start_s = time.time() - step_s
-    measured = engine.last_spans()
-    predicted = engine.predicted_spans()
-    if max(len(measured), len(predicted)) > _MOST_SPANS:
-        return
-    events.emit(
-        "timeline",
-        step=session.step,
-        start_time_s=start_s,
-        step_s=step_s,
-        predicted_step_s=engine.plan.step_s,
-        measured=[_plain_span(span) for span in measured],
-        predicted=[_plain_span(span) for span in predicted],
-    )
-
-
 def trace_last_step(session: Session) -> None:
     """Write what the last step did, beside what was predicted, if that is wanted."""
     engine, path = session.engine, session.options.trace
@@ -103,8 +77,3 @@ def trace_last_step(session: Session) -> None:
         "measured_step_s": engine.last.step_s,
     }
     write_trace(path, accounts, about)
-
-
-def _plain_span(span: Span) -> list[Any]:
-    """Return stream, label, start and end in seconds; a microsecond is exact enough to look at."""
-    return [span.stream, span.label, round(span.start_s, 6), round(span.end_s, 6)]

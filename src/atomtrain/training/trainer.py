@@ -26,9 +26,10 @@ from atomtrain.training.collating import names_in_forward, only, stacked
 from atomtrain.training.files import EVENTS_FILE
 from atomtrain.training.notebook import History, PlanView
 from atomtrain.training.optimizing import precision_of
-from atomtrain.training.plan_event import tell_plan
+from atomtrain.training.plan_event import tell_timeline
 from atomtrain.training.state import loss_scale_of, restore, shards_of
 from atomtrain.training.trainer_arguments import EPOCH, TrainerArguments, arguments_from
+from atomtrain.training.trainer_events import tell_start, tell_step
 
 CHECKPOINTS = "checkpoints"
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -144,17 +145,21 @@ class Trainer:
         schedule = args.schedule_of(course.steps)
         events = EventLog(folder / EVENTS_FILE)
         try:
-            self._announce(events)
+            tell_start(self, events)
             self._tell("on_train_begin")
+            second = course.step + 2
             while course.step < course.steps and not course.stop:
                 for group in engine.optimizer.param_groups:
                     group["lr"] = args.learning_rate * schedule(course.step)
                 torch.manual_seed(args.seed + course.step)
+                engine.recording = course.step + 1 == second  # for the dashboard, once
                 loss = engine.step(self._batches(course.step))
                 course.step += 1
                 course.epoch = course.step / self._steps_an_epoch
                 course.losses.append(loss)
-                self._log(events, loss)
+                tell_step(self, events, loss)
+                if engine.recording:
+                    tell_timeline(engine, course.step, events)
                 self._tell("on_step_end", loss)
                 if self._due(args.evaluate_every) and self._evaluation is not None:
                     self._evaluate(events)
@@ -275,37 +280,6 @@ class Trainer:
 
     def _steps_of(self, every: int | str) -> int:
         return self._steps_an_epoch if every == EPOCH else int(every)
-
-    def _announce(self, events: EventLog) -> None:
-        engine = self.engine
-        events.emit(
-            "run_started",
-            run=Path(self.args.output_dir).name,
-            model=type(self.model).__name__,
-            device=engine.device_name,
-            device_memory_bytes=engine.device.memory_bytes,
-            parameters=engine.parameters,
-            state_bytes=engine.state_bytes,
-            steps=self.course.steps,
-        )
-        tell_plan(engine, events)
-
-    def _log(self, events: EventLog, loss: float) -> None:
-        report, engine = self.engine.last, self.engine
-        assert report is not None
-        events.emit(
-            "step",
-            step=self.course.step,
-            steps=self.course.steps,
-            loss=loss,
-            step_s=report.step_s,
-            link_wait_share=report.link_wait_s / report.step_s,
-            device_peak_bytes=report.device_peak_bytes,
-            device_budget_bytes=engine.device.memory_bytes,
-            state_bytes=engine.state_bytes,
-            learning_rate=engine.optimizer.param_groups[0]["lr"],
-            time_left_s=report.step_s * (self.course.steps - self.course.step),
-        )
 
     def _evaluate(self, events: EventLog) -> None:
         loss = self.evaluate()

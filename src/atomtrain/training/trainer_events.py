@@ -1,0 +1,48 @@
+"""What `Trainer` tells of its run, in the words of the event stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atomtrain.events import EventLog
+from atomtrain.training.plan_event import tell_plan
+
+if TYPE_CHECKING:
+    from atomtrain.training.trainer import Trainer
+
+
+def tell_start(trainer: Trainer, events: EventLog) -> None:
+    """Tell how a training begins, and the plan that it follows."""
+    engine = trainer.engine
+    events.emit(
+        "run_started",
+        run=Path(trainer.args.output_dir).name,
+        model=type(trainer.model).__name__,
+        device=engine.device_name,
+        device_memory_bytes=engine.device.memory_bytes,
+        parameters=engine.parameters,
+        state_bytes=engine.state_bytes,
+        steps=trainer.course.steps,
+    )
+    tell_plan(engine, events)
+
+
+def tell_step(trainer: Trainer, events: EventLog, loss: float) -> None:
+    """Tell the step that has just ended."""
+    engine, course = trainer.engine, trainer.course
+    report = engine.last
+    assert report is not None
+    events.emit(
+        "step",
+        step=course.step,
+        steps=course.steps,
+        loss=loss,
+        step_s=report.step_s,
+        link_wait_share=report.link_wait_s / report.step_s,
+        device_peak_bytes=report.device_peak_bytes,
+        device_budget_bytes=engine.device.memory_bytes,
+        state_bytes=engine.state_bytes,
+        learning_rate=engine.optimizer.param_groups[0]["lr"],
+        time_left_s=report.step_s * (course.steps - course.step),
+    )
