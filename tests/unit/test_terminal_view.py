@@ -84,6 +84,17 @@ def test_the_view_follows_a_run(tmp_path: Path) -> None:
             app._follow()
             assert str(table.get_row_at(1)[1]) == f"{STEPS + 1}/{STEPS}"
             await pilot.resize_terminal(60, 24)
+
+            def fits(place: str) -> bool:
+                columns = app.query_one(f"#{place}", Static).content_size.width
+                drawn = shown(place).splitlines()[1:]  # below what it is
+                return bool(drawn) and max(map(len, drawn)) <= columns < 60
+
+            for _ in range(1000):
+                if all(map(fits, ("loss", "speed", "step"))):
+                    break
+                await pilot.pause(0.05)
+            assert all(map(fits, ("loss", "speed", "step"))), "drawn for the new width"
             await pilot.press("q")
 
     asyncio.run(follow())

@@ -50,6 +50,10 @@ class UnequalError(Exception):
     """Modules may do different things after all; the whole model has to be traced."""
 
 
+def _looked_at(*_: Any, **__: Any) -> Any:
+    raise UnequalError("a module's number decides what it does")
+
+
 class _UnreadNumber:
     """In place of a module's number: may be handed on, but not looked at."""
 
@@ -72,10 +76,6 @@ def why_unequal(error: BaseException) -> str | None:
     return None
 
 
-def _looked_at(*_: Any, **__: Any) -> Any:
-    raise UnequalError("a module's number decides what it does")
-
-
 for _name in (
     "int", "index", "float", "complex", "bool", "str", "repr", "format", "hash", "eq", "ne", "lt",
     "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv",
@@ -84,7 +84,6 @@ for _name in (
     "round", "trunc", "floor", "ceil", "getattr", "iter", "len", "contains", "call", "getitem",
 ):  # fmt: skip
     setattr(_UnreadNumber, f"__{_name}__", _looked_at)
-setattr(_UnreadNumber, "__class__", property(_looked_at))  # noqa: B010 - what `isinstance` asks
 
 
 class _Traced(NamedTuple):

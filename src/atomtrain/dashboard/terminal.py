@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from rich.text import Text
@@ -20,9 +21,28 @@ from atomtrain.units import format_count, format_seconds
 _POLL_S = 0.5
 _CURVE_LINES = 8
 _LABEL_COLUMNS = 14
+_SHARE_COLUMNS = 5
+_FIRST_COLUMNS = 40
 _MESSAGES = 8
 _COLUMNS = ("peer", "step", "loss", "bits/byte", "tokens/s", "left", "peers", "round")
 _STYLES = {"█": "blue", "▓": "dark_orange", "▒": "green", "░": "magenta"}
+
+
+class Drawn(Static):
+    """A text that is made anew for the columns that it has."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(id=place, markup=False)
+        self._make: Callable[[int], str | Text] = lambda _: ""
+
+    def show(self, make: Callable[[int], str | Text]) -> None:
+        """Show what `make` returns for a number of columns, now and whenever that changes."""
+        self._make = make
+        self.on_resize()
+
+    def on_resize(self) -> None:
+        """Make the text for the columns that there are now."""
+        self.update(self._make(self.content_size.width or _FIRST_COLUMNS))
 
 
 class Watch(App[None]):
@@ -54,9 +74,9 @@ class Watch(App[None]):
         with VerticalScroll():
             yield Static(id="head", markup=False)
             with Horizontal(id="curves"):
-                yield Static(id="loss", markup=False)
-                yield Static(id="speed", markup=False)
-            yield Static(id="step", markup=False)
+                yield Drawn("loss")
+                yield Drawn("speed")
+            yield Drawn("step")
             yield DataTable(id="peers", cursor_type="none")
             yield Static(id="messages", markup=False)
         yield Footer()
@@ -67,10 +87,6 @@ class Watch(App[None]):
         self._laid_out = True
         self._follow()
         self.set_interval(_POLL_S, self._follow)
-
-    def on_resize(self) -> None:
-        """Draw for the new width."""
-        self._draw()
 
     def action_turn(self, by: int) -> None:
         """Show another peer's curves."""
@@ -102,17 +118,20 @@ class Watch(App[None]):
             None if predicted_s is None else f"predicted step {format_seconds(predicted_s)}",
         ]
         self._put("head", "ATOM  " + ", ".join(part for part in head if part))
-        width = max(20, self.size.width // 2 - 4)
-        self._put("loss", _curve("loss, nats per token", history.steps, "loss", width))
-        self._put("speed", _curve("tokens/s", history.steps, "tokens_per_s", width))
+        steps = [*history.steps]
+        self._drawn("loss", lambda wide: _curve("loss, nats per token", steps, "loss", wide))
+        self._drawn("speed", lambda wide: _curve("tokens/s", steps, "tokens_per_s", wide))
         timeline = history.newest.get("timeline", {})
-        self._put("step", _step(timeline, max(20, self.size.width - _LABEL_COLUMNS - 14)))
+        self._drawn("step", lambda wide: _step(timeline, wide - _LABEL_COLUMNS - _SHARE_COLUMNS))
         table = self.query_one("#peers", DataTable)
         table.clear()
         for each in names:
             table.add_row(*map(Text, self._views[each].progress_cells()))
         lines = [event_text.event_line(event) for event in [*history.messages][-_MESSAGES:]]
         self._put("messages", "\n".join(line for line in lines if line) or "no messages yet")
+
+    def _drawn(self, place: str, make: Callable[[int], str | Text]) -> None:
+        self.query_one(f"#{place}", Drawn).show(make)
 
     def _put(self, place: str, content: str | Text) -> None:
         self.query_one(f"#{place}", Static).update(content)
