@@ -189,7 +189,8 @@ def _scalar(answer: str) -> str:
     import yaml
 
     try:
-        node = yaml.compose(f"key: {answer} # comment", Loader=yaml.SafeLoader).value[0][1]
+        root: Any = yaml.compose(f"key: {answer} # comment", Loader=yaml.SafeLoader)
+        node = root.value[0][1]
         plain = node.value == answer and not node.tag.endswith(":null")
     except (yaml.YAMLError, AttributeError):
         plain = False
