@@ -124,7 +124,9 @@ def test_the_model_lies_in_memory_once() -> None:
         engine.step(steps[0])
         arena = engine._store.parameters.untyped_storage().data_ptr()
         leaves = [
-            leaf for held in engine._executor.slots._leaves.values() for leaf in held.values()
+            leaf
+            for held in engine._executor.slots._views._leaves.values()
+            for leaf in held.values()
         ]
         assert leaves
         assert {leaf.untyped_storage().data_ptr() for leaf in leaves} == {arena}

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.planning.shape import Layers
+from atomtrain.swapping.deciding import Decision
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.optimizer_facts import ScalesGradients
 from atomtrain.swapping.precision import PRECISIONS, KeepsMasters
 from atomtrain.swapping.residents import Copy, Residents
 from atomtrain.swapping.store import view_of
-from atomtrain.swapping.updates import Decision, Updates
+from atomtrain.swapping.updates import Updates
 
 _NORM_BYTES = 8
 
@@ -103,7 +104,7 @@ class DeviceUpdates:
             self._pending.append(pending)
             for key in here:
                 gradient = self._residents.gradient(block, key)
-                if self._updates.loss_scale is not None:  # as the update takes it
+                if self._updates.deciding.loss_scale is not None:  # as the update takes it
                     gradient = gradient.float()
                 self._norms[key] = torch.linalg.vector_norm(gradient, 2.0)
 
@@ -119,15 +120,15 @@ class DeviceUpdates:
         self._norms = {}
         job = _each(copies, self._device.copy_out)
         event = self._device.unload.submit(job, [self._device.mark()], "norms of gradients")
-        self._updates.measured(places, event)
+        self._updates.deciding.measured(places, event)
 
     def flush(self) -> None:
         """Do the updates that waited for the global norm."""
         if not self._pending:
             return
-        self._device.hold(self._updates.decided)
+        self._device.hold(self._updates.deciding.decided)
         for pending in self._pending:
-            self._update(pending, self._updates.decision)
+            self._update(pending, self._updates.deciding.decision)
         self._pending = []
 
     def to_host(self, blocks: Iterable[int], *, moments: bool = True) -> None:

@@ -67,7 +67,7 @@ class Engine(EngineState):
         """Global norm of the last step's gradients before clipping; `None` without clipping."""
         with self._guarded():
             self._updates.wait()
-        return self._updates.gradient_norm
+        return self._updates.deciding.gradient_norm
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Run one optimizer step over the micro-batches; return their mean loss.
@@ -112,7 +112,7 @@ class Engine(EngineState):
         """
         with self._guarded():
             self._updates.scale_of_loss()
-        return self._updates.loss_scale
+        return self._updates.deciding.loss_scale
 
     def last_spans(self) -> tuple[Span, ...]:
         """Return what each stream did in the last step, in seconds from any common zero.

@@ -1,8 +1,9 @@
-"""Where gradients lie, and in which type they add up: that of their parameters, or float32."""
+"""Where gradients add up, and in which type: that of their parameters, or float32."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,3 +41,35 @@ def accept_wide(tensor: Tensor, factor: int) -> None:
     if factor > 1 and tensor.requires_grad:
         tensor.grad = None  # one of another type would be refused
         tensor.grad_dtype = torch.float32
+
+
+Hook = Callable[[Tensor], None]
+
+
+class Collector:
+    """Moves each parameter's first gradient of a visit to its place; autograd adds further ones
+    there."""
+
+    def __init__(self) -> None:
+        self.touched: set[int] = set()
+        """The parameters that have had a gradient in this step, by `id`; others are never noted."""
+        self.waiting: dict[int, Tensor] = {}
+        """The places of the first gradients that have not come yet, by the parameter's `id`."""
+
+    def hook(self, key: int) -> Hook:
+        """Return what a parameter calls when a gradient was added to it, by the parameter's `id`.
+
+        It is for `register_post_accumulate_grad_hook`.
+        """
+        # Holds these two only: one that held a tensor's owner would keep both alive as a cycle.
+        touched, waiting = self.touched, self.waiting
+
+        def collect(leaf: Tensor) -> None:
+            touched.add(key)
+            target = waiting.pop(key, None)
+            if target is not None:
+                assert leaf.grad is not None
+                target.copy_(leaf.grad)
+                leaf.grad = target
+
+        return collect

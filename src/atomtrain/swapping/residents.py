@@ -8,7 +8,7 @@ adds to them (the one with the first user). What is updated on the device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.gradients import accept_wide
+from atomtrain.swapping.gradients import Collector, accept_wide
 from atomtrain.swapping.parts import Part
 from atomtrain.swapping.store import HostStore, gradient_view, view_of
-
-Hook = Callable[[Tensor], None]
 
 
 class Copy(NamedTuple):
@@ -56,7 +54,7 @@ class Residents:
         blocks: Sequence[int],
         store: HostStore,
         device: Device,
-        collector: Callable[[int], Hook],
+        collector: Collector,
         first: int = 0,
         on_device: Collection[int] = (),
         early: Collection[int] = (),
@@ -68,7 +66,7 @@ class Residents:
             blocks: Which blocks are resident.
             store: The host's parameters and gradients.
             device: Where the places are.
-            collector: Makes the hook that takes a parameter's first gradient, by its `id`.
+            collector: Takes the first gradient of each parameter.
             first: The first layer that runs on the device.
             on_device: Those of the blocks that are updated there.
             early: Those of the others that come in pieces.
@@ -146,9 +144,7 @@ class Residents:
             for key in self._places[block].views:
                 self.leaves[key].grad = None
 
-    def _place(
-        self, chain: Chain, block: int, device: Device, collector: Callable[[int], Hook]
-    ) -> _Place:
+    def _place(self, chain: Chain, block: int, device: Device, collector: Collector) -> _Place:
         of_gradients, factor = self._layout.gradients, self._layout.gradient_factor
         parameters = device.empty((self._layout.block_bytes(block),), torch.uint8)
         gradients = device.empty((factor * of_gradients.block_bytes(block),), torch.uint8)
@@ -160,7 +156,7 @@ class Residents:
             leaf.requires_grad_(parameter.requires_grad)
             accept_wide(leaf, factor)
             if parameter.requires_grad:
-                leaf.register_post_accumulate_grad_hook(collector(id(parameter)))
+                leaf.register_post_accumulate_grad_hook(collector.hook(id(parameter)))
                 offset = of_gradients.offsets[id(parameter)] - of_gradients.block_range(block)[0]
                 views[id(parameter)] = gradient_view(gradients, offset, parameter, factor)
             self.leaves[id(parameter)] = leaf

@@ -20,10 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atomtrain.analysis.chain import Chain
-from atomtrain.planning.layout import Piece
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
@@ -32,10 +31,11 @@ from atomtrain.swapping.ahead import Ahead, ahead_of
 from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.device_updates import DeviceUpdates
-from atomtrain.swapping.gradients import accept_wide
+from atomtrain.swapping.gradients import Collector
 from atomtrain.swapping.residents import Copy, Residents
-from atomtrain.swapping.store import HostStore, gradient_view, view_of
+from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, finished
+from atomtrain.swapping.views import Views
 
 Tensors = list[dict[str, Tensor]]
 """For each layer of a segment, its parameters on the device by the module's own names."""
@@ -50,8 +50,7 @@ class Slots:
         """Allocate; call inside `Device.computing`."""
         self._chain, self._store, self._layout = chain, store, store.layout
         self._device, self._updates = device, updates
-        self._touched: set[int] = set()
-        self._waiting: dict[int, Tensor] = {}
+        self._collector = Collector()
         self._first = plan.host_layers
         self._residents = Residents(
             chain,
@@ -75,9 +74,15 @@ class Slots:
             for _ in range(plan.gradient_buffers)
         ]
         self._free = [finished() for _ in self._gradients]
-        self._pieces: dict[tuple[Layers, bool], list[Piece]] = {}
-        self._leaves: dict[tuple[Layers, int], dict[int, Tensor]] = {}
-        self._gradient_views: dict[tuple[Layers, int], dict[int, Tensor]] = {}
+        self._views = Views(
+            chain,
+            self._layout,
+            self._residents,
+            self._collector,
+            slots=self._slots,
+            gradients=self._gradients,
+            one_memory=one,
+        )
         self._visits: Sequence[Visit] = ()
         self._loads: dict[int, Event] = {}
         self._next = 0
@@ -107,7 +112,7 @@ class Slots:
         """Start a pass over the segments; what the slots hold is stale, but for what came ahead."""
         self._visits, self._next = visits, 0
         self._loads = self.ahead.begin(visits)
-        self._touched.clear()
+        self._collector.touched.clear()
         self._advance(-1)
         self.there.begin()
 
@@ -116,7 +121,7 @@ class Slots:
         visit = self._visits[index]
         if index in self._loads:
             self._device.hold(self._loads.pop(index))
-        leaves = self._leaves_of(visit)
+        leaves = self._leaves(visit)
         if visit.gradient is not None:
             self._prepare_gradients(visit, leaves)
         leaves = {**leaves, **self._residents.leaves}
@@ -129,19 +134,19 @@ class Slots:
         """Update what is updated on the device and has its whole gradient now."""
         visit = self._visits[index]
         if visit.gradient is not None:
-            self.there.completed(visit.layers, self._touched)
+            self.there.completed(visit.layers, self._collector.touched)
 
     def leave(self, index: int) -> None:
         """Hand the slot over to the next load and the gradients to the host."""
         visit = self._visits[index]
         if visit.gradient is not None:
             if not self._store.keeps_gradients:
-                for key, leaf in self._leaves_of(visit).items():
+                for key, leaf in self._leaves(visit).items():
                     if leaf.grad is not None:
                         self._store.put_gradient(key, leaf.grad)
             self._unload_gradients(visit)
-            self._waiting.clear()
-            for leaf in self._leaves_of(visit).values():
+            self._collector.waiting.clear()
+            for leaf in self._leaves(visit).values():
                 leaf.grad = None
             self._residents.release(visit.layers)
         self._advance(index)
@@ -208,7 +213,7 @@ class Slots:
         slot, source = self._slots[slot_number], self._store.parameters
         copies = [
             Copy(slot[offset:][: stop - start], source[start:stop])
-            for start, stop, offset in self._moved_pieces(visit.layers)
+            for start, stop, offset in self._views.moved_pieces(visit.layers)
         ]
         blocks = [b for b in self._layout.blocks_of(*visit.layers) if b not in self._residents]
         if visit.phase is not Phase.BACKWARD:
@@ -217,85 +222,12 @@ class Slots:
             blocks += coming
         return copies, blocks
 
-    def _pieces_of(self, layers: Layers, gradients: bool = False) -> list[Piece]:
-        """Return where the segment's blocks that are not resident lie in the arena and a slot, or
-        their gradients in those of gradients and a gradient buffer."""
-        if (layers, gradients) not in self._pieces:
-            layout = self._layout.gradients if gradients else self._layout
-            pieces = layout.pieces(*layers, self._residents.blocks)
-            if self._device.one_memory:  # the slot is the arena
-                pieces = [piece._replace(slot_bytes=piece.start_bytes) for piece in pieces]
-            self._pieces[layers, gradients] = pieces
-        return self._pieces[layers, gradients]
+    def _leaves(self, visit: Visit) -> dict[int, Tensor]:
+        """Return the segment's parameters on the device, but resident ones, by `id`.
 
-    def _moved_pieces(self, layers: Layers, gradients: bool = False) -> list[Piece]:
-        """Return the pieces that are copied: none if the slot is the arena."""
-        return [] if self._device.one_memory else self._pieces_of(layers, gradients)
-
-    def _leaves_of(self, visit: Visit) -> dict[int, Tensor]:
-        """Return the segment's parameters as views of its slot, made once.
-
-        They are those with which its graph was built, if it waited for backward. Resident
-        parameters are elsewhere, and not among them.
+        They are those with which its graph was built, if it waited for backward.
         """
-        slot = self.ahead.slot(visit.home)
-        key = (visit.layers, slot)
-        if key not in self._leaves:
-            leaves: dict[int, Tensor] = {}
-            for parameter, offset in self._places(visit.layers):
-                with torch.no_grad():
-                    leaf = view_of(self._slots[slot], offset, parameter)
-                if self._device.one_memory:
-                    # Updates write to other blocks of the arena while a graph holds this one, and
-                    # autograd counts the changes of a tensor for all views of it.
-                    leaf = leaf.data
-                leaf.requires_grad_(parameter.requires_grad)
-                accept_wide(leaf, self._layout.gradient_factor)
-                if parameter.requires_grad:
-                    leaf.register_post_accumulate_grad_hook(self._collector(id(parameter)))
-                leaves[id(parameter)] = leaf
-            self._leaves[key] = leaves
-        return self._leaves[key]
-
-    def _collector(self, key: int) -> Callable[[Tensor], None]:
-        """Return a hook that moves a parameter's first gradient into the gradient buffer.
-
-        Autograd adds further ones there in place. A parameter without any is never noted.
-        """
-        # Holds these two only: a hook that held the slots would keep them alive as a cycle.
-        touched, waiting = self._touched, self._waiting
-
-        def collect(leaf: Tensor) -> None:
-            touched.add(key)
-            target = waiting.pop(key, None)
-            if target is not None:
-                assert leaf.grad is not None
-                target.copy_(leaf.grad)
-                leaf.grad = target
-
-        return collect
-
-    def _places(self, layers: Layers, gradients: bool = False) -> list[tuple[nn.Parameter, int]]:
-        """Return the segment's parameters in a slot, each with its byte offset there; or those that
-        have gradients, with offsets in a gradient buffer."""
-        unique = {
-            id(parameter): parameter
-            for layer in self._chain.layers[slice(*layers)]
-            for parameter in layer.parameters.values()
-            if id(parameter) not in self._residents.leaves
-            and (parameter.requires_grad or not gradients)
-        }
-        layout = self._layout.gradients if gradients else self._layout
-        places = []
-        for parameter in unique.values():
-            offset = layout.offsets[id(parameter)]
-            for piece in self._pieces_of(layers, gradients):
-                if piece.start_bytes <= offset < piece.stop_bytes:
-                    places.append((parameter, offset - piece.start_bytes + piece.slot_bytes))
-                    break
-            else:  # a parameter without elements, at the very end of a range or alone in it
-                places.append((parameter, 0))
-        return places
+        return self._views.leaves(visit.layers, self.ahead.slot(visit.home))
 
     def _prepare_gradients(self, visit: Visit, leaves: dict[int, Tensor]) -> None:
         assert visit.gradient is not None
@@ -303,26 +235,16 @@ class Slots:
         self._device.hold(self._free[visit.gradient])
         seeded = self._seed_shared(visit.layers, buffer)
         if not self._store.keeps_gradients:
-            for parameter, _ in self._places(visit.layers, gradients=True):
+            for parameter, _ in self._views.places(visit.layers, gradients=True):
                 if id(parameter) in seeded:
                     leaves[id(parameter)].grad = self._store.gradient(parameter)
             return
-        for key, gradient in self._gradients_of(visit.layers, visit.gradient).items():
+        for key, gradient in self._views.gradients(visit.layers, visit.gradient).items():
             if key in seeded:
                 leaves[key].grad = gradient
             else:
-                self._waiting[key] = gradient
-        self._residents.expect(visit.layers, self._waiting)
-
-    def _gradients_of(self, layers: Layers, index: int) -> dict[int, Tensor]:
-        """Return where the gradients of a segment's parameters add up, by `id`; made once."""
-        if (layers, index) not in self._gradient_views:
-            factor = self._layout.gradient_factor
-            self._gradient_views[layers, index] = {
-                id(parameter): gradient_view(self._gradients[index], offset, parameter, factor)
-                for parameter, offset in self._places(layers, gradients=True)
-            }
-        return self._gradient_views[layers, index]
+                self._collector.waiting[key] = gradient
+        self._residents.expect(visit.layers, self._collector.waiting)
 
     def _seed_shared(self, layers: Layers, buffer: Tensor) -> set[int]:
         """Load what later layers have already added to the gradients of shared weights.
@@ -344,7 +266,7 @@ class Slots:
                     buffer[wide * p.slot_bytes :][: stop - start],
                     self._store.gradients[start:stop],
                 )
-                for p in self._moved_pieces(layers, gradients=True)
+                for p in self._views.moved_pieces(layers, gradients=True)
                 if p.start_bytes == at
             ]
             after = [self._device.mark(), *self._updates.arrivals_of(block)]
@@ -361,7 +283,7 @@ class Slots:
             Copy(gradients[start:stop], buffer[slot:][: stop - start])
             for start, stop, slot in (
                 (wide * p.start_bytes, wide * p.stop_bytes, wide * p.slot_bytes)
-                for p in self._moved_pieces(visit.layers, gradients=True)
+                for p in self._views.moved_pieces(visit.layers, gradients=True)
             )
         ]
         leaving = self._residents.leaving_with(visit.layers)
@@ -376,11 +298,11 @@ class Slots:
             }
             if events:
                 *_, self._free[visit.gradient] = events.values()
-                self._updates.arrived_in_parts(visit.layers, block, events, self._touched)
+                self._updates.arrived_in_parts(visit.layers, block, events, self._collector.touched)
                 return
         event = self._device.unload.submit(self._out(copies), after) if delivered else finished()
         self._free[visit.gradient] = event
-        self._updates.arrived(visit.layers, delivered, event, self._touched)
+        self._updates.arrived(visit.layers, delivered, event, self._collector.touched)
 
     def _out(self, copies: Sequence[Copy]) -> Callable[[], None]:
         def copy() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.arrivals import Arrivals
+from atomtrain.swapping.deciding import Deciding, Decision
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.disk_state import DiskState
 from atomtrain.swapping.loss_scale import LossScale
@@ -26,6 +26,7 @@ from atomtrain.swapping.optimizer_facts import ScalesGradients, steps_parameter_
 from atomtrain.swapping.parts import Part, parts_of
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
+from atomtrain.swapping.workers import worker_for
 
 
 class Updates:
@@ -57,15 +58,13 @@ class Updates:
         """
         layout = store.layout
         self.optimizer = optimizer
-        self._store, self._clip_norm = store, clip_norm
+        self._store = store
         self._blocks = _blocks(chain, layout)
         self._block_of = {id(p): b for b, members in enumerate(self._blocks) for p in members}
         self._offsets = layout.gradients.offsets
         # As forward wants them; a shared weight is wanted by its first user.
         self._order = sorted(range(layout.blocks), key=lambda block: layout.users(block)[0])
         self._guard = guard or nullcontext()
-        self.loss_scale = loss_scale
-        """By what the loss is multiplied; a step whose gradients overflow is skipped."""
         self._workers = [self.restricted(block) for block in range(len(self._blocks))]
         self._owners = {
             id(parameter): worker
@@ -77,7 +76,9 @@ class Updates:
         self.disk: DiskState | None = None
         if placement is not None:
             self.disk = DiskState(placement, self._blocks, self.worker_of, store, inject)
-        self._model_order = [p for p in _in_model_order(chain) if p.requires_grad]
+        trained = [p for p in _in_model_order(chain) if p.requires_grad]
+        self.deciding = Deciding(trained, clip_norm, loss_scale)
+        """What all gradients of a step together decide."""
         self.stream = Stream("update", inject)
         # Schedulers warn unless `step` of this very object was called; its workers' is.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -86,24 +87,17 @@ class Updates:
         """Blocks that are updated there, not here."""
         self.hyperparameters: Sequence[Mapping[str, Any]] = []
         """Of each group, as they were when the step began."""
-        self.decided = finished()
-        """Done when all of the last step's gradients have been looked at."""
-        self.decision = Decision()
-        """What is true of the last step's updates, once `decided` is done."""
         self._arrivals = Arrivals(self._blocks)
         self._submitted: set[int] = set()
+        self._parts: dict[int, tuple[Part, ...]] = {}
         self._divided: dict[int, tuple[Event, dict[Part, Event]]] = {}
-        self._measured: list[Event] = []
         self._labels = [""] * len(self._blocks)
-        self._norms: dict[int, Tensor] = {}
-        self.gradient_norm: float | None = None
-        """Global norm before clipping of the last finished step, if clipping is on."""
 
     def begin_step(self, deliveries: Mapping[Layers, Iterable[int]]) -> None:
         """Start a step in which these segments deliver gradients of these blocks."""
         self._arrivals.begin(deliveries)
-        self._submitted, self._measured = set(), []
-        self._norms = {}
+        self.deciding.begin()
+        self._submitted = set()
         # Read now, on the caller's thread: a scheduler may change them while updates still run.
         self.hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
@@ -151,7 +145,8 @@ class Updates:
                 self.updated[block] = self._submit(block, Decision(), after)
                 self._submitted.add(block)
             else:
-                self._measured.append(self.stream.submit(self._norm_job(block), after))
+                members, gradient_of = self._blocks[block], self._store.gradient
+                self.deciding.measure(self.stream, members, self.touched, gradient_of, after)
 
     def submitted(self, block: int) -> bool:
         """Return whether the block's update was submitted in this step, before its end."""
@@ -163,7 +158,9 @@ class Updates:
             return ()
         if self.disk is not None and self.disk.has(block):
             return ()
-        return parts_of(self._store.layout, block, self._blocks[block])
+        if block not in self._parts:  # the same in each step
+            self._parts[block] = parts_of(self._store.layout, block, self._blocks[block])
+        return self._parts[block]
 
     def arrived_in_parts(
         self, layers: Layers, block: int, events: Mapping[Part, Event], touched: set[int]
@@ -195,11 +192,10 @@ class Updates:
         """Submit what had to wait for all gradients; never blocks."""
         if not self.waits:
             return
-        decision = self.decision = Decision()
-        self.decided = self.stream.submit(self._decide_job(self._norms, decision), self._measured)
+        decision = self.deciding.decide(self.stream)
         for block in self._order:
             if block not in self.on_device:
-                after, label = [self.decided], self._labels[block]
+                after, label = [self.deciding.decided], self._labels[block]
                 self.updated[block] = self._submit(block, decision, after, label)
 
     def scale_of_loss(self) -> float:
@@ -207,10 +203,7 @@ class Updates:
 
         1 if losses are not scaled.
         """
-        if self.loss_scale is None:
-            return 1.0
-        self.decided.wait()
-        return self.loss_scale.scale
+        return self.deciding.scale_of_loss()
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -230,7 +223,7 @@ class Updates:
 
     def wait(self) -> None:
         """Block until all updates are applied."""
-        self.decided.wait()
+        self.deciding.decided.wait()
         for event in self.updated:
             event.wait()
         if self.disk is not None:
@@ -255,12 +248,7 @@ class Updates:
     @property
     def waits(self) -> bool:
         """Whether updates wait for the norm of all gradients: to clip, or to find overflows."""
-        return self._clip_norm is not None or self.loss_scale is not None
-
-    def measured(self, norms: Mapping[int, Tensor], event: Event) -> None:
-        """Take note of norms of gradients on the device, on the host once `event` is done."""
-        self._norms.update(norms)
-        self._measured.append(event)
+        return self.deciding.waits
 
     def block_of(self, parameter: nn.Parameter) -> int:
         """Return the block that a parameter belongs to."""
@@ -289,21 +277,7 @@ class Updates:
         Returns:
             `None` if nothing of the block is ever updated.
         """
-        members = {id(p) for p in self._blocks[block]}
-        groups = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            inside = [p for p in group["params"] if id(p) in members]
-            if copies is not None:
-                inside = [copies[id(p)] for p in inside]
-            groups.append({**group, "params": inside, "_group": index})
-        groups = [group for group in groups if group["params"]]
-        if not groups:
-            return None
-        worker = self.optimizer.__class__.__new__(self.optimizer.__class__)
-        worker.__dict__.update(self.optimizer.__dict__)
-        worker.param_groups = groups
-        worker.state = type(self.optimizer.state)(dict)
-        return worker
+        return worker_for(self.optimizer, self._blocks[block], copies)
 
     def _expected(self, deliveries: Mapping[Layers, Iterable[int]]) -> Iterable[int]:
         """Return the blocks in the order in which they will be updated."""
@@ -357,54 +331,6 @@ class Updates:
             self._store.drop_gradients(members)
 
         return update
-
-    def _norm_job(self, block: int) -> Callable[[], None]:
-        members, norms, touched = self._blocks[block], self._norms, self.touched
-        wide = self.loss_scale is not None
-
-        def measure() -> None:
-            for parameter in members:
-                if id(parameter) in touched:
-                    gradient = self._store.gradient(parameter)
-                    if wide:  # as the update takes it
-                        gradient = gradient.float()
-                    norms[id(parameter)] = torch.linalg.vector_norm(gradient, 2.0)
-
-        return measure
-
-    def _decide_job(self, norms: dict[int, Tensor], decision: Decision) -> Callable[[], None]:
-        def decide() -> None:
-            # The same operations in the same order as torch.nn.utils.clip_grad_norm_.
-            ordered = [norms[id(p)] for p in self._model_order if id(p) in norms]
-            if not ordered:
-                return
-            total = torch.linalg.vector_norm(torch.stack(ordered), 2.0)
-            if self.loss_scale is not None:
-                decision.factor = 1 / self.loss_scale.scale
-                total = total * decision.factor
-                decision.skip = not bool(torch.isfinite(total))
-                self.loss_scale.decide(finite=not decision.skip)
-            if self._clip_norm is None:
-                return
-            self.gradient_norm = float(total)
-            coefficient = torch.clamp(self._clip_norm / (total + 1e-6), max=1.0)
-            if self.loss_scale is None:
-                decision.coefficient = coefficient
-            else:  # the gradients stay as they are: in float16 they would be rounded again
-                decision.factor *= float(coefficient)
-
-        return decide
-
-
-@dataclass
-class Decision:
-    """What all gradients of a step together say about its updates; known before any begins."""
-
-    coefficient: Tensor | None = None
-    """What gradients are multiplied by, in their own type."""
-    factor: float = 1.0
-    """What they are multiplied by as float32, by the optimizer."""
-    skip: bool = False
 
 
 def _blocks(chain: Chain, layout: Layout) -> list[list[nn.Parameter]]:
