@@ -11,7 +11,7 @@ Hand-overs, each with the event that releases it:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,12 +125,13 @@ class Carried:
             held.device = value
         self._held[micro_batch, name] = held
 
-    def prefetch(self, micro_batch: int, names: Iterable[str]) -> None:
-        """Begin to bring values to the device."""
-        for name in names:
-            held = self._held.get((micro_batch, name))
-            if held is None or held.device is not None or not isinstance(held.host, Tensor):
-                continue
+    def away_bytes(self, micro_batch: int, names: Iterable[str]) -> int:
+        """Return the bytes of those values that are on the host only."""
+        return sum(held.host.nbytes for held in self._away(micro_batch, names))
+
+    def prefetch(self, micro_batch: int, names: Iterable[str], label: str | None = None) -> None:
+        """Begin to bring values to the device; `label` names that in traces."""
+        for held in self._away(micro_batch, names):
             if self._device.one_memory:
                 held.device = held.host
                 continue
@@ -141,8 +142,15 @@ class Carried:
             if held.saved is not None:
                 after.append(held.saved)
             source = held.host
-            held.fetched = self._device.fetch.submit(self._copy_in(target, source), after)
+            held.fetched = self._device.fetch.submit(self._copy_in(target, source), after, label)
             held.device = target
+
+    def _away(self, micro_batch: int, names: Iterable[str]) -> Iterator[_Held]:
+        """Yield the values that are on the host only."""
+        for name in names:
+            held = self._held.get((micro_batch, name))
+            if held is not None and held.device is None and isinstance(held.host, Tensor):
+                yield held
 
     def take(self, micro_batch: int, name: str) -> Any:
         """Return a value on the device, detached; compute waits until it is there."""

@@ -24,6 +24,7 @@ from atomtrain.planning.timeline import label_of
 from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.buffers import DeviceBuffers
 from atomtrain.swapping.carried import Carried, Outbox, Saved, leaf_of
+from atomtrain.swapping.coming import Coming
 from atomtrain.swapping.compiled import CompiledLayer
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.graphs import Graphs, WaitingGraph, Where
@@ -31,7 +32,7 @@ from atomtrain.swapping.host_layers import HostLayers
 from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.offload import Offload
 from atomtrain.swapping.randomness import Randomness
-from atomtrain.swapping.routes import Route, forward_routes
+from atomtrain.swapping.routes import Pass, Route
 from atomtrain.swapping.slots import Slots, Tensors
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.tracing import Record, recorded_visit
@@ -61,12 +62,13 @@ class Executor:
         self._host = HostLayers(chain, plan.host_layers, store, updates, self.pool)
         self._values = Carried(device, self.pool, self._outbox)
         self._gradients = Carried(device, self.pool, self._outbox)
+        self._coming = Coming(self._values, self._gradients)
         starts = {low for low, _ in itertools.pairwise(plan.backward_bounds)}
         random = any(layer.random for layer in costs.layers)
         self._random = Randomness(device.generator, random, starts)
         self._staying = self.slots.storages | self.buffers.storages
-        self._training = _Pass(chain, training_visits(plan.shape), plan)
-        self._evaluation = _Pass(chain, evaluation_visits(plan.shape), plan)
+        self._training = Pass(chain, training_visits(plan.shape), plan)
+        self._evaluation = Pass(chain, evaluation_visits(plan.shape), plan)
         window_bytes = SavedTensors(chain, costs).window_bytes
         self._graphs = Graphs(Offload(device, self.pool, window_bytes))
         self._compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
@@ -114,7 +116,7 @@ class Executor:
         """Bring the model's buffers to the device again."""
         self.buffers.from_host()
 
-    def _run(self, a_pass: _Pass, micro_batches: Sequence[Values]) -> list[Tensor]:
+    def _run(self, a_pass: Pass, micro_batches: Sequence[Values]) -> list[Tensor]:
         self._losses, self._count = [], len(micro_batches)
         for index, micro_batch in enumerate(micro_batches):
             for name in self._chain.inputs:
@@ -131,6 +133,8 @@ class Executor:
             if self.record is not None:
                 self.record.label = label_of(visit)
             tensors = self.slots.enter(index)
+            now, following = a_pass.wanted[index : index + 2]
+            self._coming.begin(now, following, self._count)
             with recorded_visit(self.record):
                 self._visit(visit, a_pass.routes.get(index), tensors)
                 self.slots.update(index)
@@ -162,16 +166,8 @@ class Executor:
     def _visit(self, visit: Visit, route: Route | None, tensors: Tensors) -> None:
         start, stop = visit.layers
         reads, writes = self._chain.reads(start, stop), self._chain.writes(start, stop)
-        # Gradients of values that pass this segment by stay where they are.
-        incoming = [*writes, *reads] if route is None else []
-        wanted = () if visit.finds else reads
         for micro_batch in range(self._count):
-            self._values.prefetch(micro_batch, wanted)
-            self._gradients.prefetch(micro_batch, incoming)
-            taken = {name: self._values.take(micro_batch, name) for name in wanted}
-            if micro_batch + 1 < self._count:
-                self._values.prefetch(micro_batch + 1, wanted)
-                self._gradients.prefetch(micro_batch + 1, incoming)
+            taken = self._coming.take(micro_batch)
             if route is not None:
                 self._forward(visit, route, tensors, micro_batch, taken)
                 self._values.forget(micro_batch, route.last_read)
@@ -358,12 +354,3 @@ class _Graph(NamedTuple):
     """Views of those inputs whose gradient later segments have begun."""
     values: dict[str, Any]
     """What the segment writes."""
-
-
-class _Pass:
-    """The visits of a step or of an evaluation, and where their values go."""
-
-    def __init__(self, chain: Chain, visits: Sequence[Visit], plan: Plan) -> None:
-        self.visits = visits
-        self.routes = forward_routes(chain, visits, plan.boundary)
-        self.found = [visit.layers for visit in visits if visit.finds]

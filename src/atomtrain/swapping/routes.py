@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atomtrain.analysis.chain import Chain
+from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Boundary
+from atomtrain.swapping.coming import NOTHING, wanted_by
 
 
 class Route(NamedTuple):
@@ -52,3 +54,16 @@ def forward_routes(chain: Chain, visits: Sequence[Visit], boundary: Boundary) ->
         finished = frozenset(chain.reads(start, stop)) - following - beyond - again
         routes[index] = Route(outputs, keep, save, finished - frozenset(chain.inputs))
     return routes
+
+
+class Pass:
+    """The visits of a step or of an evaluation, and where their values come from and go."""
+
+    def __init__(self, chain: Chain, visits: Sequence[Visit], plan: Plan) -> None:
+        self.visits = visits
+        self.routes = forward_routes(chain, visits, plan.boundary)
+        """Of forward visits, by index."""
+        self.wanted = [*(wanted_by(chain, visit) for visit in visits), NOTHING]
+        """What each visit takes, and nothing after the last one."""
+        self.found = [visit.layers for visit in visits if visit.finds]
+        """The segments whose graphs wait, in backward's order."""

@@ -1,0 +1,57 @@
+"""The next visit's first values come while the present one computes: the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from planning_models import use_shape
+from swapped import (
+    DEEP_LAYERS,
+    Skips,
+    check,
+    deep_gpt,
+    random_delays,
+    token_batches,
+)
+from torch import Tensor
+
+from atomtrain.planning import Shape
+
+pytestmark = pytest.mark.usefixtures("assumed_times")
+EACH = tuple(range(DEEP_LAYERS + 1))
+MIXED: tuple[Any, ...] = ("recompute", "offload", "recompute", "keep", "recompute")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(44)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(EACH[:-1], EACH, 2, 1, "host"),
+        Shape(EACH[:-1], EACH, 2, 2, "device"),
+        Shape((0, 1, 3), (0, 2, 3, 5), 2, 2, "host"),
+        Shape(EACH[:-1], EACH, 2, 2, "host", (0,), 0, MIXED),
+        Shape(EACH[1:-1], EACH[1:], 3, 2, "host", (), 1),
+    ],
+)
+def test_whatever_the_plan(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    use_shape(monkeypatch, shape)
+    # What draws random numbers does not run on the host.
+    model = deep_gpt(0.0 if shape.host_layers else 0.1, tied=False)
+    check(model, token_batches(3, steps=2), inject=random_delays(3))
+
+
+@pytest.mark.parametrize("boundary", ["device", "host"])
+def test_values_that_several_segments_read(monkeypatch: pytest.MonkeyPatch, boundary: Any) -> None:
+    use_shape(monkeypatch, Shape((0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5), 2, 2, boundary))
+
+    def batch() -> dict[str, Tensor]:
+        return {"x": torch.randn(3, 6), "side": torch.randn(3, 6)}
+
+    steps = [[batch() for _ in range(3)] for _ in range(2)]
+    check(Skips(), steps, loss_of=lambda model, of: model(**of), inject=random_delays(5))
