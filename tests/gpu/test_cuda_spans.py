@@ -26,7 +26,10 @@ def test_device_and_host_spans_share_one_clock() -> None:
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
         device="cuda",
         device_memory="256MiB",
-        options=atomtrain.Options(micro_batches=2, segments=4),
+        # Else all of so small a model would stay on the device.
+        options=atomtrain.Options(
+            micro_batches=2, segments=4, host_layers=0, optimizer_on_device=False
+        ),
     ) as engine:
         engine.step([batch, batch])
         engine.recording = True

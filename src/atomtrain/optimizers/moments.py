@@ -110,7 +110,7 @@ def adamw_update(
     """
     kind: str = group["state"]
     state["step"] += 1
-    kernel = _kernel(group, state["step"].to(parameter.device))
+    kernel = _kernel(group, _on(parameter.device, state["step"]))
     streamed = parameter.dtype in masters.STREAMS
     if kind == "float32" and not streamed:
         kernel(parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
@@ -145,6 +145,14 @@ def _widened(
         masters.join(stream, stored, values)
     wide.copy_(gradient)
     return values, wide if factor == 1.0 else wide.mul_(factor)
+
+
+def _on(device: torch.device, step: Tensor) -> Tensor:
+    """Return the count of steps on a device. On a GPU it is made there: a copy from ordinary memory
+    would wait for all that the GPU was given before."""
+    if step.device == device:
+        return step
+    return torch.full((), float(step), dtype=step.dtype, device=device)
 
 
 def _kernel(group: dict[str, Any], step: Tensor) -> Kernel:

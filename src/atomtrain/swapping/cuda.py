@@ -8,6 +8,8 @@ so a copy is never enqueued before the host data are final.
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -27,9 +29,13 @@ _PIECE_BYTES = 32 << 20
 """About a millisecond of the link. A copy engine serves streams in turns, copy by copy."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all GPUs, since several may load from one copy."""
-_WORKSPACE_BYTES = 24 << 20
-"""What cuBLAS and cuBLASLt keep for themselves through PyTorch's allocator, with the setting
-below."""
+_CUBLAS_WORKSPACE = ":4096:2:16:8"
+"""Small and the same everywhere: two buffers of 4 MiB, eight of 16 KiB. On Hopper and Blackwell
+PyTorch would take 32 MiB."""
+_COMPUTING_THREADS = 2
+"""The caller's, and autograd's for backward: each has a handle of cuBLAS with its own workspace."""
+_BESIDE_BYTES = 8 << 20
+"""Workspaces of cuBLASLt, and other small things that PyTorch keeps."""
 
 
 class _CudaEvent(Event):
@@ -107,6 +113,53 @@ def _order(event: Event, stream: torch.cuda.Stream) -> None:
         event.wait()
 
 
+def workspace_bytes(config: str) -> int:
+    """Return what cuBLAS and cuBLASLt keep for themselves through PyTorch's allocator.
+
+    Args:
+        config: The environment variable `CUBLAS_WORKSPACE_CONFIG`, such as `:4096:8`: buffers of so
+            many KiB, and how many of them.
+    """
+    sizes = re.findall(r":([0-9]+):([0-9]+)", config)
+    kept = sum(int(kib) * int(count) << 10 for kib, count in sizes)
+    return _COMPUTING_THREADS * kept + _BESIDE_BYTES
+
+
+class Caps:
+    """How much of each GPU this process may take: the budgets of its open devices together, and
+    when the last one is closed as much as before the first one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, list[int]] = {}
+        self._before: dict[int, float] = {}
+
+    def add(self, index: int, n_bytes: int) -> None:
+        """Take note of a device that was opened on GPU `index`."""
+        with self._lock:
+            budgets = self._open.setdefault(index, [])
+            if not budgets:
+                self._before[index] = torch.cuda.get_per_process_memory_fraction(index)
+            budgets.append(n_bytes)
+            self._apply(index)
+
+    def remove(self, index: int, n_bytes: int) -> None:
+        """Take note of a device that was closed."""
+        with self._lock:
+            self._open[index].remove(n_bytes)
+            self._apply(index)
+
+    def _apply(self, index: int) -> None:
+        budgets, share = self._open[index], self._before[index]
+        if budgets:
+            _, total_bytes = torch.cuda.mem_get_info(index)
+            share = min(1.0, sum(budgets) / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share, index)
+
+
+_CAPS = Caps()
+
+
 class CudaDevice:
     """A `Device` on a GPU, its memory capped at the budget."""
 
@@ -135,13 +188,12 @@ class CudaDevice:
                 f"--device-memory {memory_bytes} is more than {self.name} has ({total_bytes} bytes)"
             )
         self.memory_bytes = memory_bytes
-        # Enforces the budget. The allocator reserves blocks of 2 to 20 MiB that it fills only
+        # Enforced below. The allocator reserves blocks of 2 to 20 MiB that it fills only
         # partly, so what it may reserve is a little more than what may be in use.
-        cap_bytes = min(total_bytes, memory_bytes + _ROUNDING_BYTES)
-        torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes, index)
-        self.reserved_bytes = _WORKSPACE_BYTES
-        # Small and fixed, read when cuBLAS is first used; its default on Hopper is 32 MiB.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+        self._cap_bytes = min(total_bytes, memory_bytes + _ROUNDING_BYTES)
+        # Read when cuBLAS is first used.
+        config = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
+        self.reserved_bytes = workspace_bytes(config)
         torch.cuda.init()
         self.generator = torch.cuda.default_generators[index]
         self.load: Stream = _CudaStream("load", self.torch_device, inject)
@@ -150,6 +202,8 @@ class CudaDevice:
         self.save: Stream = _CudaStream("save", self.torch_device, inject)
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._compute = torch.cuda.current_stream(self.torch_device)
+        self._closed = False
+        _CAPS.add(index, self._cap_bytes)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -227,8 +281,16 @@ class CudaDevice:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for stream in (self.load, self.fetch, self.unload, self.save):
             stream.close()
+        try:
+            # A step that failed may have left copies on their way, and what they use goes now.
+            torch.cuda.synchronize(self.torch_device)
+        finally:
+            _CAPS.remove(self.torch_device.index, self._cap_bytes)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

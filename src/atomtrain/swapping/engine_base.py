@@ -108,8 +108,12 @@ class EngineBase:
                 self.synchronize()
         finally:
             self._closed = True
-            self._executor = None  # and with it slots, gradient buffers and resident blocks
-            self._release()
+            try:
+                self._release()  # first: copies may still be on their way to what goes now
+            finally:
+                self._executor = None  # and with it slots, gradient buffers and resident blocks
+            for device in self.devices:
+                device.trim()
 
     def __enter__(self) -> Self:
         return self
@@ -194,5 +198,5 @@ def _release(updates: Updates, members: Sequence[Member], together: Together | N
     updates.close()
     for member in members:
         member.device.close()
-    for member in members[1:]:
+    for member in members:  # last, since copies use what they hold
         member.store.close()

@@ -263,7 +263,6 @@ class Updates:
         self.stream.close()
         if self.disk is not None:
             self.disk.close()
-        self._store.close()
 
     def restricted(
         self, block: int, copies: Mapping[int, Tensor] | None = None
