@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
+from atomtrain.analysis.profile import LayerTime
 from atomtrain.cli.main import main
+from atomtrain.planning.catalogue import machine_for
+from atomtrain.planning.machine import save_machine
+from atomtrain.planning.prospect import Analysis, Compute
+from atomtrain.reporting.place import Place
 
 SMALL = ("simulate", "tiny", "--peers", "4", "--tokens-per-step", "256")
 
@@ -62,10 +69,45 @@ def test_rounds_of_unlike_peers_are_simulated_on_each_link(
     assert fast["round_s"] < slow["round_s"]
     assert 0 < fast["busiest_up_share"] <= 1
     assert fast["members"] > 90
+    for row in (fast, slow):
+        others = row["pipelines"]
+        assert row["ratio"] == row["tokens_per_s"] / others["tokens_per_s"]
+        assert 0 < others["share_of_staying"] <= 1
+    assert fast["pipelines"]["tokens_per_s"] > slow["pipelines"]["tokens_per_s"]
     assert main([*many, "--link", "100Mbit/s"]) == 0
     assert "20 rounds of 100 unlike peers, groups of 16" in capsys.readouterr().out
     assert main([*many, "--link", "100Mbit/s", "--group", "0"]) == 0
-    assert "20 rounds of 100 unlike peers, one group of all" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "20 rounds of 100 unlike peers, one group of all" in text
+    assert "The same peers as pipelines" in text
+
+
+def test_peers_can_be_machines_that_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--here` measures this one, like `atom plan`; `--machine` takes what that saved."""
+    sheet = machine_for("rtx-3090", 64 << 30)
+    slow = dataclasses.replace(sheet, name="slow", load_bytes_per_s=1e6)
+    save_machine(slow, tmp_path / "slow.json")
+
+    def of_a_second(analysis: Analysis) -> dict[str, LayerTime]:
+        return {layer.kind: LayerTime(1.0, 2.0) for layer in analysis.costs.layers}
+
+    local = Compute(of_a_second, 1e9, 1e9)
+    measured = Place(dataclasses.replace(sheet, name="here"), local=local)
+    monkeypatch.setattr("atomtrain.reporting.place.this_place", lambda *_: measured)
+    found = []
+    for where in (("--here",), ("--machine", str(tmp_path / "slow.json")), ()):
+        assert main([*SMALL, "--link", "1Mbit/s", "--json", *where]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert [(each["gpu"], each["machine"]) for each in found[:2]] == [
+        (None, "here"),
+        ("rtx-3090", "slow"),
+    ]
+    here_s, slow_s, sheet_s = (each["step_s"] for each in found)
+    assert sheet_s <= slow_s < 1.0 < here_s
+    assert main([*SMALL, "--link", "1Mbit/s", "--here"]) == 0
+    assert "figures of this machine as it was measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -80,6 +122,8 @@ def test_rounds_of_unlike_peers_are_simulated_on_each_link(
         (("--link", "fast"), "is not a rate"),
         (("--gpu", "rtx-3091"), "Did you mean 'rtx-3090'"),
         (("--wire", "float15"), "wire format"),
+        (("--here", "--gpu", "a100-40gb"), "leave --gpu and --machine out"),
+        (("--machine", "/no/such/file"), "cannot read the machine file"),
         (("--precision", "bf61"), "there is no precision 'bf61'"),
     ],
 )

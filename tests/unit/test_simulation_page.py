@@ -75,6 +75,26 @@ def test_the_table_of_growing_swarms_is_that_of_the_result(result: dict[str, Any
     assert f"{START}{table(result)}{END}" in text
 
 
+def test_unsteady_peers_have_a_table_with_and_without_a_pipeline(result: dict[str, Any]) -> None:
+    run = {
+        "share_of_staying": 0.5,
+        "pipelines": 1.5,
+        "stopped_share": 0.25,
+        "stages": 4,
+        "wire": "int8",
+        "recompute": True,
+    }
+    row = {"model": "small", "peers": 8, "link_bits_per_s": 1e8, "share_of_alone": 0.9}
+    rows = [{**row, "pipelines": run, "ratio": 2.5}, {**row, "pipelines": None, "ratio": None}]
+    text = page({**result, "unsteady": rows})
+    assert (
+        "| small | 8 | 100 Mbit/s | 90.0% | 50.0% | 1.5 | 25.0% | 4 stages, int8, recomputing "
+        "| 2.50 |" in text
+    )
+    assert "| small | 8 | 100 Mbit/s | 90.0% | - | - | - | - | - |" in text
+    assert "Peers that differ" not in page({**result, "unsteady": []})
+
+
 def test_one_sentence_says_where_a_pipeline_wins() -> None:
     def row(model: str, rate: float, ratio: float | None) -> dict[str, Any]:
         return {"model": model, "peers": 4, "link_bits_per_s": rate, "ratio": ratio}

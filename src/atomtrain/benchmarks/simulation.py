@@ -8,6 +8,7 @@ and `docs/network.md` says what both sides are granted. `network` measures.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
@@ -54,6 +55,11 @@ _FLEET: dict[str, Any] = {"model": "gpt3-xl", "peers": 10_000, "wire": "int4", "
 _FLEET_BITS_PER_S = 1e8
 _FLEET_ROUNDS = 1000
 _SCALE_ROUNDS = 600
+_UNSTEADY_MODELS = ("gpt3-xl", "gpt3-6.7b", "gpt3-13b")
+_UNSTEADY_PEERS = (8, 16, 64)
+_UNSTEADY_BITS_PER_S = (1e9, 1e8)
+_UNSTEADY_ROUNDS = 200_000
+"""Of all peers together: few peers leave too seldom for a mean of few rounds."""
 _SCALE = ((10, 0), (100, 0), (100, 16), (1000, 0), (1000, 16), (10_000, 0), (10_000, 16))
 """Peers, and members of a group (0: one group of all)."""
 
@@ -61,7 +67,8 @@ _SCALE = ((10, 0), (100, 0), (100, 16), (1000, 0), (1000, 16), (10_000, 0), (10_
 def run(options: BenchmarkOptions) -> Result:
     """Simulate every combination; `rows` holds them, `fleet` one run of a very large swarm.
 
-    `scale` holds swarms of growing size, `encoding` what the simulation takes encoding to cost
+    `scale` holds swarms of growing size, `unsteady` ATOM beside pipelines where peers differ, come
+    and go, `encoding` what the simulation takes encoding to cost
     beside what it costs on this machine.
     """
     models = MODELS[:2] if options.quick else MODELS
@@ -76,6 +83,7 @@ def run(options: BenchmarkOptions) -> Result:
         "rows": rows,
         "fleet": _fleet(fleet, found),
         "scale": _scale(found, options.quick),
+        "unsteady": unsteady(_UNSTEADY_MODELS[:1] if options.quick else _UNSTEADY_MODELS),
         "encoding": measured_encoding(),
         "gpu": _GPU,
         "round_trip_s": _ROUND_TRIP_S,
@@ -113,6 +121,23 @@ def _rows(model: str) -> list[Result]:
                     "ratio": result.ratio,
                 }
             )
+    return rows
+
+
+def unsteady(models: Sequence[str]) -> list[Result]:
+    """Return ATOM and the best pipelines of the same peers that differ, come and go."""
+    rows = []
+    for model in models:
+        shared: dict[str, Any] = {**_FLEET, "model": model, "host_memory": _HOST.get(model)}
+        found = prospect_of(SimulateOptions(**shared))
+        for peers in _UNSTEADY_PEERS:
+            rounds = _UNSTEADY_ROUNDS // peers
+            settings = SimulateOptions(**{**shared, "peers": peers, "rounds": rounds})
+            rows += [
+                {"model": model, "peers": peers, **row}
+                for row in fleet_rows(settings, found, _UNSTEADY_BITS_PER_S)
+            ]
+        progress(f"{model}: unsteady peers")
     return rows
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.benchmarks.break_even import break_even_bits_per_s
-from atomtrain.benchmarks.network_rows import disturbed, fair_ratio, rounds_finished
+from atomtrain.benchmarks.network_rows import disturbed, fair_ratio, rate_name, rounds_finished
 from atomtrain.units import format_count, format_seconds
 
 _INTRODUCTION = """\
@@ -71,6 +71,7 @@ def page(result: Mapping[str, Any], networks: Sequence[Mapping[str, Any]] = ()) 
             *_left_out(result["rows"]),
             *_fleet(result["fleet"]),
             "",
+            *_unsteady(result.get("unsteady", []), result["fleet"]),
         ]
     )
 
@@ -249,6 +250,44 @@ def _fleet(fleet: Mapping[str, Any]) -> Iterator[str]:
         f"replicas {fleet['drift']:.2f} of a round's change apart. [scale.md](scale.md) says what "
         "is not in it."
     )
+
+
+def _unsteady(rows: list[dict[str, Any]], fleet: Mapping[str, Any]) -> Iterator[str]:
+    """ATOM beside pipelines of unlike peers; an older result has no such rows."""
+    if not rows:
+        return
+    yield "## Peers that differ, come and go"
+    yield ""
+    yield (
+        f"Speeds and links spread by {fleet['spread']:g} (deviation of the logarithm); peers stay "
+        f"for {format_seconds(fleet['stay'])} and are away for {format_seconds(fleet['away'])} on "
+        "average. ATOM's tokens are told as a share of what all peers train alone that always "
+        "stay, the pipelines' as one of what the same unlike peers reach as pipelines if all stay. "
+        "[scale.md](scale.md#pipelines-of-such-peers) says what a pipeline is granted there."
+    )
+    yield ""
+    yield (
+        "| model | peers | link | ATOM | pipelines | complete | of these stopped | best | ratio |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        run = row["pipelines"]
+        cells = [row["model"], str(row["peers"]), rate_name(row["link_bits_per_s"])]
+        cells.append(f"{row['share_of_alone']:.1%}")
+        if run is None:
+            cells += ["-"] * 5
+        else:
+            ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            again = ", recomputing" if run["recompute"] else ""
+            cells += [
+                f"{run['share_of_staying']:.1%}",
+                f"{run['pipelines']:.1f}",
+                f"{run['stopped_share']:.1%}",
+                f"{run['stages']} stages, {run['wire']}{again}",
+                ratio,
+            ]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomtrain.cli.interrupts import leaving_at_once
@@ -16,7 +17,9 @@ from atomtrain.training.options import option
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
-    from atomtrain.planning.prospect import Prospect
+    from atomtrain.planning.machine import Machine
+    from atomtrain.planning.prospect import Compute, Prospect
+    from atomtrain.reporting.subject import MeasureUpdates
     from atomtrain.simulation.compare import Comparison, Site
 
 _LINKS = ("10Gbit/s", "1Gbit/s", "300Mbit/s", "100Mbit/s", "30Mbit/s", "10Mbit/s")
@@ -26,7 +29,8 @@ _EXAMPLES = """\
   atom simulate gpt3-xl --gpu rtx-3090 --peers 8
   atom simulate gpt3-13b --gpu rtx-4090 --peers 64 --link 100Mbit/s --round-trip 0.05
   atom simulate gpt3-6.7b --gpu a100-40gb --peers 1000 --precision bf16 --json
-  atom simulate gpt3-xl --peers 10000 --link 100Mbit/s --wire int4 --rounds 1000"""
+  atom simulate gpt3-xl --peers 10000 --link 100Mbit/s --wire int4 --rounds 1000
+  atom simulate gpt3-small --here --peers 4 --link 10Mbit/s"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,13 @@ class SimulateOptions:
         None, "Model by name, or the path of a Hugging Face config.json or its folder.", "MODEL"
     )
     gpu: str = option("rtx-3090", "GPU of every peer, by its name in the catalogue.", "NAME")
+    here: bool = option(
+        False,
+        "Every peer is a machine like this one, as atom plan measures it, and no GPU's sheet.",
+    )
+    machine: Path | None = option(
+        None, "Link, host and budgets of every peer from this file, of atom plan --save.", "FILE"
+    )
     peers: int = option(8, "Number of peers.", "N")
     link: tuple[str, ...] = option(
         (), f"Rate of each peer's link, each way; may be repeated. Default: {', '.join(_LINKS)}."
@@ -57,7 +68,9 @@ class SimulateOptions:
     local_steps: int = option(30, "Local steps in which the whole model is averaged once.", "N")
     wire: str = option("float16", "How the swarm's averages travel.", "NAME")
     rounds: int | None = option(
-        None, "Also run so many rounds with peers that differ, come and go.", "N"
+        None,
+        "Also run so many rounds with peers that differ, come and go; and pipelines of them.",
+        "N",
     )
     group: int = option(
         16, "With --rounds: members average in shuffled groups of at most N; 0: in one of all.", "N"
@@ -83,6 +96,8 @@ class SimulateOptions:
                 least = 2 if name == "peers" else 1
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be at least {least}, not {getattr(self, name)}")
+        if self.here and self._given(("gpu", "machine")):
+            raise ConfigError("--here measures this machine; leave --gpu and --machine out")
         if self.rounds is not None and self.rounds < 1:
             raise ConfigError(f"--rounds must be at least 1, not {self.rounds}")
         from atomtrain.training.optimizing import check_precision
@@ -134,29 +149,45 @@ def run(arguments: Sequence[str]) -> int:
 
 def prospect_of(options: SimulateOptions) -> Prospect:
     """Return the plan of one peer, as `atom plan` makes it."""
-    from atomtrain.planning.catalogue import gpu, host, machine_for
     from atomtrain.planning.prospect import Workload, prospect
-    from atomtrain.reporting.place import compute_of
     from atomtrain.reporting.subject import subject
     from atomtrain.training.optimizing import named_optimizer, precision_of
 
-    card = gpu(options.gpu)
-    host_bytes = (
-        parse_bytes(options.host_memory, "--host-memory")
-        if options.host_memory
-        else host(card.host).most_memory_bytes
-    )
-    device = options.device_memory
-    device_bytes = parse_bytes(device, "--device-memory") if device else None
-    machine = machine_for(card, host_bytes, device_memory_bytes=device_bytes)
+    machine, compute, updates = _place(options)
     precision = options.precision
     model = subject(options.model, options.context).trained_with(
-        lambda owned: named_optimizer(owned, _OPTIMIZER, precision), precision_of(precision)
+        lambda owned: named_optimizer(owned, _OPTIMIZER, precision),
+        precision_of(precision),
+        measure=updates,
     )
     workload = Workload(
         context_tokens=model.context_tokens, tokens_per_step=options.tokens_per_step
     )
-    return prospect(model.analyse, compute_of(card, precision), machine, workload)
+    return prospect(model.analyse, compute, machine, workload)
+
+
+def _place(options: SimulateOptions) -> tuple[Machine, Compute, MeasureUpdates | None]:
+    """Return a peer's machine, how fast it computes, and what measures its optimizer."""
+    from atomtrain.planning.catalogue import gpu, host, machine_for
+    from atomtrain.planning.machine import load_machine
+    from atomtrain.reporting.place import compute_of, this_place
+
+    budgets: dict[str, Any] = {
+        f"{name}_bytes": parse_bytes(text, "--" + name.replace("_", "-"))
+        for name in ("host_memory", "device_memory")
+        if (text := getattr(options, name)) is not None
+    }
+    if options.here:
+        place = this_place(budgets.get("device_memory_bytes"))
+        assert place.local is not None
+        return replace(place.machine, **budgets), place.local, place.updates
+    card = gpu(options.gpu)
+    if options.machine is not None:
+        machine = load_machine(options.machine)
+    else:
+        usual_bytes = host(card.host).most_memory_bytes
+        machine = machine_for(card, budgets.get("host_memory_bytes", usual_bytes))
+    return replace(machine, **budgets), compute_of(card, options.precision), None
 
 
 def _to_json(
@@ -168,7 +199,8 @@ def _to_json(
 ) -> dict[str, Any]:
     return {
         "model": options.model,
-        "gpu": options.gpu,
+        "gpu": None if options.here else options.gpu,
+        "machine": found.machine.name,
         "peers": site.peers,
         "round_trip_s": options.round_trip,
         "parameters": found.analysis.parameters,
@@ -191,6 +223,12 @@ def _to_json(
             for rate, result in zip(rates, results, strict=True)
         ],
     }
+
+
+def _source(options: SimulateOptions) -> str:
+    if options.here:
+        return "this machine as it was measured"
+    return "data sheets" if options.machine is None else f"data sheets and {options.machine}"
 
 
 def _text(
@@ -234,8 +272,8 @@ def _text(
         [
             *lines,
             "",
-            "Simulated, not measured: figures of data sheets, and steps that nothing which peers "
-            "do for the network slows down. Tokens per second say nothing of how well peers learn "
-            "that average less often.",
+            f"Simulated, not measured: figures of {_source(options)}, and steps that nothing which "
+            "peers do for the network slows down. Tokens per second say nothing of how well peers "
+            "learn that average less often.",
         ]
     )

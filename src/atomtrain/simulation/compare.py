@@ -95,6 +95,14 @@ class PipelineChoice(NamedTuple):
     sent_bytes_per_token: float
     device_bytes: int
     """Of the stage that needs most."""
+    micro_batches: int
+    """Of each pipeline in a step."""
+    stage_s: float
+    """Forward and backward of one micro-batch at the slowest stage."""
+    stage_parameters: int
+    """Of the stage with most of them."""
+    boundary_bytes: int
+    """See `PipelineWork`."""
 
 
 class Comparison(NamedTuple):
@@ -123,13 +131,23 @@ def compare(site: Site, bits_per_s: float, round_trip_s: float) -> Comparison:
         codec_s=site.codec_s,
     )
     atom = simulate_swarm(swarm, SwarmLink(bits_per_s=rate, one_way_s=way_s))
-    link = PipelineLink(bits_per_s=rate, one_way_s=way_s)
-    return Comparison(bits_per_s, round_trip_s, atom, _best_pipeline(site, link))
+    fastest = pipelines(site, PipelineLink(bits_per_s=rate, one_way_s=way_s))
+    best = max(fastest, key=lambda choice: choice.tokens_per_s, default=None)
+    return Comparison(bits_per_s, round_trip_s, atom, best)
 
 
-def _best_pipeline(site: Site, link: PipelineLink) -> PipelineChoice | None:
-    best: PipelineChoice | None = None
-    in_vain = 0
+def pipelines(site: Site, link: PipelineLink) -> list[PipelineChoice]:
+    """Return the fastest pipeline of each number of stages that is worth trying.
+
+    Args:
+        site: The peers, all alike and always there.
+        link: Joins each of them to the others.
+
+    Returns:
+        Fewest stages first; empty if no number of stages fits the devices.
+    """
+    choices: list[PipelineChoice] = []
+    best_tokens_per_s, in_vain = 0.0, 0
     times_s = [layer.forward_s + layer.backward_s for layer in site.layers]
     for stages in _STAGES:
         if stages > min(site.peers, len(site.layers)) or in_vain == _SLOWER_IN_VAIN:
@@ -141,12 +159,13 @@ def _best_pipeline(site: Site, link: PipelineLink) -> PipelineChoice | None:
             for again in (False, True)
             for choice in _of_stages(site, link, bounds, wire, again)
         ]
-        fastest = max(found, key=lambda choice: choice.tokens_per_s, default=None)
-        if fastest is not None and (best is None or fastest.tokens_per_s > best.tokens_per_s):
-            best, in_vain = fastest, 0
-        elif best is not None:
+        if found:
+            choices.append(max(found, key=lambda choice: choice.tokens_per_s))
+        if found and choices[-1].tokens_per_s > best_tokens_per_s:
+            best_tokens_per_s, in_vain = choices[-1].tokens_per_s, 0
+        elif choices:
             in_vain += 1
-    return best
+    return choices
 
 
 def _of_stages(
@@ -169,7 +188,8 @@ def _of_stages(
     boundary_bytes = max(
         wire.payload_bytes(part[-1].boundary_values, part[-1].boundary_rows) for part in parts[:-1]
     )
-    state = [_STATE_BYTES_PER_PARAMETER * sum(x.parameters for x in part) for part in parts]
+    parameters = [sum(layer.parameters for layer in part) for part in parts]
+    state = [_STATE_BYTES_PER_PARAMETER * count for count in parameters]
     for in_flight in sorted({min(micro_batches, stages * times) for times in (1, 2, 4, 8)}):
         # Stage s keeps at most its share of what is in flight (see `simulate_step`).
         live = [-(-in_flight * (stages - index) // stages) for index in range(stages)]
@@ -189,16 +209,20 @@ def _of_stages(
         )
         step = simulate_step(work, link)
         tokens = micro_batches * site.micro_batch_tokens
-        pipelines = site.peers // stages
+        count = site.peers // stages
         yield PipelineChoice(
-            pipelines * tokens / step.step_s,
+            count * tokens / step.step_s,
             stages,
-            pipelines,
+            count,
             in_flight,
             wire.name,
             recompute,
             2 * (stages - 1) * boundary_bytes / site.micro_batch_tokens,
             device_bytes,
+            micro_batches,
+            max(f + b for f, b in zip(forward_s, backward_s, strict=True)),
+            max(parameters),
+            boundary_bytes,
         )
 
 
