@@ -13,7 +13,8 @@ import pytest
 
 from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
 from atomtrain.benchmarks.network_peers import PeerError, Peers
-from atomtrain.benchmarks.pipeline_search import Speeds, candidates, to_measure
+from atomtrain.benchmarks.pipeline_prediction import Speeds
+from atomtrain.benchmarks.pipeline_search import candidates, to_measure
 from atomtrain.benchmarks.shaping import Link
 
 MODEL = ModelSetup(layers=4, width=64, vocabulary=64, sequence_tokens=16, sequences_per_peer=4)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +21,14 @@ from atomtrain.benchmarks.network_setup import (
     stand_in,
 )
 from atomtrain.benchmarks.pipeline import decode, encode, encoded_bytes
-from atomtrain.benchmarks.pipeline_search import (
+from atomtrain.benchmarks.pipeline_prediction import (
     Candidate,
+    Host,
     Speeds,
-    candidates,
     merged,
-    to_measure,
+    predicted_again,
 )
+from atomtrain.benchmarks.pipeline_search import candidates, to_measure
 from atomtrain.benchmarks.shaping import Link
 from atomtrain.errors import ConfigError, PlanError
 
@@ -158,6 +161,37 @@ def test_a_lossy_link_is_predicted_slower() -> None:
         )
     )
     assert lossy > clean
+
+
+def test_peers_that_share_cores_are_predicted_slower_and_bbr_ignores_losses() -> None:
+    def best_s(link: Link, **host: Any) -> float:
+        found = candidates(SMALL, 4, 16, speeds(), link, 20_000_000, Host(**host))
+        return found[0].predicted_s
+
+    fast = Link(bits_per_s=1e9)
+    # All of the work of four peers on two cores.
+    assert best_s(fast, cores=2) >= 16 * 6 * 3e-3 / 2
+    assert best_s(fast, cores=2) > 1.5 * best_s(fast, cores=4)
+    assert best_s(fast, cores=4) == best_s(fast)
+    lossy = Link(bits_per_s=1e7, round_trip_s=0.1, loss_share=0.01)
+    assert best_s(lossy, congestion_control="bbr") < best_s(lossy)
+
+
+def test_a_prediction_is_made_again_of_a_name() -> None:
+    link = Link(bits_per_s=1e6)
+    found = candidates(SMALL, 4, 16, speeds(), link, 20_000_000)
+    assert {c.pipelines for c in found} == {1, 2}
+    for candidate in found[::5]:
+        again_s = predicted_again(candidate.name(), SMALL, 4, speeds(), link, Host())
+        assert again_s == candidate.predicted_s
+    library = replace(
+        next(c for c in found if not c.recompute and c.chunks == 1 and c.pipelines == 1),
+        schedule="1F1B",
+    )
+    again_s = predicted_again(library.name(), SMALL, 4, speeds(), link, Host())
+    assert again_s == library.library_s
+    with pytest.raises(ConfigError, match="not the name of a pipeline"):
+        predicted_again("own", SMALL, 4, speeds(), link, Host())
 
 
 def test_the_library_s_interleaved_schedule_has_a_prediction_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""What a connection carries where packets get lost."""
+"""What a connection carries where packets get lost, and at its beginning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from atomtrain.simulation.loss import connection_bits_per_s
+from atomtrain.simulation.loss import connection_bits_per_s, opening_s
 
 
 def test_without_loss_or_way_the_link_s_rate_counts() -> None:
@@ -28,3 +28,30 @@ def test_loss_on_a_long_way_leaves_little() -> None:
 def test_more_loss_never_carries_more(way_s: float) -> None:
     rates = [connection_bits_per_s(1e9, way_s, share) for share in (0, 1e-5, 1e-4, 1e-3, 1e-2)]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_bbr_does_not_slow_down_for_losses() -> None:
+    assert connection_bits_per_s(1e8, 0.1, 0.01, "bbr") == 0.99e8
+    assert connection_bits_per_s(1e8, 0.1, 0.01, "reno") < 0.02e8
+
+
+def test_a_new_connection_fills_the_link_by_and_by() -> None:
+    # Ten packets, then twenty: the third round trip carries what is left.
+    first = 8 * 10 * 1448 / 1e9
+    expected_s = (0.1 - first) + (0.1 - 2 * first)
+    assert opening_s(50 * 1448, 1e9, 0.1, 1) == pytest.approx(expected_s)
+    # Several connections begin with as many windows.
+    assert opening_s(50 * 1448, 1e9, 0.1, 5) == 0
+    assert opening_s(50 * 1448, math.inf, 0.1, 1) == pytest.approx(0.2)
+
+
+def test_a_short_way_or_a_slow_link_is_full_at_once() -> None:
+    assert opening_s(1e9, 1e9, 0.0, 1) == 0
+    assert opening_s(1e9, 1e6, 0.1, 1) == 0
+
+
+@pytest.mark.parametrize("bits_per_s", [1e7, 1e8, 1e10])
+def test_it_costs_at_most_the_round_trips_of_doubling(bits_per_s: float) -> None:
+    lost_s = [opening_s(sent, bits_per_s, 0.05, 1) for sent in (1e4, 1e5, 1e6, 1e7)]
+    assert lost_s == sorted(lost_s)
+    assert lost_s[-1] <= 0.05 * math.log2(1e7 / 14480 + 1)

@@ -43,6 +43,18 @@ def test_encoding_makes_rounds_longer_and_costs_no_tokens() -> None:
     assert paid.tokens_per_s == free.tokens_per_s
 
 
+def test_new_streams_cost_round_trips_and_begin_slowly() -> None:
+    near, far = (
+        simulate_swarm(work(), SwarmLink(bits_per_s=1e9, one_way_s=way_s)) for way_s in (0.0, 0.05)
+    )
+    # Six ways of messages, and two round trips until there are streams: 500 bytes go at once.
+    assert far.round_s == pytest.approx(near.round_s + 0.3 + 0.2, abs=1e-3)
+    much = work(exchange_bytes=[10**6, 10**6])
+    more = simulate_swarm(much, SwarmLink(bits_per_s=1e9, one_way_s=0.05))
+    # Half of a megabyte is five doublings of ten packets, once each way.
+    assert more.round_s > far.round_s + 2 * 4 * 0.1
+
+
 def test_what_is_sent_is_what_both_peers_exchange() -> None:
     run = simulate_swarm(work(), SwarmLink(bits_per_s=math.inf), rounds=1000)
     assert run.sent_bytes_per_token == pytest.approx(2 * 2000 / 1600, rel=0.01)

@@ -59,8 +59,8 @@ from atomtrain.benchmarks.network_setup import (
     NetworkSetup,
     cases,
 )
-from atomtrain.benchmarks.pipeline_search import Speeds
-from atomtrain.benchmarks.shaping import Network
+from atomtrain.benchmarks.pipeline_prediction import Speeds
+from atomtrain.benchmarks.shaping import Network, congestion_control
 from atomtrain.errors import DataError
 from atomtrain.units import format_count
 
@@ -146,6 +146,7 @@ def _setting(setup: NetworkSetup, methods: Methods, speeds: Speeds, flops_per_s:
         "peer_flops_per_s": flops_per_s,
         "speeds": speeds._asdict(),
         "compute_bound_tokens_per_s": setup.peers * speeds.tokens_per_s(setup.model),
+        "congestion_control": congestion_control(),
         "boundary_bits_per_flop": setup.model.boundary_bits_per_flop,
         "plan": methods.atom.plan,
         "micro_batch_step_s": {str(k): v for k, v in methods.atom.micro_batches.items()},
@@ -168,12 +169,17 @@ def _row(
         "stands_for": case.stands_for._asdict() if case.stands_for else None,
     }
     errors: list[str] = []
+    lately = speeds
+    if setup.baselines:
+        # Machines are not equally fast all the time: what the search goes by is of these minutes.
+        lately = _try(errors, methods.speeds) or speeds
+        row["speeds"] = lately._asdict()
     bound = setup.peers * speeds.tokens_per_s(setup.model)
     methods.network.shape(case.link)
     _try(errors, lambda: row.update({"probe": methods.probe(case.link)}))
     tokens_per_step = setup.step_sequences * setup.model.sequence_tokens
     with_others = setup.baselines
-    before = _try(errors, lambda: _pipeline(case, setup, methods, speeds)) if with_others else None
+    before = _try(errors, lambda: _pipeline(case, setup, methods, lately)) if with_others else None
     atom = _try(errors, lambda: methods.atom.measure(case.link, speeds))
     methods.network.shape(case.link)
     if before is not None:

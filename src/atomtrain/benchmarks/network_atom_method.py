@@ -17,7 +17,7 @@ from atomtrain.benchmarks.network_setup import (
     device_link_bytes_per_s,
 )
 from atomtrain.benchmarks.network_worker import Reply
-from atomtrain.benchmarks.pipeline_search import Speeds
+from atomtrain.benchmarks.pipeline_prediction import Speeds
 from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link, Network
 from atomtrain.errors import PlanError
 from atomtrain.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
@@ -163,11 +163,13 @@ class AtomMethod:
         return (wanted_s, longest_s) if wanted_s <= longest_s else (setup.window_s, setup.window_s)
 
     def _round_s(self, link: Link, fragment: int, peers: int) -> float:
-        """Return the predicted time of a round of so many peers; each sends (K - 1) / K of it."""
+        """Return the predicted time of a round of so many peers."""
+        return self._simulated(link, [self._round_bytes(fragment, peers)], peers).round_s
+
+    def _round_bytes(self, fragment: int, peers: int) -> int:
+        """Return what each of so many peers sends: (K - 1) / K of contribution and mean."""
         full = self.setup.peers
-        share = (peers - 1) / peers * full / (full - 1)
-        exchange_bytes = int(self._exchange_bytes[fragment] * share)
-        return self._simulated(link, [exchange_bytes], peers).round_s
+        return int(self._exchange_bytes[fragment] * (peers - 1) / peers * full / (full - 1))
 
     def _result(self, replies: list[Reply], predicted: SwarmRun, link: Link) -> Reply:
         tokens = sum(reply["tokens"] for reply in replies)
@@ -178,6 +180,7 @@ class AtomMethod:
             for reply in replies
             for each in zip(reply["round_fragments"], reply["round_peers"], strict=True)
         ]
+        sent_bytes = [self._round_bytes(*each) for each in rounds] or self._exchange_bytes
         expected_s = [self._round_s(link, *each) for each in rounds] or [predicted.round_s]
         return {
             "tokens_per_s": rate,
@@ -191,6 +194,7 @@ class AtomMethod:
             "predicted_tokens_per_s": predicted.tokens_per_s,
             "round_fragments": [fragment for fragment, _ in rounds],
             "round_peers": [peers for _, peers in rounds],
+            "round_bytes": round(statistics.fmean(sent_bytes)),
             "predicted_round_s": statistics.fmean(expected_s),
             "predicted_averaged_every_s": predicted.averaged_every_s,
             "predicted_averaged_every_tokens": predicted.averaged_every_s * rate,

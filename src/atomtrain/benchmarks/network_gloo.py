@@ -17,7 +17,7 @@ from atomtrain.benchmarks.network_model import Batch, ModelSetup, fused_adamw, r
 from atomtrain.benchmarks.network_worker import Reply, sent_bytes
 from atomtrain.benchmarks.pipeline import Beside, RankPlan, Stage, decode, encode
 from atomtrain.benchmarks.pipeline_library import LibraryStage
-from atomtrain.benchmarks.pipeline_search import merged
+from atomtrain.benchmarks.pipeline_prediction import merged
 from atomtrain.simulation.pipeline import Op
 
 _PROBES = 3

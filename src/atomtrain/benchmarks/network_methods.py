@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -21,18 +22,19 @@ from atomtrain.benchmarks.network_setup import (
     NetworkSetup,
 )
 from atomtrain.benchmarks.network_worker import Reply
-from atomtrain.benchmarks.pipeline_search import (
-    Candidate,
-    Speeds,
-    candidates,
-    to_measure,
-)
-from atomtrain.benchmarks.shaping import INTERFACE, Link, Network
+from atomtrain.benchmarks.pipeline_prediction import Candidate, Host, Speeds
+from atomtrain.benchmarks.pipeline_search import candidates, to_measure
+from atomtrain.benchmarks.shaping import INTERFACE, Link, Network, congestion_control
 from atomtrain.simulation.loss import connection_bits_per_s
 
 _GROUP_PORT = 29_500
 _PROBE_S = 0.7
 _WARM_UP_BELOW_S = 6.0
+
+
+def this_host() -> Host:
+    """Return what all peers share here."""
+    return Host(len(os.sched_getaffinity(0)), congestion_control())
 
 
 class Search(NamedTuple):
@@ -99,7 +101,7 @@ class Methods:
     def probe(self, link: Link) -> Reply:
         """Measure rate and round trip of the link between two peers."""
         rate = link.bits_per_s or UNSHAPED_BITS_PER_S
-        rate = connection_bits_per_s(rate, link.round_trip_s, link.loss_share)
+        rate = connection_bits_per_s(rate, link.round_trip_s, link.loss_share, congestion_control())
         probe_bytes = min(64 << 20, max(16 << 10, int(rate * _PROBE_S / 8)))
         replies = self._baselines().tell_all(
             "probe", 60 + 10 * 8 * probe_bytes / rate, probe_bytes=probe_bytes
@@ -167,7 +169,10 @@ class Methods:
         """Measure averaging in every step, or return why it was left out."""
         setup, model = self.setup, self.setup.model
         rate = connection_bits_per_s(
-            link.bits_per_s or UNSHAPED_BITS_PER_S, link.round_trip_s, link.loss_share
+            link.bits_per_s or UNSHAPED_BITS_PER_S,
+            link.round_trip_s,
+            link.loss_share,
+            congestion_control(),
         )
         wire_bits = 32 * model.parameters * 2 * (setup.peers - 1) / setup.peers
         tokens = model.tokens_per_step
@@ -207,7 +212,9 @@ class Methods:
 
     def _ranked(self, sequences: int, speeds: Speeds, link: Link) -> list[Candidate]:
         setup = self.setup
-        return candidates(setup.model, setup.peers, sequences, speeds, link, setup.budget_bytes)
+        return candidates(
+            setup.model, setup.peers, sequences, speeds, link, setup.budget_bytes, this_host()
+        )
 
     def _trial(self, candidate: Candidate, sequences: int) -> Measured | None:
         steps = max(1, min(4, round(self.setup.trial_s / candidate.predicted_s)))

@@ -10,15 +10,15 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from atomtrain.benchmarks.network_cases import Case, cases
 from atomtrain.benchmarks.network_curves import smoothed
 from atomtrain.benchmarks.network_rows import (
     UNFINISHED,
     Row,
     command,
     disturbed,
-    link_name,
     meant,
     rate_name,
     rounds_finished,
@@ -27,7 +27,6 @@ from atomtrain.benchmarks.network_rows import (
 from atomtrain.units import format_count
 
 Result = Mapping[str, Any]
-_CLOSE = 0.1
 _SEVERAL = 4
 """Peers from which on there can be several pipelines."""
 _TWO = ("atom", "pipeline")
@@ -56,32 +55,6 @@ trained each for itself; or *disturbed*, that is, something else had the machine
 computed far less than in the other rows though it waits for no link."""
 
 
-class Case(NamedTuple):
-    """One prediction of the simulation beside what was measured."""
-
-    link: str
-    what: str
-    predicted: float
-    measured: float
-
-    @property
-    def error_share(self) -> float:
-        """How far the prediction was off, of what was measured."""
-        return self.predicted / self.measured - 1
-
-    @property
-    def close(self) -> bool:
-        """Whether the prediction is within 10% of the measurement."""
-        return abs(self.error_share) <= _CLOSE
-
-    @property
-    def kind(self) -> str:
-        """What was predicted, whatever the link."""
-        if self.what.startswith("ATOM"):
-            return self.what
-        return "our pipelines" if self.what.startswith("own") else "PyTorch's pipelines"
-
-
 def page(results: Sequence[Result]) -> str:
     """Return the page; the results in the order given."""
     networks = [result for result in results if "rows" in result]
@@ -92,29 +65,6 @@ def page(results: Sequence[Result]) -> str:
     for result in results:
         lines += [*_losses(result), ""] if "curves" in result else []
     return "\n".join([*lines, *_simulated(networks), ""])
-
-
-def cases(rows: Sequence[Row]) -> list[Case]:
-    """Return all predictions that were measured: ATOM, its rounds, and every pipeline tried.
-
-    Pipelines are compared by their rates of tokens, rounds by their seconds.
-    """
-    found = []
-    for row in rows:
-        link = link_name(row)
-        atom, pipeline = row.get("atom"), row.get("pipeline")
-        if atom:
-            rates = (atom["predicted_tokens_per_s"], atom["tokens_per_s"])
-            found.append(Case(link, "ATOM, tokens/s", *rates))
-            lasted_s = atom["round_s"]
-            if lasted_s:
-                mean_s = sum(lasted_s) / len(lasted_s)
-                found.append(Case(link, "ATOM, round in s", atom["predicted_round_s"], mean_s))
-        for trial in pipeline["trials"] if pipeline else ():
-            if trial["tokens_per_s"]:
-                rates = (trial["predicted_tokens_per_s"], trial["tokens_per_s"])
-                found.append(Case(link, trial["pipeline"], *rates))
-    return found
 
 
 def _section(result: Result) -> Iterator[str]:
@@ -233,14 +183,19 @@ def _count(value: float | None) -> str:
 
 
 def _simulated(results: Sequence[Result]) -> Iterator[str]:
-    found = [(result["peers"], case) for result in results for case in cases(result["rows"])]
+    found = [(result["peers"], case) for result in results for case in cases(result)]
     kinds: dict[str, list[Case]] = {}
     for _, case in found:
         kinds.setdefault(case.kind, []).append(case)
     yield "## Simulated and measured"
     yield ""
     close = sum(case.close for _, case in found)
-    yield f"{close} of {len(found)} predictions are within 10% of what was measured:"
+    yield (
+        "Predictions are made again with today's simulation, of what was measured without the "
+        "network: layers on a core of their own, cores, and what ATOM's peers train each for "
+        "itself just before and after. "
+        f"**{close} of {len(found)} are within 10% of what was measured:**"
+    )
     yield ""
     yield "| what | within 10% | of | furthest off |"
     yield "|---|---|---|---|"

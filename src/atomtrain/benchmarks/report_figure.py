@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atomtrain.benchmarks.network_cases import cases
 from atomtrain.benchmarks.network_figure import draw_bars
-from atomtrain.benchmarks.network_page import cases
 from atomtrain.benchmarks.network_panels import all_panels
 from atomtrain.benchmarks.network_rows import (
     UNFINISHED,
@@ -163,7 +163,7 @@ def predicted_to_measured(results: Results) -> dict[str, list[float]]:
         "step of a plan": [each["predicted_step_s"] / each["measured_step_s"] for each in plans]
     }
     for result in network_results(results).values():
-        for case in cases(result.get("rows", [])):
+        for case in cases(result):
             shares.setdefault(case.kind, []).append(1 + case.error_share)
     return {name: values for name, values in shares.items() if values}
 

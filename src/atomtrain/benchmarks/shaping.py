@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from atomtrain.errors import ConfigError
@@ -26,6 +27,8 @@ INTERFACE = "eth0"
 """Every host's interface to the others."""
 PAYLOAD_SHARE = 0.955
 """What Ethernet, IP and TCP headers leave of a link's rate."""
+BOTH_WAYS_SHARE = 1448 / (1514 + 66 / 2)
+"""What is left where as much comes as goes: every other packet's acknowledgement goes, too."""
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _NAT = f"""
 add table ip nat
@@ -42,6 +45,7 @@ _LEAST_BURST_BYTES = 3_200
 _QUEUE_S = 0.05
 _LEAST_QUEUE_BYTES = 48_000
 _COMMAND_S = 20.0
+_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _SEGMENTS_MAX = "65535"
 """What the kernel has by itself."""
 
@@ -76,6 +80,11 @@ class Link:
         queue_bytes = max(_LEAST_QUEUE_BYTES, int(bytes_per_s * wait_s)) + burst_bytes
         rate = f"{int(self.bits_per_s)}bit"
         return ["tbf", "rate", rate, "burst", f"{burst_bytes}b", "limit", f"{queue_bytes}b"]
+
+
+def congestion_control() -> str:
+    """Return this machine's for TCP connections that do not choose one: the hosts have it, too."""
+    return _CONTROL.read_text(encoding="ascii").strip()
 
 
 class Network:

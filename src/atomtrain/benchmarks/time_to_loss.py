@@ -36,7 +36,7 @@ from atomtrain.benchmarks.network_measured import Measured
 from atomtrain.benchmarks.network_methods import Methods
 from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_setup import NetworkSetup, StandsFor, stand_in
-from atomtrain.benchmarks.pipeline_search import Speeds
+from atomtrain.benchmarks.pipeline_prediction import Speeds
 from atomtrain.benchmarks.shaping import Link, Network
 
 _TRAIN_S = 100.0

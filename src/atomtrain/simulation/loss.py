@@ -1,9 +1,10 @@
-"""What a TCP connection carries where packets get lost at random.
+"""What a TCP connection carries: where packets get lost at random, and at its beginning.
 
 Each loss halves the window (CUBIC: takes 0.3 of it), so the window that is left on average falls
 with the share that is lost, and a window goes out once in each round trip. Reno's average is that
 of Mathis et al. 1997 (ACM CCR 27(3), equation 3); CUBIC's that of RFC 9438, section 5.1, and never
-below Reno's, as its own rules make sure.
+below Reno's, as its own rules make sure. BBR does not look at losses (Cardwell et al. 2016, ACM
+Queue 14(5): full rate up to several percent).
 """
 
 from __future__ import annotations
@@ -12,19 +13,45 @@ import math
 
 _SEGMENT_BYTES = 1448
 """Payload of a packet of 1500 bytes with time stamps."""
+_FIRST_SEGMENTS = 10
+"""Of a new connection's window: RFC 6928."""
 
 
-def connection_bits_per_s(bits_per_s: float, round_trip_s: float, loss_share: float) -> float:
+def connection_bits_per_s(
+    bits_per_s: float, round_trip_s: float, loss_share: float, control: str = "cubic"
+) -> float:
     """Return the payload rate of one connection on a link whose payload rate is `bits_per_s`.
 
     Args:
         bits_per_s: What the link carries of payload; infinity is allowed.
         round_trip_s: Without queues; 0 stands for one so short that no window limits anything.
         loss_share: Of packets, each lost by itself; 0 to below 1.
+        control: Its congestion control, by Linux's name; all but `"bbr"` count as CUBIC.
     """
     arriving = bits_per_s * (1 - loss_share)
-    if loss_share == 0 or round_trip_s == 0:
+    if loss_share == 0 or round_trip_s == 0 or control == "bbr":
         return arriving
     reno = math.sqrt(1.5 / loss_share)
     cubic = 1.054 * math.pow(round_trip_s / loss_share, 0.75)
     return min(arriving, max(reno, cubic) * 8 * _SEGMENT_BYTES / round_trip_s)
+
+
+def opening_s(payload_bytes: float, bits_per_s: float, round_trip_s: float, streams: int) -> float:
+    """Return how much longer so many bytes take on new connections than on open ones.
+
+    The window begins with ten packets and doubles with each round trip until it fills the link
+    (slow start: RFC 5681), so the link is idle for a part of each of the first round trips.
+
+    Args:
+        payload_bytes: Of all connections together.
+        bits_per_s: Payload rate of the link that they share; infinity is allowed.
+        round_trip_s: Without queues.
+        streams: Number of connections, at least 1.
+    """
+    window_bytes = float(streams * _FIRST_SEGMENTS * _SEGMENT_BYTES)
+    lost_s, left_bytes = 0.0, payload_bytes
+    while left_bytes > window_bytes and 8 * window_bytes / bits_per_s < round_trip_s:
+        lost_s += round_trip_s - 8 * window_bytes / bits_per_s
+        left_bytes -= window_bytes
+        window_bytes *= 2
+    return lost_s

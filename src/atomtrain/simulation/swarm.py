@@ -4,6 +4,9 @@ Local steps never wait for the network, so the tokens per second are those of pe
 link decides is how often the model is averaged. The rules are those of `atomtrain.swarm`: round r
 averages fragment r modulo F, it is due when the fastest peer has made H/F steps since the last one
 began, members hand over their snapshots between two steps, and every member reduces one slice.
+
+Streams of an exchange are new ones: a round trip connects them, one more agrees on their keys, and
+TCP begins slowly, in each direction when something first goes that way: contributions, then means.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
+from atomtrain.simulation.loss import opening_s
 
 _ROUNDING = 1e-9
 
@@ -109,7 +113,18 @@ def _round(
     snapshot_s = max(_next_boundary(invited_s, step_s) for step_s in work.step_s)
     exchange_from_s = snapshot_s + 2 * link.one_way_s  # ready, begin
     exchange_s = 8 * exchange_bytes / link.bits_per_s + 2 * link.one_way_s + work.codec_s
+    exchange_s += _streams_s(work, link, exchange_bytes)
     return invited_s, exchange_from_s + exchange_s + 2 * link.one_way_s  # held, commit
+
+
+def _streams_s(work: SwarmWork, link: SwarmLink, exchange_bytes: int) -> float:
+    """Return how much longer an exchange takes because its streams are new.
+
+    About half of the bytes are contributions, half means; a member has a stream to each other one.
+    """
+    round_trip_s, others = 2 * link.one_way_s, len(work.step_s) - 1
+    slow_s = 2 * opening_s(exchange_bytes / 2, link.bits_per_s, round_trip_s, others)
+    return 2 * round_trip_s + slow_s
 
 
 def _boundary(at_s: float, step_s: float) -> float:

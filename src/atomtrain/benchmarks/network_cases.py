@@ -1,0 +1,117 @@
+"""What the simulation says of everything that `atom bench network` measured.
+
+Predictions are made again with today's simulation, of nothing but what a result holds that was
+measured without the network: the times of layers on a core of their own (`speeds`, in newer results
+of each row), the number of cores, and what the peers train each for itself. So a model that gets
+better is judged by all runs there are, not by those that are made with it. What the search for
+pipelines went by at the time stays in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from atomtrain.benchmarks.network_model import ModelSetup
+from atomtrain.benchmarks.network_rows import Row, link_name
+from atomtrain.benchmarks.pipeline_prediction import Host, Speeds, predicted_again
+from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link
+from atomtrain.simulation.swarm import SwarmLink, SwarmWork, simulate_swarm
+
+_CLOSE = 0.1
+
+
+class Case(NamedTuple):
+    """One prediction of the simulation beside what was measured."""
+
+    link: str
+    what: str
+    predicted: float
+    measured: float
+
+    @property
+    def error_share(self) -> float:
+        """How far the prediction was off, of what was measured."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def close(self) -> bool:
+        """Whether the prediction is within 10% of the measurement."""
+        return abs(self.error_share) <= _CLOSE
+
+    @property
+    def kind(self) -> str:
+        """What was predicted, whatever the link."""
+        if self.what.startswith("ATOM"):
+            return self.what
+        return "our pipelines" if self.what.startswith("own") else "PyTorch's pipelines"
+
+
+def cases(result: Mapping[str, Any]) -> list[Case]:
+    """Return all predictions that were measured: ATOM, its rounds, and every pipeline tried.
+
+    Pipelines are compared by their rates of tokens, rounds by their seconds. Results that do not
+    hold `speeds` keep the predictions of their time.
+    """
+    found = []
+    for row in result.get("rows", ()):
+        found += [*_of_atom(result, row), *_of_pipelines(result, row)]
+    return found
+
+
+def _of_atom(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
+    atom = row.get("atom")
+    if not atom:
+        return
+    # In the same minutes, beside as many others: what the peers train each for itself.
+    rate = atom.get("alone_tokens_per_s") or atom["predicted_tokens_per_s"]
+    yield Case(link_name(row), "ATOM, tokens/s", rate, atom["tokens_per_s"])
+    if atom["round_s"]:
+        round_s = _round_s(result, row, rate) if "speeds" in result else atom["predicted_round_s"]
+        mean_s = sum(atom["round_s"]) / len(atom["round_s"])
+        yield Case(link_name(row), "ATOM, round in s", round_s, mean_s)
+
+
+def _round_s(result: Mapping[str, Any], row: Row, tokens_per_s: float) -> float:
+    """Return the seconds of a mean round of the fragments that were averaged."""
+    atom, way_s = row["atom"], row["round_trip_s"] / 2
+    share = result["inputs"]["upload_share"] if row["shaped"] else PAYLOAD_SHARE
+    link = SwarmLink(bits_per_s=share * row["link_bits_per_s"], one_way_s=way_s)
+    sent_bytes = atom.get("round_bytes")
+    if sent_bytes is None:
+        # An older result, which does not say: its round was a step, six ways and these bytes.
+        step_s = result["tokens_per_step"] / atom["predicted_tokens_per_s"]
+        sent_s = atom["predicted_round_s"] - step_s - 6 * way_s
+        sent_bytes = round(sent_s * link.bits_per_s / 8)
+    work = SwarmWork(
+        step_s=[result["tokens_per_step"] / tokens_per_s] * result["peers"],
+        tokens_per_step=result["tokens_per_step"] // result["peers"],
+        exchange_bytes=[sent_bytes],
+        local_steps=1,
+    )
+    return simulate_swarm(work, link).round_s
+
+
+def _of_pipelines(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
+    pipeline = row.get("pipeline") or {"trials": []}
+    trials = [trial for trial in pipeline["trials"] if trial["tokens_per_s"]]
+    if "speeds" not in result:
+        for trial in trials:
+            rates = (trial["predicted_tokens_per_s"], trial["tokens_per_s"])
+            yield Case(link_name(row), trial["pipeline"], *rates)
+        return
+    setup = ModelSetup.from_json({**result["inputs"]["model"], "text": ""})
+    told = row.get("speeds", result["speeds"])
+    sizes = {int(size): kinds for size, kinds in told["sizes"].items()}
+    speeds = Speeds(sizes, told["update_parameters_per_s"])
+    link = Link(
+        bits_per_s=row["link_bits_per_s"] if row["shaped"] else None,
+        round_trip_s=row["round_trip_s"],
+        loss_share=row.get("loss_share", 0.0),
+    )
+    host = Host(result["machine"]["cores"], result.get("congestion_control", "cubic"))
+    for trial in trials:
+        name = trial["pipeline"]
+        step_s = predicted_again(name, setup, result["peers"], speeds, link, host)
+        tokens = pipeline["step_sequences"] * setup.sequence_tokens
+        yield Case(link_name(row), name, tokens / step_s, trial["tokens_per_s"])

@@ -1,0 +1,139 @@
+"""A step of a pipeline in given orders, on ranks that share processor cores.
+
+`pipeline` finds the orders, and has a core for each rank. Where processes are more than cores, an
+operating system shares the cores evenly among those that compute, so each slows down while more
+than `cores` of them do, and has a core to itself while the others wait for the network.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atomtrain.errors import ConfigError
+from atomtrain.simulation.pipeline import Op, PipelineLink, PipelineWork
+
+
+def replay(
+    work: PipelineWork, link: PipelineLink, orders: Sequence[Sequence[Op]], cores: float
+) -> float:
+    """Return the seconds of a step in which every rank keeps to its order.
+
+    Args:
+        work: Times of operations on a core of their own; `in_flight` counts for nothing, the orders
+            say how much is.
+        link: As for `simulate_step`.
+        orders: Each rank's operations, such as `simulate_step` returns them.
+        cores: That the ranks share; above 0. With several pipelines alike side by side: the share
+            of one of them.
+
+    Raises:
+        ConfigError: no cores, or not an order for each rank.
+    """
+    if cores <= 0 or len(orders) != work.ranks:
+        raise ConfigError(
+            f"{len(orders)} orders for {work.ranks} ranks on {cores:g} cores; give one for each "
+            "rank, and more than 0 cores"
+        )
+    return _Replay(work, link, orders, cores).run()
+
+
+class _Transfer(NamedTuple):
+    source: int
+    target: int
+    op: Op
+    """What it makes possible."""
+
+
+class _Replay:
+    def __init__(
+        self, work: PipelineWork, link: PipelineLink, orders: Sequence[Sequence[Op]], cores: float
+    ) -> None:
+        self.work, self.link, self.orders, self.cores = work, link, orders, cores
+        self.last = len(work.forward_s) - 1
+        self.transfer_s = 8 * work.boundary_bytes / link.bits_per_s
+        self.now_s = 0.0
+        self.place = [0] * work.ranks
+        self.left_s: list[float | None] = [None] * work.ranks
+        """Of each rank's running operation, on a core of its own; `None`: it waits."""
+        self.ready = {Op(False, 0, index) for index in range(work.micro_batches)}
+        self.queue: list[_Transfer] = []
+        self.up_s, self.down_s = [0.0] * work.ranks, [0.0] * work.ranks
+        self.arrivals: list[tuple[float, Op]] = []
+        self.sent: list[float] = []
+        """When transfers end: a link is free then."""
+
+    def run(self) -> float:
+        left = sum(len(order) for order in self.orders)
+        while left:
+            self._begin()
+            self._send()
+            left -= self._pass()
+        return self.now_s
+
+    def _begin(self) -> None:
+        for rank, order in enumerate(self.orders):
+            if self.left_s[rank] is None and self.place[rank] < len(order):
+                op = order[self.place[rank]]
+                if op in self.ready:
+                    times_s = self.work.backward_s if op.backward else self.work.forward_s
+                    self.left_s[rank] = times_s[op.chunk]
+
+    def _send(self) -> None:
+        """Start what both ends' links are free for, first come first served."""
+        waiting = []
+        for transfer in self.queue:
+            if max(self.up_s[transfer.source], self.down_s[transfer.target]) > self.now_s:
+                waiting.append(transfer)
+                continue
+            end_s = self.now_s + self.transfer_s
+            self.up_s[transfer.source] = self.down_s[transfer.target] = end_s
+            heapq.heappush(self.sent, end_s)
+            heapq.heappush(self.arrivals, (end_s + self.link.one_way_s, transfer.op))
+        self.queue = waiting
+
+    def _pass(self) -> int:
+        """Let time pass until something ends; return how many operations did."""
+        running = [rank for rank, left_s in enumerate(self.left_s) if left_s is not None]
+        speed = min(1.0, self.cores / len(running)) if running else 1.0
+        least_s = min((left_s for left_s in self.left_s if left_s is not None), default=math.inf)
+        network_s = min(
+            self.sent[0] if self.sent else math.inf,
+            self.arrivals[0][0] if self.arrivals else math.inf,
+        )
+        if self.now_s + least_s / speed <= network_s:
+            # Not by way of the clock, whose rounding would leave crumbs of an operation.
+            passed_s = least_s
+            self.now_s += least_s / speed
+        else:
+            passed_s, self.now_s = (network_s - self.now_s) * speed, network_s
+        assert math.isfinite(self.now_s), "ranks wait for each other"
+        ended = 0
+        for rank in running:
+            left_s = self.left_s[rank]
+            assert left_s is not None
+            self.left_s[rank] = left_s - passed_s
+            if left_s <= passed_s:
+                self.left_s[rank] = None
+                self._end(rank)
+                ended += 1
+        while self.sent and self.sent[0] <= self.now_s:
+            heapq.heappop(self.sent)
+        while self.arrivals and self.arrivals[0][0] <= self.now_s:
+            self.ready.add(heapq.heappop(self.arrivals)[1])
+        return ended
+
+    def _end(self, rank: int) -> None:
+        op = self.orders[rank][self.place[rank]]
+        self.place[rank] += 1
+        if not op.backward and op.chunk == self.last:
+            self.ready.add(Op(True, op.chunk, op.micro_batch))
+        elif not op.backward or op.chunk > 0:
+            after = Op(op.backward, op.chunk + (-1 if op.backward else 1), op.micro_batch)
+            target = after.chunk % self.work.ranks
+            if target == rank:
+                self.ready.add(after)
+            else:
+                self.queue.append(_Transfer(rank, target, after))
