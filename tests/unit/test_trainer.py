@@ -270,12 +270,12 @@ def test_notebooks_show_pictures(tmp_path: Path) -> None:
         assert repr(made.history) == "no steps yet"
         history = made.train()
         assert "segments" in repr(made.plan)
-        assert "<th>segments</th>" in made.plan._repr_html_()
+        assert ">segments</th>" in made.plan._repr_html_()
         assert '<img src="data:image/png;base64,iVBOR' in made.plan._repr_html_()
         assert made.plan._repr_png_().startswith(b"\x89PNG")
         assert "<img" not in Trainer(net(), None, data(), loss=loss_of).history._repr_html_()
     assert (history._repr_png_() or b"").startswith(b"\x89PNG")
-    assert "<td>12</td>" in history._repr_html_()
+    assert ">12</td>" in history._repr_html_()
     assert "<img" in history._repr_html_(), "HTML counts more than a picture beside it"
     assert math.isclose(float(repr(history).split("loss ")[1].split(",")[0]), history.losses[-1],
                         abs_tol=1e-4)  # fmt: skip

@@ -71,9 +71,10 @@ class Progress(Callback):
         losses = course.losses[self._told_step : course.step]
         self._told_step = course.step
         left_s = report.step_s * (course.steps - course.step)
+        left = f", {format_seconds(left_s)} left" if left_s else ""
         sys.stdout.write(
             f"step {course.step} of {course.steps}: loss {sum(losses) / len(losses):.4f}, "
-            f"{format_seconds(report.step_s)} a step, {format_seconds(left_s)} left\n"
+            f"{format_seconds(report.step_s)} a step{left}\n"
         )
         sys.stdout.flush()
 

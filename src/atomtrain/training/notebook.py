@@ -69,8 +69,14 @@ class History:
         course = PeerCourse("training", losses=list(self.losses))
         course.steps = [float(step) for step in range(1, len(self.losses) + 1)]
         course.tokens = [float("nan")] * len(self.losses)
+        figure = course_figure([course])
+        panel = figure.axes[0]
+        panel.set_ylabel("loss")  # of whatever is trained
+        if self.evaluations:
+            panel.plot(*zip(*self.evaluations, strict=True), "o-", color="0.2", label="held-out")
+            panel.legend(frameon=False, loc="upper right")
         target = io.BytesIO()
-        course_figure([course]).savefig(target, format="png", dpi=_DPI)
+        figure.savefig(target, format="png", dpi=_DPI)
         return target.getvalue()
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -90,10 +96,19 @@ def image(png: bytes, said: str) -> str:
 
 
 def table(lines: str) -> str:
-    """Return lines of a word and its text as an HTML table."""
+    """Return lines of a name, spaces and a text as an HTML table."""
     rows = []
     for line in lines.splitlines():
-        word, _, text = line.partition(" ")
-        cells = f"<th>{html.escape(word)}</th><td>{html.escape(text.strip())}</td>"
-        rows.append(f'<tr style="text-align: left">{cells}</tr>')
+        words, _, text = line.partition("  ")
+        if not text:
+            words, _, text = line.partition(" ")
+        cells = (words, "th"), (text.strip(), "td")
+        rows.append(
+            "<tr>"
+            + "".join(
+                f'<{cell} style="text-align: left">{html.escape(content)}</{cell}>'
+                for content, cell in cells
+            )
+            + "</tr>"
+        )
     return f"<table>{''.join(rows)}</table>"
