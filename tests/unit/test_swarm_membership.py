@@ -10,6 +10,7 @@ import stat
 import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 from swarm_virtual import Simulation, run_virtual
 
 from atomtrain.errors import ConfigError
-from atomtrain.swarm import signing
+from atomtrain.swarm import joining, signing
 from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.anchors import Stamp
 from atomtrain.swarm.clock import SwarmClock
+from atomtrain.swarm.config import SwarmConfig
 from atomtrain.swarm.identity import Identity, public_key_of, verify
 from atomtrain.swarm.known import KnownPeers, read_known
 from atomtrain.swarm.messages import BadMessage
@@ -30,6 +32,7 @@ from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.runtime_folder import RuntimeFolder
 from atomtrain.swarm.service import beat_pause_s
 from atomtrain.swarm.signing import RecordReader, open_record, sign_record
+from atomtrain.swarm.transport import LinkLost
 
 NOW_S = 1_700_000_000.0
 ALICE, MALLORY = Identity(bytes(range(32))), Identity(bytes(range(1, 33)))
@@ -304,6 +307,40 @@ def test_a_clock_that_is_an_hour_off_tells_the_swarms_time() -> None:
     assert abs(clock() - time.time() - 3600) < 60
     assert abs(clock.offset_s - 3600) < 1e-3
     assert abs(SwarmClock()() - time.time()) < 60
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "error_s"),
+    [
+        ((0.2,), 1, 0.2),
+        ((4.0, 0.1), 2, 0.1),
+        ((4.0, 3.0, 5.0), 3, 3.0),
+        ((4.0, LinkLost("gone")), 2, 4.0),
+    ],
+)
+def test_a_clock_measured_while_somebody_stood_still_is_measured_again(
+    answers: tuple[Any, ...], asked: int, error_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[SimpleNamespace] = []
+
+    async def open_to(_: str) -> SimpleNamespace:
+        opened.append(SimpleNamespace(close=lambda: None))
+        return opened[-1]
+
+    async def ask(channel: SimpleNamespace, *_: Any) -> tuple[str, SwarmClock]:
+        answer = answers[opened.index(channel)]
+        if isinstance(answer, LinkLost):
+            raise answer
+        return "manifest", SwarmClock(0.0, answer)
+
+    monkeypatch.setattr(joining, "ask_manifest", ask)
+    transport: Any = SimpleNamespace(peer_id="me", learn=lambda *_: None, open=open_to)
+    admission = Admission("run", "me")
+    work = joining._try(transport, SwarmConfig(run="run"), admission, ALICE.peer_id, ["address"])
+    found = asyncio.run(work)
+    assert not isinstance(found, str)
+    assert found[1].error_s == error_s
+    assert len(opened) == asked
 
 
 # Ways back

@@ -14,9 +14,10 @@ import time
 class SwarmClock:
     """Seconds since 1970 as the swarm counts them; call it to read it."""
 
-    def __init__(self, offset_s: float = 0.0) -> None:
-        """`offset_s`: by how much the swarm's time is ahead of this machine's."""
-        self.offset_s = offset_s
+    def __init__(self, offset_s: float = 0.0, error_s: float = 0.0) -> None:
+        """`offset_s`: by how much the swarm's time is ahead of this machine's, `error_s` at most
+        more or less."""
+        self.offset_s, self.error_s = offset_s, error_s
         self._base_s = time.time() + offset_s - _steady_s()
 
     @classmethod
@@ -28,7 +29,7 @@ class SwarmClock:
             told_s: The swarm's time in the answer. It is off by half the round trip at most.
             answered_s: This machine's time when the answer came.
         """
-        return cls(told_s - (asked_s + answered_s) / 2)
+        return cls(told_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2)
 
     def __call__(self) -> float:
         """Return the swarm's time."""

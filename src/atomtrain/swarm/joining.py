@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ from atomtrain.swarm.transport import LinkLost, PeerRefused
 
 _MORE_S = 0.5
 """How long others are waited for when one peer has answered."""
+_CLOCK_GOOD_S, _ASKED = 0.5, 3
+"""A clock measured less exactly is measured again, and the best of so many counts: records expire
+by it, and either peer may have stood still meanwhile."""
 
 
 class WayIn(NamedTuple):
@@ -102,12 +106,14 @@ async def _try(
         return f"{address} is this peer's own"
     transport.learn(peer_id, addresses)
     try:
-        async with asyncio.timeout(config.connect_s):
-            channel = await transport.open(peer_id)
-        try:
-            return await ask_manifest(channel, admission, config.connect_s)
-        finally:
-            channel.close()
+        best = await _ask(transport, config, admission, peer_id)
+        with contextlib.suppress(LinkLost, BadMessage, TimeoutError):
+            for _ in range(_ASKED - 1):
+                if best[1].error_s <= _CLOCK_GOOD_S:
+                    break
+                again = await _ask(transport, config, admission, peer_id)
+                best = min(best, again, key=lambda found: found[1].error_s)
+        return best
     except PeerRefused as refusal:
         answer = refusal.answer
         if answer.protocol != PROTOCOL:
@@ -133,3 +139,14 @@ async def _try(
             f"no peer answers at {address} within {config.connect_s:.0f} s; check that it runs, "
             "that address and port are right, and that no firewall is between"
         )
+
+
+async def _ask(
+    transport: Libp2pTransport, config: SwarmConfig, admission: Admission, peer_id: str
+) -> tuple[Manifest, SwarmClock]:
+    async with asyncio.timeout(config.connect_s):
+        channel = await transport.open(peer_id)
+    try:
+        return await ask_manifest(channel, admission, config.connect_s)
+    finally:
+        channel.close()
