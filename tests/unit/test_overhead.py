@@ -35,7 +35,7 @@ def test_layers_are_timed_when_the_last_updates_are_done(monkeypatch: pytest.Mon
     monkeypatch.setattr(overhead, "overhead_of", explained)
     monkeypatch.setattr(overhead, "_STEPS", 1)
     spent = overhead.emulated_overhead()
-    assert all(0 <= seconds < 1 for seconds in spent)
+    assert all(seconds >= 0 for seconds in spent)
     timed = [at for at, name in enumerate(calls) if name == "layer_times"]
     assert len(timed) == 2
     for at in timed:

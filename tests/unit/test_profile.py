@@ -53,8 +53,8 @@ def test_each_kind_of_layer_is_measured() -> None:
     assert set(times) == {cost.kind for cost in costs.layers}
     assert len(times) < len(chain.layers)
     for time in times.values():
-        assert 0 < time.forward_s < 10
-        assert 0 < time.backward_s < 10
+        assert time.forward_s > 0
+        assert time.backward_s > 0
 
 
 def test_only_the_kinds_asked_for_are_measured() -> None:
@@ -123,7 +123,7 @@ def test_a_time_must_be_a_number() -> None:
 
 
 def test_the_rate_of_products_is_a_rate() -> None:
-    assert 1e7 < flops_per_s(CPU, lambda: None) < 1e16
+    assert 0 < flops_per_s(CPU, lambda: None) < 1e16
 
 
 def test_a_measured_machine_has_every_rate(tmp_path: Path) -> None:
@@ -134,11 +134,11 @@ def test_a_measured_machine_has_every_rate(tmp_path: Path) -> None:
         device.close()
     assert machine.device_memory_bytes == 64 << 20
     # The link is never faster than it was told to be.
-    assert machine.load_bytes_per_s <= 1.05e9
-    assert machine.unload_bytes_per_s <= 1.05e9
+    assert 0 < machine.load_bytes_per_s <= 1e9
+    assert 0 < machine.unload_bytes_per_s <= 1e9
     assert machine.host_copy_bytes_per_s is not None
-    assert 0 <= machine.visit_s < 1
-    assert 0 <= machine.compute_s_per_offloaded_storage < 1
+    assert machine.visit_s >= 0
+    assert machine.compute_s_per_offloaded_storage >= 0
     # Ordinary memory is all that there is.
     assert machine.load_pageable_bytes_per_s is None
     assert not list(tmp_path.iterdir())
@@ -157,7 +157,7 @@ def test_measuring_a_small_device_behind_a_slow_link(tmp_path: Path) -> None:
         machine = measure_machine(device, tmp_path)
     finally:
         device.close()
-    assert machine.load_bytes_per_s <= 1.05e6
+    assert 0 < machine.load_bytes_per_s <= 1e6
 
 
 @pytest.mark.usefixtures("visits_cost_nothing")
