@@ -295,6 +295,29 @@ def test_what_is_passed_on_is_limited_and_silence_ends() -> None:
     _on_clock(scenario)
 
 
+def test_a_held_peer_that_is_no_member_any_more_is_let_go() -> None:
+    async def scenario() -> None:
+        members = {"b"}
+        relay = Relay(math.inf, 2.0, 500.0, is_member=members.__contains__, look_s=6.0)
+        held, task = await _held(relay, "b")
+        near, _, _ = await _call(relay, held, RelayTo(peer_id="b", bulk=False))
+        await asyncio.sleep(20)
+        members.clear()  # its host has lost its power: nothing says that the stream is dead
+        await asyncio.sleep(12)
+        assert relay.holds("b"), "records may be late"
+        members.add("b")
+        await asyncio.sleep(20)
+        members.clear()
+        await asyncio.sleep(19)
+        with pytest.raises(LinkLost, match="no member"):
+            await task
+        assert not relay.holds("b")
+        with pytest.raises(LinkLost):
+            await near.receive_any(5.0)
+
+    _on_clock(scenario)
+
+
 def test_what_a_relay_refuses() -> None:
     async def scenario() -> None:
         unwilling, relay = Relay(0.0, 2.0, 50.0), Relay(math.inf, 2.0, 50.0)
@@ -489,8 +512,38 @@ def test_who_some_cannot_dial_does_not_relay() -> None:
         await asyncio.sleep(20)
         reach = swarm.peer(public).service._reach
         assert reach.can_be_dialled
-        reach._answers["another"] = replace(next(iter(reach._answers.values())), answered=False)
-        assert not reach.can_be_dialled
+        good = next(iter(reach._answers.values()))
+        for said, reached in (
+            ((True,), True),
+            ((False,), False),
+            ((True, False), False),
+            ((True, True, False), True),  # one against two may lie
+            ((True, True, True, False, False), False),
+            ((None, None), False),
+        ):
+            reach._answers = {
+                str(n): replace(good, answered=answered) for n, answered in enumerate(said)
+            }
+            assert reach.can_be_dialled is reached, said
+
+    run_virtual(scenario)
+
+
+def test_one_that_lies_about_dialling_keeps_nobody_from_relaying() -> None:
+    async def scenario() -> None:
+        swarm = Hidden()
+        public = [await swarm.enter(key) for key in KEYS[:4]]
+        liar = public[3]
+
+        async def fails(_: str) -> bool:
+            return False
+
+        swarm.peer(liar).service.context.transport.answers = fails  # type: ignore[method-assign]
+        hidden = [await swarm.enter(key, hidden=True) for key in KEYS[4:6]]
+        await asyncio.sleep(90)  # what was said before is asked again
+        assert all(not swarm.relays_of(name) for name in public)
+        assert all(swarm.peer(name).service._reach.can_be_dialled for name in public)
+        await swarm.averaged(*public, *hidden)
 
     run_virtual(scenario)
 

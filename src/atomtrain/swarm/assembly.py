@@ -107,6 +107,8 @@ def build_service(
                 config.relay_limit_bytes_per_s,
                 config.connect_s,
                 idle_s=2 * config.round_ceiling_s,
+                is_member=roster.sees,
+                look_s=config.expiry_s,
             ),
             lambda peer_id: opening_to(peer_id, admission),
             config.connect_s,

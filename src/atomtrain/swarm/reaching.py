@@ -1,8 +1,9 @@
 """Whether others can dial this peer, as they find out for it.
 
 No peer can tell by itself: a NAT lets everything out. So it asks some others to dial its address
-anew. Whoever is in the same local network may get through where the rest does not, so a single
-"no" counts: then the peer looks for relays. It can still be dialled by those that got through.
+anew. Whoever is in the same local network may get through where the rest does not, so few "no"s
+count: then the peer looks for relays. It can still be dialled by those that got through. But one
+"no" against two that say "yes" may be a lie, or trouble of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _DIAL_S = 5.0
 """What dialling takes at most, and a little."""
 _AGAIN_YES_S, _AGAIN_NO_S = 300.0, 60.0
 _AGAIN_SILENT_S = 10.0
+_BELIEVED = 2
+"""What so many say is believed, whatever others say."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,22 @@ class Reach:
         self._context = context
         self._answers: dict[str, _Answer] = {}
         self.needs_relays = False
-        """Whether somebody could not dial this peer, of those that said something last."""
+        """Whether this peer cannot be dialled by everybody, as far as others said."""
         self._local = context.transport.is_local
 
     @property
     def can_be_dialled(self) -> bool:
-        """Whether somebody dialled this peer, and nobody failed to."""
-        said = self._said()
-        return self._local or (bool(said) and all(said))
+        """Whether somebody dialled this peer, and others did not fail to."""
+        return self._local or (any(self._said()) and not self._is_hidden())
 
     def _said(self) -> list[bool]:
         return [a.answered for a in self._answers.values() if a.answered is not None]
+
+    def _is_hidden(self) -> bool:
+        """Say whether two could not dial this peer, or one whom no two others contradict."""
+        said = self._said()
+        failed, dialled = said.count(False), said.count(True)
+        return failed >= _BELIEVED or (failed > 0 and dialled < _BELIEVED)
 
     def due(self) -> list[str]:
         """Return the peers to ask now."""
@@ -83,8 +91,8 @@ class Reach:
             peer_ids, await asyncio.gather(*map(self._ask, peer_ids)), strict=True
         ):
             self._answers[peer_id] = _Answer(answered, asyncio.get_running_loop().time())
-        if said := self._said():
-            self.needs_relays = not all(said)
+        if self._said():
+            self.needs_relays = self._is_hidden()
 
     async def _ask(self, peer_id: str) -> bool | None:
         context = self._context

@@ -21,6 +21,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,8 @@ _STREAMS_MAX, _STREAMS_EACH = 256, 64
 """Streams passed on at once, in all and for one caller."""
 _PIECE_BYTES = 1 << 16
 """Bytes that wait here in each direction of a stream, at most."""
+_LOOKS = 3
+"""So often in a row a held peer is looked for among the members in vain before it is let go."""
 
 
 @dataclass
@@ -58,17 +61,26 @@ class _Held:
 class Relay:
     """One peer's part in the streams of others; no task of its own."""
 
-    def __init__(self, limit_bytes_per_s: float, connect_s: float, idle_s: float) -> None:
+    def __init__(
+        self,
+        limit_bytes_per_s: float,
+        connect_s: float,
+        idle_s: float,
+        *,
+        is_member: Callable[[str], bool] = lambda _: True,
+        look_s: float = 30.0,
+    ) -> None:
         """Pass on at most so many bytes a second in all, both directions added; 0: nothing.
 
         A called peer answers within `connect_s`; a stream on which nothing moves for `idle_s` is
-        forgotten.
+        forgotten. Every `look_s` each held peer is looked for among the members, with `is_member`.
         """
         self.limit_bytes_per_s = limit_bytes_per_s
         self.passed_bytes = 0
         """Bytes passed on so far, both directions added."""
         self._pacer = Pacer(limit_bytes_per_s) if limit_bytes_per_s else Pacer()
         self._connect_s, self._idle_s = connect_s, idle_s
+        self._is_member, self._look_s = is_member, look_s
         self._held: dict[str, _Held] = {}
         self._calls: dict[str, tuple[str, asyncio.Future[Channel]]] = {}
         self._passing: Counter[str] = Counter()
@@ -104,8 +116,11 @@ class Relay:
     async def hold(self, channel: Channel) -> None:
         """Call a peer over this stream from now on, until the stream ends.
 
+        Of a host that vanished without a word the stream may not end: who is no member any more is
+        let go, too.
+
         Raises:
-            LinkLost: it has.
+            LinkLost: the stream has ended, or the peer is gone.
         """
         peer_id = channel.remote
         if peer_id in self._held:  # that it comes again says that its last stream is a dead one
@@ -114,12 +129,24 @@ class Relay:
         _log.info("relaying for peer %s", peer_id[-8:])
         try:
             await channel.send(Holding())
-            await channel.receive_some(memoryview(bytearray(1)))  # nothing comes but the end
+            await self._until_gone(channel)
         finally:
             if self._held.get(peer_id) is held:
                 del self._held[peer_id]
             for end in held.joined:
                 end.close()
+
+    async def _until_gone(self, channel: Channel) -> None:
+        ending = asyncio.ensure_future(channel.receive_some(memoryview(bytearray(1))))
+        missed = 0
+        try:  # nothing comes but the end
+            while not (await asyncio.wait((ending,), timeout=self._look_s))[0]:
+                missed = 0 if self._is_member(channel.remote) else missed + 1
+                if missed == _LOOKS:
+                    raise LinkLost(f"peer {channel.remote[-8:]} is no member any more")
+            ending.result()
+        finally:
+            ending.cancel()
 
     async def call(self, peer_id: str, caller: str, *, bulk: bool) -> Channel:
         """Return a stream that a held peer opens; whoever called closes it.
