@@ -91,6 +91,7 @@ class Simulation:
         )
         self.peers: dict[str, SimulatedPeer] = {}
         self.snapshots: dict[str, dict[str, Snapshot]] = defaultdict(dict)  # by round id, peer
+        self.weights: dict[str, dict[str, int]] = {}  # by round id: what each member weighs
         self.merges: list[tuple[str, torch.Tensor, Merge]] = []  # peer, old anchor, merge
 
     async def add(
@@ -126,7 +127,11 @@ class Simulation:
             for span, contributors in origin.parts:
                 if not span.elements:
                     continue
-                taken = [self.snapshots[origin.round_id][peer] for peer in sorted(contributors)]
+                weights = self.weights[origin.round_id]
+                taken = [
+                    replace(self.snapshots[origin.round_id][peer], weight=weights[peer])
+                    for peer in sorted(contributors)
+                ]
                 total = sum(s.weight for s in taken)
                 if merge.anchor.grouped:
                     unit = self._check_grouped(expected, span, taken, origin.round_id)
@@ -278,6 +283,10 @@ class SimulatedPeer:
 
         def merge(what: Merge, local: torch.Tensor) -> None:
             old = store.anchor(what.fragment)
+            for one in self.service._rounds.groups():
+                self.simulation.weights[one.invite.round_id] = dict(
+                    zip(one.begin.members, one.begin.weights, strict=True)
+                )
             assert what.anchor.stamp.beats(old.stamp), "an anchor must never go back"
             expected = _pending(store, what.fragment, local)
             if what.snapshot is not None:

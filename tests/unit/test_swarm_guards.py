@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,9 @@ from swarm_virtual import Simulation, run_virtual
 
 from atomtrain.swarm.anchor_store import AnchorStore
 from atomtrain.swarm.anchors import Merge
-from atomtrain.swarm.exchange import Exchange, ExchangeSetup
-from atomtrain.swarm.guards import Guard, Standing
-from atomtrain.swarm.messages import Begin
+from atomtrain.swarm.exchange import Exchange, ExchangeSetup, checked_place
+from atomtrain.swarm.guards import Guard, Standing, bounded_weights
+from atomtrain.swarm.messages import BadMessage, Begin
 from atomtrain.swarm.owning import OwnedSlice
 from atomtrain.swarm.reduction import SliceReduction
 
@@ -89,6 +91,75 @@ def test_clipping_among_equals_is_the_mean() -> None:
     values = {i: torch.ones(50) * 3 for i in range(5)}
     mean = Guard(mean="clipped").mean_of(values, [1, 2, 3, 4, 5])
     torch.testing.assert_close(mean, torch.ones(50) * 3)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "counting"),
+    [
+        ((1, 10**9), (1, 10**9)),  # of two nobody knows who lies
+        ((5, 7, 10**9), (5, 7, 70)),
+        ((0, 5, 10**9), (0, 5, 10**9)),
+        ((0, 5, 5, 10**400), (0, 5, 5, 50)),
+        ((10, 100, 1000), (10, 100, 1000)),
+        ((10, 10, 10**6, 10**6), (10, 10, 100, 100)),
+        ((1, 10**6, 10**6), (1, 10**6, 10**6)),
+        ((0, 0, 0), (0, 0, 0)),
+        ((), ()),
+    ],
+)
+def test_nobody_weighs_more_than_ten_times_the_median(
+    claimed: tuple[int, ...], counting: tuple[int, ...]
+) -> None:
+    assert bounded_weights(claimed) == counting
+    assert bounded_weights(counting) == counting
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=9))
+def test_each_member_finds_the_bounded_weights_from_its_own_claim(claimed: list[int]) -> None:
+    counting = bounded_weights(claimed)
+    for place, own in enumerate(claimed):
+        assert bounded_weights([*counting[:place], own, *counting[place + 1 :]]) == counting
+
+
+def test_who_lies_about_tokens_weighs_little_more_than_others() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((40, 50), 5)
+        for name in ("a", "b", "c", "liar"):
+            await simulation.add(name, 0.5)
+        store = simulation.peers["liar"].service.context.desk.store
+        real = store.unmerged_tokens
+        store.unmerged_tokens = lambda fragment: 10**6 * real(fragment)  # type: ignore[method-assign]
+        await asyncio.sleep(10)
+        honest = simulation.peers["a"]
+        before = len(honest.reports)
+        await asyncio.sleep(20)
+        lied = 0
+        for report in honest.reports[before:]:
+            weights = dict(zip(report.contributors, report.weights, strict=True))
+            if len(weights) == 4:
+                lied += 1
+                # The lower median of four is the second of the other three.
+                assert weights["liar"] == 10 * sorted(weights[name] for name in "abc")[1]
+        assert lied > 4
+        assert simulation.check_means() > 10
+
+    run_virtual(scenario)
+
+
+def test_a_leader_that_lets_one_weigh_too_much_is_not_followed() -> None:
+    snapshot: Any = SimpleNamespace(weight=500)
+    setup: Any = SimpleNamespace(peer_id="me", snapshot=snapshot)
+    members = ("me", "other", "third")
+    begin = Begin(
+        round_id="1-x", members=members, weights=(500, 40, 50), late=(False,) * 3, exchange_s=1.0,
+        bases=False, version=1, tokens=0, groups=1,
+    )  # fmt: skip
+    assert checked_place(setup, begin) == 0
+    snapshot.weight = 10**6
+    assert checked_place(setup, begin) == 0, "bounded to ten times the median"
+    for weights in ((499, 40, 50), (10**6, 40, 50), (500, 40, 501 * 10), (500, 40, 60)):
+        with pytest.raises(BadMessage, match="weigh too much"):
+            checked_place(setup, replace(begin, weights=weights))
 
 
 def test_standing_is_lost_by_repetition_and_comes_back() -> None:

@@ -18,7 +18,7 @@ import torch
 from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.bases import Bases
 from atomtrain.swarm.codec import Codec, byte_view, decode_span, decoded, square_of
-from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard
+from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard, bounded_weights
 from atomtrain.swarm.large import Recycler, large_empty
 from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Mean
 from atomtrain.swarm.outer import OuterUpdate
@@ -345,8 +345,10 @@ def checked_place(setup: ExchangeSetup, begin: Begin) -> int:
     if {len(begin.weights), len(begin.late)} != {len(members)} or begin.exchange_s <= 0:
         raise BadMessage("the group has no weights or no time")
     place = members.index(setup.peer_id)
-    if begin.weights[place] != setup.snapshot.weight:
-        raise BadMessage("the leader changed this member's weight")
+    claimed = [*begin.weights]
+    claimed[place] = setup.snapshot.weight
+    if begin.weights != bounded_weights(claimed):
+        raise BadMessage("the leader changed this member's weight, or lets one weigh too much")
     return place
 
 

@@ -1,10 +1,12 @@
 """Guards: what an owner does with contributions that cannot be honest, and whom it trusts.
 
-Everything here is one peer's own judgement of what it received; nobody is asked, nobody told.
+Everything here is one peer's own judgement of what it received; nobody is asked, nobody told. Only
+weights are what the leader says, and each member checks that.
 
 * *Reject*: a contribution that is not finite, or cannot be decoded, or whose norm is above
   `limit` times the median of the group's, times `weight / median weight` bounded to 1 to 10,
   since a change grows at most in proportion to the tokens it was learnt from.
+* *Weight*: nobody weighs more than ten times the median of the group, whatever tokens it claims.
 * *Clip*: the mean by centred clipping (Karimireddy, He, Jaggi 2021, "Learning from History for
   Byzantine Robust Optimization", equation 2): `v += sum of w_i (x_i - v) min(1, tau / |x_i - v|)`,
   from `v = 0`, with the median of the distances as `tau`.
@@ -29,6 +31,8 @@ JUDGED_ELEMENTS = 32
 _JUDGED_MEMBERS = 3
 _CLIP_ITERATIONS = 5
 _TOKENS_ALLOWANCE_MAX = 10.0
+_WEIGHT_MAX = 10
+"""Times the median weight that a member may weigh at most."""
 _STRIKES = 2
 _EXCLUDED_ROUNDS = 8
 _EXCLUDED_ROUNDS_MAX = 1024
@@ -105,6 +109,19 @@ class Guard:
         for member in members[1:]:
             mean.add_(contributions[member], alpha=weights[member] / total)
         return mean
+
+
+def bounded_weights(weights: Sequence[int]) -> tuple[int, ...]:
+    """Return the weights that count of those that a group's members claim, in tokens.
+
+    Where at least three have any, nobody has more than ten times the median (of an even number the
+    lower one) of those. Bounding what is bounded changes nothing.
+    """
+    claimed = [weight for weight in weights if weight > 0]
+    if len(claimed) < _JUDGED_MEMBERS:
+        return tuple(weights)
+    most = _WEIGHT_MAX * statistics.median_low(claimed)
+    return tuple(min(weight, most) for weight in weights)
 
 
 def _can_judge(members: int, elements: int) -> bool:

@@ -17,6 +17,7 @@ from enum import Enum
 
 from atomtrain.swarm.anchors import Stamp
 from atomtrain.swarm.groups import siblings
+from atomtrain.swarm.guards import bounded_weights
 from atomtrain.swarm.messages import Abandon, Begin, Commit, Decline, Held, Invite, Message, Ready
 
 
@@ -143,7 +144,7 @@ class LeaderRound:
         if len(group) < 2:
             reason = "no two members were ready on the same anchor" + self._why()
             return self._finish(Abandon(reason=reason), everybody)
-        weights = tuple(self._ready[member].weight for member in group)
+        weights = bounded_weights([self._ready[member].weight for member in group])
         if not any(weights):
             return self._finish(Abandon(reason="nobody has trained since"), everybody)
         self.group = tuple(group)

@@ -245,7 +245,7 @@ class Decline(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Begin(Message):
-    """The group is fixed; member j owns the j-th run of slices.
+    """The group is fixed; member j owns the j-th run of slices. Its weights are bounded ones.
 
     Everything must be held within `exchange_s`. If the round has `bases`, its members' anchors
     differ: contributions are measured from their owners' anchors. The new anchor's version is one
