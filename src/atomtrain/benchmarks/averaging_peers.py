@@ -19,6 +19,8 @@ _LEAVE_S = 3.0
 _WARM_UP_BYTES = 4 << 20
 _CHUNK_BYTES = 1 << 20
 _FORMING_S = 3.0
+_PATIENCE_S = 30.0
+"""Deadlines of connections and rounds: a machine that stands still shall make them slow only."""
 
 
 class AveragingPeer:
@@ -85,6 +87,9 @@ class AveragingPeer:
             local_steps_per_round=1,
             wire=wire,
             slowest_link_bytes_per_s=link_bytes_per_s,
+            connect_s=_PATIENCE_S,
+            stall_s=_PATIENCE_S,
+            round_floor_s=_PATIENCE_S,
         )
         self._rank, self._values = rank, torch.zeros(elements)
         if join is None:

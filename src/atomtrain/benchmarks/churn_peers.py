@@ -28,6 +28,8 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 _LOG_LINES = 5
+_DEATH_S = 300.0
+"""How long a killed process may take to be gone."""
 _NOTES = "rounds.jsonl"
 
 
@@ -121,7 +123,7 @@ class Crowd:
         for pid in [*(p.process.pid for p in self.peers if p.running), *self.left_over()]:
             _kill(pid)
         for peer in self.peers:
-            peer.process.wait(10)
+            peer.process.wait(_DEATH_S)
 
     def start(self, join: str | None = None) -> ChurnPeer:
         """Start one more peer; it founds the run, or joins at an address."""
@@ -159,7 +161,7 @@ class Crowd:
         """Kill a peer, and only its own process: what it started must end by itself."""
         peer.killed, peer.ended_s = True, time.time()
         os.kill(peer.process.pid, signal.SIGKILL)
-        peer.process.wait(10)
+        peer.process.wait(_DEATH_S)
         peer.read()
 
     def running(self) -> list[ChurnPeer]:

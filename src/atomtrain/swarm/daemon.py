@@ -32,7 +32,7 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 _START_S = 15.0
-_STOP_S = 5.0
+_STOP_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,7 @@ async def _measure(probe: Probe, address: str, found: Diagnosis) -> None:
     try:
         pings = [await probe.ping(address) for _ in range(_PINGS)]
         moved_bytes, seconds, until_s = 0, 0.0, time.monotonic() + _RATE_S
-        while time.monotonic() < until_s:
+        while not moved_bytes or time.monotonic() < until_s:
             pong, asked_s, came_s = await probe.ping(address, PING_BYTES_MAX)
             moved_bytes += pong.bytes_count
             seconds += came_s - asked_s

@@ -35,6 +35,8 @@ from atomtrain.swarm.threads import LoopThread
 
 _log = logging.getLogger("atomtrain.swarm")
 _START_S = 60.0
+_CLOSE_S = 30.0
+"""What closing everything may take after a leave's deadline, on a machine that stands still."""
 _AHEAD = 4
 """Fragments that a newcomer fetches at once, each from the donor with the least to do."""
 
@@ -331,7 +333,7 @@ class Swarm:
             return
         self._left = True
         try:
-            self._thread.call(self._service.stop(deadline_s), deadline_s + 10)
+            self._thread.call(self._service.stop(deadline_s), deadline_s + _CLOSE_S)
         finally:
             self._thread.stop()
 
