@@ -434,7 +434,8 @@ def test_halves_of_a_cut_network_go_on_and_grow_together() -> None:
         last = simulation.peers["d"].reports[-1]
         assert set(last.contributors) == {"a", "b", "c", "d"}
         assert bool((simulation.peers["d"].fragments[0] != lost).all())
-        for peer in simulation.peers.values():
+        for name, peer in simulation.peers.items():
+            assert set(peer.service.context.roster.addresses) == set("abcd") - {name}
             peer.training = False
         await asyncio.sleep(20)
         assert simulation.agree()

@@ -69,7 +69,10 @@ def build_service(
     roster = Roster(
         admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size
     )
-    roster.addresses.update(known.addresses)
+    roster.addresses.update(
+        (peer_id, places) for peer_id, places in known.addresses.items()
+        if peer_id != transport.peer_id
+    )  # fmt: skip
 
     def on_boundary(steps: int, merges: int) -> None:
         thread.post(services[0].on_boundary, steps, merges)

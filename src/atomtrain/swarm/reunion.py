@@ -55,7 +55,7 @@ class Reunion:
         try:
             self._context.known.refresh()
             for peer_id, addresses in self._context.known.addresses.items():
-                if not self._context.roster.sees(peer_id):
+                if peer_id != self._context.peer_id and not self._context.roster.sees(peer_id):
                     self._context.roster.addresses[peer_id] = addresses
             for peer_id in peer_ids:
                 wait_s = self._waits[peer_id][1]
