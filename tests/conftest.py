@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# No deadline that a busy machine might miss, and the same examples each time.
+settings.register_profile(
+    "atom", deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+settings.load_profile("atom")
 sys.path.insert(0, str(Path(__file__).parent / "unit"))
 
 

@@ -1,7 +1,8 @@
 """A peer in a process of its own that "trains" small vectors towards its own target.
 
 Reads its settings as one JSON object from the command line; writes one JSON object a line:
-`ready`, then `state` every now and then. Ends after `run_s`, or on end of file on standard input.
+`ready`, then `round` for each round and `state` every now and then. Ends on end of file on
+standard input.
 """
 
 from __future__ import annotations
@@ -26,14 +27,38 @@ from swarm_vectors import Vectors, config_of, cross, daemon_pid, found, say
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
 
+_STOOD_STILL = (
+    "no peer answers", "network daemon", "did not get ready", "membership records",
+    "could not be fetched",
+)  # fmt: skip
+"""Parts of what a peer is told if others, or itself, stood still for too long: it tries again."""
+_TRIES = 20
+
 
 def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
+    """Found the run, or join it, as often as it takes on a machine that stands still at times."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return enter_once(settings)
+        except SwarmError as error:
+            if left == 0 or not any(text in str(error) for text in _STOOD_STILL):
+                raise
+            say("again", text=str(error))
+            time.sleep(0.2)
+    raise AssertionError("the last try ends")
+
+
+def enter_once(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
     if not (settings.get("join") or settings.get("rejoin")):
         return found(settings)
     swarm = Swarm.join(config_of(settings))
     vectors = Vectors(swarm.manifest.fragment_elements)
     say("joined", address=swarm.address, daemon=daemon_pid(swarm))
-    swarm.download(vectors)
+    try:
+        swarm.download(vectors)
+    except SwarmError:
+        swarm.leave(1.0)
+        raise
     return swarm, vectors
 
 
@@ -94,21 +119,19 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     step_s = settings.get("step_s", 0.05)
-    until_s = time.monotonic() + settings.get("run_s", 60.0)
     said_s = 0.0
-    longest_s = 0.0
+    steps = 0
     store = swarm._service.context.desk.store
     fault, fault_file = settings.get("fault", ""), Path(settings.get("fault_file", "/"))
-    while not ended.is_set() and time.monotonic() < until_s:
+    while not ended.is_set():
         if fault and fault_file.exists():
             say("fault", fault=fault)
             flood(swarm) if fault == "flood" else misbehave(fault)
             step_s, fault = (20 * step_s if fault == "slow" else step_s), ""
         time.sleep(step_s)
         vectors.step(settings["target"])
-        begun_s = time.monotonic()
+        steps += 1
         reports = cross(swarm, vectors, step_s)
-        longest_s = max(longest_s, time.monotonic() - begun_s)
         for report in reports:
             say("round", **asdict(report))
         if reports or time.monotonic() - said_s > 0.25:
@@ -125,7 +148,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
                 means=vectors.means(),
                 peers=[p.peer_id for p in swarm.peers()],
                 relays={p.peer_id: p.relays for p in swarm.peers()},
-                longest_boundary_s=longest_s,
+                steps=steps,
             )
 
 

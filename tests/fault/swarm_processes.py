@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import forks
+from waiting import PATIENCE_S, wait_until
 
 from atomtrain.benchmarks.shaping import Network
 
@@ -26,7 +27,7 @@ class PeerProcess:
     def __init__(self, *, within: Sequence[str] = (), **settings: Any) -> None:
         """`within`: what comes before the command, such as what enters a network namespace."""
         script = Path(__file__).with_name("swarm_peer.py")
-        told = json.dumps({"run": "fault", "run_s": 900, **settings})
+        told = json.dumps({"run": "fault", **settings})
         start = subprocess.Popen if within else forks.Popen
         self._process = start(
             [*within, sys.executable, str(script), told],
@@ -36,16 +37,16 @@ class PeerProcess:
             text=True,
         )
         self._said: list[Said] = []
+        self._ended = False
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def wait_for(
-        self, kind: str, within_s: float = 120.0, where: Callable[[Said], bool] = lambda _: True,
-        after: int = 0,
-    ) -> Said:  # fmt: skip
+        self, kind: str, where: Callable[[Said], bool] = lambda _: True, after: int = 0
+    ) -> Said:
         """Return the first such line at or after index `after`; fails the test if none comes."""
-        until_s = time.monotonic() + within_s
+        until_s = time.monotonic() + PATIENCE_S
         index = after
         with self._news:
             while True:
@@ -55,7 +56,8 @@ class PeerProcess:
                     if said["kind"] == kind and where(said):
                         return said
                 left_s = until_s - time.monotonic()
-                assert left_s > 0, f"no such {kind!r} within {within_s} s; last: {self._said[-3:]}"
+                assert left_s > 0, f"no such {kind!r}; last: {self._said[-3:]}"
+                assert not self._ended, f"no such {kind!r} before its end; last: {self._said[-3:]}"
                 self._news.wait(left_s)
 
     @property
@@ -79,7 +81,7 @@ class PeerProcess:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self._process.wait(60)
+        self._process.wait(PATIENCE_S)
 
     def end(self) -> None:
         """Have the peer leave, and do not wait for it."""
@@ -93,10 +95,10 @@ class PeerProcess:
             assert self._process.stdin is not None
             self._process.stdin.close()
             try:
-                self._process.wait(60)
+                self._process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.kill()
-        self._reader.join(60)
+        self._reader.join(PATIENCE_S)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         with self._process.stdout, self._process.stderr as stderr:
@@ -108,6 +110,9 @@ class PeerProcess:
             with self._news:
                 self._said.append(json.loads(line))
                 self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
 
 
 def in_network(network: Network, host: int, join: Sequence[str], **settings: Any) -> PeerProcess:
@@ -117,23 +122,21 @@ def in_network(network: Network, host: int, join: Sequence[str], **settings: Any
     )
 
 
-def wait_averaged(seen_by: PeerProcess, *members: PeerProcess, within_s: float = 120.0) -> Said:
+def wait_averaged(seen_by: PeerProcess, *members: PeerProcess) -> Said:
     """Wait until a peer tells of a new round of exactly these; return what it tells."""
     wanted = {member.peer_id for member in members}
-    return seen_by.wait_for(
-        "round", within_s, lambda said: set(said["contributors"]) == wanted, seen_by.now
-    )
+    return seen_by.wait_for("round", lambda said: set(said["contributors"]) == wanted, seen_by.now)
 
 
-def wait_same_anchors(*members: PeerProcess, within_s: float = 120.0) -> None:
+def wait_same_anchors(*members: PeerProcess) -> None:
     """Wait until these have told, since now, of one anchor of each fragment, bit for bit.
 
     Of equal versions alone nothing follows: a peer that was not seen for a moment may have gone on
     by itself, until it finds that the others' anchors beat its own.
     """
-    until_s = time.monotonic() + within_s
     begun = {member: member.now for member in members}
-    while True:
+
+    def same() -> bool:
         told = [
             [
                 set(of)
@@ -141,10 +144,9 @@ def wait_same_anchors(*members: PeerProcess, within_s: float = 120.0) -> None:
             ]
             for member, now in begun.items()
         ]
-        if all(told) and all(set.intersection(*of) for of in zip(*told, strict=True)):
-            return
-        assert time.monotonic() < until_s, [member.lines("state")[-1:] for member in members]
-        time.sleep(0.1)
+        return all(told) and all(set.intersection(*of) for of in zip(*told, strict=True))
+
+    wait_until(same, lambda: [member.lines("state")[-1:] for member in members])
 
 
 def is_running(pid: int) -> bool:
@@ -155,8 +157,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int, within_s: float = 60.0) -> None:
-    until_s = time.monotonic() + within_s
-    while is_running(pid):
-        assert time.monotonic() < until_s, f"process {pid} survived its peer"
-        time.sleep(0.05)
+def wait_until_gone(pid: int) -> None:
+    """Wait until a process whose peer is dead has ended, too."""
+    wait_until(lambda: not is_running(pid), lambda: f"process {pid} survived its peer")

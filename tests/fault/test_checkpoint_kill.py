@@ -21,7 +21,7 @@ from atomtrain import checkpoint
 from atomtrain.checkpoint import writer
 
 KILLS = 20
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 
 
 @pytest.fixture(scope="module")

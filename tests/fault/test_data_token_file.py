@@ -20,7 +20,7 @@ from atomtrain.data import Corpus, Tokenizer, open_tokens, prepare, tokens
 from atomtrain.data.corpus import corpus_of_texts
 from atomtrain.errors import DataError
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 HELPERS = [str(Path(__file__).parent), str(Path(forks.__file__).parent)]
 
 

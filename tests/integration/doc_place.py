@@ -15,6 +15,7 @@ import forks
 from doc_commands import ROOT, blocks
 from hugging_face_models import SENTENCE, UNTIED, write_model
 from train_processes import write_text
+from waiting import PATIENCE_S
 
 from atomtrain.training.tail import EventTail
 
@@ -46,8 +47,8 @@ WORDS: dict[str, dict[str, str]] = {
         "mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3KooW...": "ADDRESS",
         "mine@/ip4/192.0.2.1/tcp/4001/p2p/"
         "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ": "ADDRESS",
-        # A disk that is there.
-        "/mnt/nvme": "disk",
+        # A disk that is there, and a port that is free.
+        "/mnt/nvme": "disk", "4001": "0",
     },
     "simulate": {"1000": "6", "600": "4"},
 }  # fmt: skip
@@ -172,13 +173,13 @@ class Founder:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(PATIENCE_S)
         self._log.close()
 
     def address(self) -> str:
         """Return what others give to `--join`, as soon as the peer has told it."""
         tail = EventTail(self._folder / "runs" / "mine" / self._name / "events.jsonl")
-        until_s = time.monotonic() + 120
+        until_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < until_s and self._process.poll() is None:
             for event in tail.read():
                 if event["event"] == "run_started":

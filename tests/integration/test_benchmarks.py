@@ -18,7 +18,7 @@ from atomtrain.benchmarks import REGISTRY, benchmark
 from atomtrain.benchmarks.common import BenchmarkOptions, report
 from atomtrain.errors import ConfigError
 
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
 
 # The command itself, with inputs small enough for a test in place of those of --quick.
 TINY = """

@@ -14,6 +14,7 @@ from pathlib import Path
 import forks
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from atomtrain.cli.main import main
 
@@ -268,7 +269,9 @@ def test_the_disk_is_full_when_a_checkpoint_is_written(runs: Path) -> None:
     resume = ["train", "--data", "text.txt", "--threads", "1", "--plain", "--run", "done"]
     resume += ["--resume", "--steps", "3"]
     environment = {**os.environ, "MPLCONFIGDIR": str(runs.parent)}
-    full = forks.run([sys.executable, "-c", FULL_DISK, "200000", *resume], 240, env=environment)
+    full = forks.run(
+        [sys.executable, "-c", FULL_DISK, "200000", *resume], PATIENCE_S, env=environment
+    )
     message = polite(full.returncode, full.stderr)
     assert "could not be written" in message
     assert "earlier checkpoints are intact" in message

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from chromium import BROWSER, Page
 from dashboard_run import DAMAGE, STEPS, rows, tell_step, write_run, write_swarm
+from waiting import PATIENCE_S
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -40,7 +41,7 @@ def address(run: dict[str, Any]) -> Iterator[str]:
             yield process.stdout.readline().split()[-1]
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(PATIENCE_S)
 
 
 def show(page: Page, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from atomtrain.dashboard.remote import ASKED, SwarmSource
 from atomtrain.dashboard.source import Message
@@ -28,7 +29,7 @@ class Model:
 
 def until(source: SwarmSource, found: Callable[[Message], bool]) -> Message:
     """Return the first message that is wanted."""
-    end_s = time.monotonic() + 120
+    end_s = time.monotonic() + PATIENCE_S
     while True:
         for message in source.poll():
             if found(message):
@@ -41,10 +42,13 @@ def rows_of(message: Message) -> list[dict[str, Any]]:
     return message.body["rows"] if message.kind == "swarm" else []
 
 
-def test_a_swarm_is_followed_from_outside() -> None:
+def test_a_swarm_is_followed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atomtrain.dashboard.remote._FIRST_S", PATIENCE_S)
     config = SwarmConfig(run="watched", name="first", listen_host="127.0.0.1", discoverable=False)
     founder = Swarm.found(config, Manifest("watched", ELEMENTS), Model())
-    outside = SwarmConfig(run="watched", listen_host="127.0.0.1", discoverable=False, connect_s=4.0)
+    outside = SwarmConfig(
+        run="watched", listen_host="127.0.0.1", discoverable=False, connect_s=30.0
+    )
     source = None
     try:
         source = SwarmSource(outside, [founder.address])

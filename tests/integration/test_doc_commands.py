@@ -34,6 +34,8 @@ from doc_place import (
     shrunk,
     write_recipe,
 )
+from test_swarm_commands import wait_patiently
+from waiting import PATIENCE_S
 
 from atomtrain.cli.main import main
 from atomtrain.events import read_events
@@ -63,6 +65,7 @@ def said(line: str) -> str:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    wait_patiently(monkeypatch)
     prepare(tmp_path)
     return tmp_path
 
@@ -114,7 +117,7 @@ def run(command: list[str], place: Path, capsys: pytest.CaptureFixture[str]) -> 
             assert process.stdout is not None
             told = process.stdout.readline()
             assert told.startswith("dashboard: http://127.0.0.1:"), told
-            with urllib.request.urlopen(told.split()[1], timeout=60) as answer:
+            with urllib.request.urlopen(told.split()[1], timeout=PATIENCE_S) as answer:
                 assert b"<html" in answer.read()
         return
     if command[0] == "watch":
@@ -138,11 +141,11 @@ def started(command: list[str], place: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (0, 130), command
+        assert process.wait(PATIENCE_S) in (0, 130), command
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -156,7 +159,7 @@ def watch(command: list[str], place: Path) -> None:
     )
     os.close(inside)
     os.set_blocking(outside, False)
-    shown, until_s = b"", time.monotonic() + 90
+    shown, until_s = b"", time.monotonic() + PATIENCE_S
     try:
         while process.poll() is None and time.monotonic() < until_s:
             with contextlib.suppress(BlockingIOError, OSError):
@@ -165,11 +168,11 @@ def watch(command: list[str], place: Path) -> None:
                 with contextlib.suppress(OSError):
                     os.write(outside, b"q")
             time.sleep(0.05)
-        assert process.wait(1) == 0, shown[-500:]
+        assert process.wait(PATIENCE_S) == 0, shown[-500:]
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)
         os.close(outside)
 
 

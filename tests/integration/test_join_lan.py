@@ -7,7 +7,7 @@ from pathlib import Path
 
 import forks
 import pytest
-from train_processes import Trainer, write_text
+from train_processes import Trainer, interrupt, joined, wait, write_text
 
 from atomtrain.benchmarks.churn_peers import Crowd
 from atomtrain.swarm import lan
@@ -21,16 +21,14 @@ def test_a_peer_joins_a_run_that_it_finds_on_the_network(tmp_path: Path) -> None
     arguments = (*SLOW, "--run", run, "--steps", "100000", "--data", str(text))
     with Crowd(tmp_path, run, arguments, popen=forks.Popen) as crowd:
         founder = crowd.start()
-        assert crowd.wait(lambda: founder.training, 120), founder.last_words()
+        wait(crowd, lambda: founder.training)
         if not lan.search(run, 10.0, "127.0.0.1"):
             pytest.skip("no multicast on this machine's loopback")
-        newcomer = crowd.start("lan")
+        newcomer = joined(crowd, "lan")
         for peer in (founder, newcomer):
-            assert crowd.wait(
-                lambda peer=peer: any(r["contributors"] == 2 for r in peer.of("round")), 120
-            ), newcomer.last_words()
+            wait(crowd, lambda peer=peer: any(r["contributors"] == 2 for r in peer.of("round")))
         assert newcomer.address.rpartition("@")[0] == run
-        assert crowd.interrupt(120) == [founder, newcomer]
+        interrupt(crowd, founder, newcomer)
 
 
 def test_a_run_that_nobody_trains_is_told_in_one_line(tmp_path: Path) -> None:

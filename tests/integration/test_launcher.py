@@ -8,19 +8,24 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch_fake_peers import command
+from waiting import PATIENCE_S, wait_until
 
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.training.launcher import LaunchConfig, PeerCommand, launch_peers
 
 LAUNCHER = Path(__file__).with_name("launch_fake_peers.py")
-FAST = LaunchConfig(join_timeout_s=60.0, save_timeout_s=60.0, terminate_timeout_s=60.0, poll_s=0.02)
+FAST = LaunchConfig(
+    join_timeout_s=PATIENCE_S,
+    save_timeout_s=PATIENCE_S,
+    terminate_timeout_s=PATIENCE_S,
+    poll_s=0.02,
+)
 FOREVER = ("--steps", "100000")
 
 Event = dict[str, Any]
@@ -57,13 +62,6 @@ class Recorder:
 def exists(pid: int) -> bool:
     """Say whether a process is there, be it as a zombie."""
     return Path(f"/proc/{pid}").exists()
-
-
-def wait_until(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end_s, "deadline passed"
-        time.sleep(0.01)
 
 
 def once(action: Callable[[], None]) -> Callable[[], None]:
@@ -326,7 +324,7 @@ def test_peers_go_on_when_the_launcher_is_killed(tmp_path: Path) -> None:
         wait_until(lambda: steps(tmp_path, "a") and steps(tmp_path, "b"))
         wait_until(lambda: "a step 1/100000" in told.read_text())
         launcher.kill()
-        launcher.wait(timeout=60)
+        launcher.wait(timeout=PATIENCE_S)
         made = {name: steps(tmp_path, name) for name in "ab"}
         wait_until(lambda: all(steps(tmp_path, name) > made[name] for name in "ab"))
         enough.touch()
@@ -335,5 +333,5 @@ def test_peers_go_on_when_the_launcher_is_killed(tmp_path: Path) -> None:
             assert read(tmp_path / f"{name}.jsonl")[-1]["reason"] == "completed"
     finally:
         launcher.kill()
-        launcher.wait(timeout=60)
+        launcher.wait(timeout=PATIENCE_S)
         _kill_peers(tmp_path)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
 from atomtrain.benchmarks.network_peers import PeerError, Peers
@@ -37,15 +38,17 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
     port = port_for_later()
     with Peers("gloo", None, 2, tmp_path_factory.mktemp("peers")) as group:
         group.tell_all(
-            "enter", 240, lambda rank: {"rank": rank},
-            address="127.0.0.1", port=port, ranks=2, interface="lo", timeout_s=200,
+            "enter", PATIENCE_S, lambda rank: {"rank": rank},
+            address="127.0.0.1", port=port, ranks=2, interface="lo", timeout_s=PATIENCE_S,
         )  # fmt: skip
         yield group
 
 
 @pytest.fixture(scope="module")
 def speeds(peers: Peers) -> Speeds:
-    return Speeds.of(peers.tell_all("speeds", 200, model=MODEL.to_json(), micro_batches=[2, 4]))
+    return Speeds.of(
+        peers.tell_all("speeds", PATIENCE_S, model=MODEL.to_json(), micro_batches=[2, 4])
+    )
 
 
 def resident_losses() -> list[float]:
@@ -77,7 +80,7 @@ def test_every_pipeline_learns_what_one_process_learns(
     assert {candidate.schedule for candidate in chosen} == {"own", "1F1B", "Interleaved1F1B"}
     for candidate in chosen:
         replies = peers.tell_all(
-            "pipeline", 200,
+            "pipeline", PATIENCE_S,
             model=MODEL.to_json(), plan=candidate.plan(), sequences=SEQUENCES, steps=STEPS,
             warm_up=0,
         )  # fmt: skip
@@ -99,7 +102,7 @@ def test_pipelines_side_by_side_learn_what_one_process_learns(peers: Peers) -> N
         "recompute": False,
     }
     replies = peers.tell_all(
-        "pipeline", 60,
+        "pipeline", PATIENCE_S,
         model=MODEL.to_json(), plan=plan, sequences=SEQUENCES, steps=STEPS, warm_up=0,
     )  # fmt: skip
     losses = [sum(both) / 2 for both in zip(*(reply["losses"] for reply in replies), strict=True)]
@@ -113,7 +116,7 @@ def test_float32_on_the_wire_changes_no_bit(peers: Peers, speeds: Speeds) -> Non
         best = next(c for c in found if c.micro_batch == 2 and c.recompute is recompute)
         plan = {**best.plan(), "wire": "float32"}
         replies = peers.tell_all(
-            "pipeline", 200,
+            "pipeline", PATIENCE_S,
             model=MODEL.to_json(), plan=plan, sequences=SEQUENCES, steps=STEPS, warm_up=0,
         )  # fmt: skip
         assert [loss for reply in replies for loss in reply["losses"]] == resident_losses()
@@ -121,7 +124,7 @@ def test_float32_on_the_wire_changes_no_bit(peers: Peers, speeds: Speeds) -> Non
 
 def test_data_parallel_peers_learn_together(peers: Peers) -> None:
     replies = peers.tell_all(
-        "data_parallel", 200, model=MODEL.to_json(), micro_batch=2, steps=STEPS, warm_up=0
+        "data_parallel", PATIENCE_S, model=MODEL.to_json(), micro_batch=2, steps=STEPS, warm_up=0
     )
     assert all(len(reply["losses"]) == STEPS for reply in replies)
     # Each peer has samples of its own.
@@ -131,7 +134,7 @@ def test_data_parallel_peers_learn_together(peers: Peers) -> None:
 def test_counted_memory_is_near_the_prediction(peers: Peers, speeds: Speeds) -> None:
     found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
     replies = peers.tell_all(
-        "pipeline_memory", 200, lambda rank: {"rank": rank},
+        "pipeline_memory", PATIENCE_S, lambda rank: {"rank": rank},
         model=MODEL.to_json(), plan=found[0].plan(), sequences=SEQUENCES, ranks=2,
     )  # fmt: skip
     counted = max(reply["device_peak_bytes"] for reply in replies)
@@ -141,7 +144,7 @@ def test_counted_memory_is_near_the_prediction(peers: Peers, speeds: Speeds) -> 
 def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
     with Peers("gloo", None, 1, tmp_path) as alone:
         with pytest.raises(PeerError, match=r"gloo peer 0 at 'speeds': speeds: .*unexpected"):
-            alone.tell(0, "speeds", 200, model={"unexpected": 1}, micro_batches=[1])
+            alone.tell(0, "speeds", PATIENCE_S, model={"unexpected": 1}, micro_batches=[1])
         assert alone.failed
 
 

@@ -9,8 +9,8 @@ import forks
 import pytest
 from hugging_face_models import UNTIED, write_model
 from test_preferences import pairs
+from train_processes import check_shared_rounds, interrupt, joined, wait
 
-from atomtrain.benchmarks.churn_check import compare_checkpoints
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.training.references import REFERENCES_FILE
 
@@ -42,20 +42,15 @@ def test_who_joins_prefers_what_the_others_do(
     write_model(tmp_path / "model", UNTIED)
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs())))
     with Crowd(tmp_path, "preferred", (*OPTIONS, *more), popen=forks.Popen) as crowd:
-
-        def wait(condition: object) -> None:
-            assert callable(condition)
-            assert crowd.wait(condition, 120.0), [peer.last_words() for peer in crowd.peers]
-            assert all(peer.running for peer in crowd.peers)
-
         founder = crowd.start()
-        wait(lambda: len(founder.of("step")) > 8)
+        wait(crowd, lambda: len(founder.of("step")) > 8)
         learnt_s = founder.of("step")[-1]["time_s"]
         every = {r["fragment"] for r in founder.of("round")}
-        wait(lambda: every <= averaged_since(founder, learnt_s))
-        newcomer = crowd.start(founder.address)
-        wait(lambda: together(founder) >= 3 and together(newcomer) >= 3)
-        assert crowd.interrupt(120) == [founder, newcomer]
+        wait(crowd, lambda: every <= averaged_since(founder, learnt_s))
+        newcomer = joined(crowd, founder.address)
+        wait(crowd, lambda: together(founder) >= 3 and together(newcomer) >= 3)
+        wait(crowd, lambda: check_shared_rounds(founder, newcomer) > 0)
+        interrupt(crowd, founder, newcomer)
 
     first, other = (peer.of("step")[0] for peer in (founder, newcomer))
     assert first["reward_margin"] == 0.0
@@ -64,4 +59,4 @@ def test_who_joins_prefers_what_the_others_do(
     assert said[0] == said[1], "and compares with the model as it was before the run"
     for peer in (founder, newcomer):
         assert peer.of("step")[-1]["reward_margin"] > 0.0
-    assert compare_checkpoints(p.folder / "checkpoints" for p in crowd.peers).unequal == 0
+    check_shared_rounds(founder, newcomer)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import PATIENCE_S, wait_until
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
@@ -37,10 +38,21 @@ class Model:
 
 def config(run: str = "inproc", **changes: object) -> SwarmConfig:
     settings = {
-        "run": run, "listen_host": "127.0.0.1", "expiry_s": 6.0, "connect_s": 8.0, "stall_s": 10.0,
+        "run": run, "listen_host": "127.0.0.1", "expiry_s": 6.0, "connect_s": 30.0, "stall_s": 30.0,
         "round_floor_s": 5.0, "local_steps_per_round": 4, "wire": "float32", **changes,
     }  # fmt: skip
     return SwarmConfig(**settings)  # type: ignore[arg-type]
+
+
+def joined(how: SwarmConfig) -> Swarm:
+    """Join, as often as it takes where a process stands still for seconds."""
+    for left in reversed(range(20)):
+        try:
+            return Swarm.join(how)
+        except SwarmError as error:
+            if left == 0 or "no peer" not in str(error):
+                raise
+    raise AssertionError("the last try ends")
 
 
 def cross(swarm: Swarm, model: Model, steps: int = 1) -> list[RoundReport]:
@@ -50,11 +62,11 @@ def cross(swarm: Swarm, model: Model, steps: int = 1) -> list[RoundReport]:
 
 
 def cross_until(
-    done: Callable[[list[RoundReport]], object], *peers: tuple[Swarm, Model], within_s: float = 90.0
+    done: Callable[[list[RoundReport]], object], *peers: tuple[Swarm, Model]
 ) -> list[RoundReport]:
     """Let all peers cross boundaries until `done` says so of all their reports."""
     reports: list[RoundReport] = []
-    until_s = time.monotonic() + within_s
+    until_s = time.monotonic() + PATIENCE_S
     while not done(reports):
         assert time.monotonic() < until_s, reports
         for swarm, model in peers:
@@ -81,7 +93,7 @@ def founder() -> Iterator[tuple[Swarm, Model]]:
 def test_join_download_average_checkpoint_and_rebase(founder: tuple[Swarm, Model]) -> None:
     swarm, model = founder
     cross_until(lambda reports: len(reports) >= 4, founder)  # alone: anchors follow
-    other = Swarm.join(config(join=(swarm.address,), local_steps_per_round=999))
+    other = joined(config(join=(swarm.address,), local_steps_per_round=999))
     try:
         assert other.manifest == swarm.manifest
         assert other.manifest.digest == swarm.manifest.digest
@@ -96,7 +108,8 @@ def test_join_download_average_checkpoint_and_rebase(founder: tuple[Swarm, Model
         model.add(1.0)
         both = together(cross_until(together, founder, (other, copy)))[0]
         assert both.bytes_sent > 4 * ELEMENTS[both.fragment] / 2
-        assert {peer.peer_id for peer in other.peers()} == {swarm.peer_id, other.peer_id}
+        everybody = {swarm.peer_id, other.peer_id}
+        wait_until(lambda: {peer.peer_id for peer in other.peers()} == everybody)
         assert other.known_addresses() == (swarm.address,)
         saved = other.state_dict()
         saved_model = Model()
@@ -117,7 +130,7 @@ def anchors_of(swarm: Swarm) -> list[torch.Tensor]:
 
 def _rebase(founder: tuple[Swarm, Model], saved: object, model: Model) -> None:
     """A resumed peer takes what it missed, and keeps what it had learnt beyond its anchors."""
-    resumed = Swarm.join(config(join=(founder[0].address,)))
+    resumed = joined(config(join=(founder[0].address,)))
     try:
         resumed.load_state_dict(saved)  # type: ignore[arg-type]
         model.add(0.25)
@@ -125,6 +138,7 @@ def _rebase(founder: tuple[Swarm, Model], saved: object, model: Model) -> None:
             f - saved.tensors[f"anchor.{i}"]  # type: ignore[attr-defined]
             for i, f in enumerate(model.fragments)
         ]
+        wait_until(lambda: founder[0].peer_id in {peer.peer_id for peer in resumed.peers()})
         resumed.rebase(model)
         anchors = resumed.state_dict().tensors
         for index, fragment in enumerate(model.fragments):
@@ -135,9 +149,9 @@ def _rebase(founder: tuple[Swarm, Model], saved: object, model: Model) -> None:
         resumed.leave(2.0)
 
 
-def _error_of(join: SwarmConfig) -> str:
+def _error_of(join: SwarmConfig, *, reachable: bool = True) -> str:
     with pytest.raises(SwarmError) as caught:
-        Swarm.join(join)
+        (joined if reachable else Swarm.join)(join)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -149,18 +163,15 @@ def test_wrong_run_name_says_which_run_is_there(founder: tuple[Swarm, Model]) ->
 def test_unreachable_and_malformed_addresses(founder: tuple[Swarm, Model]) -> None:
     nobody = founder[0].address.rsplit("/tcp/", 1)[0] + "/tcp/9/p2p/" + "12D3KooW" + "A" * 44
     for address in ("192.168.1.5:31337", "/ip4/127.0.0.1/tcp/9", nobody):
-        assert address in _error_of(config(join=(address,)))
-    assert "no peer answers" in _error_of(
-        config(
-            join=("/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJkgyoePXTxr3gVF6FGYx8WZHwXwfMFuBc78jdBJHSeKX",)
-        )
-    )
+        assert address in _error_of(config(join=(address,)), reachable=False)
+    dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJkgyoePXTxr3gVF6FGYx8WZHwXwfMFuBc78jdBJHSeKX"
+    assert "no peer answers" in _error_of(config(join=(dead,)), reachable=False)
     assert "no address to join" in _error_of(config())
 
 
 def test_one_good_address_among_bad_ones_is_enough(founder: tuple[Swarm, Model]) -> None:
     dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJkgyoePXTxr3gVF6FGYx8WZHwXwfMFuBc78jdBJHSeKX"
-    swarm = Swarm.join(config(join=(dead, founder[0].address)))
+    swarm = joined(config(join=(dead, founder[0].address)))
     swarm.leave(1.0)
 
 
@@ -178,7 +189,7 @@ def test_key_and_list_of_peers_keep_strangers_out(tmp_path: Path) -> None:
         listed = config(**join, key_path=key, allow_path=ids)
         assert "not on its list of allowed peers" in _error_of(listed)
         ids.write_text(f"{swarm.address}\n")
-        other = Swarm.join(listed)
+        other = joined(listed)
         try:
             copy = Model()
             other.download(copy)
@@ -202,7 +213,7 @@ def test_large_fragment_goes_over_several_streams() -> None:
     model, copy = Model(1.0, (1 << 21,)), Model(0.0, (1 << 21,))
     swarm = Swarm.found(config(wire="int4"), Manifest("inproc", (1 << 21,)), model)
     try:
-        other = Swarm.join(config(join=(swarm.address,)))
+        other = joined(config(join=(swarm.address,)))
         try:
             other.download(copy)
             model.add(1.0)
@@ -257,10 +268,7 @@ async def _throw_garbage(address: str, peer_id: str) -> None:
 
 def wait_for_training(swarm: Swarm, count: int) -> None:
     """Wait until a peer knows of so many that train, itself included."""
-    until_s = time.monotonic() + 60
-    while sum(peer.state == "training" for peer in swarm.peers()) != count:
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
+    wait_until(lambda: sum(peer.state == "training" for peer in swarm.peers()) == count)
 
 
 def fail_if_asked() -> bool:
@@ -272,7 +280,7 @@ def test_two_peers_end_on_one_model() -> None:
     rules = {"run": "ends", "local_steps_per_round": 1000, "outer_momentum": 0.5}
     first = Swarm.found(config(**rules), Manifest("ends", ELEMENTS, {}), model)
     try:
-        other = Swarm.join(config("ends", join=(first.address,)))
+        other = joined(config("ends", join=(first.address,)))
         try:
             copy = Model()
             other.download(copy)
@@ -284,8 +292,8 @@ def test_two_peers_end_on_one_model() -> None:
             with ThreadPoolExecutor(1) as pool:
                 theirs = pool.submit(other.settle, copy)
                 mine = first.settle(model)
-                assert [len(r.contributors) for r in mine] == [2, 2]
-                assert [r.round for r in theirs.result(120)] == [r.round for r in mine]
+                for reports in (mine, theirs.result(PATIENCE_S)):
+                    assert {r.fragment for r in reports if len(r.contributors) == 2} == {0, 1}
             for index, (a, b) in enumerate(zip(model.fragments, copy.fragments, strict=True)):
                 assert torch.equal(a, b)
                 assert torch.equal(a, first.state_dict().tensors[f"anchor.{index}"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_swarm_commands import ELEMENTS, Model, Said
+from test_swarm_commands import ELEMENTS, Model, Said, wait_patiently
+from test_swarm_in_process import joined
+from waiting import wait_until
 
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
 from atomtrain.swarm.addresses import circuits_to
@@ -18,15 +19,13 @@ from atomtrain.swarm.identity import Identity
 def _config(folder: Path, **settings: object) -> SwarmConfig:
     return SwarmConfig(
         run="through", listen_host="127.0.0.1", expiry_s=10.0, discoverable=False,
-        key_path=folder / "key", **settings,
+        key_path=folder / "key", connect_s=30.0, stall_s=30.0, **settings,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def _wait(until: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 120
-    while not until():
-        assert time.monotonic() < until_s, "not in time"
-        time.sleep(0.1)
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_patiently(monkeypatch)
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Swarm, Swarm]]:
     """A relay, and a peer that believes to need one."""
     (tmp_path / "key").write_text("the secret of this run")
     relay = Swarm.found(_config(tmp_path, name="relay"), Manifest("through", ELEMENTS), Model())
-    hidden = Swarm.join(_config(tmp_path, name="hidden", join=(relay.address,)))
+    hidden = joined(_config(tmp_path, name="hidden", join=(relay.address,)))
     hidden._service._reach.needs_relays = True  # nobody can find out on one machine
     hidden.download(Model())
     yield relay, hidden
@@ -51,7 +50,7 @@ def test_status_ping_and_join_through_a_relay(
     def relays() -> int:
         return next((p.relays for p in relay.peers() if p.peer_id == hidden.peer_id), 0)
 
-    _wait(lambda: relays() == 1)
+    wait_until(lambda: relays() == 1)
     said = Said(capsys, "swarm", "status", f"through@{relay.address}", *key)
     assert any(line.startswith("hidden") and "relayed" in line for line in said.out.splitlines())
     assert "relay relays for hidden: 0 streams" in said.out
@@ -78,7 +77,7 @@ def test_status_ping_and_join_through_a_relay(
         assert said.code == 1
         assert needed in said.out
 
-    newcomer = Swarm.join(_config(tmp_path, name="newcomer", join=(circuit,)))
+    newcomer = joined(_config(tmp_path, name="newcomer", join=(circuit,)))
     try:
         newcomer.download(Model())
         assert newcomer.manifest.fragment_elements == ELEMENTS

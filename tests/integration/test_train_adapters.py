@@ -10,8 +10,8 @@ import forks
 import pytest
 import torch
 from hugging_face_models import UNTIED, write_model, write_text
+from train_processes import check_shared_rounds, interrupt, joined, wait
 
-from atomtrain.benchmarks.churn_check import compare_checkpoints
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
@@ -44,19 +44,13 @@ def averaged(peer: ChurnPeer) -> list[dict[str, Any]]:
     return [r for r in rounds if r["outcome"] == "averaged" and r["contributors"] == 2]
 
 
-def wait(crowd: Crowd, condition: Any) -> None:
-    assert crowd.wait(condition, 120.0), [peer.last_words() for peer in crowd.peers]
-    assert all(peer.running for peer in crowd.peers), [p.last_words() for p in crowd.peers]
-
-
 def test_peers_average_and_fetch_adapters_only(crowd: Crowd, tmp_path: Path) -> None:
     founder = crowd.start()
     wait(crowd, lambda: founder.training and len(founder.of("step")) > 2 * _LOCAL_STEPS)
-    newcomer = crowd.start(founder.address)
+    newcomer = joined(crowd, founder.address)
     wait(crowd, lambda: len(averaged(founder)) >= 3 and len(averaged(newcomer)) >= 3)
-
-    saved = crowd.interrupt(120)
-    assert saved == [founder, newcomer]
+    wait(crowd, lambda: check_shared_rounds(founder, newcomer) > 0)
+    interrupt(crowd, founder, newcomer)
     checkpoint = open_checkpoint(newcomer.folder)
     elements = checkpoint.meta["swarm"]["fragment_elements"]
     trained = {
@@ -77,15 +71,11 @@ def test_peers_average_and_fetch_adapters_only(crowd: Crowd, tmp_path: Path) -> 
     fetched_bytes = newcomer.of("run_started")[-1]["fetched_bytes"]
     assert 4 * sum(elements) <= fetched_bytes <= 3 * (8 * sum(elements) + _MESSAGES_BYTES)
     assert founder.of("run_started")[-1]["fetched_bytes"] == 0
-    for peer in saved:
+    for peer in (founder, newcomer):
         for one in averaged(peer):  # float16 to the owners of slices, and float16 back
             size_bytes = 2 * elements[one["fragment"]]
             assert 0 < one["bytes_sent"] <= size_bytes + _MESSAGES_BYTES
-    same = {(r["round"], r["fragment"]): r["digest"] for r in averaged(founder)}
-    shared = [r for r in averaged(newcomer) if (r["round"], r["fragment"]) in same]
-    assert shared
-    assert all(r["digest"] == same[r["round"], r["fragment"]] for r in shared)
-    assert compare_checkpoints(p.folder / "checkpoints" for p in saved).unequal == 0
+    check_shared_rounds(founder, newcomer)
 
     # What was averaged is what the export merges.
     assert main(["export", str(newcomer.folder), str(tmp_path / "merged"), "--merge"]) == 0

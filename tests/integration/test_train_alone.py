@@ -18,6 +18,7 @@ from train_processes import (
     final_tensors,
     losses_of,
 )
+from waiting import PATIENCE_S
 
 from atomtrain.checkpoint import load_latest
 
@@ -74,7 +75,7 @@ def test_every_step_keeps_to_the_budget(straight: tuple[Path, str]) -> None:
 def test_generate_continues_a_text(straight: tuple[Path, str]) -> None:
     command = [sys.executable, "-m", "atomtrain.cli.main", "generate", str(straight[0])]
     command += ["--prompt", "12: swarm", "--tokens", "20", "--seed", "3"]
-    texts = [forks.run(command, 120).stdout for _ in range(2)]
+    texts = [forks.run(command, PATIENCE_S).stdout for _ in range(2)]
     assert texts[0].startswith("12: swarm")
     assert len(texts[0]) > len("12: swarm\n")
     assert texts[0] == texts[1]
@@ -165,7 +166,7 @@ sys.exit(main(sys.argv[1:]))
 def test_ctrl_c_in_the_middle_of_an_import_is_quiet(tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, "train", "--model", "tiny", "--plain"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
+        command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import forks
-from train_processes import HELD_TRAIN, Trainer, write_text
+from train_processes import HELD_TRAIN, Trainer, joined, wait, write_text
+from waiting import PATIENCE_S
 
 from atomtrain.benchmarks.churn_peers import Crowd
 from atomtrain.checkpoint import load_latest
@@ -21,39 +22,38 @@ def test_peers_are_equal_after_each_step(tmp_path: Path) -> None:
         "--device", "emulated:12MiB/s", "--model", "tiny", "--steps", "60", "--no-profile",
         "--data", str(write_text(tmp_path / "text.txt")), *_GRADIENT,
     )  # fmt: skip
-    joined = tmp_path / "joined"
+    both = tmp_path / "both are there"
 
     def start(command: list[str], **options: Any) -> Any:
         """Start a peer; the first one makes three steps before the second one is there."""
         if not crowd.peers:
-            command = [sys.executable, str(HELD_TRAIN), "step", "3", str(joined), *command[3:]]
+            command = [sys.executable, str(HELD_TRAIN), "step", "3", str(both), *command[3:]]
         return forks.Popen(command, **options)
 
     with Crowd(tmp_path, "both", arguments, popen=start) as crowd:
         founder = crowd.start()
-        assert crowd.wait(lambda: founder.training, 120), founder.last_words()
-        newcomer = crowd.start(founder.address)
-        assert crowd.wait(lambda: newcomer.of("run_started") != [], 120), newcomer.last_words()
-        joined.touch()
-        assert crowd.wait(lambda: crowd.running() == [], 240)
-        assert [peer.process.returncode for peer in crowd.peers] == [0, 0]
+        wait(crowd, lambda: founder.training)
+        newcomer = joined(crowd, founder.address)
+        both.touch()
+        assert crowd.wait(lambda: crowd.running() == [], PATIENCE_S)
+        assert [peer.process.returncode for peer in (founder, newcomer)] == [0, 0]
     made: dict[int, set[str]] = defaultdict(set)
-    steps_of_two = 0
     finals = []
-    for peer in crowd.peers:
+    for peer in (founder, newcomer):
         assert peer.of("run_finished")[-1]["reason"] == "completed"
         for event in peer.of("round"):
             if event["contributors"] == 2:
                 made[event["version"]].add(event["digest"])
-                steps_of_two += 1
         steps = [event["step"] for event in peer.of("step")]
         assert steps == sorted(set(steps)), "a step is told once"
         checkpoint = load_latest(peer.folder / "checkpoints")
         finals.append((checkpoint.step, checkpoint.meta["swarm"]["digests"]))
         assert checkpoint.meta["swarm"]["rules"]["average"] == "gradient"
-    assert steps_of_two > 10
+    assert len(made) > 5
     assert all(len(digests) == 1 for digests in made.values())
-    assert finals[0] == finals[1]
+    # Who stands still in the very last round misses its end, and makes that step alone.
+    if all(peer.of("round")[-1]["contributors"] == 2 for peer in (founder, newcomer)):
+        assert finals[0] == finals[1]
     losses = [event["loss"] for event in founder.of("step")]
     assert losses[-1] < losses[0]
 

@@ -11,9 +11,19 @@ from pathlib import Path
 import forks
 import pytest
 from held_train import held_founder
-from train_processes import Event, Trainer, events_of, write_text
+from train_processes import (
+    Event,
+    Trainer,
+    check_shared_rounds,
+    events_of,
+    interrupt,
+    joined,
+    wait,
+    write_text,
+)
+from waiting import PATIENCE_S, wait_until
 
-from atomtrain.benchmarks.churn_check import compare_checkpoints, disagreements
+from atomtrain.benchmarks.churn_check import disagreements
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.training.tail import EventTail
 
@@ -23,22 +33,23 @@ SLOW = ("--device", "emulated:12MiB/s", "--model", "tiny", "--local-steps", "5",
 
 def test_two_peers_of_one_command(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
-    run, joined = tmp_path / "runs" / "both", tmp_path / "joined"
+    run, both = tmp_path / "runs" / "both", tmp_path / "both are there"
     command = trainer.command(
         *SLOW, "--run", "both", "--peers", "2", "--steps", "60", "--data", str(trainer.text),
     )  # fmt: skip
-    environment = held_founder("step", 3, joined)  # until the other one is there
+    environment = held_founder("step", 3, both)  # until the other one is there
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with forks.Popen(command, **pipes, env=environment) as launcher:
         try:
             tail = EventTail(run / "peer-1" / "events.jsonl")
-            until_s = time.monotonic() + 120
-            while not any(event["event"] == "run_started" for event in tail.read()):
-                assert launcher.poll() is None, launcher.stderr.read()
-                assert time.monotonic() < until_s
-                time.sleep(0.05)
-            joined.touch()
-            _, complaints = launcher.communicate(timeout=240)
+            wait_until(
+                lambda: (
+                    launcher.poll() is not None
+                    or any(event["event"] == "run_started" for event in tail.read())
+                )
+            )
+            both.touch()
+            _, complaints = launcher.communicate(timeout=PATIENCE_S)
         finally:
             while launcher.poll() is None:  # a second one ends its peers, and a third one kills
                 launcher.send_signal(signal.SIGINT)
@@ -61,13 +72,6 @@ def crowd(tmp_path: Path) -> Iterator[Crowd]:
         yield crowd
 
 
-def wait(crowd: Crowd, condition: object, within_s: float = 120.0) -> None:
-    """Wait for something that must happen, while no peer that was not killed ends."""
-    assert callable(condition)
-    assert crowd.wait(condition, within_s), [peer.last_words() for peer in crowd.peers]
-    assert all(peer.running or peer.killed for peer in crowd.peers)
-
-
 def rounds_together(peer: ChurnPeer, since_s: float = 0.0) -> list[Event]:
     """Return the rounds in which the peer averaged with another one since then."""
     rounds = (r for r in peer.of("round") if r["time_s"] > since_s)
@@ -77,7 +81,7 @@ def rounds_together(peer: ChurnPeer, since_s: float = 0.0) -> list[Event]:
 def test_the_founder_is_killed_and_a_newcomer_joins_through_the_survivor(crowd: Crowd) -> None:
     founder = crowd.start()
     wait(crowd, lambda: founder.training)
-    survivor = crowd.start(founder.address)
+    survivor = joined(crowd, founder.address)
     wait(crowd, lambda: rounds_together(founder) and rounds_together(survivor))
     wait(crowd, lambda: all(p.of("step")[-1]["loss"] < 4 for p in (founder, survivor)))
     # What they know by now is in the anchors once each fragment was averaged again.
@@ -88,10 +92,10 @@ def test_the_founder_is_killed_and_a_newcomer_joins_through_the_survivor(crowd: 
     assert founder.ended_s is not None
     steps_before = len(survivor.of("step"))
 
-    newcomer = crowd.start(survivor.address)
+    newcomer = joined(crowd, survivor.address)
     killed_s = founder.ended_s
     wait(crowd, lambda: rounds_together(newcomer) and rounds_together(survivor, killed_s))
-    assert len(survivor.of("step")) > steps_before + 3, "the survivor goes on meanwhile"
+    wait(crowd, lambda: len(survivor.of("step")) > steps_before + 3)
     untrained = founder.of("step")[0]["loss"]
     first = newcomer.of("step")[0]
     assert first["loss"] < untrained - 1.5, "it starts from what the others had learnt"
@@ -100,9 +104,8 @@ def test_the_founder_is_killed_and_a_newcomer_joins_through_the_survivor(crowd: 
     # The record of the killed one lasts until its expiry for those that need not talk to it.
     wait(crowd, lambda: newcomer.of("step")[-1]["peers"] == 2)
 
-    saved = crowd.interrupt(120)
-    assert saved == [survivor, newcomer]
+    interrupt(crowd, survivor, newcomer)
     assert [d for d in disagreements(crowd.peers) if d.outcome == "lasting"] == []
-    assert compare_checkpoints(p.folder / "checkpoints" for p in saved).unequal == 0
+    assert check_shared_rounds(founder, survivor, newcomer) > 0
     # The kernel ends a dead peer's helpers: soon, not at once.
-    assert crowd.wait(lambda: crowd.left_over() == [], 30), "no helper process outlives its peer"
+    wait_until(lambda: crowd.left_over() == [])

@@ -5,19 +5,21 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import forks
 import torch
+from waiting import PATIENCE_S, wait_until
 
+from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.checkpoint import load_latest
 from atomtrain.events import read_events
 
 Event = dict[str, Any]
 HELD_TRAIN = Path(__file__).with_name("held_train.py")
-_DEADLINE_S = 120.0
 NAMES = ["peer", "swarm", "layer", "slot", "anchor", "round", "token", "plan", "step", "light"]
 
 
@@ -44,7 +46,7 @@ class Trainer:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run to the end."""
-        return forks.run(self.command(*arguments), _DEADLINE_S)
+        return forks.run(self.command(*arguments), PATIENCE_S)
 
     def stopped(self, *arguments: str, at: tuple[str, int], number: int) -> tuple[Path, int]:
         """Run until the process stands still at `(kind, count)`, as `held_train` says; signal it.
@@ -58,18 +60,15 @@ class Trainer:
         command += self.command(*arguments)[3:]
         process = forks.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         try:
-            until_s = time.monotonic() + _DEADLINE_S
-            while not _stands_still(process.pid):
-                assert process.poll() is None, "it ended before it could be stopped"
-                assert time.monotonic() < until_s
-                time.sleep(0.01)
+            wait_until(lambda: _stands_still(process.pid))
+            assert process.poll() is None, "it ended before it could be stopped"
             process.send_signal(number)
             process.send_signal(signal.SIGCONT)
-            code = process.wait(_DEADLINE_S)
+            code = process.wait(PATIENCE_S)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
-                process.wait(_DEADLINE_S)
+                process.wait(PATIENCE_S)
         (folder,) = set(runs.glob("*/*")) - before
         return folder, code
 
@@ -78,6 +77,57 @@ def _stands_still(pid: int) -> bool:
     """Say whether a process is stopped, or has ended."""
     state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     return state in "TZ"
+
+
+def wait(crowd: Crowd, condition: Callable[[], bool]) -> None:
+    """Wait for something that must happen, while no peer that was not killed ends."""
+    all_there = lambda: all(peer.running or peer.killed for peer in crowd.peers)  # noqa: E731
+    told = lambda: [peer.last_words() for peer in crowd.peers]  # noqa: E731
+    assert crowd.wait(lambda: condition() or not all_there(), PATIENCE_S), told()
+    assert all_there(), told()
+
+
+def joined(crowd: Crowd, address: str) -> ChurnPeer:
+    """Return a new peer once it has joined, after as many tries as a starved machine takes."""
+    while not _has_joined(crowd, peer := crowd.start(address)):
+        assert any(text in peer.last_words() for text in _STOOD_STILL), peer.last_words()
+        assert len(crowd.peers) < _PEERS_MAX, peer.last_words()
+        peer.killed = True
+    return peer
+
+
+def _has_joined(crowd: Crowd, peer: ChurnPeer) -> bool:
+    """Wait until a peer has joined, or ended, and say whether it has joined."""
+    news = lambda: not peer.running or peer.of("run_started") != []  # noqa: E731
+    assert crowd.wait(news, PATIENCE_S), peer.last_words()
+    return peer.of("run_started") != []
+
+
+_STOOD_STILL = (
+    "no peer answers", "no peer of run", "network daemon", "did not get ready",
+    "could not be fetched", "membership records",
+)  # fmt: skip
+"""Parts of what a peer is told if others, or itself, stood still for too long."""
+_PEERS_MAX = 20
+
+
+def interrupt(crowd: Crowd, *peers: ChurnPeer) -> None:
+    """Have these, which are all that run, save and leave."""
+    assert crowd.interrupt(PATIENCE_S) == [*peers], [peer.last_words() for peer in crowd.peers]
+
+
+def check_shared_rounds(*peers: ChurnPeer) -> int:
+    """Check that peers hold the same after each round of several; return how many they share.
+
+    Of equal versions alone nothing follows: a peer that sees nobody for a moment goes on by itself.
+    """
+    made: dict[tuple[int, int, int], list[str]] = defaultdict(list)
+    for peer in peers:
+        for event in peer.of("round"):
+            if event["outcome"] in ("averaged", "partial") and event["contributors"] > 1:
+                made[event["round"], event["fragment"], event["version"]].append(event["digest"])
+    assert all(len(set(digests)) == 1 for digests in made.values()), made
+    return sum(len(digests) > 1 for digests in made.values())
 
 
 def events_of(folder: Path, kind: str) -> list[Event]:

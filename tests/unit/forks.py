@@ -86,7 +86,7 @@ class _Nursery:
                 [sys.executable, __file__, str(other.fileno()), str(self.owner)],
                 pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL, process_group=0,
             )  # fmt: skip
-        self._connection.settimeout(120.0)
+        self._connection.settimeout(600.0)
 
     def fork(self, order: dict[str, Any], files: list[int]) -> int:
         """Start a program with `files` as its standard ones; return its process id."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from atomtrain.benchmarks.churn_check import (
     compare_checkpoints,
@@ -26,7 +27,7 @@ from atomtrain.checkpoint import save
 def process() -> subprocess.Popen[bytes]:
     """Any process that has ended."""
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    ended.wait(120)
+    ended.wait(PATIENCE_S)
     return ended
 
 

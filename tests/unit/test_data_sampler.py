@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import PATIENCE_S
 
 from atomtrain.data import Sampler, SamplerConfig, held_out_batches
 from atomtrain.errors import DataError
@@ -87,7 +88,7 @@ def test_the_order_is_the_same_in_another_process_and_for_ever() -> None:
         "print([int(r[0]) for p in range(2) for r in s.batch(p).inputs])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert done.stdout.strip() == str(EXPECTED_FIRST)
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from waiting import PATIENCE_S
 
 from atomtrain.errors import ConfigError
 from atomtrain.events import EventLog
@@ -323,7 +324,7 @@ def test_listener_and_threads() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=PATIENCE_S)
         lines = stream.getvalue().splitlines()
     assert len(lines) == 200
     assert all(re.fullmatch(r"\S+ peer-\d step \d+/50", line) for line in lines)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from doc_commands import PAGES, ROOT, Shown, shown_commands
+from waiting import PATIENCE_S
 
 from atomtrain.cli import commands_page
 from atomtrain.cli.completion import SHELLS
@@ -84,7 +85,7 @@ def test_shells_complete_commands_and_options(
             text += f"COMP_WORDS=(atom {line}); COMP_CWORD={len(line.split())}; _atom\n"
             text += 'echo "${COMPREPLY[*]}"\n'
         done = subprocess.run(
-            ["bash", "-c", text], capture_output=True, text=True, timeout=120, check=True
+            ["bash", "-c", text], capture_output=True, text=True, timeout=PATIENCE_S, check=True
         )
         assert dict(zip(lines, done.stdout.split("\n"), strict=False)) == lines
         assert done.stderr == ""
@@ -100,7 +101,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)],
-            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
             env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1", "HOME": str(tmp_path)},
         )  # fmt: skip
     finally:

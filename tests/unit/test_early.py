@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from atomtrain.benchmarks.mistakes import MISTAKES, make
 from atomtrain.errors import AtomError
@@ -39,7 +40,7 @@ def test_nothing_heavy_is_imported() -> None:
         "print(sorted({'torch', 'numpy', 'hivemind', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, __file__], capture_output=True, text=True, timeout=200,
+        [sys.executable, "-c", code, __file__], capture_output=True, text=True, timeout=PATIENCE_S,
         check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import PATIENCE_S
 
 from atomtrain.events import Event, EventLog, read_events
 
@@ -123,7 +124,7 @@ def test_threads_never_interleave_their_lines(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=PATIENCE_S)
     log.close()
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert written == heard

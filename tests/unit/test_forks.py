@@ -10,6 +10,7 @@ from pathlib import Path
 
 import forks
 import pytest
+from waiting import PATIENCE_S
 
 TELL = """
 import os, sys
@@ -30,14 +31,14 @@ def test_a_fork_is_told_what_a_start_is(how: str, tmp_path: Path) -> None:
             command, cwd=tmp_path, env={**os.environ, "TOLD": "yes"}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ) as process:  # fmt: skip
-            said.append((*process.communicate("asked", timeout=120), process.returncode))
+            said.append((*process.communicate("asked", timeout=PATIENCE_S), process.returncode))
     assert said[0] == said[1]
     assert said[0] == (f"__main__ ['a', '--b'] {tmp_path} yes asked\n", "and this\n", 0)
 
 
 def test_its_end_is_seen_here() -> None:
     for code, expected in ENDS.items():
-        done = forks.run([sys.executable, "-c", f"import os, sys\n{code}"], 120)
+        done = forks.run([sys.executable, "-c", f"import os, sys\n{code}"], PATIENCE_S)
         assert done.returncode == expected, code
         assert ("Traceback" in done.stderr) is (code == "1 / 0")
     waiting = forks.Popen(
@@ -50,4 +51,4 @@ def test_its_end_is_seen_here() -> None:
         assert os.getpgid(waiting.pid) == waiting.pid
         assert waiting.poll() is None
         waiting.send_signal(signal.SIGKILL)
-        assert waiting.wait(120) == -signal.SIGKILL
+        assert waiting.wait(PATIENCE_S) == -signal.SIGKILL

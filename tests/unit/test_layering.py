@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 import atomtrain
 
@@ -106,7 +107,7 @@ def test_importing_the_package_is_cheap_and_leaves_torch_alone() -> None:
         " sorted({'torch', 'numpy', 'hivemind'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     count, loaded = done.stdout.split(" ", 1)
     assert loaded.strip() == "[]"

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
+from waiting import PATIENCE_S
 
 from atomtrain.errors import ConfigError
 from atomtrain.events import EventLog
@@ -97,11 +98,11 @@ def test_prometheus_reads_the_newest_values(tmp_path: Path) -> None:
         exposition.write(1, {"loss": 3.0, "tokens_total": 5.0})
         exposition.write(2, {"loss": math.nan})
         address = f"http://127.0.0.1:{exposition.port}"
-        with urllib.request.urlopen(f"{address}/metrics", timeout=120) as answer:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=PATIENCE_S) as answer:
             text = answer.read().decode()
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         with pytest.raises(HTTPError) as caught:
-            urllib.request.urlopen(f"{address}/other", timeout=120)
+            urllib.request.urlopen(f"{address}/other", timeout=PATIENCE_S)
         caught.value.close()
     finally:
         exposition.close()
@@ -135,7 +136,7 @@ class Recorder:
         self.fails = self.closed = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.go.wait(120)
+        self.go.wait(PATIENCE_S)
         if self.fails:
             raise OSError("the disk is full")
         self.written.append((step, dict(values)))

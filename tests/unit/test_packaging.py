@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 NEEDED = (
@@ -28,7 +29,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
-        cwd=ROOT, capture_output=True, timeout=120, check=True,
+        cwd=ROOT, capture_output=True, timeout=PATIENCE_S, check=True,
     )  # fmt: skip
     return folder
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from test_profile import EXAMPLE, parts, small_gpt
+from waiting import PATIENCE_S
 
 from atomtrain.analysis import LayerTime
 from atomtrain.errors import ConfigError
@@ -282,7 +283,7 @@ def test_of_processes_that_start_together_one_measures(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(PATIENCE_S)
         assert process.exitcode == 0
     assert len(log.read_text().splitlines()) == 1
     assert ProfileCache(tmp_path, KEY).machine(5, 6) == MACHINE

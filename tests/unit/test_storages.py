@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
+from waiting import PATIENCE_S
 
 from atomtrain.analysis.storages import StorageTracker, is_dense
 
@@ -100,7 +101,7 @@ def test_a_storage_freed_by_another_thread_is_released() -> None:
         held = [floats()]
         thread = threading.Thread(target=held.clear)
         thread.start()
-        thread.join(timeout=120)
+        thread.join(timeout=PATIENCE_S)
         assert tracker.live_bytes == 0
 
 
@@ -112,7 +113,7 @@ def test_many_threads_that_free_at_once_leave_nothing() -> None:
             thread.start()
         own = [floats(5) for _ in range(2000)]
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=PATIENCE_S)
         assert tracker.live_bytes == 2000 * 20
         del own
         assert tracker.live_bytes == 0
@@ -143,7 +144,7 @@ def test_other_threads_are_not_counted() -> None:
     with StorageTracker() as tracker:
         thread = threading.Thread(target=lambda: held.append(floats()))
         thread.start()
-        thread.join(timeout=120)
+        thread.join(timeout=PATIENCE_S)
         assert len(held) == 1
         assert tracker.peak_bytes == 0
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 
 import pytest
+from waiting import PATIENCE_S
 
 from atomtrain.errors import StreamError
 from atomtrain.swapping import streams
@@ -31,7 +32,7 @@ def test_a_job_starts_only_after_what_it_waits_for() -> None:
     order: list[str] = []
 
     def slow() -> None:
-        assert gate.wait(60)
+        assert gate.wait(PATIENCE_S)
         order.append("slow")
 
     before = first.submit(slow)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_models import mlp, square, swap
 from torch import Tensor, nn
+from waiting import PATIENCE_S
 
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.slots import Slots
@@ -55,7 +56,7 @@ def test_a_fragment_waits_for_every_update_that_it_overlaps() -> None:
 
     def inject(stream: str) -> None:
         if stream == "update":
-            assert gate.wait(120)
+            assert gate.wait(PATIENCE_S)
 
     with swap(mlp(), X, loss=square, segments=3, inject=inject) as engine:
         engine.step([X])
