@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -9,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-# No deadline that a busy machine might miss, and the same examples each time.
-settings.register_profile(
-    "atom", deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
-settings.load_profile("atom")
+if importlib.util.find_spec("hypothesis") is not None:  # tests of GPUs do without
+    from hypothesis import HealthCheck, settings
+
+    # No deadline that a busy machine might miss, and the same examples each time.
+    settings.register_profile(
+        "atom", deadline=None, derandomize=True, database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )  # fmt: skip
+    settings.load_profile("atom")
 sys.path.insert(0, str(Path(__file__).parent / "unit"))
 
 
