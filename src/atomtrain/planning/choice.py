@@ -91,7 +91,7 @@ class _Solvers:
             yield _Task(self._optimum.bound_s(loosest), best)
         if self._mixed is not None:
             sizes = space.slot_sizes_within(family, device_bytes)
-            bound_s = self._mixed.bound_s(self._mixed.rooms.turn(sizes, device_bytes))
+            bound_s = self._mixed.bound_s(self._mixed.rooms.room(sizes, device_bytes))
             best = functools.partial(self._mixed.best, sizes, device_bytes)
             yield _Task(bound_s, best)
 

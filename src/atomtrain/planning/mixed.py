@@ -33,7 +33,7 @@ from atomtrain.planning.rest import Rest
 from atomtrain.planning.room import CHOICES, KEEP, OFFLOAD, RECOMPUTE, Room, Rooms, Saving
 from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Activation, Shape
-from atomtrain.planning.space import Bytes, Family, Space
+from atomtrain.planning.space import Family, Space
 from atomtrain.planning.tables import VisitTable
 from atomtrain.planning.ways import ABOVE, AHEAD, ROOM, Pending, Ways, Whole, add, best_of
 
@@ -71,9 +71,9 @@ class Mixed:
         self._most_load_s = np.zeros(self._layers + 1)
         self._saving = Saving(space, self.rooms.offloads)
 
-    def bound_s(self, turn: Bytes) -> float:
-        """Return a time below which no plan can be to whose turns so much room is left."""
-        starts = np.flatnonzero(turn >= 0)
+    def bound_s(self, room: Room) -> float:
+        """Return a time below which no plan with this room can be."""
+        starts = np.flatnonzero(room.turn >= 0)
         if not starts.size:
             return np.inf
         # A range loaded at once takes no longer than in parts.
@@ -81,8 +81,8 @@ class Mixed:
         loads = loads + self._forward("recompute").loading_s[0, starts]
         ahead = self._ahead_s[starts]
         back = self._least_s[starts] - ahead + self._back_s[-1] - self._back_s[starts]
-        again = self._saving.again_s(self._recomputed_s[starts], turn[starts])
-        compute = self._saving.least_s(ahead, back, again)
+        again, most = self._saving.possible_s(self._recomputed_s, room, self.rooms)
+        compute = self._saving.least_s(ahead, back, again[starts], most[starts])
         alone = np.zeros_like(loads)
         if not self._overlap:
             alone = loads + self._backward("recompute", load=True).loading_s[0, starts]
@@ -91,23 +91,34 @@ class Mixed:
         return float(np.maximum(compute + alone, loads).min())
 
     def best(
-        self, slot_sizes: Sequence[int], device_bytes: int, below_s: float = np.inf
+        self,
+        slot_sizes: Sequence[int],
+        device_bytes: int,
+        below_s: float = np.inf,
+        loose: Found | None = None,
     ) -> Found | None:
         """Return the fastest plan within a limit of device memory with slots of one of these
         sizes, or `None` if none is faster than `below_s`.
 
         First as if a slot were as large as the largest and took no more than the smallest: what is
-        found is the best if it fits. If not, the sizes are halved.
+        found is the best if it fits. If not, the sizes are halved. `loose` is what would be found
+        so, if that is known.
         """
-        if self.bound_s(self.rooms.turn(slot_sizes, device_bytes)) >= below_s:
+        room = self.rooms.room(slot_sizes, device_bytes)
+        if self.bound_s(room) >= below_s:
             return None
-        found = self._best(self.rooms.room(slot_sizes, device_bytes), below_s)
+        found = loose if loose is not None else self._best(room, below_s)
         if found is None or self._space.memory.device_bytes(found.shape) <= device_bytes:
             return found
         assert len(slot_sizes) > 1
         middle, best = len(slot_sizes) // 2, None
-        for some in (slot_sizes[:middle], slot_sizes[middle:]):
-            better = self.best(some, device_bytes, below_s)
+        # A plan of smaller segments is the best of them too.
+        small = self._space.memory.sizes(found.shape).slot_bytes <= slot_sizes[middle - 1]
+        for some, known in (
+            (slot_sizes[:middle], found if small else None),
+            (slot_sizes[middle:], None),
+        ):
+            better = self.best(some, device_bytes, below_s, known)
             if better is not None:
                 best, below_s = better, better.step_s
         return best

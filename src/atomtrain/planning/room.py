@@ -35,10 +35,10 @@ class Saving:
         count, machine = space.memory.micro_batches, space.costing.machine
         forward_s = np.array(space.costing.layer_forward_s)
         n_bytes = np.array([float(count * n) for n in space.memory.saved.inner_bytes])
+        self._forward_s, self._n_bytes = forward_s, n_bytes
         # As if layers could be kept in part: those first that save most seconds a byte.
-        order = np.argsort(n_bytes / np.maximum(forward_s, 1e-30))
-        self._kept_bytes = np.concatenate(([0.0], np.cumsum(n_bytes[order])))
-        self._kept_s = np.concatenate(([0.0], np.cumsum(forward_s[order])))
+        self._order = np.argsort(n_bytes / np.maximum(forward_s, 1e-30))
+        self._kept_bytes, self._kept_s = self._saved(self._order)
         busy = forward_s > 0
         sent = np.array([float(count * n) for n in space.memory.saved.inner_sent_bytes])
         density = float((sent[busy] / forward_s[busy]).min(initial=np.inf))
@@ -51,9 +51,31 @@ class Saving:
         again: Array = recomputed_s - np.interp(room, self._kept_bytes, self._kept_s)
         return np.maximum(again, 0.0)
 
-    def least_s(self, ahead_s: Array, back_s: Array, again: Array) -> Array:
+    def possible_s(self, recomputed_s: Array, room: Room, rooms: Rooms) -> tuple[Array, Array]:
+        """Return how much recomputing is left at least below each cut, without offloading, and how
+        much of that offloading may save.
+
+        Only layers count that are in some segment for which there is room. `recomputed_s` is all
+        recomputing below each cut, `[cut]`.
+        """
+        keepable = (room.segments[KEEP] >= 0) & (rooms.kept <= room.turn.max(initial=-1.0))
+        order = self._order[_inside(keepable)[self._order]]
+        again_s = recomputed_s - np.interp(room.turn, *self._saved(order))
+        again_s = np.maximum(again_s, 0.0)
+        sendable = _inside(room.segments[OFFLOAD] >= rooms.window_bytes)
+        sent_s = np.concatenate(([0.0], np.cumsum(self._forward_s * sendable)))
+        return again_s, np.minimum(again_s, sent_s)
+
+    def _saved(self, order: NDArray[np.intp]) -> tuple[Array, Array]:
+        """Return bytes that are kept and seconds that they save, of more and more layers."""
+        return (
+            np.concatenate(([0.0], np.cumsum(self._n_bytes[order]))),
+            np.concatenate(([0.0], np.cumsum(self._forward_s[order]))),
+        )
+
+    def least_s(self, ahead_s: Array, back_s: Array, again: Array, most: Array) -> Array:
         """Return a time below which no step can be, with this much compute in forward below the
-        turn, in all the rest, and in recomputing what is not offloaded."""
+        turn, in all the rest, and in recomputing, of which offloading saves so much at most."""
         least: Array = ahead_s + back_s + again
         if not np.isfinite(self._out_s):
             return least
@@ -61,12 +83,19 @@ class Saving:
         # ways is convex in it, so it is least where a way's bound changes, or at an end.
         covered = ahead_s / self._out_s if self._out_s else again
         balanced = (back_s + again) / (1 + self._in_s)
-        for at in (covered, balanced, again):
-            moved = np.clip(at, 0.0, again)
+        for at in (covered, balanced, most):
+            moved = np.clip(at, 0.0, most)
             forward = np.maximum(ahead_s, moved * self._out_s)
             backward = np.maximum(back_s + again - moved, moved * self._in_s)
             least = np.minimum(least, forward + backward)
         return least
+
+
+def _inside(segments: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which layers are in any of the marked segments, `[start, stop]`."""
+    begun = np.logical_or.accumulate(segments, axis=0)
+    inside: NDArray[np.bool_] = np.any(np.triu(begun, 1)[:-1], axis=1)
+    return inside
 
 
 class Reach:
