@@ -109,6 +109,26 @@ class Rotating(nn.Module):
         return out
 
 
+class Chains(nn.Module):
+    """Sixty cheap operations one after the other, each on what is before it twice: nothing of it
+    saved, or everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        alone = gated = F.layer_norm(value, (WIDTH,))
+        for _ in range(30):
+            alone = (alone + alone) * 0.5
+            gated = gated * (1.5 * gated).sigmoid()
+        for _ in range(14):
+            value = (value + value) * 0.5
+        out: Tensor = self.first(alone) + self.second(gated) + self.out(value)
+        return out
+
+
 def model() -> nn.Module:
     return nn.Sequential(
         ByHand(), nn.LayerNorm(WIDTH), nn.GELU(), Turned(), Overwriting(), Results(), nn.SiLU(),
@@ -133,6 +153,14 @@ def test_bits_of_memory_that_is_seen_in_two_types(monkeypatch: pytest.MonkeyPatc
     use_shape(monkeypatch, shape)
     network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Rotating(), nn.Linear(WIDTH, 3))
     steps = [pairs([6, 6], WIDTH) for _ in range(2)]
+    check(network, steps, loss_of=sequential_loss, loss=regression)
+
+
+def test_bits_of_long_chains_of_cheap_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape((0, 1, 2), (0, 1, 2, 3), 2, 1, activations=("offload", "offload", "recompute"))
+    use_shape(monkeypatch, shape)
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Chains(), nn.Linear(WIDTH, 3))
+    steps = [pairs([6, 5], WIDTH) for _ in range(2)]
     check(network, steps, loss_of=sequential_loss, loss=regression)
 
 

@@ -11,7 +11,8 @@ whoever packs saved tensors says how an argument will be found again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,9 @@ CHEAP = frozenset(
 )
 """Operations that draw nothing, read and write each element a few times, and whose results depend
 on their arguments alone."""
+_DEEPEST = 32
+"""So many cheap operations may come one after the other between what is saved and what is made
+again: they pass over memory some 100 times, which takes about as long as the link both ways."""
 
 Find = Callable[[Tensor], Any]
 """Returns what stands for an argument until backward, or `None` if it will not be there."""
@@ -76,43 +80,90 @@ class Standing(NamedTuple):
 class Making:
     """An operation that backward does again, and its results while they are in use."""
 
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        """`args` and `kwargs` hold a `Standing` for each tensor."""
+    def __init__(self, func: Any, args: Any, kwargs: Any, standing: list[Any], depth: int) -> None:
+        """Take note of an operation.
+
+        Args:
+            func: What is done.
+            args: Its arguments, a `Standing` for each tensor.
+            kwargs: The same by name.
+            standing: What stands for each of the tensors, in their order.
+            depth: How many operations come one after the other, this one included.
+        """
         self._func, self._args, self._kwargs = func, args, kwargs
+        self._steps = [one for one in standing if isinstance(one, _Step)]
+        self._saved = [one for one in standing if not isinstance(one, _Step)]
+        self.depth = depth
         self._results: dict[int, Tensor] = {}
         self.needed: set[int] = set()
         """Positions of the results that are still to be used."""
 
     def arguments(self) -> list[Any]:
         """Return what stands for the saved tensors from which everything begins."""
-        found: list[Any] = []
-
-        def add(packed: Any) -> None:
-            if isinstance(packed, _Step):
-                found.extend(packed.making.arguments())
-            else:
-                found.append(packed)
-
-        _replaced((self._args, self._kwargs), add)
-        return found
+        order: dict[Making, None] = {}
+        self._add_to(order)
+        return [packed for making in order for packed in making._saved]
 
     def result(self, index: int, unpack: Unpack) -> Tensor:
-        """Return one of the results; all that are needed are made together."""
-        if index not in self._results:
+        """Return one of the results; all that are needed are made together.
 
-            def argument(packed: Any) -> Tensor:
-                return packed.made(unpack) if isinstance(packed, _Step) else unpack(packed)
+        What leads to it is made once each, however many ways lead from it to the result, and is
+        let go of after its last use.
+        """
+        if index in self._results:
+            return self._results[index]
+        order: dict[Making, None] = {}
+        made: dict[_Result, Tensor] = {}
+        self._add_to(order, made)
+        uses = Counter(step.result for making in order for step in making._steps)
+        uses[self, index] += 1
 
-            args, kwargs = _replaced((self._args, self._kwargs), argument)
-            made = self._func(*args, **kwargs)
-            made = made if isinstance(made, tuple) else (made,)
-            self._results = {i: made[i] for i in {*self.needed, index}}
-        return self._results[index]
+        def argument(packed: Any) -> Tensor:
+            if not isinstance(packed, _Step):
+                return unpack(packed)
+            view = made[packed.result].as_strided(packed.size, packed.stride, packed.offset)
+            uses[packed.result] -= 1
+            if not uses[packed.result]:
+                del made[packed.result]
+            return view
+
+        for making in order:
+            made.update(making._run(argument, uses))
+        return made[self, index]
 
     def drop(self, index: int) -> None:
         """Let go of a result that nobody will use any more."""
         self.needed.discard(index)
         self._results.pop(index, None)
+
+    def _add_to(
+        self, order: dict[Making, None], there: dict[_Result, Tensor] | None = None
+    ) -> None:
+        """Add this operation, and before it those that lead to it, each once.
+
+        With `there` results that are there already are added to it, and what leads to them is not.
+        """
+        for step in self._steps:
+            whole = step.making._results.get(step.position)
+            if there is not None and whole is not None:
+                there[step.result] = whole
+            elif step.making not in order:
+                step.making._add_to(order, there)
+        order[self] = None
+
+    def _run(
+        self, argument: Callable[[Any], Tensor], uses: Mapping[_Result, int]
+    ) -> dict[_Result, Tensor]:
+        """Do the operation; return the results that have uses. Those that are needed are kept."""
+        args, kwargs = _replaced((self._args, self._kwargs), argument)
+        made = self._func(*args, **kwargs)
+        made = made if isinstance(made, tuple) else (made,)
+        self._results.update((index, made[index]) for index in self.needed)
+        return {(self, i): one for i, one in enumerate(made) if uses.get((self, i))}
+
+
+_Result = tuple[Making, int]
+"""An operation, and the position of one of its results."""
 
 
 class _Step(NamedTuple):
@@ -124,12 +175,10 @@ class _Step(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
 
-    def made(self, unpack: Unpack) -> Tensor:
-        """Return it, made again."""
-        made = self.making.result(self.position, unpack)
-        if self.position not in self.making.needed:
-            self.making.drop(self.position)
-        return made.as_strided(self.size, self.stride, self.offset)
+    @property
+    def result(self) -> _Result:
+        """Of which operation it is, and its position there."""
+        return self.making, self.position
 
 
 class _Note(NamedTuple):
@@ -201,27 +250,30 @@ class Recipes(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        complete = True
+        complete, depth = True, 1
+        found: list[Any] = []
 
         def standing(tensor: Tensor) -> Standing:
-            nonlocal complete
-            packed = self._stands_for(tensor) if complete else None
-            complete = packed is not None
-            return Standing(packed)
+            nonlocal complete, depth
+            if complete:
+                note = self._notes.get(tensor)
+                depth = depth if note is None else max(depth, note.making.depth + 1)
+                found.append(self._stands_for(tensor, note))
+                complete = found[-1] is not None and depth <= _DEEPEST
+            return Standing(found[-1])
 
         packed_args, packed_kwargs = _replaced((args, kwargs), standing, Tensor)
         if not complete:
             return
-        making = Making(func, packed_args, packed_kwargs)
+        making = Making(func, packed_args, packed_kwargs, found, depth)
         for index, made in enumerate(result if isinstance(result, tuple) else (result,)):
             if isinstance(made, Tensor):
                 self._notes.put(made, _Note(making, index, made.dtype))
 
-    def _stands_for(self, tensor: Tensor) -> Any:
+    def _stands_for(self, tensor: Tensor, note: _Note | None) -> Any:
         packed = self._find(tensor)
         if packed is not None:
             return packed
-        note = self._notes.get(tensor)
         if note is None or note.dtype != tensor.dtype:
             return None
         offset, stride = int(tensor.storage_offset()), tensor.stride()

@@ -257,11 +257,9 @@ class Parcel:
 
     def _note(self, storage: _Storage | Remade) -> None:
         """Note what is needed where backward uses a storage."""
-        if isinstance(storage, _Storage):
-            self._packed.append(storage)
-        else:
-            for argument in _arguments(storage):
-                self._note(argument)
+        needed: dict[_Storage | Remade, None] = {}
+        _add_needed(storage, needed)
+        self._packed.extend(one for one in reversed(needed) if isinstance(one, _Storage))
 
     def _release(self, storage: _Storage | Remade) -> None:
         """Free on the device what nobody uses any more, and bring the next."""
@@ -271,6 +269,15 @@ class Parcel:
             for argument in _arguments(storage):
                 argument.users -= 1
                 self._release(argument)
+
+
+def _add_needed(storage: _Storage | Remade, needed: dict[_Storage | Remade, None]) -> None:
+    """Add a storage and all that it is made from, each once, last ones first."""
+    if storage not in needed:
+        needed[storage] = None
+        if isinstance(storage, Remade):
+            for argument in reversed(_arguments(storage)):
+                _add_needed(argument, needed)
 
 
 def _arguments(remade: Remade) -> list[_Storage | Remade]:
