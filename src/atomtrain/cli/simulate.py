@@ -30,7 +30,7 @@ _EXAMPLES = """\
   atom simulate gpt3-13b --gpu rtx-4090 --peers 64 --link 100Mbit/s --round-trip 0.05
   atom simulate gpt3-6.7b --gpu a100-40gb --peers 1000 --precision bf16 --json
   atom simulate gpt3-xl --peers 10000 --link 100Mbit/s --wire int4 --rounds 1000
-  atom simulate gpt3-small --here --peers 4 --link 10Mbit/s"""
+  atom simulate tiny --here --peers 4 --link 10Mbit/s"""
 
 
 @dataclass(frozen=True, kw_only=True)
