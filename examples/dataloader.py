@@ -18,7 +18,7 @@ def loss_of(output: Tensor, batch: list[Tensor]) -> Tensor:
 
 def main() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(256, 256), nn.ReLU())],
+    model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(256, 256), nn.Tanh())],
                           nn.Linear(256, 4))  # fmt: skip
     rows = torch.randn(512, 256)
     classes = rows[:, :4].argmax(1)
