@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -12,9 +13,20 @@ from torch import nn
 from atomtrain.analysis import chain_of
 from atomtrain.cli.main import main
 from atomtrain.errors import ConfigError
-from atomtrain.planning.prospect import Workload
+from atomtrain.planning.advice import Setting
+from atomtrain.planning.catalogue import gpu, machine_for
+from atomtrain.planning.prospect import Prospect, Workload
 from atomtrain.planning.several import share_of, shared_updates
 from atomtrain.planning.updating import two_moments
+from atomtrain.reporting.report import forecaster
+from atomtrain.reporting.subject import Subject, subject
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Subject:
+    return subject("tiny", 64)
 
 
 @pytest.mark.parametrize(("count", "devices", "share"), [(1, 4, 1), (5, 2, 3), (6, 3, 2)])
@@ -33,6 +45,41 @@ def test_further_devices_take_memory_and_time_of_the_host() -> None:
     # Twice 12 bytes moved for a gradient of 4, against 28 for the update itself.
     assert three.host_work == pytest.approx(alone.host_work * (1 + 24 / 28))
     assert three.device_scratch_bytes is None
+
+
+def with_disk(tiny: Subject, bytes_per_s: float) -> Prospect:
+    """Return what two devices would do with moments on a disk of such a rate."""
+    card = gpu("rtx-3090")
+    machine = dataclasses.replace(
+        machine_for(card, GIB),
+        storage_read_bytes_per_s=bytes_per_s,
+        storage_write_bytes_per_s=bytes_per_s,
+    )
+    workload = Workload(
+        context_tokens=64, micro_batch=1, devices=2, disk=True, on_disk="moments", clips=True
+    )
+    return forecaster(tiny)(Setting(machine=machine, workload=workload, card=card))
+
+
+def test_further_gradients_count_once_where_a_disk_asks_for_more_tokens(tiny: Subject) -> None:
+    fast, slow = with_disk(tiny, 1e12), with_disk(tiny, 1e8)
+    assert slow.tokens_per_step > fast.tokens_per_step
+    # The plan for more tokens is that for so many tokens from the start.
+    workload = Workload(
+        context_tokens=64,
+        micro_batch=1,
+        tokens_per_step=slow.tokens_per_step,
+        devices=2,
+        disk=True,
+        on_disk="moments",
+        clips=True,
+    )
+    setting = Setting(machine=slow.machine, workload=workload, card=gpu("rtx-3090"))
+    again = forecaster(tiny)(setting)
+    assert again.plan == slow.plan
+    assert again.analysis.updates is not None
+    assert slow.analysis.updates is not None
+    assert again.analysis.updates.scratch_bytes == slow.analysis.updates.scratch_bytes
 
 
 def plan(capsys: pytest.CaptureFixture[str], *more: str) -> Any:
