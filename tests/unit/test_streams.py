@@ -92,16 +92,26 @@ def test_close_finishes_the_queue_and_ends_the_thread() -> None:
     assert not stream._thread.is_alive()
 
 
-def test_a_job_that_is_over_keeps_nothing_alive() -> None:
+def test_a_job_is_let_go_before_its_event_says_that_it_is_done() -> None:
     class Thing:
         pass
 
-    stream, thing = Stream("save"), Thing()
+    class Watched(Stream):
+        def _new_event(self) -> Event:
+            return Watching()
+
+    class Watching(Event):
+        def finish(self, error: BaseException | None = None) -> None:
+            then.append(alive())
+            super().finish(error)
+
+    then: list[Thing | None] = []
+    stream, thing = Watched("save"), Thing()
     alive = weakref.ref(thing)
-    stream.submit(lambda kept=thing: None)
+    event = stream.submit(lambda kept=thing: None)
     del thing
-    stream.submit(lambda: None).wait()
-    assert alive() is None
+    event.wait()
+    assert then == [None]
     stream.close()
 
 

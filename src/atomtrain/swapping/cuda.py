@@ -103,7 +103,6 @@ class _CudaStream(Stream):
                 self._inject(self.name)
             job()
             event.recorded.record(self._cuda)
-        event.finish()
 
 
 def _order(event: Event, stream: torch.cuda.Stream) -> None:

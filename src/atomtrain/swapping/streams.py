@@ -123,26 +123,30 @@ class Stream:
         return record.host_now()
 
     def _run(self, job: Job, after: Sequence[Event], event: Event) -> None:
-        """Do one job; subclasses order it on a device stream instead of waiting."""
+        """Do one job, whose event finishes after it; subclasses order it on a device stream instead
+        of waiting."""
         for earlier in after:
             earlier.wait()
         if self._inject is not None:
             self._inject(self.name)
         job()
-        event.finish()
 
     def _loop(self) -> None:
         while (item := self._jobs.get()) is not None:
+            event = item[2]
+            failed: BaseException | None = None
             try:
                 self._run(*item)
             except StreamError as error:
                 # An earlier job's. A traceback through this one would keep its tensors alive.
-                item[2].finish(error.with_traceback(None))
+                failed = error.with_traceback(None)
             except BaseException as error:  # noqa: BLE001  the waiting thread raises it
-                item[2].finish(error)
-            # The job may hold the last reference to a device tensor: free it now, not at the
-            # next job.
+                failed = error
+            # The job may hold the last reference to a device tensor, and whoever waits for its
+            # event counts on that memory.
             del item
+            event.finish(failed)
+            del event, failed
 
 
 class Wait:
