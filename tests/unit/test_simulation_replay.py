@@ -7,24 +7,13 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipeline_works import work
 
 from atomtrain.errors import ConfigError
-from atomtrain.simulation.pipeline import PipelineLink, PipelineWork, simulate_step
+from atomtrain.simulation.pipeline import PipelineLink, simulate_step
 from atomtrain.simulation.replay import replay
 
 FREE = PipelineLink(bits_per_s=math.inf)
-
-
-def work(ranks: int = 2, chunks: int = 1, **changes: object) -> PipelineWork:
-    fields: dict[str, object] = {
-        "ranks": ranks,
-        "forward_s": [1.0] * (ranks * chunks),
-        "backward_s": [2.0] * (ranks * chunks),
-        "micro_batches": 8,
-        "in_flight": ranks,
-        "boundary_bytes": 0,
-    }
-    return PipelineWork(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 @given(
