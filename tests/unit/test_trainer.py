@@ -104,6 +104,59 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
+def test_a_named_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    with trainer(tmp_path / "whole") as whole:
+        whole.train()
+    eighth = tmp_path / "whole" / "checkpoints" / "step-00000008"
+    with trainer(tmp_path / "other") as other:
+        assert other.train(resume_from_checkpoint=str(eighth)).losses == whole.history.losses
+        assert other.evaluate() == {"eval_loss": whole.history.evaluations[-1][1]}
+    with trainer(tmp_path / "none") as lost, pytest.raises(CheckpointError, match="not a folder"):
+        lost.train(resume_from_checkpoint=tmp_path / "missing")
+
+
+class Words(nn.Module):
+    """A language model of one table; its loss is to say each token again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        losses = nn.functional.cross_entropy(
+            self.table(input_ids).flatten(0, 1), input_ids.flatten(), reduction="none"
+        )
+        return {"loss": (losses * attention_mask.flatten()).sum() / attention_mask.sum()}
+
+
+def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": torch.arange(4), "attention_mask": torch.tensor([1, 1, 1, row % 2])}
+        for row in range(16)
+    ]
+    arguments = TrainerArguments(output_dir=tmp_path, micro_batch=8, micro_batches=2, epochs=2)
+    with Trainer(Words(), arguments, rows, **DEVICE) as first:
+        history = first.train()
+        assert history.global_step == 2
+        assert history.training_loss == sum(history.losses) / 2
+    arguments = dataclasses.replace(arguments, epochs=3)
+    with Trainer(Words(), arguments, rows, **DEVICE) as second:
+        second.train(resume_from_checkpoint=True)
+        assert second.course.tokens == 3 * 56
+    steps = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "step"]
+    assert [(step["tokens"], step["tokens_total"]) for step in steps] == [
+        (56, 56), (56, 112), (56, 168),
+    ]  # fmt: skip
+    assert all(step["tokens_per_s"] == step["tokens"] / step["step_s"] for step in steps)
+
+
+def test_samples_without_tokens_count_none(tmp_path: Path) -> None:
+    with trainer(tmp_path) as made:
+        made.train()
+    steps = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "step"]
+    assert not any("tokens_per_s" in step for step in steps)
+
+
 def test_a_loop_of_ones_own_gives_the_same_bits(tmp_path: Path) -> None:
     made = Trainer(
         net(), TrainerArguments(output_dir=tmp_path, micro_batch=8, schedule="constant",

@@ -24,6 +24,8 @@ class Course:
     """Of the whole training."""
     epoch: float = 0.0
     """Passes over the data, with fractions."""
+    tokens: int = 0
+    """Trained on so far; stays 0 where micro-batches have no `input_ids`."""
     losses: list[float] = field(default_factory=list)
     """Of each step, in nats per token for a language model."""
     evaluations: list[tuple[int, float]] = field(default_factory=list)

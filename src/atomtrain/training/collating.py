@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,25 @@ def only(sample: Any, names: frozenset[str]) -> Any:
     if not isinstance(sample, Mapping):
         return sample
     return {name: value for name, value in sample.items() if name in names}
+
+
+def tokens_in(batches: Iterable[Any]) -> int | None:
+    """Return how many tokens micro-batches have, padding not counted; `None` without any.
+
+    Args:
+        batches: Mappings with `input_ids`, shaped (samples, context), and perhaps an
+            `attention_mask` of that shape, in which padding is 0; others have no tokens.
+    """
+    tokens = 0
+    for batch in batches:
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
+            return None
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            tokens += int(mask.count_nonzero())
+        else:
+            tokens += ids.numel()
+    return tokens
 
 
 def names_in_forward(model: nn.Module) -> frozenset[str]:

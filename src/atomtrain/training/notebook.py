@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import math
 from collections.abc import Sequence
 
 from atomtrain.reporting.picture import Caption, step_figure
@@ -49,6 +50,16 @@ class History:
         """Of each step."""
         self.evaluations = tuple(evaluations)
         """Step and loss of each evaluation."""
+
+    @property
+    def global_step(self) -> int:
+        """Steps done, as `transformers.Trainer` calls them."""
+        return len(self.losses)
+
+    @property
+    def training_loss(self) -> float:
+        """Mean over all steps; NaN before the first."""
+        return sum(self.losses) / len(self.losses) if self.losses else math.nan
 
     def __repr__(self) -> str:
         if not self.losses:

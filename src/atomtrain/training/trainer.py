@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atomtrain.checkpoint import load_latest, save
+from atomtrain.checkpoint import load_latest, open_checkpoint, save
 from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.events import EventLog
 from atomtrain.optimizers import AdamW, decay_groups
@@ -22,7 +22,7 @@ from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
 from atomtrain.training.callbacks import Callback, Course, Progress
-from atomtrain.training.collating import names_in_forward, only, stacked
+from atomtrain.training.collating import names_in_forward, only, stacked, tokens_in
 from atomtrain.training.files import EVENTS_FILE
 from atomtrain.training.notebook import History, PlanView
 from atomtrain.training.optimizing import precision_of
@@ -127,12 +127,13 @@ class Trainer:
         """The losses so far, which a notebook shows as a picture."""
         return History(self.course.losses, self.course.evaluations)
 
-    def train(self, resume_from_checkpoint: bool = False) -> History:
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> History:
         """Train to the end, or until a callback stops it; return the losses.
 
         Args:
-            resume_from_checkpoint: Go on from the newest checkpoint in `output_dir`; the result is
-                that of a training that was never interrupted, bit for bit.
+            resume_from_checkpoint: `True` goes on from the newest checkpoint in `output_dir`, a
+                path from that checkpoint; the result is that of a training that was never
+                interrupted, bit for bit.
 
         Raises:
             CheckpointError: there is no checkpoint to go on from, or it is of another model.
@@ -141,7 +142,7 @@ class Trainer:
         folder = Path(args.output_dir)
         course.steps = args.max_steps or max(1, int(args.epochs * self._steps_an_epoch))
         if resume_from_checkpoint:
-            self._resume(folder)
+            self._resume(folder, resume_from_checkpoint)
         schedule = args.schedule_of(course.steps)
         events = EventLog(folder / EVENTS_FILE)
         try:
@@ -153,11 +154,12 @@ class Trainer:
                     group["lr"] = args.learning_rate * schedule(course.step)
                 torch.manual_seed(args.seed + course.step)
                 engine.recording = course.step + 1 == second  # for the dashboard, once
-                loss = engine.step(self._batches(course.step))
+                batches = self._batches(course.step)
+                loss = engine.step(batches)
                 course.step += 1
                 course.epoch = course.step / self._steps_an_epoch
                 course.losses.append(loss)
-                tell_step(self, events, loss)
+                tell_step(self, events, loss, tokens_in(batches))
                 if engine.recording:
                     tell_timeline(engine, course.step, events)
                 self._tell("on_step_end", loss)
@@ -175,24 +177,23 @@ class Trainer:
             events.close()
         return self.history
 
-    def evaluate(self, dataset: Any = None) -> float:
-        """Return the mean loss on `dataset` (`eval_dataset` if it is `None`).
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Return the mean loss on a data set (the trainer's own if it is `None`) as `eval_loss`.
 
         Samples that fill no micro-batch at the end are left out.
 
         Raises:
             ConfigError: there is no data set, or it does not fill one micro-batch.
         """
-        data = self._evaluation if dataset is None else dataset
+        data = self._evaluation if eval_dataset is None else eval_dataset
         size = self.args.micro_batch
         if data is None or len(data) < size:
             raise ConfigError(
                 f"there are not enough samples to evaluate on; give at least {size} (micro_batch)"
             )
         starts = range(0, len(data) - size + 1, size)
-        return self.engine.evaluate(
-            [self._micro_batch(data, range(start, start + size)) for start in starts]
-        )
+        batches = [self._micro_batch(data, range(start, start + size)) for start in starts]
+        return {"eval_loss": self.engine.evaluate(batches)}
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write the model: as `save_pretrained` does where the model has it, else safetensors."""
@@ -282,7 +283,7 @@ class Trainer:
         return self._steps_an_epoch if every == EPOCH else int(every)
 
     def _evaluate(self, events: EventLog) -> None:
-        loss = self.evaluate()
+        loss = self.evaluate()["eval_loss"]
         self.course.evaluations.append((self.course.step, loss))
         events.emit("evaluation", step=self.course.step, loss=loss)
         self._tell("on_evaluate", loss)
@@ -292,6 +293,7 @@ class Trainer:
         meta = {
             "losses": self.course.losses,
             "evaluations": self.course.evaluations,
+            "tokens": self.course.tokens,
             "loss_scale": loss_scale_of(self.engine),
         }
         path = save(folder / CHECKPOINTS, self.course.step, shards_of(self.engine), meta)
@@ -304,10 +306,14 @@ class Trainer:
         )
         self._tell("on_save", path)
 
-    def _resume(self, folder: Path) -> None:
-        checkpoint = load_latest(folder / CHECKPOINTS)
+    def _resume(self, folder: Path, where: bool | str | Path) -> None:
+        if isinstance(where, bool):
+            checkpoint = load_latest(folder / CHECKPOINTS)
+        else:
+            checkpoint = open_checkpoint(Path(where))
         restore(self.engine, checkpoint)
         try:
+            tokens = int(checkpoint.meta["tokens"])
             losses = [float(loss) for loss in checkpoint.meta["losses"]]
             evaluations = [(int(s), float(loss)) for s, loss in checkpoint.meta["evaluations"]]
         except (KeyError, TypeError, ValueError) as error:
@@ -316,6 +322,7 @@ class Trainer:
             ) from error
         self.course.step = checkpoint.step
         self.course.losses, self.course.evaluations = losses, evaluations
+        self.course.tokens = tokens
 
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self._callbacks:

@@ -28,16 +28,25 @@ def tell_start(trainer: Trainer, events: EventLog) -> None:
     tell_plan(engine, events)
 
 
-def tell_step(trainer: Trainer, events: EventLog, loss: float) -> None:
-    """Tell the step that has just ended."""
+def tell_step(trainer: Trainer, events: EventLog, loss: float, tokens: int | None) -> None:
+    """Tell the step that has just ended; `tokens` is `None` where samples have none."""
     engine, course = trainer.engine, trainer.course
     report = engine.last
     assert report is not None
+    numbers: dict[str, float] = {}
+    if tokens is not None:
+        course.tokens += tokens
+        numbers = {
+            "tokens": tokens,
+            "tokens_total": course.tokens,
+            "tokens_per_s": tokens / report.step_s,
+        }
     events.emit(
         "step",
         step=course.step,
         steps=course.steps,
         loss=loss,
+        **numbers,
         step_s=report.step_s,
         link_wait_share=report.link_wait_s / report.step_s,
         device_peak_bytes=report.device_peak_bytes,
