@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+from namespaces import namespaces
 from swarm_processes import PeerProcess, in_network, wait_averaged
 
 from atomtrain.benchmarks.shaping import Link, Network
-from atomtrain.errors import ConfigError
 
 pytestmark = [
     pytest.mark.root,
@@ -25,17 +25,7 @@ PUBLIC, HIDDEN = (0, 3), (1, 2)
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        network = Network(4)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with network:
-        network.shape(Link(bits_per_s=5e7))
-        try:
-            for host in HIDDEN:
-                network.put_behind_nat(host)
-        except ConfigError as error:
-            pytest.skip(str(error))
+    with namespaces(4, HIDDEN, Link(bits_per_s=5e7)) as network:
         yield network
 
 

@@ -10,10 +10,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 import pytest
+from namespaces import namespaces
 from swarm_processes import PeerProcess, in_network, wait_averaged
 
 from atomtrain.benchmarks.shaping import Link, Network
-from atomtrain.errors import ConfigError
 
 pytestmark = [
     pytest.mark.matrix,
@@ -25,11 +25,7 @@ SETTINGS = {"target": 1.0, "expiry_s": 4.0, "round_floor_s": 2.0}
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        network = Network(3)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with network:
+    with namespaces(3) as network:
         yield network
 
 

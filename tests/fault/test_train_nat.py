@@ -15,12 +15,12 @@ from typing import Any
 
 import forks
 import pytest
+from namespaces import namespaces
 from waiting import PATIENCE_S
 
 from atomtrain.benchmarks.churn_check import compare_checkpoints
 from atomtrain.benchmarks.churn_peers import ChurnPeer
 from atomtrain.benchmarks.shaping import Link, Network
-from atomtrain.errors import ConfigError
 
 pytestmark = pytest.mark.root
 PUBLIC, HIDDEN = 0, (1, 2)
@@ -37,17 +37,8 @@ TEXT = "".join(f"{n}: peer {n % 7} meets peer {n % 5} behind a router.\n" for n 
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        network = Network(3)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with network:
-        try:
-            for host in HIDDEN:
-                network.put_behind_nat(host)
-        except ConfigError as error:
-            pytest.skip(str(error))
-        network.shape(Link(bits_per_s=2e7, round_trip_s=0.04, loss_share=0.002))
+    link = Link(bits_per_s=2e7, round_trip_s=0.04, loss_share=0.002)
+    with namespaces(3, HIDDEN, link) as network:
         yield network
 
 

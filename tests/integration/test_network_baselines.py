@@ -14,13 +14,15 @@ from waiting import PATIENCE_S
 
 from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
 from atomtrain.benchmarks.network_peers import PeerError, Peers
-from atomtrain.benchmarks.pipeline_prediction import Speeds
+from atomtrain.benchmarks.pipeline_prediction import way_of
 from atomtrain.benchmarks.pipeline_search import candidates, to_measure
+from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.benchmarks.shaping import Link
 
 MODEL = ModelSetup(layers=4, width=64, vocabulary=64, sequence_tokens=16, sequences_per_peer=4)
 SEQUENCES = 8
 STEPS = 3
+WAY = way_of(Link(bits_per_s=None))
 
 
 def port_for_later() -> int:
@@ -73,7 +75,7 @@ def test_every_pipeline_learns_what_one_process_learns(
 ) -> None:
     # Whatever was measured, on a machine with other work too, nothing seems too slow to try.
     monkeypatch.setattr("atomtrain.benchmarks.pipeline_search._WORTH", math.inf)
-    found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
+    found = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
     alike = [candidate for candidate in found if candidate.micro_batch == 2]
     expected = resident_losses()
     chosen = [next(c for c in alike if c.recompute), *to_measure(alike, MODEL, 2)]
@@ -111,7 +113,7 @@ def test_pipelines_side_by_side_learn_what_one_process_learns(peers: Peers) -> N
 
 
 def test_float32_on_the_wire_changes_no_bit(peers: Peers, speeds: Speeds) -> None:
-    found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
+    found = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
     for recompute in (False, True):
         best = next(c for c in found if c.micro_batch == 2 and c.recompute is recompute)
         plan = {**best.plan(), "wire": "float32"}
@@ -132,13 +134,30 @@ def test_data_parallel_peers_learn_together(peers: Peers) -> None:
 
 
 def test_counted_memory_is_near_the_prediction(peers: Peers, speeds: Speeds) -> None:
-    found = candidates(MODEL, 2, SEQUENCES, speeds, Link(bits_per_s=None), 1 << 30)
+    found = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
     replies = peers.tell_all(
         "pipeline_memory", PATIENCE_S, lambda rank: {"rank": rank},
         model=MODEL.to_json(), plan=found[0].plan(), sequences=SEQUENCES, ranks=2,
     )  # fmt: skip
     counted = max(reply["device_peak_bytes"] for reply in replies)
     assert 0.5 * found[0].predicted_bytes < counted < 2 * found[0].predicted_bytes
+
+
+def test_peers_say_what_a_step_computes_without_the_network(peers: Peers, speeds: Speeds) -> None:
+    found = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
+    replies = peers.tell_all(
+        "pipeline_compute", PATIENCE_S, lambda rank: {"rank": rank},
+        model=MODEL.to_json(), plan=found[0].plan(), sequences=SEQUENCES, ranks=2,
+    )  # fmt: skip
+    assert all(reply["compute_s"] > 0 for reply in replies)
+
+
+def test_the_link_is_probed_one_way_and_both(peers: Peers) -> None:
+    replies = peers.tell_all("probe", PATIENCE_S, probe_bytes=100_000)
+    for reply in replies:
+        assert reply["round_trip_s"] > 0
+        assert reply["bits_per_s"] > 0
+        assert reply["both_ways_bits_per_s"] > 0
 
 
 def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,16 +20,12 @@ from atomtrain.benchmarks.network_setup import (
     stand_in,
 )
 from atomtrain.benchmarks.pipeline import decode, encode, encoded_bytes
-from atomtrain.benchmarks.pipeline_prediction import (
-    Candidate,
-    Host,
-    Speeds,
-    merged,
-    predicted_again,
-)
+from atomtrain.benchmarks.pipeline_prediction import Candidate, predicted_again, way_of
 from atomtrain.benchmarks.pipeline_search import candidates, to_measure
+from atomtrain.benchmarks.pipeline_speeds import Speeds, merged
 from atomtrain.benchmarks.shaping import Link
 from atomtrain.errors import ConfigError, PlanError
+from atomtrain.simulation.link import PipelineLink
 
 SMALL = ModelSetup(layers=4, width=64, vocabulary=128, sequence_tokens=16, sequences_per_peer=8)
 
@@ -45,6 +40,10 @@ def speeds(setup: ModelSetup = SMALL) -> Speeds:
             "wire_s": {"bfloat16": 1e-5, "int8": 2e-5},
         }
     return Speeds(sizes, 1e9)
+
+
+def link_of(bits_per_s: float) -> PipelineLink:
+    return way_of(Link(bits_per_s=bits_per_s))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_inputs_that_cannot_be_are_refused(fields: dict[str, object]) -> None:
 
 
 def test_the_best_prediction_comes_first_and_fits() -> None:
-    found = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), 10_000_000)
+    found = candidates(SMALL, 2, 16, speeds(), link_of(1e9), 10_000_000)
     times_s = [candidate.predicted_s for candidate in found]
     assert times_s == sorted(times_s)
     assert all(candidate.predicted_bytes <= 10_000_000 for candidate in found)
@@ -137,7 +136,7 @@ def test_the_best_prediction_comes_first_and_fits() -> None:
 
 def test_several_short_pipelines_share_the_samples_and_average_gradients() -> None:
     def best(link: Link) -> dict[int, Candidate]:
-        found = candidates(SMALL, 4, 16, speeds(), link, 20_000_000)
+        found = candidates(SMALL, 4, 16, speeds(), way_of(link), 20_000_000)
         assert {candidate.pipelines for candidate in found} == {1, 2}
         for candidate in found:
             assert candidate.micro_batch * candidate.micro_batches * candidate.pipelines == 16
@@ -154,7 +153,7 @@ def test_several_short_pipelines_share_the_samples_and_average_gradients() -> No
 
 def test_a_lossy_link_is_predicted_slower() -> None:
     clean, lossy = (
-        candidates(SMALL, 2, 16, speeds(), link, 10_000_000)[0].predicted_s
+        candidates(SMALL, 2, 16, speeds(), way_of(link), 10_000_000)[0].predicted_s
         for link in (
             Link(bits_per_s=1e7, round_trip_s=0.1),
             Link(bits_per_s=1e7, round_trip_s=0.1, loss_share=0.01),
@@ -164,8 +163,8 @@ def test_a_lossy_link_is_predicted_slower() -> None:
 
 
 def test_peers_that_share_cores_are_predicted_slower_and_bbr_ignores_losses() -> None:
-    def best_s(link: Link, **host: Any) -> float:
-        found = candidates(SMALL, 4, 16, speeds(), link, 20_000_000, Host(**host))
+    def best_s(link: Link, cores: float = math.inf, control: str = "cubic") -> float:
+        found = candidates(SMALL, 4, 16, speeds(), way_of(link, control), 20_000_000, cores)
         return found[0].predicted_s
 
     fast = Link(bits_per_s=1e9)
@@ -174,35 +173,63 @@ def test_peers_that_share_cores_are_predicted_slower_and_bbr_ignores_losses() ->
     assert best_s(fast, cores=2) > 1.5 * best_s(fast, cores=4)
     assert best_s(fast, cores=4) == best_s(fast)
     lossy = Link(bits_per_s=1e7, round_trip_s=0.1, loss_share=0.01)
-    assert best_s(lossy, congestion_control="bbr") < best_s(lossy)
+    assert best_s(lossy, control="bbr") < best_s(lossy)
 
 
 def test_a_prediction_is_made_again_of_a_name() -> None:
-    link = Link(bits_per_s=1e6)
-    found = candidates(SMALL, 4, 16, speeds(), link, 20_000_000)
+    way = link_of(1e6)
+    found = candidates(SMALL, 4, 16, speeds(), way, 20_000_000)
     assert {c.pipelines for c in found} == {1, 2}
     for candidate in found[::5]:
-        again_s = predicted_again(candidate.name(), SMALL, 4, speeds(), link, Host())
+        again_s = predicted_again(candidate.name(), SMALL, 4, speeds(), way)
         assert again_s == candidate.predicted_s
     library = replace(
         next(c for c in found if not c.recompute and c.chunks == 1 and c.pipelines == 1),
         schedule="1F1B",
     )
-    again_s = predicted_again(library.name(), SMALL, 4, speeds(), link, Host())
+    again_s = predicted_again(library.name(), SMALL, 4, speeds(), way)
     assert again_s == library.library_s
     with pytest.raises(ConfigError, match="not the name of a pipeline"):
-        predicted_again("own", SMALL, 4, speeds(), link, Host())
+        predicted_again("own", SMALL, 4, speeds(), way)
+
+
+def test_what_was_measured_of_the_link_counts_if_it_is_less() -> None:
+    link = Link(bits_per_s=1e6)
+    assert way_of(link, probe={"both_ways_bits_per_s": 7e5}).bits_per_s == 7e5
+    for probe in (None, {"bits_per_s": 7e5}, {"both_ways_bits_per_s": 2e6}):
+        assert way_of(link, probe=probe) == way_of(link)
+    # An unshaped link has no rate to fall short of; a lossy one is probed for too short a time.
+    for other in (Link(bits_per_s=None), replace(link, loss_share=0.01)):
+        assert way_of(other, probe={"both_ways_bits_per_s": 7e5}) == way_of(other)
+
+
+def test_what_ranks_were_measured_to_compute_counts() -> None:
+    way = link_of(1e9)
+    found = candidates(SMALL, 2, 16, speeds(), way, 10_000_000)
+    best = next(c for c in found if c.pipelines == 1 and c.chunks == 1 and not c.recompute)
+
+    def again_s(*compute_s: float, name: str = best.name()) -> float:
+        return predicted_again(name, SMALL, 2, speeds(), way, compute_s=compute_s)
+
+    # Three layers of 3 ms a sequence on each rank.
+    alone_s = 16 * 3 * 3e-3
+    assert again_s(alone_s, alone_s) == pytest.approx(best.predicted_s, rel=0.01)
+    assert again_s(2 * alone_s, 2 * alone_s) == pytest.approx(2 * best.predicted_s, rel=0.02)
+    # The slower rank sets the pace.
+    assert again_s(alone_s, 2 * alone_s) > 2 * alone_s
+    library = replace(best, schedule="1F1B").name()
+    assert again_s(2 * alone_s, 2 * alone_s, name=library) > 1.9 * again_s(name=library)
 
 
 def test_the_library_s_interleaved_schedule_has_a_prediction_of_its_own() -> None:
-    found = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e5), 10_000_000)
+    found = candidates(SMALL, 2, 16, speeds(), link_of(1e5), 10_000_000)
     alike = [c for c in found if c.chunks == 2 and not c.recompute and c.micro_batches % 2 == 0]
     assert all(c.library_s > 0 for c in alike)
     assert any(c.library_s > 1.05 * c.predicted_s for c in alike)
 
 
 def test_a_slow_link_calls_for_eight_bits() -> None:
-    slow = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e5), 10_000_000)
+    slow = candidates(SMALL, 2, 16, speeds(), link_of(1e5), 10_000_000)
     assert slow[0].wire == "int8"
     # 16 sequences of 16 tokens of 64 values and a scale cross once each way.
     least_s = 16 * 16 * (64 + 4) * 8 / 1e5
@@ -211,7 +238,7 @@ def test_a_slow_link_calls_for_eight_bits() -> None:
 
 def test_a_long_way_calls_for_more_in_flight() -> None:
     far = Link(bits_per_s=1e9, round_trip_s=0.05)
-    found = candidates(SMALL, 2, 16, speeds(), far, 10_000_000)
+    found = candidates(SMALL, 2, 16, speeds(), way_of(far), 10_000_000)
     alike = {
         candidate.in_flight: candidate.predicted_s
         for candidate in found
@@ -223,16 +250,16 @@ def test_a_long_way_calls_for_more_in_flight() -> None:
 
 
 def test_memory_keeps_out_what_does_not_fit() -> None:
-    everything = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), 10_000_000)
+    everything = candidates(SMALL, 2, 16, speeds(), link_of(1e9), 10_000_000)
     least = min(candidate.predicted_bytes for candidate in everything)
-    some = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), least)
+    some = candidates(SMALL, 2, 16, speeds(), link_of(1e9), least)
     assert 0 < len(some) < len(everything)
     with pytest.raises(PlanError, match="no pipeline of 2 peers fits"):
-        candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), least - 1)
+        candidates(SMALL, 2, 16, speeds(), link_of(1e9), least - 1)
 
 
 def test_recomputing_costs_time_and_saves_memory() -> None:
-    found = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), 10_000_000)
+    found = candidates(SMALL, 2, 16, speeds(), link_of(1e9), 10_000_000)
     kept, again = (
         next(c for c in found if (c.chunks, c.in_flight, c.recompute) == (1, 16, recompute))
         for recompute in (False, True)
@@ -242,7 +269,7 @@ def test_recomputing_costs_time_and_saves_memory() -> None:
 
 
 def test_what_is_measured_has_both_wires_and_the_library() -> None:
-    found = candidates(SMALL, 2, 16, speeds(), Link(bits_per_s=1e9), 10_000_000)
+    found = candidates(SMALL, 2, 16, speeds(), link_of(1e9), 10_000_000)
     chosen = to_measure(found, SMALL, 2)
     assert {candidate.wire for candidate in chosen} == {"bfloat16", "int8"}
     assert {candidate.schedule for candidate in chosen[-2:]} == {"1F1B", "Interleaved1F1B"}

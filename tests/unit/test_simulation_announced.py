@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atomtrain.simulation.announced import AnnouncedWork, actions_1f1b, simulate_1f1b
-from atomtrain.simulation.pipeline import Op, PipelineLink, PipelineWork, simulate_step
+from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.pipeline import Op, PipelineWork, simulate_step
 
 FREE = PipelineLink(bits_per_s=math.inf)
 

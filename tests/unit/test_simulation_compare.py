@@ -5,36 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+from pipeline_works import site
 
 from atomtrain.errors import ConfigError
-from atomtrain.simulation.compare import LayerWork, Site, compare
-
-LAYER = LayerWork(
-    forward_s=1.0,
-    backward_s=2.0,
-    parameters=1000,
-    kept_bytes=50_000,
-    boundary_values=10_000,
-    boundary_rows=100,
-)
-
-
-def site(**changes: object) -> Site:
-    fields: dict[str, object] = {
-        "peers": 4,
-        "step_s": 32.0,
-        "micro_batches": 8,
-        "micro_batch_tokens": 100,
-        "layers": [LAYER] * 8,
-        "device_memory_bytes": 10**9,
-        "exchange_bytes": [8_000, 8_000],
-        "local_steps": 4,
-    }
-    return Site(**{**fields, **changes})  # type: ignore[arg-type]
+from atomtrain.simulation.compare import compare
 
 
 def test_a_pipeline_on_a_fast_link_loses_only_its_bubble() -> None:
-    result = compare(site(), 1e12, 0.0)
+    result = compare(site(4), 1e12, 0.0)
     assert result.pipeline is not None
     # Two stages of 12 s a micro-batch, 16 of them: 17 times 12 s.
     assert result.pipeline.stages == 2
@@ -43,7 +21,7 @@ def test_a_pipeline_on_a_fast_link_loses_only_its_bubble() -> None:
 
 
 def test_a_slow_link_bounds_the_pipeline_and_not_atom() -> None:
-    fast, slow = compare(site(), 1e12, 0.0), compare(site(), 1e3, 0.0)
+    fast, slow = compare(site(4), 1e12, 0.0), compare(site(4), 1e3, 0.0)
     assert slow.atom.tokens_per_s == fast.atom.tokens_per_s
     assert slow.pipeline is not None
     assert fast.pipeline is not None
@@ -55,8 +33,8 @@ def test_a_slow_link_bounds_the_pipeline_and_not_atom() -> None:
 
 def test_what_encoding_takes_decides_how_activations_travel() -> None:
     # 10,000 values of a micro-batch take longer to encode with 8 bits than to compute.
-    fast, slow = (compare(site(memory_bytes_per_s=1e5), rate, 0.0) for rate in (1e9, 1e3))
-    free = compare(site(), 1e3, 0.0)
+    fast, slow = (compare(site(4, memory_bytes_per_s=1e5), rate, 0.0) for rate in (1e9, 1e3))
+    free = compare(site(4), 1e3, 0.0)
     assert fast.pipeline is not None
     assert slow.pipeline is not None
     assert free.pipeline is not None
@@ -65,9 +43,9 @@ def test_what_encoding_takes_decides_how_activations_travel() -> None:
 
 
 def test_little_memory_makes_stages_recompute_and_then_more_of_them() -> None:
-    roomy = compare(site(), 1e12, 0.0).pipeline
+    roomy = compare(site(4), 1e12, 0.0).pipeline
     # The state of four layers and the activations of four, but not of eight.
-    tight = compare(site(device_memory_bytes=4 * 16_000 + 300_000), 1e12, 0.0).pipeline
+    tight = compare(site(4, device_memory_bytes=4 * 16_000 + 300_000), 1e12, 0.0).pipeline
     assert roomy is not None
     assert tight is not None
     assert not roomy.recompute
@@ -76,7 +54,7 @@ def test_little_memory_makes_stages_recompute_and_then_more_of_them() -> None:
 
 
 def test_what_fits_nowhere_is_said() -> None:
-    result = compare(site(device_memory_bytes=16_000), 1e9, 0.0)
+    result = compare(site(4, device_memory_bytes=16_000), 1e9, 0.0)
     assert result.pipeline is None
     assert result.ratio is None
     assert result.atom.tokens_per_s > 0
@@ -85,7 +63,7 @@ def test_what_fits_nowhere_is_said() -> None:
 def test_a_longer_way_never_helps_the_pipeline() -> None:
     rates = []
     for way_s in (0.0, 0.1, 1.0):
-        found = compare(site(), 1e6, way_s).pipeline
+        found = compare(site(4), 1e6, way_s).pipeline
         assert found is not None
         rates.append(found.tokens_per_s)
     assert rates == sorted(rates, reverse=True)
@@ -94,4 +72,4 @@ def test_a_longer_way_never_helps_the_pipeline() -> None:
 
 def test_one_peer_is_no_network() -> None:
     with pytest.raises(ConfigError, match="at least 2 peers"):
-        site(peers=1)
+        site(1)

@@ -16,7 +16,8 @@ from atomtrain.simulation.interleaved import (
     operations,
     simulate_interleaved,
 )
-from atomtrain.simulation.pipeline import Op, PipelineLink
+from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.pipeline import Op
 
 FREE = PipelineLink(bits_per_s=math.inf)
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
 
 import pytest
 
-from atomtrain.simulation.loss import connection_bits_per_s, opening_s
+from atomtrain.simulation.loss import (
+    connection_bits_per_s,
+    mean_recovery_s,
+    opening_s,
+    recovery_s,
+)
 
 
 def test_without_loss_or_way_the_link_s_rate_counts() -> None:
@@ -55,3 +62,41 @@ def test_it_costs_at_most_the_round_trips_of_doubling(bits_per_s: float) -> None
     lost_s = [opening_s(sent, bits_per_s, 0.05, 1) for sent in (1e4, 1e5, 1e6, 1e7)]
     assert lost_s == sorted(lost_s)
     assert lost_s[-1] <= 0.05 * math.log2(1e7 / 14480 + 1)
+
+
+class Chance(random.Random):
+    """Says what it is told, then never again that a packet is lost."""
+
+    def __init__(self, *lost: bool) -> None:
+        super().__init__()
+        self.lost = list(lost)
+
+    def random(self) -> float:
+        return 0.0 if self.lost and self.lost.pop(0) else 1.0
+
+
+def test_a_lost_packet_costs_a_round_trip_and_the_last_one_two() -> None:
+    three = 3 * 1448
+    assert recovery_s(three, 0.01, 0.1, Chance()) == 0
+    assert recovery_s(three, 0.01, 0.1, Chance(True, False)) == pytest.approx(0.1)
+    # Lost again; two at a time are mended together; the last one, and a message's only one.
+    assert recovery_s(three, 0.01, 0.1, Chance(True, True, False)) == pytest.approx(0.2)
+    assert recovery_s(three, 0.01, 0.1, Chance(True, False, True, False)) == pytest.approx(0.1)
+    assert recovery_s(three, 0.01, 0.1, Chance(False, False, True)) == pytest.approx(0.2)
+    assert recovery_s(1, 0.01, 0.1, Chance(True)) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("packets", [20, 200])
+@pytest.mark.parametrize("share", [0.01, 0.2])
+def test_on_average_it_is_what_chance_brings(packets: int, share: float) -> None:
+    chance = random.Random(7)
+    drawn_s = [recovery_s(packets * 1448, share, 1.0, chance) for _ in range(2000)]
+    # The last packet's second round trip is not in the formula.
+    assert mean_recovery_s(packets * 1448, share, 1.0) == pytest.approx(
+        statistics.fmean(drawn_s), abs=share + 0.1
+    )
+
+
+def test_without_losses_nothing_is_mended() -> None:
+    assert mean_recovery_s(1e9, 0.0, 0.1) == 0
+    assert recovery_s(1e4, 0.0, 0.1, random.Random(0)) == 0

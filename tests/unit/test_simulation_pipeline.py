@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pipeline_works import work
 
 from atomtrain.errors import ConfigError
-from atomtrain.simulation.pipeline import Op, PipelineLink, partition, simulate_step
+from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.pipeline import Op, partition, simulate_step
 
 FAST = PipelineLink(bits_per_s=math.inf)
 

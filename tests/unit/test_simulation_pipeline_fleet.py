@@ -7,37 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from pipeline_works import LAYER, site
 
 from atomtrain.errors import ConfigError
-from atomtrain.simulation.compare import LayerWork, Site, pipelines
+from atomtrain.simulation.compare import Site, pipelines
 from atomtrain.simulation.fleet import Peers
-from atomtrain.simulation.pipeline import PipelineLink
+from atomtrain.simulation.link import PipelineLink
 from atomtrain.simulation.pipeline_fleet import simulate_pipelines
 
-LAYER = LayerWork(
-    forward_s=1.0,
-    backward_s=2.0,
-    parameters=1000,
-    kept_bytes=50_000,
-    boundary_values=10_000,
-    boundary_rows=100,
-)
 FAST = PipelineLink(bits_per_s=1e12)
 HOUR_S = 3600.0
-
-
-def site(peers: int = 8, **changes: object) -> Site:
-    fields: dict[str, object] = {
-        "peers": peers,
-        "step_s": 32.0,
-        "micro_batches": 8,
-        "micro_batch_tokens": 100,
-        "layers": [LAYER] * 8,
-        "device_memory_bytes": 10**9,
-        "exchange_bytes": [8_000, 8_000],
-        "local_steps": 4,
-    }
-    return Site(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def alike(count: int = 8, *, bits_per_s: float = 1e12) -> Peers:
@@ -68,9 +47,9 @@ def one_layer_each(peers: int, parameters: int) -> Site:
 @pytest.mark.parametrize("bits_per_s", [1e12, 1e6, 1e3])
 def test_peers_that_are_alike_and_stay_reach_what_the_best_pipeline_does(bits_per_s: float) -> None:
     link = PipelineLink(bits_per_s=bits_per_s)
-    run = simulate_pipelines(site(), alike(bits_per_s=bits_per_s), link, HOUR_S)
+    run = simulate_pipelines(site(8), alike(bits_per_s=bits_per_s), link, HOUR_S)
     assert run is not None
-    best = max(pipelines(site(), link), key=lambda choice: choice.tokens_per_s)
+    best = max(pipelines(site(8), link), key=lambda choice: choice.tokens_per_s)
     assert run.tokens_per_s == pytest.approx(best.tokens_per_s)
     assert (run.stages, run.pipelines) == (best.stages, best.pipelines)
     assert run.share_of_staying == pytest.approx(1.0)
@@ -79,8 +58,8 @@ def test_peers_that_are_alike_and_stay_reach_what_the_best_pipeline_does(bits_pe
 
 def test_the_slowest_stage_sets_the_pace_of_its_own_pipeline_only() -> None:
     slow = replace(alike(), step_s=np.array([32.0] * 7 + [64.0]))
-    run = simulate_pipelines(site(), slow, FAST, HOUR_S)
-    usual = simulate_pipelines(site(), alike(), FAST, HOUR_S)
+    run = simulate_pipelines(site(8), slow, FAST, HOUR_S)
+    usual = simulate_pipelines(site(8), alike(), FAST, HOUR_S)
     assert run is not None
     assert usual is not None
     # One of four pipelines at half the pace.
@@ -91,7 +70,7 @@ def test_the_slowest_stage_sets_the_pace_of_its_own_pipeline_only() -> None:
 def test_a_spare_peer_is_the_slowest() -> None:
     nine = replace(alike(9), step_s=np.array([64.0] + [32.0] * 8))
     run = simulate_pipelines(site(9), nine, FAST, HOUR_S)
-    usual = simulate_pipelines(site(), alike(), FAST, HOUR_S)
+    usual = simulate_pipelines(site(8), alike(), FAST, HOUR_S)
     assert run is not None
     assert usual is not None
     assert run.tokens_per_s == pytest.approx(usual.tokens_per_s)
@@ -108,7 +87,7 @@ def test_sending_is_limited_by_the_narrow_way_of_each_peer() -> None:
         replace(even, up_bits_per_s=np.array([0.5e3] * 2 + [1e3] * 6)),
         replace(even, up_bits_per_s=2e3 * np.ones(8)),
     ):
-        run = simulate_pipelines(site(), narrow, link, HOUR_S)
+        run = simulate_pipelines(site(8), narrow, link, HOUR_S)
         assert run is not None
         assert run.stages == 2
         rates.append(run.tokens_per_s / 8)
@@ -149,12 +128,12 @@ def test_a_spare_takes_the_place_and_fetches_the_stage() -> None:
 
 
 def test_the_number_of_stages_is_the_best_for_peers_that_come_and_go() -> None:
-    steady = simulate_pipelines(site(), alike(), FAST, HOUR_S)
+    steady = simulate_pipelines(site(8), alike(), FAST, HOUR_S)
     few = simulate_pipelines(
-        site(), replace(alike(), stay_s=HOUR_S, away_s=HOUR_S), FAST, 50 * HOUR_S
+        site(8), replace(alike(), stay_s=HOUR_S, away_s=HOUR_S), FAST, 50 * HOUR_S
     )
     tight = simulate_pipelines(
-        site(device_memory_bytes=TIGHT), replace(alike(), stay_s=HOUR_S), FAST, 50 * HOUR_S
+        site(8, device_memory_bytes=TIGHT), replace(alike(), stay_s=HOUR_S), FAST, 50 * HOUR_S
     )
     assert steady is not None
     assert few is not None
@@ -178,8 +157,8 @@ def test_it_is_never_better_than_everybody_at_work_and_alike_for_a_seed() -> Non
 
 
 def test_what_fits_nowhere_or_makes_no_sense_is_said() -> None:
-    assert simulate_pipelines(site(device_memory_bytes=16_000), alike(), FAST, HOUR_S) is None
+    assert simulate_pipelines(site(8, device_memory_bytes=16_000), alike(), FAST, HOUR_S) is None
     with pytest.raises(ConfigError, match="give 8 peers"):
-        simulate_pipelines(site(), alike(9), FAST, HOUR_S)
+        simulate_pipelines(site(8), alike(9), FAST, HOUR_S)
     with pytest.raises(ConfigError, match="more than 0 s"):
-        simulate_pipelines(site(), alike(), FAST, 0.0)
+        simulate_pipelines(site(8), alike(), FAST, 0.0)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pipeline_works import work
 
 from atomtrain.errors import ConfigError
-from atomtrain.simulation.pipeline import PipelineLink, simulate_step
+from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.pipeline import simulate_step
 from atomtrain.simulation.replay import replay
 
 FREE = PipelineLink(bits_per_s=math.inf)

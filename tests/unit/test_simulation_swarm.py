@@ -55,6 +55,16 @@ def test_new_streams_cost_round_trips_and_begin_slowly() -> None:
     assert more.round_s > far.round_s + 2 * 4 * 0.1
 
 
+def test_losses_cost_round_trips_at_the_end_of_what_is_exchanged() -> None:
+    much = work(exchange_bytes=[10**6, 10**6])
+    clean, lossy = (
+        simulate_swarm(much, SwarmLink(bits_per_s=1e9, one_way_s=0.05, loss_share=share)).round_s
+        for share in (0.0, 0.01)
+    )
+    # Of 345 packets some are lost, hardly any of them three times: contributions, then means.
+    assert clean + 2 * 0.09 < lossy < clean + 2 * 0.2
+
+
 def test_what_is_sent_is_what_both_peers_exchange() -> None:
     run = simulate_swarm(work(), SwarmLink(bits_per_s=math.inf), rounds=1000)
     assert run.sent_bytes_per_token == pytest.approx(2 * 2000 / 1600, rel=0.01)

@@ -59,9 +59,11 @@ from atomtrain.benchmarks.network_setup import (
     NetworkSetup,
     cases,
 )
-from atomtrain.benchmarks.pipeline_prediction import Speeds
+from atomtrain.benchmarks.pipeline_prediction import way_of
+from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.benchmarks.shaping import Network, congestion_control
 from atomtrain.errors import DataError
+from atomtrain.simulation.link import PipelineLink
 from atomtrain.units import format_count
 
 _LEARNING_RATE = 1e-3
@@ -176,10 +178,13 @@ def _row(
         row["speeds"] = lately._asdict()
     bound = setup.peers * speeds.tokens_per_s(setup.model)
     methods.network.shape(case.link)
-    _try(errors, lambda: row.update({"probe": methods.probe(case.link)}))
+    probe = _try(errors, lambda: methods.probe(case.link))
+    if probe is not None:
+        row["probe"] = probe
+    way = way_of(case.link, congestion_control(), probe)
     tokens_per_step = setup.step_sequences * setup.model.sequence_tokens
     with_others = setup.baselines
-    before = _try(errors, lambda: _pipeline(case, setup, methods, lately)) if with_others else None
+    before = _try(errors, lambda: _pipeline(way, setup, methods, lately)) if with_others else None
     atom = _try(errors, lambda: methods.atom.measure(case.link, speeds))
     methods.network.shape(case.link)
     if before is not None:
@@ -220,8 +225,10 @@ def _full_step_ratio(row: Result, setup: NetworkSetup) -> float | None:
     return float(row["atom_tokens_per_s"] / found["full_step_tokens_per_s"])
 
 
-def _pipeline(case: Case, setup: NetworkSetup, methods: Methods, speeds: Speeds) -> dict[str, Any]:
-    search = methods.search(case.link, speeds, time.monotonic() + setup.case_s / 2)
+def _pipeline(
+    way: PipelineLink, setup: NetworkSetup, methods: Methods, speeds: Speeds
+) -> dict[str, Any]:
+    search = methods.search(way, speeds, time.monotonic() + setup.case_s / 2)
     measured = search.measured
     if measured.elapsed_s < setup.window_s:  # else the trial was as long as a measurement
         measured = methods.pipeline(search, setup.window_s)

@@ -17,7 +17,7 @@ from atomtrain.benchmarks.network_setup import (
     device_link_bytes_per_s,
 )
 from atomtrain.benchmarks.network_worker import Reply
-from atomtrain.benchmarks.pipeline_prediction import Speeds
+from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link, Network
 from atomtrain.errors import PlanError
 from atomtrain.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
@@ -147,7 +147,8 @@ class AtomMethod:
         )
         limit = self._upload_limit_bytes_per_s(link)
         rate = 8 * limit if limit else PAYLOAD_SHARE * UNSHAPED_BITS_PER_S
-        return simulate_swarm(work, SwarmLink(bits_per_s=rate, one_way_s=link.round_trip_s / 2))
+        way_s, lost = link.round_trip_s / 2, link.loss_share
+        return simulate_swarm(work, SwarmLink(bits_per_s=rate, one_way_s=way_s, loss_share=lost))
 
     def _upload_limit_bytes_per_s(self, link: Link) -> float:
         """Return ATOM's limit on a link; 0: none."""

@@ -9,12 +9,14 @@ pipelines went by at the time stays in the result.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_rows import Row, link_name
-from atomtrain.benchmarks.pipeline_prediction import Host, Speeds, predicted_again
+from atomtrain.benchmarks.pipeline_prediction import predicted_again, way_of
+from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link
 from atomtrain.simulation.swarm import SwarmLink, SwarmWork, simulate_swarm
 
@@ -27,7 +29,18 @@ class Case(NamedTuple):
     link: str
     what: str
     predicted: float
-    measured: float
+    each: tuple[float, ...]
+    """As measured, each time."""
+
+    @property
+    def measured(self) -> float:
+        """The mean of the measurements."""
+        return statistics.fmean(self.each)
+
+    @property
+    def spread_share(self) -> float:
+        """How far the measurements are apart, of the least; 0 of a single one."""
+        return max(self.each) / min(self.each) - 1
 
     @property
     def error_share(self) -> float:
@@ -65,18 +78,22 @@ def _of_atom(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
         return
     # In the same minutes, beside as many others: what the peers train each for itself.
     rate = atom.get("alone_tokens_per_s") or atom["predicted_tokens_per_s"]
-    yield Case(link_name(row), "ATOM, tokens/s", rate, atom["tokens_per_s"])
+    yield Case(link_name(row), "ATOM, tokens/s", rate, (atom["tokens_per_s"],))
     if atom["round_s"]:
         round_s = _round_s(result, row, rate) if "speeds" in result else atom["predicted_round_s"]
-        mean_s = sum(atom["round_s"]) / len(atom["round_s"])
-        yield Case(link_name(row), "ATOM, round in s", round_s, mean_s)
+        mean_s = statistics.fmean(atom["round_s"])
+        yield Case(link_name(row), "ATOM, round in s", round_s, (mean_s,))
 
 
 def _round_s(result: Mapping[str, Any], row: Row, tokens_per_s: float) -> float:
     """Return the seconds of a mean round of the fragments that were averaged."""
     atom, way_s = row["atom"], row["round_trip_s"] / 2
     share = result["inputs"]["upload_share"] if row["shaped"] else PAYLOAD_SHARE
-    link = SwarmLink(bits_per_s=share * row["link_bits_per_s"], one_way_s=way_s)
+    link = SwarmLink(
+        bits_per_s=share * row["link_bits_per_s"],
+        one_way_s=way_s,
+        loss_share=row.get("loss_share", 0.0),
+    )
     sent_bytes = atom.get("round_bytes")
     if sent_bytes is None:
         # An older result, which does not say: its round was a step, six ways and these bytes.
@@ -97,8 +114,8 @@ def _of_pipelines(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
     trials = [trial for trial in pipeline["trials"] if trial["tokens_per_s"]]
     if "speeds" not in result:
         for trial in trials:
-            rates = (trial["predicted_tokens_per_s"], trial["tokens_per_s"])
-            yield Case(link_name(row), trial["pipeline"], *rates)
+            rate = trial["predicted_tokens_per_s"]
+            yield Case(link_name(row), trial["pipeline"], rate, _measured(pipeline, trial))
         return
     setup = ModelSetup.from_json({**result["inputs"]["model"], "text": ""})
     told = row.get("speeds", result["speeds"])
@@ -109,9 +126,21 @@ def _of_pipelines(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
         round_trip_s=row["round_trip_s"],
         loss_share=row.get("loss_share", 0.0),
     )
-    host = Host(result["machine"]["cores"], result.get("congestion_control", "cubic"))
+    way = way_of(link, result.get("congestion_control", "cubic"), row.get("probe"))
     for trial in trials:
         name = trial["pipeline"]
-        step_s = predicted_again(name, setup, result["peers"], speeds, link, host)
+        step_s = predicted_again(
+            name, setup, result["peers"], speeds, way, result["machine"]["cores"],
+            trial.get("compute_s", ()),
+        )  # fmt: skip
         tokens = pipeline["step_sequences"] * setup.sequence_tokens
-        yield Case(link_name(row), name, tokens / step_s, trial["tokens_per_s"])
+        yield Case(link_name(row), name, tokens / step_s, _measured(pipeline, trial))
+
+
+def _measured(pipeline: Mapping[str, Any], trial: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return all rates of a pipeline: the best one was measured again, before and after ATOM."""
+    rates = [trial["tokens_per_s"]]
+    if trial["pipeline"] == pipeline.get("pipeline"):
+        # A trial that was long enough is the first of the two.
+        rates += [rate for rate in pipeline["tokens_per_s_of_both"] if rate not in rates]
+    return tuple(rates)

@@ -17,7 +17,7 @@ from atomtrain.benchmarks.network_model import Batch, ModelSetup, fused_adamw, r
 from atomtrain.benchmarks.network_worker import Reply, sent_bytes
 from atomtrain.benchmarks.pipeline import Beside, RankPlan, Stage, decode, encode
 from atomtrain.benchmarks.pipeline_library import LibraryStage
-from atomtrain.benchmarks.pipeline_prediction import merged
+from atomtrain.benchmarks.pipeline_speeds import merged
 from atomtrain.simulation.pipeline import Op
 
 _PROBES = 3
@@ -28,7 +28,7 @@ _BUCKET_MIB = 4
 
 
 class GlooPeer:
-    """Trains the baselines; every method but `speeds` and `pipeline_memory` needs `enter` first."""
+    """Trains the baselines; what needs no network needs no `enter` before."""
 
     def __init__(self) -> None:
         self.rank, self.ranks = 0, 1
@@ -41,6 +41,7 @@ class GlooPeer:
             "speeds": self.speeds,
             "pipeline": self.pipeline,
             "pipeline_memory": self.pipeline_memory,
+            "pipeline_compute": self.pipeline_compute,
             "data_parallel": self.data_parallel,
         }
 
@@ -61,7 +62,10 @@ class GlooPeer:
         return {}
 
     def probe(self, probe_bytes: int) -> Reply:
-        """Measure the link between the last two ranks: round trip, and rate of one transfer."""
+        """Measure the link between the last two ranks.
+
+        Returns the round trip, the rate of one transfer, and the rate each way of two at once.
+        """
         mine, other = self.rank - (self.ranks - 2), (self.rank ^ 1)
         if self.ranks % 2:
             other = 2 * self.ranks - 3 - self.rank
@@ -82,13 +86,25 @@ class GlooPeer:
                 dist.send(small, other)
             took_s = time.monotonic() - started_s
         way_s = min(trips_s)
+        coming = torch.empty_like(large)
+        for _ in range(2):  # the other direction's window is as narrow as this one's was
+            started_s = time.monotonic()
+            both = [dist.irecv(coming, other), dist.isend(large, other)]
+            for work in both:
+                assert work is not None
+                work.wait()
+            both_s = time.monotonic() - started_s
         return {
             "round_trip_s": way_s,
             "bits_per_s": 8 * probe_bytes / max(took_s - way_s, 1e-9),
+            "both_ways_bits_per_s": 8 * probe_bytes / max(both_s - way_s, 1e-9),
         }
 
     def speeds(self, model: dict[str, Any], micro_batches: list[int]) -> Reply:
         """Time each kind of layer at each size of micro-batch, and each wire format.
+
+        Seconds are those of a core of the peer's own: with more peers than cores, what the others
+        have of it does not count.
 
         Returns for each size: `forward_s`, `backward_s`, `kept_bytes` of `embedding`, `block` and
         `head`, and `wire_s` (encoding and decoding) by format; and `update_parameters_per_s`. All
@@ -121,9 +137,9 @@ class GlooPeer:
         for _ in range(_REPEATS):
             for parameter in net.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            started_s = time.perf_counter()
+            started_s = time.thread_time()
             optimizer.step()
-        elapsed_s = time.perf_counter() - started_s
+        elapsed_s = time.thread_time() - started_s
         return {"sizes": found, "update_parameters_per_s": setup.parameters / elapsed_s}
 
     def pipeline(
@@ -155,20 +171,31 @@ class GlooPeer:
         of a step but the gradients, takes less than what the step kept.
         """
         setup = ModelSetup.from_json(model)
-        ranks //= plan["pipelines"]
-        rank %= ranks
         tracker = StorageTracker()
         with tracker:
-            stage = _Dry(setup, _rank_plan(plan, rank), rank, ranks)
+            stage = _dry(setup, plan, rank, ranks)
             for parameter in stage.parameters:
                 tracker.adopt(parameter)
                 parameter.grad = torch.zeros_like(parameter)
             stage.optimizer.step()  # the moments exist from the first step on
             stage.optimizer.zero_grad(set_to_none=True)
             tracker.reset_peak()
-            share = sequences // plan["pipelines"]
-            stage.step(setup.micro_batches(0, share, plan["micro_batch"]))
+            stage.step(_share(setup, plan, sequences))
         return {"device_peak_bytes": tracker.peak_bytes}
+
+    def pipeline_compute(
+        self, model: dict[str, Any], plan: dict[str, Any], sequences: int, rank: int, ranks: int
+    ) -> Reply:
+        """Run a step's operations without the network, on zeros; return a core's seconds for them.
+
+        `rank` and `ranks` are those of all pipelines. With more peers than cores, what the others
+        have of the core does not count.
+        """
+        setup = ModelSetup.from_json(model)
+        stage, batches = _dry(setup, plan, rank, ranks), _share(setup, plan, sequences)
+        started_s = time.thread_time()
+        stage.compute(batches)
+        return {"compute_s": time.thread_time() - started_s}
 
     def data_parallel(
         self, model: dict[str, Any], micro_batch: int, steps: int, warm_up: int
@@ -243,6 +270,17 @@ class _Dry(Stage):
         return _Done()
 
 
+def _dry(setup: ModelSetup, plan: dict[str, Any], rank: int, ranks: int) -> _Dry:
+    """Return the stage of a rank among those of all pipelines."""
+    stages = ranks // plan["pipelines"]
+    return _Dry(setup, _rank_plan(plan, rank % stages), rank % stages, stages)
+
+
+def _share(setup: ModelSetup, plan: dict[str, Any], sequences: int) -> list[Batch]:
+    """Return micro-batches of one pipeline's share of a step of so many sequences."""
+    return setup.micro_batches(0, sequences // plan["pipelines"], plan["micro_batch"])
+
+
 class _Done:
     def wait(self) -> None:
         """Nothing is to be waited for."""
@@ -280,17 +318,17 @@ def _time_layer(layer: Any, values: Batch) -> dict[str, float]:
             for name, v in values.items()
         }
         tracker = StorageTracker() if repeat == 0 else None
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         with tracker or contextlib.nullcontext():
             out = run_layers([layer], given)
-        middle_s = time.perf_counter()
+        middle_s = time.thread_time()
         if tracker is not None:
             kept_bytes = tracker.live_bytes
         gradient = torch.ones_like(out)
         out.backward(gradient)
         if repeat > 0:  # the first one, counted, also makes the gradients
             forward_s.append(middle_s - started_s)
-            backward_s.append(time.perf_counter() - middle_s)
+            backward_s.append(time.thread_time() - middle_s)
         del out
     return {
         "forward_s": min(forward_s),
@@ -302,7 +340,7 @@ def _time_layer(layer: Any, values: Batch) -> dict[str, float]:
 def _time_wire(hidden: torch.Tensor, wire: str) -> float:
     times_s = []
     for _ in range(_REPEATS):
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         decode(encode(hidden, wire), wire, hidden.shape)
-        times_s.append(time.perf_counter() - started_s)
+        times_s.append(time.thread_time() - started_s)
     return min(times_s)

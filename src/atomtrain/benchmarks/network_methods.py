@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from pathlib import Path
 from types import TracebackType
@@ -22,19 +23,16 @@ from atomtrain.benchmarks.network_setup import (
     NetworkSetup,
 )
 from atomtrain.benchmarks.network_worker import Reply
-from atomtrain.benchmarks.pipeline_prediction import Candidate, Host, Speeds
+from atomtrain.benchmarks.pipeline_prediction import Candidate
 from atomtrain.benchmarks.pipeline_search import candidates, to_measure
+from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.benchmarks.shaping import INTERFACE, Link, Network, congestion_control
+from atomtrain.simulation.link import PipelineLink
 from atomtrain.simulation.loss import connection_bits_per_s
 
 _GROUP_PORT = 29_500
 _PROBE_S = 0.7
 _WARM_UP_BELOW_S = 6.0
-
-
-def this_host() -> Host:
-    """Return what all peers share here."""
-    return Host(len(os.sched_getaffinity(0)), congestion_control())
 
 
 class Search(NamedTuple):
@@ -50,7 +48,8 @@ class Search(NamedTuple):
     measured: Measured
     """The best one's trial."""
     trials: list[dict[str, Any]]
-    """`pipeline`, `predicted_tokens_per_s` and `tokens_per_s` (`None`: it failed) of each."""
+    """`pipeline`, `predicted_tokens_per_s` and `tokens_per_s` (`None`: it failed) of each, and
+    `compute_s`: what its ranks compute in a step, measured before."""
 
 
 class Methods:
@@ -104,28 +103,31 @@ class Methods:
         rate = connection_bits_per_s(rate, link.round_trip_s, link.loss_share, congestion_control())
         probe_bytes = min(64 << 20, max(16 << 10, int(rate * _PROBE_S / 8)))
         replies = self._baselines().tell_all(
-            "probe", 60 + 10 * 8 * probe_bytes / rate, probe_bytes=probe_bytes
+            "probe", 60 + 20 * 8 * probe_bytes / rate, probe_bytes=probe_bytes
         )
         return next(reply for reply in replies if reply)
 
-    def search(self, link: Link, speeds: Speeds, until_s: float) -> Search:
-        """Find the best pipeline for the link; no trial is begun after `until_s`.
+    def search(self, way: PipelineLink, speeds: Speeds, until_s: float) -> Search:
+        """Find the best pipeline for a link that is such a `way`, and shaped already.
+
+        No trial is begun after `until_s`.
 
         Raises:
             PeerError: none of the trials ended.
         """
         setup = self.setup
         sequences = setup.step_sequences
-        ranked = self._ranked(sequences, speeds, link)
+        ranked = self._ranked(sequences, speeds, way)
         full_rate = sequences * setup.model.sequence_tokens / ranked[0].predicted_s
         while ranked[0].predicted_s > setup.longest_step_s and sequences > 2 * setup.peers:
             sequences //= 2
-            ranked = self._ranked(sequences, speeds, link)
+            ranked = self._ranked(sequences, speeds, way)
         trials: list[dict[str, Any]] = []
         ran: list[tuple[Measured, Candidate]] = []
         for candidate in to_measure(ranked, setup.model, setup.peers)[: setup.trials]:
             if ran and time.monotonic() > until_s:
                 break
+            compute_s = self._compute_s(candidate, sequences)
             found = self._trial(candidate, sequences)
             if found is not None:
                 ran.append((found, candidate))
@@ -135,6 +137,7 @@ class Methods:
                 {
                     "pipeline": candidate.name(),
                     "predicted_tokens_per_s": predicted,
+                    "compute_s": compute_s,
                     "tokens_per_s": found and found.tokens_per_s,
                 }
             )
@@ -154,15 +157,7 @@ class Methods:
 
         PyTorch's own schedules keep what ours keep with as many micro-batches in flight.
         """
-        replies = self._baselines().tell_all(
-            "pipeline_memory",
-            START_S,
-            lambda rank: {"rank": rank},
-            model=self.setup.model.to_json(),
-            plan=search.best.plan(),
-            sequences=search.sequences,
-            ranks=self.setup.peers,
-        )
+        replies = self._dry("pipeline_memory", search.best, search.sequences)
         return max(int(reply["device_peak_bytes"]) for reply in replies)
 
     def data_parallel(self, link: Link, speeds: Speeds) -> Measured | str:
@@ -210,10 +205,34 @@ class Methods:
             )
         return self._gloo
 
-    def _ranked(self, sequences: int, speeds: Speeds, link: Link) -> list[Candidate]:
-        setup = self.setup
+    def _ranked(self, sequences: int, speeds: Speeds, way: PipelineLink) -> list[Candidate]:
+        setup, cores = self.setup, len(os.sched_getaffinity(0))
         return candidates(
-            setup.model, setup.peers, sequences, speeds, link, setup.budget_bytes, this_host()
+            setup.model, setup.peers, sequences, speeds, way, setup.budget_bytes, cores
+        )
+
+    def _compute_s(self, candidate: Candidate, sequences: int) -> list[float]:
+        """Return a core's seconds for each stage's operations of a step, all peers at once.
+
+        PyTorch's own schedules compute what ours do. Of pipelines side by side it is the mean.
+        """
+        replies = self._dry("pipeline_compute", candidate, sequences)
+        stages = len(replies) // candidate.pipelines
+        return [
+            statistics.fmean(reply["compute_s"] for reply in replies[stage::stages])
+            for stage in range(stages)
+        ]
+
+    def _dry(self, do: str, candidate: Candidate, sequences: int) -> list[Reply]:
+        """Have all peers do something with a step of a pipeline that uses no network."""
+        return self._baselines().tell_all(
+            do,
+            START_S,
+            lambda rank: {"rank": rank},
+            model=self.setup.model.to_json(),
+            plan=candidate.plan(),
+            sequences=sequences,
+            ranks=self.setup.peers,
         )
 
     def _trial(self, candidate: Candidate, sequences: int) -> Measured | None:

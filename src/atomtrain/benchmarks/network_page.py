@@ -7,6 +7,7 @@ benchmarks/results/time-to-loss.json`
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -197,6 +198,7 @@ def _simulated(results: Sequence[Result]) -> Iterator[str]:
         f"**{close} of {len(found)} are within 10% of what was measured:**"
     )
     yield ""
+    yield from _apart([case for _, case in found if len(case.each) > 1])
     yield "| what | within 10% | of | furthest off |"
     yield "|---|---|---|---|"
     for name, alike in kinds.items():
@@ -210,9 +212,27 @@ def _simulated(results: Sequence[Result]) -> Iterator[str]:
     for peers, case in found:
         off = f"{case.error_share:+.0%}"
         yield (
-            f"| {peers} | {case.link} | {case.what} | {case.predicted:.4g} | {case.measured:.4g} | "
+            f"| {peers} | {case.link} | {case.what} | {case.predicted:.4g} | {_told(case)} | "
             f"{off if case.close else f'**{off}**'} |"
         )
+
+
+def _apart(cases: Sequence[Case]) -> Iterator[str]:
+    """Say how far measurements of one and the same thing are apart, if there are any."""
+    if cases:
+        shares = [case.spread_share for case in cases]
+        yield (
+            f"{len(cases)} pipelines were measured two or three times in the same run, minutes "
+            f"apart; the mean counts. These measurements differ by {statistics.median(shares):.0%} "
+            f"(median), {max(shares):.0%} at most, so no prediction could meet each of them."
+        )
+        yield ""
+
+
+def _told(case: Case) -> str:
+    if len(case.each) == 1:
+        return f"{case.measured:.4g}"
+    return f"{case.measured:.4g} ({', '.join(f'{each:.4g}' for each in case.each)})"
 
 
 def main(paths: Sequence[str]) -> None:

@@ -125,18 +125,23 @@ class Stage:
 
     def step(self, batches: Sequence[Batch]) -> float | None:
         """Run one optimizer step; return the mean loss where the last chunk is, else `None`."""
-        run = _StepRun(self, batches)
-        for op in self.plan.order:
-            if op.backward:
-                run.backward(op)
-            else:
-                run.forward(op)
+        run = self.compute(batches)
         if self._beside is not None:
             self._average(self._beside)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         run.finish()
         return sum(run.losses) / len(run.losses) if run.losses else None
+
+    def compute(self, batches: Sequence[Batch]) -> _StepRun:
+        """Run a step's operations, which leave their gradients in the parameters."""
+        run = _StepRun(self, batches)
+        for op in self.plan.order:
+            if op.backward:
+                run.backward(op)
+            else:
+                run.forward(op)
+        return run
 
     def _average(self, beside: Beside) -> None:
         """Average the gradients with those of the other pipelines, as bfloat16."""

@@ -5,24 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.network_model import ModelSetup
+from atomtrain.benchmarks.network_setup import UNSHAPED_BITS_PER_S
 from atomtrain.benchmarks.pipeline import encoded_bytes
+from atomtrain.benchmarks.pipeline_speeds import Speeds, layer_kinds
 from atomtrain.benchmarks.shaping import BOTH_WAYS_SHARE, Link
 from atomtrain.errors import ConfigError
 from atomtrain.simulation.announced import AnnouncedWork, simulate_1f1b
 from atomtrain.simulation.interleaved import simulate_interleaved
+from atomtrain.simulation.link import PipelineLink
 from atomtrain.simulation.loss import connection_bits_per_s
-from atomtrain.simulation.pipeline import (
-    Op,
-    PipelineLink,
-    PipelineWork,
-    partition,
-    simulate_step,
-)
+from atomtrain.simulation.pipeline import Op, PipelineWork, partition, simulate_step
 from atomtrain.simulation.replay import replay
 
 _LEAST_AHEAD = 16
@@ -89,49 +86,6 @@ _NAME = re.compile(
 )
 
 
-class Host(NamedTuple):
-    """What all peers of a benchmark run on."""
-
-    cores: float = math.inf
-    """That they share."""
-    congestion_control: str = "cubic"
-    """Of TCP connections that do not choose one, by Linux's name."""
-
-
-class Speeds(NamedTuple):
-    """What the peers measured of themselves, all computing at once; the slowest counts."""
-
-    sizes: Mapping[int, Mapping[str, Any]]
-    """As `GlooPeer.speeds` returns them, by sequences in a micro-batch."""
-    update_parameters_per_s: float
-
-    @classmethod
-    def of(cls, replies: Sequence[Mapping[str, Any]]) -> Speeds:
-        """Put the peers' answers together."""
-        sizes = {
-            int(size): merged([reply["sizes"][size] for reply in replies], max)
-            for size in replies[0]["sizes"]
-        }
-        return cls(sizes, min(reply["update_parameters_per_s"] for reply in replies))
-
-    def tokens_per_s(self, setup: ModelSetup) -> float:
-        """Return one peer's rate of forward and backward over the whole model, at its best."""
-        return max(self._rates(setup).values())
-
-    def best_size(self, setup: ModelSetup) -> int:
-        """Return the sequences in a micro-batch at which that rate is reached."""
-        rates = self._rates(setup)
-        return max(rates, key=lambda size: rates[size])
-
-    def _rates(self, setup: ModelSetup) -> dict[int, float]:
-        rates = {}
-        for size, kinds in self.sizes.items():
-            layers = [*_layer_kinds(setup)]
-            took_s = sum(kinds[k]["forward_s"] + kinds[k]["backward_s"] for k in layers)
-            rates[size] = size * setup.sequence_tokens / took_s
-        return rates
-
-
 class Shape(NamedTuple):
     """How a pipeline is cut, but for how many micro-batches are in flight."""
 
@@ -146,73 +100,76 @@ class Shape(NamedTuple):
     recompute: bool
 
 
+def way_of(
+    link: Link, congestion_control: str = "cubic", probe: Mapping[str, Any] | None = None
+) -> PipelineLink:
+    """Return what a connection between two stages has on a benchmark's link.
+
+    Args:
+        link: As it was asked for.
+        congestion_control: Of TCP connections that do not choose one, by Linux's name.
+        probe: What was measured of the link, as `GlooPeer.probe` returns it; `None`: nothing.
+    """
+    bits_per_s = BOTH_WAYS_SHARE * (link.bits_per_s or UNSHAPED_BITS_PER_S)
+    measured = (probe or {}).get("both_ways_bits_per_s")
+    # A probe is short: what it needs to mend its last losses says nothing of a longer time.
+    if measured is not None and link.bits_per_s is not None and not link.loss_share:
+        bits_per_s = min(bits_per_s, measured)
+    return PipelineLink(
+        bits_per_s=connection_bits_per_s(
+            bits_per_s, link.round_trip_s, link.loss_share, congestion_control
+        ),
+        one_way_s=link.round_trip_s / 2,
+        burst_s=link.burst_s,
+        loss_share=link.loss_share,
+    )
+
+
 def simulated(
-    shape: Shape, speeds: Speeds, link: Link, host: Host, in_flights: Sequence[int] = ()
+    shape: Shape,
+    speeds: Speeds,
+    way: PipelineLink,
+    cores: float = math.inf,
+    in_flights: Sequence[int] = (),
+    compute_s: Sequence[float] = (),
 ) -> list[Candidate]:
     """Return a prediction for each number of micro-batches in flight; none: for all worth trying.
 
-    Times of ranks that share cores are those of orders that know nothing of it: the peers' own.
+    Orders are those of ranks with a core each and of packets that arrive: the peers' own.
+
+    Args:
+        shape: The pipeline.
+        speeds: Of layers.
+        way: Between any two stages.
+        cores: That all peers share.
+        in_flights: Numbers of micro-batches in flight.
+        compute_s: Seconds of a core that each rank's operations of a step were measured to take;
+            none: those of their layers.
     """
-    setup, kinds = shape.setup, speeds.sizes[shape.micro_batch]
-    names = _layer_kinds(setup)
-    costs = [kinds[name]["forward_s"] + kinds[name]["backward_s"] for name in names]
-    bounds = partition(costs, shape.peers * shape.chunks)
-    parts = [names[a:b] for a, b in itertools.pairwise(bounds)]
-    wire_s = kinds["wire_s"][shape.wire]
-    rows = shape.micro_batch * setup.sequence_tokens
-    boundary_bytes = encoded_bytes(shape.wire, rows, setup.width)
-    way = PipelineLink(
-        bits_per_s=connection_bits_per_s(
-            BOTH_WAYS_SHARE * (link.bits_per_s or 1e10),
-            link.round_trip_s,
-            link.loss_share,
-            host.congestion_control,
-        ),
-        one_way_s=link.round_trip_s / 2,
-    )
-    numbers = {shape.peers * shape.chunks * times for times in (1, 2, 4, 8)}
-    usual = sorted({min(n, shape.micro_batches) for n in numbers} | {shape.micro_batches})
-    forward_s = [sum(kinds[k]["forward_s"] for k in part) + wire_s for part in parts]
-    backward_s = [sum(kinds[k]["backward_s"] for k in part) + wire_s for part in parts]
-    whole = [sum(kinds[k]["kept_bytes"] for k in part) for part in parts]
-    kept, recomputed = list(whole), [0.0] * len(parts)
-    # A backward has about as much in gradients as its largest layer keeps.
-    largest = max(kinds[kind]["kept_bytes"] for kind in names)
-    if shape.recompute:
-        recomputed[:-1] = whole[:-1]
-        backward_s[:-1] = [b + f for f, b in zip(forward_s[:-1], backward_s[:-1], strict=True)]
-        kept[:-1] = [4.0 * rows * setup.width] * (len(parts) - 1)
-    parameters = [sum(_parameters(setup, k) for k in part) for part in parts]
-    averaging_s = _averaging_s(shape, max(_of_ranks(parameters, shape.peers)), way)
-    waiting_s = 0.0
-    if not shape.recompute and shape.pipelines == 1 and shape.micro_batches % shape.peers == 0:
-        announced = AnnouncedWork(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            micro_batches=shape.micro_batches,
-            boundary_bytes=boundary_bytes,
-        )
-        if shape.chunks == 1:
-            waiting_s = simulate_1f1b(announced, way)
-        else:
-            waiting_s = simulate_interleaved(announced, shape.peers, way)
-    found = []
+    costs = _costs(shape, speeds)
+    real = _as_measured(costs, shape, compute_s)
     # Of all pipelines, which do the same at the same time, each has its share of the cores.
-    cores = host.cores / shape.pipelines
+    cores = cores / shape.pipelines
     crowd = max(1.0, shape.peers / cores)
-    for in_flight in in_flights or usual:
+    largest = max(sum(costs.parameters[rank :: shape.peers]) for rank in range(shape.peers))
+    update_s = crowd * largest / speeds.update_parameters_per_s
+    update_s += _averaging_s(shape, largest, way)
+    waiting_s = _library_s(shape, real, way)
+    found = []
+    for in_flight in in_flights or _usual_in_flight(shape):
         work = PipelineWork(
             ranks=shape.peers,
-            forward_s=forward_s,
-            backward_s=backward_s,
+            forward_s=costs.forward_s,
+            backward_s=costs.backward_s,
             micro_batches=shape.micro_batches,
             in_flight=in_flight,
-            boundary_bytes=boundary_bytes,
+            boundary_bytes=costs.boundary_bytes,
         )
-        step = simulate_step(work, way)
-        step_s = step.step_s if crowd == 1 else replay(work, way, step.orders, cores)
-        update_s = crowd * max(parameters) * shape.chunks / speeds.update_parameters_per_s
-        update_s += averaging_s
+        step = simulate_step(work, replace(way, loss_share=0.0))
+        step_s = step.step_s
+        if crowd > 1 or way.loss_share or real is not costs:
+            work = replace(work, forward_s=real.forward_s, backward_s=real.backward_s)
+            step_s = replay(work, way, step.orders, cores)
         found.append(
             Candidate(
                 schedule="own",
@@ -223,17 +180,10 @@ def simulated(
                 in_flight=in_flight,
                 wire=shape.wire,
                 recompute=shape.recompute,
-                bounds=tuple(bounds),
+                bounds=tuple(costs.bounds),
                 orders=tuple(tuple(order) for order in step.orders),
                 predicted_s=step_s + update_s,
-                predicted_bytes=_most_bytes(
-                    step.orders,
-                    parameters,
-                    kept,
-                    [again + largest for again in recomputed],
-                    boundary_bytes,
-                    _ahead(in_flight),
-                ),
+                predicted_bytes=_most_bytes(step.orders, costs, _ahead(in_flight)),
                 library_s=(waiting_s or step_s) + update_s,
             )
         )
@@ -241,9 +191,17 @@ def simulated(
 
 
 def predicted_again(
-    name: str, setup: ModelSetup, peers: int, speeds: Speeds, link: Link, host: Host
+    name: str,
+    setup: ModelSetup,
+    peers: int,
+    speeds: Speeds,
+    way: PipelineLink,
+    cores: float = math.inf,
+    compute_s: Sequence[float] = (),
 ) -> float:
     """Return the seconds of a step of the candidate that `Candidate.name` calls so.
+
+    `cores` and `compute_s` are as for `simulated`.
 
     Raises:
         ConfigError: no candidate has such a name.
@@ -262,13 +220,90 @@ def predicted_again(
         told["wire"],
         told["recompute"] is not None,
     )
-    (found,) = simulated(shape, speeds, link, host, [int(told["in_flight"])])
+    (found,) = simulated(shape, speeds, way, cores, [int(told["in_flight"])], compute_s)
     return found.predicted_s if told["schedule"] == "own" else found.library_s
 
 
-def _of_ranks(parameters: Sequence[int], ranks: int) -> list[int]:
-    """Return each rank's parameters, of those of each chunk."""
-    return [sum(parameters[rank::ranks]) for rank in range(ranks)]
+class _Costs(NamedTuple):
+    """What a shape's chunks take, each."""
+
+    bounds: list[int]
+    """Of the chunks in the chain of layers."""
+    forward_s: list[float]
+    """Of one micro-batch, with encoding what is sent and decoding what comes."""
+    backward_s: list[float]
+    parameters: list[int]
+    kept_bytes: list[float]
+    """From forward to backward, of one micro-batch."""
+    workspace_bytes: list[float]
+    """In backward."""
+    boundary_bytes: int
+
+
+def _costs(shape: Shape, speeds: Speeds) -> _Costs:
+    setup, kinds = shape.setup, speeds.sizes[shape.micro_batch]
+    names = layer_kinds(setup)
+    layers_s = [kinds[name]["forward_s"] + kinds[name]["backward_s"] for name in names]
+    bounds = partition(layers_s, shape.peers * shape.chunks)
+    parts = [names[a:b] for a, b in itertools.pairwise(bounds)]
+    wire_s = kinds["wire_s"][shape.wire]
+    rows = shape.micro_batch * setup.sequence_tokens
+    forward_s = [sum(kinds[k]["forward_s"] for k in part) + wire_s for part in parts]
+    backward_s = [sum(kinds[k]["backward_s"] for k in part) + wire_s for part in parts]
+    kept_bytes = [float(sum(kinds[k]["kept_bytes"] for k in part)) for part in parts]
+    # A backward has about as much in gradients as its largest layer keeps.
+    largest_bytes = max(kinds[kind]["kept_bytes"] for kind in names)
+    workspace_bytes = [largest_bytes] * len(parts)
+    if shape.recompute:
+        backward_s[:-1] = [b + f for f, b in zip(forward_s[:-1], backward_s[:-1], strict=True)]
+        workspace_bytes[:-1] = [kept + largest_bytes for kept in kept_bytes[:-1]]
+        kept_bytes[:-1] = [4.0 * rows * setup.width] * (len(parts) - 1)
+    return _Costs(
+        bounds,
+        forward_s,
+        backward_s,
+        [sum(_parameters(setup, kind) for kind in part) for part in parts],
+        kept_bytes,
+        workspace_bytes,
+        encoded_bytes(shape.wire, rows, setup.width),
+    )
+
+
+def _as_measured(costs: _Costs, shape: Shape, compute_s: Sequence[float]) -> _Costs:
+    """Return the costs with times that add up to what each rank was measured to compute."""
+    if not compute_s:
+        return costs
+    both_s = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+    shares = [
+        measured_s / (shape.micro_batches * sum(both_s[rank :: shape.peers]))
+        for rank, measured_s in enumerate(compute_s)
+    ]
+    of_chunk = [shares[chunk % shape.peers] for chunk in range(len(both_s))]
+    return costs._replace(
+        forward_s=[s * share for s, share in zip(costs.forward_s, of_chunk, strict=True)],
+        backward_s=[s * share for s, share in zip(costs.backward_s, of_chunk, strict=True)],
+    )
+
+
+def _usual_in_flight(shape: Shape) -> list[int]:
+    """Return the numbers of micro-batches in flight that are worth trying."""
+    numbers = {shape.peers * shape.chunks * times for times in (1, 2, 4, 8)}
+    return sorted({min(n, shape.micro_batches) for n in numbers} | {shape.micro_batches})
+
+
+def _library_s(shape: Shape, costs: _Costs, way: PipelineLink) -> float:
+    """Return a step's seconds under PyTorch's own schedule; 0: it cannot run this."""
+    if shape.recompute or shape.pipelines > 1 or shape.micro_batches % shape.peers:
+        return 0.0
+    work = AnnouncedWork(
+        forward_s=costs.forward_s,
+        backward_s=costs.backward_s,
+        micro_batches=shape.micro_batches,
+        boundary_bytes=costs.boundary_bytes,
+    )
+    if shape.chunks == 1:
+        return simulate_1f1b(work, way)
+    return simulate_interleaved(work, shape.peers, way)
 
 
 def _averaging_s(shape: Shape, parameters: int, way: PipelineLink) -> float:
@@ -287,47 +322,27 @@ def _ahead(in_flight: int) -> int:
     return max(_LEAST_AHEAD, 2 * in_flight)
 
 
-def _most_bytes(
-    orders: Sequence[Sequence[Op]],
-    parameters: Sequence[int],
-    kept: Sequence[float],
-    workspace: Sequence[float],
-    boundary_bytes: int,
-    ahead: int,
-) -> int:
-    """Return the memory of the rank that needs most: state, kept activations, receive buffers.
-
-    `parameters`, `kept` (from forward to backward) and `workspace` (in backward) are chunks' own.
-    """
+def _most_bytes(orders: Sequence[Sequence[Op]], costs: _Costs, ahead: int) -> int:
+    """Return the memory of the rank that needs most: state, kept activations, receive buffers."""
+    kept = costs.kept_bytes
     most, peers = 0.0, len(orders)
     for rank, order in enumerate(orders):
-        state = 16 * sum(parameters[rank::peers])
+        state = 16 * sum(costs.parameters[rank::peers])
         live = peak = 0.0
         for op in order:
             if op.backward:
-                peak = max(peak, live + workspace[op.chunk])
+                peak = max(peak, live + costs.workspace_bytes[op.chunk])
             live += -kept[op.chunk] if op.backward else kept[op.chunk]
             peak = max(peak, live)
         ends = (0, len(kept) - 1)
         received = sum(op.chunk != ends[op.backward] and peers > 1 for op in order)
         sent = sum(op.chunk != ends[not op.backward] and peers > 1 for op in order)
         buffers = min(received, ahead) + min(sent, ahead)
-        most = max(most, state + peak + buffers * boundary_bytes)
+        most = max(most, state + peak + buffers * costs.boundary_bytes)
     return int(most)
-
-
-def _layer_kinds(setup: ModelSetup) -> list[str]:
-    return ["embedding", *["block"] * setup.layers, "head"]
 
 
 def _parameters(setup: ModelSetup, kind: str) -> int:
     if kind == "block":
         return 12 * setup.width**2 + 13 * setup.width
     return setup.vocabulary * setup.width + setup.sequence_tokens * setup.width
-
-
-def merged(values: Sequence[Any], choose: Callable[[Sequence[Any]], Any]) -> Any:
-    """Return what `choose` (`min`, `max`) takes of each number in equal trees of mappings."""
-    if isinstance(values[0], Mapping):
-        return {key: merged([value[key] for value in values], choose) for key in values[0]}
-    return choose(values)

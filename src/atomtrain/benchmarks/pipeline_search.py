@@ -8,14 +8,16 @@ recomputing. What does not fit the device budget is out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.pipeline import LIBRARY
-from atomtrain.benchmarks.pipeline_prediction import Candidate, Host, Shape, Speeds, simulated
-from atomtrain.benchmarks.shaping import Link
+from atomtrain.benchmarks.pipeline_prediction import Candidate, Shape, simulated
+from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.errors import PlanError
+from atomtrain.simulation.link import PipelineLink
 
 _CHUNKS = (1, 2)
 _WIRES = ("bfloat16", "int8")
@@ -23,12 +25,12 @@ _WORTH = 2.0
 
 
 def candidates(
-    setup: ModelSetup, peers: int, sequences: int, speeds: Speeds, link: Link, budget_bytes: int,
-    host: Host | None = None,
+    setup: ModelSetup, peers: int, sequences: int, speeds: Speeds, way: PipelineLink,
+    budget_bytes: int, cores: float = math.inf,
 ) -> list[Candidate]:  # fmt: skip
     """Return what fits, best prediction first; the library's schedules are not among them.
 
-    `host`: `None` stands for a core for each peer.
+    All peers share the `cores`.
 
     Raises:
         PlanError: nothing fits the budget; says what the smallest would need.
@@ -55,8 +57,8 @@ def candidates(
                 recompute,
             ),
             speeds,
-            link,
-            host or Host(),
+            way,
+            cores,
         )
     ]
     fitting = [candidate for candidate in found if candidate.predicted_bytes <= budget_bytes]

@@ -69,13 +69,20 @@ class Link:
         if not 0 <= self.loss_share <= 0.5:
             raise ConfigError(f"a link loses 0 to 0.5 of its packets, not {self.loss_share:g}")
 
+    @property
+    def burst_s(self) -> float:
+        """What an idle link saves up and passes at once, as the time that takes at its rate."""
+        if self.bits_per_s is None:
+            return 0.0
+        # A larger burst would let more than the rate through, a smaller one less.
+        return max(_BURST_S, 8 * _LEAST_BURST_BYTES / self.bits_per_s)
+
     def bucket(self) -> list[str]:
         """Return the token bucket's arguments to `tc`; empty without a rate."""
         if self.bits_per_s is None:
             return []
         bytes_per_s = self.bits_per_s / 8
-        # A larger burst would let more than the rate through, a smaller one less.
-        burst_bytes = max(_LEAST_BURST_BYTES, int(bytes_per_s * _BURST_S))
+        burst_bytes = round(bytes_per_s * self.burst_s)
         wait_s = max(_QUEUE_S, self.round_trip_s)
         queue_bytes = max(_LEAST_QUEUE_BYTES, int(bytes_per_s * wait_s)) + burst_bytes
         rate = f"{int(self.bits_per_s)}bit"

@@ -36,8 +36,9 @@ from atomtrain.benchmarks.network_measured import Measured
 from atomtrain.benchmarks.network_methods import Methods
 from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_setup import NetworkSetup, StandsFor, stand_in
-from atomtrain.benchmarks.pipeline_prediction import Speeds
-from atomtrain.benchmarks.shaping import Link, Network
+from atomtrain.benchmarks.pipeline_prediction import way_of
+from atomtrain.benchmarks.pipeline_speeds import Speeds
+from atomtrain.benchmarks.shaping import Link, Network, congestion_control
 
 _TRAIN_S = 100.0
 _QUICK_S = 4.0
@@ -149,7 +150,8 @@ def _of_baselines(
     train_s: float,
 ) -> list[Result]:
     network.shape(link)
-    search = methods.search(link, speeds, until_s=math.inf)
+    way = way_of(link, congestion_control())
+    search = methods.search(way, speeds, until_s=math.inf)
     found = [
         {
             "method": "pipeline",

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atomtrain.simulation.pipeline import Op, PipelineLink
+from atomtrain.simulation.link import Lanes, PipelineLink
+from atomtrain.simulation.pipeline import Op
 
 _ANNOUNCEMENT_BYTES = 120
 """48 of Gloo's header, the rest those of TCP, IP and Ethernet."""
@@ -107,11 +108,9 @@ class _Run:
     def __init__(
         self, programs: Sequence[Sequence[Action]], boundary_bytes: int, link: PipelineLink
     ) -> None:
-        self.programs, self.link = programs, link
-        self.transfer_s = 8 * boundary_bytes / link.bits_per_s
-        self.announcement_s = 8 * _ANNOUNCEMENT_BYTES / link.bits_per_s
+        self.programs, self.boundary_bytes = programs, boundary_bytes
+        self.lanes = Lanes(len(programs), link)
         self.place = [0] * len(programs)
-        self.up_s, self.down_s = [0.0] * len(programs), [0.0] * len(programs)
         self.posted: set[Op] = set()
         self.announced: set[Op] = set()
         self.sent: set[Op] = set()
@@ -183,16 +182,15 @@ class _Run:
     def _announce(self, op: Op, now_s: float) -> None:
         """Tell the sender, over the receiver's own link, that it may send."""
         rank, sender = self._receiver(op), self._sender(op)
-        self.up_s[rank] = max(now_s, self.up_s[rank]) + self.announcement_s
-        self._later(self.up_s[rank] + self.link.one_way_s, "announced", sender, op)
+        told = self.lanes.send(rank, sender, _ANNOUNCEMENT_BYTES, now_s)
+        self._later(told.arrived_s, "announced", sender, op)
 
     def _start(self, op: Op, now_s: float) -> None:
         """Send what is posted and announced; the sender need not wait for the wire."""
         if op not in self.posted or op not in self.announced or op in self.sent:
             return
         sender, receiver = self._sender(op), self._receiver(op)
-        end_s = max(now_s, self.up_s[sender], self.down_s[receiver]) + self.transfer_s
-        self.up_s[sender] = self.down_s[receiver] = end_s
+        sent = self.lanes.send(sender, receiver, self.boundary_bytes, now_s)
         self.sent.add(op)
-        self._later(end_s + self.link.one_way_s, "arrived", receiver, op)
+        self._later(sent.arrived_s, "arrived", receiver, op)
         self._wake(sender, op, now_s)

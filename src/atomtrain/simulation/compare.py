@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
 from atomtrain.simulation.encoding import ACTIVATION_WIRES, ActivationWire
-from atomtrain.simulation.pipeline import PipelineLink, PipelineWork, partition, simulate_step
+from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.pipeline import PipelineWork, partition, simulate_step
 from atomtrain.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
 
 PAYLOAD_SHARE = 0.955

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
 from atomtrain.simulation.announced import Action, AnnouncedWork, run_programs
-from atomtrain.simulation.pipeline import Op, PipelineLink
+from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.pipeline import Op
 
 
 class _Posted(NamedTuple):

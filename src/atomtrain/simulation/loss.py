@@ -10,11 +10,13 @@ Queue 14(5): full rate up to several percent).
 from __future__ import annotations
 
 import math
+import random
 
 _SEGMENT_BYTES = 1448
 """Payload of a packet of 1500 bytes with time stamps."""
 _FIRST_SEGMENTS = 10
 """Of a new connection's window: RFC 6928."""
+_NEVER = 1e-12
 
 
 def connection_bits_per_s(
@@ -55,3 +57,47 @@ def opening_s(payload_bytes: float, bits_per_s: float, round_trip_s: float, stre
         left_bytes -= window_bytes
         window_bytes *= 2
     return lost_s
+
+
+def mean_recovery_s(payload_bytes: float, loss_share: float, round_trip_s: float) -> float:
+    """Return `recovery_s` on average, but for the last packet's second round trip.
+
+    With n packets and the share p, the worst one needs more than t round trips with the probability
+    1 - (1 - p^(t+1))^n.
+    """
+    packets, again = _packets(payload_bytes), loss_share
+    trips = 0.0
+    while again > _NEVER:
+        trips += -math.expm1(packets * math.log1p(-again))
+        again *= loss_share
+    return trips * round_trip_s
+
+
+def recovery_s(
+    payload_bytes: float, loss_share: float, round_trip_s: float, chance: random.Random
+) -> float:
+    """Return how much later a message is whole because packets of it were lost, by chance.
+
+    Acknowledgements of what was sent behind a lost packet tell of it a round trip after it was
+    sent, and it is sent again; behind the last one nothing need follow, and the sender asks after
+    two round trips (RFC 8985, sections 6 and 7). What is lost once more costs one more round trip.
+    All packets of a message are mended at the same time.
+
+    Args:
+        payload_bytes: Of the message.
+        loss_share: Of packets, each lost by itself; 0 to below 1.
+        round_trip_s: Without queues.
+        chance: Where losses come from.
+    """
+    packets = _packets(payload_bytes)
+    worst = 0
+    for packet in range(packets):
+        trips = 0
+        while chance.random() < loss_share:
+            trips += 2 if trips == 0 and packet == packets - 1 else 1
+        worst = max(worst, trips)
+    return worst * round_trip_s
+
+
+def _packets(payload_bytes: float) -> int:
+    return max(1, math.ceil(payload_bytes / _SEGMENT_BYTES))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
+from atomtrain.simulation.link import Lanes, PipelineLink
 
 
 class Op(NamedTuple):
@@ -55,16 +56,6 @@ class PipelineWork:
                 f"{self.micro_batches} micro-batches with {self.in_flight} in flight; both must be "
                 "at least 1"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineLink:
-    """What joins each rank to the others."""
-
-    bits_per_s: float
-    """Rate of each direction of a rank's link; infinity is allowed."""
-    one_way_s: float = 0.0
-    """Time from the last bit's departure to its arrival."""
 
 
 class PipelineStep(NamedTuple):
@@ -115,12 +106,11 @@ class _Transfer(NamedTuple):
 
 class _Run:
     def __init__(self, work: PipelineWork, link: PipelineLink) -> None:
-        self.work, self.link = work, link
+        self.work, self.lanes = work, Lanes(work.ranks, link)
         self.last = len(work.forward_s) - 1
         self.orders: list[list[Op]] = [[] for _ in range(work.ranks)]
         self.free_s = [0.0] * work.ranks
         self.busy_s = [0.0] * work.ranks
-        self.up_s, self.down_s = [0.0] * work.ranks, [0.0] * work.ranks
         self.waiting: list[dict[Op, float]] = [{} for _ in range(work.ranks)]
         """Each rank's operations whose inputs will have arrived, and when."""
         self.transfers: list[_Transfer] = []
@@ -175,9 +165,7 @@ class _Run:
     def _next_transfer(self) -> tuple[_Transfer | None, float]:
         best: tuple[_Transfer | None, float] = None, math.inf
         for transfer in self.transfers:
-            start_s = max(
-                transfer.ready_s, self.up_s[transfer.source], self.down_s[transfer.target]
-            )
+            start_s = max(transfer.ready_s, self.lanes.free_s(transfer.source, transfer.target))
             if start_s < best[1]:
                 best = transfer, start_s
         return best
@@ -204,6 +192,5 @@ class _Run:
 
     def _send(self, transfer: _Transfer, start_s: float) -> None:
         self.transfers.remove(transfer)
-        end_s = start_s + 8 * self.work.boundary_bytes / self.link.bits_per_s
-        self.up_s[transfer.source] = self.down_s[transfer.target] = end_s
-        self.waiting[transfer.target][transfer.op] = end_s + self.link.one_way_s
+        sent = self.lanes.send(transfer.source, transfer.target, self.work.boundary_bytes, start_s)
+        self.waiting[transfer.target][transfer.op] = sent.arrived_s

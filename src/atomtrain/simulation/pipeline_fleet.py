@@ -32,7 +32,7 @@ import numpy as np
 from atomtrain.errors import ConfigError
 from atomtrain.simulation.compare import PipelineChoice, Site, pipelines
 from atomtrain.simulation.fleet import Peers
-from atomtrain.simulation.pipeline import PipelineLink
+from atomtrain.simulation.link import PipelineLink
 
 _FETCHED_BYTES_PER_PARAMETER = 4
 _REDONE_STEPS = 0.5

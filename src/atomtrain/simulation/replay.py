@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
-from atomtrain.simulation.pipeline import Op, PipelineLink, PipelineWork
+from atomtrain.simulation.link import Lanes, PipelineLink
+from atomtrain.simulation.pipeline import Op, PipelineWork
 
 
 def replay(
@@ -51,16 +52,15 @@ class _Replay:
     def __init__(
         self, work: PipelineWork, link: PipelineLink, orders: Sequence[Sequence[Op]], cores: float
     ) -> None:
-        self.work, self.link, self.orders, self.cores = work, link, orders, cores
+        self.work, self.orders, self.cores = work, orders, cores
+        self.lanes = Lanes(work.ranks, link)
         self.last = len(work.forward_s) - 1
-        self.transfer_s = 8 * work.boundary_bytes / link.bits_per_s
         self.now_s = 0.0
         self.place = [0] * work.ranks
         self.left_s: list[float | None] = [None] * work.ranks
         """Of each rank's running operation, on a core of its own; `None`: it waits."""
         self.ready = {Op(False, 0, index) for index in range(work.micro_batches)}
         self.queue: list[_Transfer] = []
-        self.up_s, self.down_s = [0.0] * work.ranks, [0.0] * work.ranks
         self.arrivals: list[tuple[float, Op]] = []
         self.sent: list[float] = []
         """When transfers end: a link is free then."""
@@ -85,13 +85,13 @@ class _Replay:
         """Start what both ends' links are free for, first come first served."""
         waiting = []
         for transfer in self.queue:
-            if max(self.up_s[transfer.source], self.down_s[transfer.target]) > self.now_s:
+            source, target = transfer.source, transfer.target
+            if self.lanes.free_s(source, target) > self.now_s:
                 waiting.append(transfer)
                 continue
-            end_s = self.now_s + self.transfer_s
-            self.up_s[transfer.source] = self.down_s[transfer.target] = end_s
-            heapq.heappush(self.sent, end_s)
-            heapq.heappush(self.arrivals, (end_s + self.link.one_way_s, transfer.op))
+            sent = self.lanes.send(source, target, self.work.boundary_bytes, self.now_s)
+            heapq.heappush(self.sent, sent.left_s)
+            heapq.heappush(self.arrivals, (sent.arrived_s, transfer.op))
         self.queue = waiting
 
     def _pass(self) -> int:

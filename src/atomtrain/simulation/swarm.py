@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
-from atomtrain.simulation.loss import opening_s
+from atomtrain.simulation.loss import mean_recovery_s, opening_s
 
 _ROUNDING = 1e-9
+_MESSAGES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class SwarmLink:
     bits_per_s: float
     """Rate of each direction of a peer's link; infinity is allowed."""
     one_way_s: float = 0.0
+    loss_share: float = 0.0
+    """Of packets, each lost by itself; 0 to below 1. The rate is what is left of it then."""
 
 
 class SwarmRun(NamedTuple):
@@ -113,7 +116,7 @@ def _round(
     snapshot_s = max(_next_boundary(invited_s, step_s) for step_s in work.step_s)
     exchange_from_s = snapshot_s + 2 * link.one_way_s  # ready, begin
     exchange_s = 8 * exchange_bytes / link.bits_per_s + 2 * link.one_way_s + work.codec_s
-    exchange_s += _streams_s(work, link, exchange_bytes)
+    exchange_s += _streams_s(work, link, exchange_bytes) + _mending_s(link, exchange_bytes)
     return invited_s, exchange_from_s + exchange_s + 2 * link.one_way_s  # held, commit
 
 
@@ -125,6 +128,17 @@ def _streams_s(work: SwarmWork, link: SwarmLink, exchange_bytes: int) -> float:
     round_trip_s, others = 2 * link.one_way_s, len(work.step_s) - 1
     slow_s = 2 * opening_s(exchange_bytes / 2, link.bits_per_s, round_trip_s, others)
     return 2 * round_trip_s + slow_s
+
+
+def _mending_s(link: SwarmLink, exchange_bytes: int) -> float:
+    """Return how much longer a round takes because packets of it get lost.
+
+    Contributions are whole, and then means, when their last packet is; the round's six messages are
+    a packet each.
+    """
+    round_trip_s, share = 2 * link.one_way_s, link.loss_share
+    halves_s = 2 * mean_recovery_s(exchange_bytes / 2, share, round_trip_s)
+    return halves_s + _MESSAGES * mean_recovery_s(1, share, round_trip_s)
 
 
 def _boundary(at_s: float, step_s: float) -> float:

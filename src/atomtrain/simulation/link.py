@@ -1,0 +1,75 @@
+"""What joins the ranks of a pipeline: each one's link, and what becomes of messages on it.
+
+A direction of a link carries one message at a time. A shaped link is a *token bucket*: while it is
+idle it saves up what it may pass at once later, up to a burst, so short messages with pauses
+between them take less time than the rate says. Packets that get lost are sent again, and what came
+behind them on the same connection waits (`loss.recovery_s`).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from atomtrain.simulation.loss import recovery_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineLink:
+    """What joins each rank to the others."""
+
+    bits_per_s: float
+    """Rate of each direction of a rank's link; infinity is allowed."""
+    one_way_s: float = 0.0
+    """Time from the last bit's departure to its arrival."""
+    burst_s: float = 0.0
+    """An idle link saves up what it carries in this time, and passes that at once."""
+    loss_share: float = 0.0
+    """Of packets, each lost by itself; 0 to below 1. The rate is what is left of it then."""
+
+
+class Sent(NamedTuple):
+    """What became of a message."""
+
+    left_s: float
+    """When both ends' links are free for the next one."""
+    arrived_s: float
+
+
+class Lanes:
+    """Both directions of all ranks' links, each carrying one message after the other.
+
+    Losses are drawn in the order of the messages, the same ones each time.
+    """
+
+    def __init__(self, ranks: int, link: PipelineLink) -> None:
+        self.link = link
+        # By these times a link has passed all that it took, at its rate and without a break. One
+        # that lies in the past is what the link has saved up.
+        self._up_s, self._down_s = [0.0] * ranks, [0.0] * ranks
+        self._behind_s: dict[tuple[int, int], float] = {}
+        """When the last message of each connection had arrived."""
+        self._chance = random.Random(0)
+
+    def free_s(self, source: int, target: int) -> float:
+        """Return from when on a message could leave."""
+        return max(self._up_s[source], self._down_s[target])
+
+    def send(self, source: int, target: int, message_bytes: float, now_s: float) -> Sent:
+        """Send as soon as the links are free; calls for the same link come in the order of time."""
+        link = self.link
+        start_s = max(now_s, self.free_s(source, target))
+        takes_s = 8 * message_bytes / link.bits_per_s
+        saved_s = start_s - link.burst_s
+        self._up_s[source] = max(self._up_s[source], saved_s) + takes_s
+        self._down_s[target] = max(self._down_s[target], saved_s) + takes_s
+        left_s = max(start_s, self.free_s(source, target))
+        arrived_s = left_s + link.one_way_s
+        if link.loss_share:
+            arrived_s += recovery_s(
+                message_bytes, link.loss_share, 2 * link.one_way_s, self._chance
+            )
+            arrived_s = max(arrived_s, self._behind_s.get((source, target), 0.0))
+            self._behind_s[source, target] = arrived_s
+        return Sent(left_s, arrived_s)
