@@ -69,6 +69,7 @@ from atomtrain.units import format_count
 _LEARNING_RATE = 1e-3
 """For text; of random tokens nothing can be learnt."""
 _NOT_ASKED = "not asked for"
+_ALONE_TIMES = 3.0
 _QUIET_LOAD = 0.5
 """Processes that want a core, on average over a minute, beside which measurements still hold."""
 
@@ -100,6 +101,10 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
         setup = replace(setup, links=(), stand_ins=stand_ins)
     elif options.links == "alone":
         setup = replace(setup, links=ALONE_LINKS, stand_ins=(), baselines=False)
+    if options.links == "alone":
+        # All there is to tell are two rates a few percent apart, on cores that are not steadier.
+        longer = {name: _ALONE_TIMES * getattr(setup, name) for name in ("window_s", "alone_s")}
+        setup = replace(setup, **longer)
     started_s = time.monotonic()
     load = os.getloadavg()[0]
     if load > _QUIET_LOAD:

@@ -18,8 +18,9 @@ from atomtrain.benchmarks.network_setup import (
 )
 from atomtrain.benchmarks.network_worker import Reply
 from atomtrain.benchmarks.pipeline_speeds import Speeds
-from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link, Network
+from atomtrain.benchmarks.shaping import Link, Network
 from atomtrain.errors import PlanError
+from atomtrain.simulation.link import PAYLOAD_SHARE
 from atomtrain.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
 from atomtrain.swarm.config import SwarmConfig
 

@@ -17,7 +17,8 @@ from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_rows import Row, link_name
 from atomtrain.benchmarks.pipeline_prediction import predicted_again, way_of
 from atomtrain.benchmarks.pipeline_speeds import Speeds
-from atomtrain.benchmarks.shaping import PAYLOAD_SHARE, Link
+from atomtrain.benchmarks.shaping import Link
+from atomtrain.simulation.link import PAYLOAD_SHARE
 from atomtrain.simulation.swarm import SwarmLink, SwarmWork, simulate_swarm
 
 _CLOSE = 0.1

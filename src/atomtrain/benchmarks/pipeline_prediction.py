@@ -13,11 +13,11 @@ from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_setup import UNSHAPED_BITS_PER_S
 from atomtrain.benchmarks.pipeline import encoded_bytes
 from atomtrain.benchmarks.pipeline_speeds import Speeds, layer_kinds
-from atomtrain.benchmarks.shaping import BOTH_WAYS_SHARE, Link
+from atomtrain.benchmarks.shaping import Link
 from atomtrain.errors import ConfigError
 from atomtrain.simulation.announced import AnnouncedWork, simulate_1f1b
 from atomtrain.simulation.interleaved import simulate_interleaved
-from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.link import BOTH_WAYS_SHARE, PipelineLink
 from atomtrain.simulation.loss import connection_bits_per_s
 from atomtrain.simulation.pipeline import Op, PipelineWork, partition, simulate_step
 from atomtrain.simulation.replay import replay

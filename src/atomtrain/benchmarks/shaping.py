@@ -25,10 +25,6 @@ from atomtrain.errors import ConfigError
 
 INTERFACE = "eth0"
 """Every host's interface to the others."""
-PAYLOAD_SHARE = 0.955
-"""What Ethernet, IP and TCP headers leave of a link's rate."""
-BOTH_WAYS_SHARE = 1448 / (1514 + 66 / 2)
-"""What is left where as much comes as goes: every other packet's acknowledgement goes, too."""
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _NAT = f"""
 add table ip nat

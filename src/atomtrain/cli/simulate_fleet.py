@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atomtrain.simulation.compare import PAYLOAD_SHARE
 from atomtrain.simulation.fleet import Averaging, FleetRun, Peers, simulate_fleet, unlike
-from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.link import PAYLOAD_SHARE, PipelineLink
 from atomtrain.simulation.pipeline_fleet import PipelinesRun, simulate_pipelines
 from atomtrain.simulation.site import site_of
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_rate

@@ -18,12 +18,10 @@ from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
 from atomtrain.simulation.encoding import ACTIVATION_WIRES, ActivationWire
-from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.link import PAYLOAD_SHARE, PipelineLink
 from atomtrain.simulation.pipeline import PipelineWork, partition, simulate_step
 from atomtrain.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
 
-PAYLOAD_SHARE = 0.955
-"""What Ethernet, IP and TCP headers leave of a link's rate, with packets of 1500 bytes."""
 _STATE_BYTES_PER_PARAMETER = 16
 _RESIDENT_VALUE_BYTES = 4
 _LEAST_MICRO_BATCHES = 8

@@ -14,6 +14,11 @@ from typing import NamedTuple
 
 from atomtrain.simulation.loss import recovery_s
 
+PAYLOAD_SHARE = 0.955
+"""What Ethernet, IP and TCP headers leave of a link's rate, with packets of 1500 bytes."""
+BOTH_WAYS_SHARE = 1448 / (1514 + 66 / 2)
+"""What is left where as much comes as goes: every other packet's acknowledgement goes, too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLink:
