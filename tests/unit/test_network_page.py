@@ -69,6 +69,18 @@ def test_every_prediction_that_was_measured_counts_misses_too() -> None:
     ]
 
 
+def test_a_pipeline_measured_several_times_counts_by_its_mean() -> None:
+    # The trial was long enough to be the first of both.
+    found = {**ROW["pipeline"], "pipeline": "own", "tokens_per_s_of_both": [100.0, 60.0]}  # type: ignore[dict-item]
+    row = {**ROW, "pipeline": found}
+    case = cases({"rows": [row]})[-1]
+    assert (case.each, case.measured) == ((100.0, 60.0), 80.0)
+    text = page([{**RESULT, "rows": [row]}])
+    assert "| own | 105 | 80 (100, 60) | **+31%** |" in text
+    assert "differ by 67% (median), 67% at most" in text
+    assert "Measurements differ" not in page([{**RESULT, "rows": [ROW]}])
+
+
 def test_a_row_that_was_disturbed_is_in_brackets() -> None:
     text = page([{**RESULT, "rows": [ROW, DISTURBED]}])
     assert "| 4.00 |" in text

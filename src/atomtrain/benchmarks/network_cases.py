@@ -1,10 +1,12 @@
 """What the simulation says of everything that `atom bench network` measured.
 
 Predictions are made again with today's simulation, of nothing but what a result holds that was
-measured without the network: the times of layers on a core of their own (`speeds`, in newer results
-of each row), the number of cores, and what the peers train each for itself. So a model that gets
-better is judged by all runs there are, not by those that are made with it. What the search for
-pipelines went by at the time stays in the result.
+measured apart from what is predicted: the times of layers on a core of their own (`speeds`, in
+newer results of each row), the number of cores, what the peers train each for itself, and in newer
+results what each stage of a pipeline computes without the network (`compute_s`) and the rate of the
+link both ways at once (`probe`). So a model that gets better is judged by all runs there are, not
+by those that are made with it. What the search for pipelines went by at the time stays in the
+result.
 """
 
 from __future__ import annotations

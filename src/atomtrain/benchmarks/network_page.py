@@ -192,9 +192,10 @@ def _simulated(results: Sequence[Result]) -> Iterator[str]:
     yield ""
     close = sum(case.close for _, case in found)
     yield (
-        "Predictions are made again with today's simulation, of what was measured without the "
-        "network: layers on a core of their own, cores, and what ATOM's peers train each for "
-        "itself just before and after. "
+        "Predictions are made again with today's simulation, of what was measured apart from what "
+        "they predict: layers on a core of their own, cores, what ATOM's peers train each for "
+        "itself just before and after, and in newer results what the stages of each pipeline "
+        "compute without the network, and the link's rate both ways at once. "
         f"**{close} of {len(found)} are within 10% of what was measured:**"
     )
     yield ""
@@ -222,9 +223,9 @@ def _apart(cases: Sequence[Case]) -> Iterator[str]:
     if cases:
         shares = [case.spread_share for case in cases]
         yield (
-            f"{len(cases)} pipelines were measured two or three times in the same run, minutes "
-            f"apart; the mean counts. These measurements differ by {statistics.median(shares):.0%} "
-            f"(median), {max(shares):.0%} at most, so no prediction could meet each of them."
+            "Measurements differ among themselves, too: the best pipeline of a row is measured two "
+            "or three times, minutes apart, and the mean counts. These rates differ by "
+            f"{statistics.median(shares):.0%} (median), {max(shares):.0%} at most."
         )
         yield ""
 
