@@ -12,14 +12,16 @@ import pytest
 import torch
 from waiting import PATIENCE_S
 
+from atomtrain.benchmarks.churn import ChurnSetup, _Churn
 from atomtrain.benchmarks.churn_check import (
+    averaging_times,
     compare_checkpoints,
     disagreements,
     first_and_last_loss,
     rejoin_times,
     stops,
 )
-from atomtrain.benchmarks.churn_peers import ChurnPeer
+from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.checkpoint import save
 
 
@@ -67,6 +69,69 @@ def test_a_step_after_the_end_is_no_negative_stop(peer: Any) -> None:
 
 def test_rejoining_ends_with_the_first_step(peer: Any) -> None:
     assert rejoin_times([peer("a", steps(7, 9)), peer("b", [])]) == [7]
+
+
+def rounds(*ended: tuple[float, str, int]) -> list[dict[str, Any]]:
+    return [{"event": "round", "time_s": t, "outcome": o, "contributors": n} for t, o, n in ended]
+
+
+def test_a_newcomer_averages_when_a_round_of_several_has_come_to_something(peer: Any) -> None:
+    alone, failed = (3, "averaged", 1), (4, "abandoned", 3)
+    found = [
+        peer("a", rounds(alone, failed, (7, "partial", 2), (9, "averaged", 3))),
+        peer("b", rounds(alone, failed)),
+    ]
+    assert averaging_times(found) == [7]
+
+
+def test_events_of_a_peer_that_has_ended_are_read_once(peer: Any) -> None:
+    ended = peer("a", [])
+    ended.folder.mkdir()
+    file = ended.folder / "events.jsonl"
+    file.write_text('{"event": "step"}\n')
+    ended.read()
+    file.unlink()
+    ended.read()
+    assert len(ended.of("step")) == 1
+
+
+class StandIn(ChurnPeer):
+    """A peer that runs, without a process."""
+
+    def __init__(self, name: str, folder: Path, kind: str) -> None:
+        super().__init__(name, folder, None)  # type: ignore[arg-type]
+        self.events = steps(1.0) if kind != "joins" else []
+        self.events += rounds((2.0, "averaged", 2)) if kind == "averages" else []
+
+    def read(self) -> None:
+        return
+
+    @property
+    def running(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kinds", [["trains"] * 3 + ["joins"] * 5, ["trains"] + ["joins"] * 3])
+def test_victims_are_drawn_at_once_and_one_that_trains_is_left(
+    kinds: list[str], tmp_path: Path
+) -> None:
+    crowd = Crowd(tmp_path, "run", [])
+    crowd.peers += [StandIn(str(index), tmp_path, kind) for index, kind in enumerate(kinds)]
+    churn = _Churn(ChurnSetup(peers=len(kinds), at_once=3), crowd)
+    drawn = [churn._victims(3) for _ in range(200)]
+    assert all(len({id(victim) for victim in victims}) == 3 for victims in drawn)
+    assert all(any(p.training for p in crowd.peers if p not in victims) for victims in drawn)
+    joining = {p.name for p in crowd.peers if not p.training}
+    assert joining <= {victim.name for victims in drawn for victim in victims}
+
+
+def test_a_newcomer_that_only_trains_is_waited_for_and_counts_as_a_hang(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path, "run", [])
+    crowd.peers += [StandIn(kind, tmp_path, kind) for kind in ("averages", "trains")]
+    churn = _Churn(ChurnSetup(peers=2, start_s=0.01), crowd)
+    churn._wait_for_newcomers()
+    churn._wait_for_newcomers()
+    assert [peer.name for peer in churn.late] == ["trains"]
 
 
 def test_losses_are_taken_in_order_of_time(peer: Any) -> None:

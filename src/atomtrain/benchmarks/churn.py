@@ -1,8 +1,9 @@
 """Peers are killed and replaced while they train: does the swarm stop, or average wrongly?
 
 Three real `atom train` processes, one thread each, train the tiny model on real text over
-loopback. Again and again a random one of them gets `kill -9` (the founder too, and peers that are
-still joining), and a new one is started that joins through a random survivor. The seed fixes
+loopback. Again and again random ones of them get `kill -9` (the founder too, and peers that are
+still joining), and new ones are started that join through random survivors. Three kills of four
+wait, for some random seconds, from when every newcomer has averaged with others. The seed fixes
 victims, pauses and addresses; what a kill hits also depends on the machine.
 
 What is measured, from the survivors' event streams:
@@ -11,9 +12,10 @@ What is measured, from the survivors' event streams:
   included; up to its end if it was killed or stopped.
 - `longest_lag_s`: for comparison, by how much the benchmark's own process, which only sleeps and
   reads, was late at most. On a machine with nothing to spare it explains part of the above.
-- `hangs`: such stops of 30 s or more, and newcomers that had made no step by the deadline.
-- `rejoin_s`: median seconds from starting a newcomer's process to its first step, importing Python
-  packages included.
+- `longest_round_s`: longest time from a round's invitation to its decision, at any member.
+- `hangs`: stops of 30 s or more, and newcomers that had not averaged with others by the deadline.
+- `rejoin_s`, `averages_s`: median seconds from starting a newcomer's process to its first step, and
+  to the end of the first round in which it averaged with others, importing packages included.
 - `loss_first`, `loss_last`: mean training loss of the first and last tenth of all peers' steps.
 - `wrong_means`: the sum of three counts.
   `means.wrong`: parts of rounds whose result is not the token-weighted mean of what the members
@@ -50,6 +52,7 @@ from types import FrameType
 
 from atomtrain.benchmarks.churn_check import (
     HANG_S,
+    averaging_times,
     compare_checkpoints,
     disagreements,
     first_and_last_loss,
@@ -64,6 +67,8 @@ from atomtrain.errors import ConfigError, DataError, SwarmError
 
 _RUN = "churn"
 _STEPS = 1_000_000  # more than any machine makes meanwhile: the rate stays at its peak
+_SAVED_S = 120.0
+"""By when all peers must have saved and left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +82,15 @@ class ChurnSetup:
     at_once: int = 1
     """Peers that are killed at the same time; fewer than `peers`. One that trains is left."""
     pause_s: tuple[float, float] = (1.0, 6.0)
-    """Least and most seconds from a newcomer's first step, or from its start, to the next kill;
+    """Least and most seconds from when newcomers take part, or from their start, to the next kill;
     above 0."""
     early_share: float = 0.25
-    """Share of kills that do not wait until the last newcomer trains; 0 to 1."""
+    """Share of kills that do not wait until all newcomers have averaged with others, and so may hit
+    them while they join; 0 to 1."""
     start_s: float = 120.0
-    """By when a peer must have made its first step."""
+    """By when a peer must have made its first step, and a newcomer have averaged with others."""
     settle_s: float = 12.0
-    """From the last newcomer's first step to the end: the last 10% of the losses need some."""
+    """From the last newcomer's first average to the end: the last 10% of the losses need some."""
     local_steps: int = 10
     """Steps in which every fragment is averaged once."""
     slow_link: str = "12MiB/s"
@@ -160,7 +166,7 @@ class _Churn:
         self.newcomers: list[ChurnPeer] = []
         """Those that took the place of killed ones."""
         self.late: list[ChurnPeer] = []
-        """Those that were there at the end and had not made a step by their deadline."""
+        """Those that had not averaged with others by their deadline."""
         self.started_s = time.monotonic()
 
     def gather(self) -> None:
@@ -181,33 +187,32 @@ class _Churn:
                 self._wait_for_newcomers()
             self.crowd.wait(lambda: False, pause_s)
             self._replace_the_dead()
-            victims = []
-            for _ in range(min(self.setup.at_once, self.setup.kills - killed)):
-                victim = self._victim()
-                victims.append(f"{victim.name} ({'training' if victim.training else 'joining'})")
-                self.crowd.kill(victim)
+            victims = self._victims(min(self.setup.at_once, self.setup.kills - killed))
+            told = [f"{v.name} ({'training' if v.training else 'joining'})" for v in victims]
+            self.crowd.kill(*victims)
             killed += len(victims)
             newcomers = [self._start_newcomer().name for _ in victims]
             progress(
                 f"{self._elapsed_s():4.0f} s: kill {killed} of {self.setup.kills}: "
-                f"{', '.join(victims)}; {', '.join(newcomers)} joins"
+                f"{', '.join(told)}; {', '.join(newcomers)} joins"
             )
         self._wait_for_newcomers()
         self.crowd.wait(lambda: False, self.setup.settle_s)
 
     def end(self) -> list[ChurnPeer]:
         """Have all peers save and leave; return those that did."""
-        self.late = [peer for peer in self.crowd.running() if not peer.training]
-        return self.crowd.interrupt(60.0)
+        return self.crowd.interrupt(_SAVED_S)
 
-    def _victim(self) -> ChurnPeer:
-        """Choose whom to kill; the last one that trains is spared: with it the run would end."""
+    def _victims(self, count: int) -> list[ChurnPeer]:
+        """Choose whom to kill at once; one that trains is left: with the last the run would end."""
         self.crowd.read()
         running = self.crowd.running()
         training = [peer for peer in running if peer.training]
         if not training:
             raise SwarmError(f"no peer is left that trains; {self._last_words()}")
-        return self.chance.choice([p for p in running if len(training) > 1 or p not in training])
+        left = self.chance.choice(training)
+        others = [peer for peer in running if peer is not left]
+        return self.chance.sample(others, min(count, len(others)))
 
     def _start_newcomer(self) -> ChurnPeer:
         self.crowd.read()
@@ -222,8 +227,12 @@ class _Churn:
             progress(f"{self._elapsed_s():4.0f} s: {newcomer.name} for a peer that ended by itself")
 
     def _wait_for_newcomers(self) -> None:
-        """Wait until all that run train; one that does not by the deadline counts as a hang."""
-        self.crowd.wait(lambda: all(p.training for p in self.crowd.running()), self.setup.start_s)
+        """Wait until all that run have averaged; who has not by the deadline counts as a hang."""
+        self.crowd.wait(lambda: all(p.averages for p in self.crowd.running()), self.setup.start_s)
+        for peer in self.crowd.running():
+            if not peer.averages and peer not in self.late:
+                self.late.append(peer)
+                progress(f"{self._elapsed_s():4.0f} s: {peer.name} does not average yet")
 
     def _wait_training(self, peers: list[ChurnPeer]) -> None:
         ready = self.crowd.wait(
@@ -250,7 +259,7 @@ def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
     failed = [p for p in crowd.peers if not p.killed and p not in saved]
     for peer in failed:
         progress(f"{peer.name} ended by itself: {peer.last_words()}")
-    times_s = rejoin_times(churn.newcomers)
+    times_s, averaging_s = rejoin_times(churn.newcomers), averaging_times(churn.newcomers)
     first, last = first_and_last_loss(crowd.peers)
     differing = disagreements(crowd.peers)
     for item in differing:
@@ -259,10 +268,11 @@ def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
     anchors = compare_checkpoints(peer.folder / "checkpoints" for peer in saved)
     means = check_means((p.peer_id, n) for p in crowd.peers for n in read_notes(p.notes))
     rounds = Counter(e["outcome"] for p in crowd.peers for e in p.of("round"))
-    together = sum(e["contributors"] > 1 for p in crowd.peers for e in p.of("round"))
+    together = [e for p in crowd.peers for e in p.of("round") if e["contributors"] > 1]
     return {
         "kills": sum(peer.killed for peer in crowd.peers),
         "kills_while_joining": sum(p.killed and not p.of("step") for p in crowd.peers),
+        "kills_before_averaging": sum(p.killed and p.first_average_s is None for p in crowd.peers),
         "founder_killed": crowd.peers[0].killed,
         "hangs": stood.hangs + len(churn.late),
         "hang_s": HANG_S,
@@ -279,12 +289,15 @@ def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
         "longest_lag_s": crowd.longest_lag_s,
         "rejoin_s": statistics.median(times_s) if times_s else None,
         "rejoins": len(times_s),
+        "averages_s": statistics.median(averaging_s) if averaging_s else None,
+        "rejoins_that_averaged": len(averaging_s),
         "ended_by_themselves": len(failed),
         "loss_first": first,
         "loss_last": last,
         "steps": sum(len(peer.of("step")) for peer in crowd.peers),
         "rounds": dict(rounds),
-        "rounds_of_several": together,
+        "rounds_of_several": len(together),
+        "longest_round_s": max((e["duration_s"] for e in together), default=None),
         "duration_s": churn._elapsed_s(),
     }
 

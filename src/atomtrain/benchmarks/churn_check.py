@@ -48,6 +48,12 @@ def rejoin_times(newcomers: Iterable[ChurnPeer]) -> list[float]:
     return [steps[0]["time_s"] - started_s for started_s, steps in found if steps]
 
 
+def averaging_times(newcomers: Iterable[ChurnPeer]) -> list[float]:
+    """Return the seconds from start to the first average with others of those that had one."""
+    found = ((peer.started_s, peer.first_average_s) for peer in newcomers)
+    return [averaged_s - started_s for started_s, averaged_s in found if averaged_s is not None]
+
+
 def first_and_last_loss(peers: Iterable[ChurnPeer]) -> tuple[float, float]:
     """Return the mean training loss of the first and last tenth of all steps of all peers."""
     steps = sorted((s["time_s"], s["loss"]) for peer in peers for s in peer.of("step"))
@@ -80,11 +86,16 @@ class Disagreement(NamedTuple):
 def disagreements(peers: Sequence[ChurnPeer]) -> list[Disagreement]:
     """Compare the hashes that every pair of peers reported for equal versions."""
     held = {peer.name: _held(peer) for peer in peers}
+    # Of several anchors of one version the last counts: it is what repair left.
+    last = {
+        name: {fragment: {a.version: a for a in anchors} for fragment, anchors in mine.items()}
+        for name, mine in held.items()
+    }
     ends = {peer.name: peer.ended_s or float("inf") for peer in peers}
     found: list[Disagreement] = []
     for one, other in itertools.combinations(held, 2):
         for fragment in held[one].keys() & held[other].keys():
-            for version, seen_s in _differing(held[one][fragment], held[other][fragment]):
+            for version, seen_s in _differing(last[one][fragment], last[other][fragment]):
                 outcome = "lasting"
                 if _agree_later(held[one][fragment], held[other][fragment], version, seen_s):
                     outcome = "repaired"
@@ -101,12 +112,10 @@ def _held(peer: ChurnPeer) -> dict[int, list[Held]]:
     return anchors
 
 
-def _differing(one: list[Held], other: list[Held]) -> Iterator[tuple[int, float]]:
+def _differing(one: dict[int, Held], other: dict[int, Held]) -> Iterator[tuple[int, float]]:
     """Yield version and time of each version of which the two last held different anchors."""
-    # Of several anchors of one version the last counts: it is what repair left.
-    last_one, last_other = ({held.version: held for held in side} for side in (one, other))
-    for version in sorted(last_one.keys() & last_other.keys()):
-        left, right = last_one[version], last_other[version]
+    for version in sorted(one.keys() & other.keys()):
+        left, right = one[version], other[version]
         if left.digest != right.digest:
             yield version, max(left.time_s, right.time_s)
 

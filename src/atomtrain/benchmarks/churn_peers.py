@@ -52,10 +52,14 @@ class ChurnPeer:
         self.killed = False
         self.events: list[Event] = []
         self._tail = EventTail(folder / "events.jsonl")
+        self._read_to_its_end = False
 
     def read(self) -> None:
         """Take in the events that were added."""
-        self.events += self._tail.read()
+        if not self._read_to_its_end:
+            ended = not self.running
+            self.events += self._tail.read()
+            self._read_to_its_end = ended  # before the last look: nothing comes after it
 
     def of(self, kind: str) -> list[Event]:
         """Return the events of a kind, oldest first."""
@@ -70,6 +74,16 @@ class ChurnPeer:
     def training(self) -> bool:
         """Whether it runs and has finished a step."""
         return self.running and any(event["event"] == "step" for event in self.events)
+
+    @property
+    def averages(self) -> bool:
+        """Whether it runs and has averaged with others."""
+        return self.running and self.first_average_s is not None
+
+    @property
+    def first_average_s(self) -> float | None:
+        """When it had averaged with others for the first time; Unix time."""
+        return next((e["time_s"] for e in self.events if is_average(e)), None)
 
     @property
     def address(self) -> str:
@@ -90,6 +104,15 @@ class ChurnPeer:
         """Return the end of its output."""
         lines = (self.folder / "peer.log").read_text(encoding="utf-8", errors="replace")
         return " / ".join(lines.splitlines()[-_LOG_LINES:])
+
+
+def is_average(event: Event) -> bool:
+    """Say whether an event is the end of a round in which several peers averaged."""
+    return (
+        event["event"] == "round"
+        and event["outcome"] in ("averaged", "partial")
+        and event["contributors"] > 1
+    )
 
 
 class Crowd:
@@ -157,12 +180,14 @@ class Crowd:
         self.peers.append(ChurnPeer(name, folder, process))
         return self.peers[-1]
 
-    def kill(self, peer: ChurnPeer) -> None:
-        """Kill a peer, and only its own process: what it started must end by itself."""
-        peer.killed, peer.ended_s = True, time.time()
-        os.kill(peer.process.pid, signal.SIGKILL)
-        peer.process.wait(_DEATH_S)
-        peer.read()
+    def kill(self, *peers: ChurnPeer) -> None:
+        """Kill peers at once, only their own processes: what they started must end by itself."""
+        for peer in peers:
+            peer.killed, peer.ended_s = True, time.time()
+            peer.process.send_signal(signal.SIGKILL)
+        for peer in peers:
+            peer.process.wait(_DEATH_S)
+            peer.read()
 
     def running(self) -> list[ChurnPeer]:
         """Return the peers that have not ended."""
