@@ -30,7 +30,7 @@ import types
 from typing import Any
 
 _READY = (
-    "torch", "torch.export", "torch._dynamo", "numpy", "hivemind", "safetensors.torch",
+    "torch", "torch.export", "torch._dynamo", "numpy", "safetensors.torch",
     "matplotlib.figure", "matplotlib.backends.backend_agg",
     "atomtrain.cli.train", "atomtrain.training.loop", "atomtrain.training.setup",
     "atomtrain.swarm", "atomtrain.training.display", "atomtrain.training.picture",
@@ -198,6 +198,10 @@ if __name__ == "__main__":
     for _name in _READY:
         if importlib.util.find_spec(_name.partition(".")[0]) is not None:
             importlib.import_module(_name)
+    if importlib.util.find_spec("hivemind") is not None:
+        from atomtrain.swarm.hivemind_parts import import_hivemind
+
+        import_hivemind()
     gc.freeze()
     _given = _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     if _given is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
+from atomtrain.swarm.hivemind_parts import import_hivemind
 
 Reply = dict[str, Any]
 _CHUNK_BYTES = 1 << 20
@@ -52,7 +53,7 @@ class JoinPeer:
 
     def warm(self) -> Reply:
         """Import what takes long: it is no part of joining."""
-        import hivemind  # noqa: F401
+        import_hivemind()
 
         return {}
 

@@ -14,6 +14,7 @@ from atomtrain.benchmarks.network_worker import Reply, sent_bytes
 from atomtrain.errors import PlanError
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
 from atomtrain.swarm.desk import RoundReport
+from atomtrain.swarm.hivemind_parts import import_hivemind
 from atomtrain.swarm.leading import exchange_bytes
 from atomtrain.swarm.records import TRAINING
 from atomtrain.training.peering import EngineFragments
@@ -44,7 +45,7 @@ class AtomPeer:
 
     def hello(self) -> Reply:
         """Import what takes long."""
-        import hivemind  # noqa: F401
+        import_hivemind()
 
         return {}
 

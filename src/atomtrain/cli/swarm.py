@@ -90,7 +90,9 @@ def _status(arguments: Sequence[str]) -> int:
     run_name, addresses = _target(options.target)
     config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
-        import hivemind  # noqa: F401
+        from atomtrain.swarm.hivemind_parts import import_hivemind
+
+        import_hivemind()
 
     status = asyncio.run(_ask_any(config, addresses))
     try:
@@ -115,7 +117,9 @@ def _ping(arguments: Sequence[str]) -> int:
     place_of(addresses[0])
     config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
-        import hivemind  # noqa: F401
+        from atomtrain.swarm.hivemind_parts import import_hivemind
+
+        import_hivemind()
 
     found = asyncio.run(diagnose(config, addresses[0]))
     if options.json:

@@ -30,7 +30,9 @@ class SwarmSource:
         Raises:
             SwarmError: nobody answered.
         """
-        import hivemind  # noqa: F401 - seconds, before any deadline runs
+        from atomtrain.swarm.hivemind_parts import import_hivemind
+
+        import_hivemind()  # before any deadline runs
 
         self.title = config.run
         self._config, self._addresses = config, list(addresses)

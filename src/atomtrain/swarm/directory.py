@@ -30,6 +30,10 @@ _GREETINGS = 3
 _CLOCK_TOLERATED_S = 1.0
 
 
+class NobodyIntroduces(SwarmError):  # noqa: N818 - an event of every day, not an error of ours
+    """Whoever let this peer in does not answer for the hash table: it is gone, or stands still."""
+
+
 class DhtDirectory:
     """Membership records in the hash table."""
 
@@ -67,7 +71,7 @@ class DhtDirectory:
         `expiry_s`: how long records live; nodes that do not answer for a tenth of it count as lost.
 
         Raises:
-            SwarmError: none of them lets this peer in.
+            NobodyIntroduces: none of them lets this peer in.
         """
         from hivemind.dht.node import DHTNode
 
@@ -90,13 +94,13 @@ class DhtDirectory:
                     ensure_bootstrap_success=False,
                 )
         except (RuntimeError, TimeoutError, OSError) as error:
-            raise SwarmError(
+            raise NobodyIntroduces(
                 f"no peer of run {admission.run!r} answered for the membership records: "
                 f"{str(error)[:200] or type(error).__name__}; try again, or another peer's address"
             ) from error
         directory = cls(node, transport.identity, admission, clock, reader)
         if through and not await directory._met(through):
-            raise SwarmError(
+            raise NobodyIntroduces(
                 f"no peer of run {admission.run!r} answered for the membership records; try again, "
                 "or another peer's address"
             )

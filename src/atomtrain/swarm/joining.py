@@ -23,6 +23,9 @@ _MORE_S = 0.5
 _CLOCK_GOOD_S, _ASKED = 0.5, 3
 """A clock measured less exactly is measured again, and the best of so many counts: records expire
 by it, and either peer may have stood still meanwhile."""
+_SILENT_S, _AGAIN_S = 45.0, 0.5
+"""Who is reached, and so is known to be the one that is meant, but does not answer stands still:
+it is asked for so long, with such pauses."""
 
 
 class WayIn(NamedTuple):
@@ -106,7 +109,7 @@ async def _try(
         return f"{address} is this peer's own"
     transport.learn(peer_id, addresses)
     try:
-        best = await _ask(transport, config, admission, peer_id)
+        best = await _ask_patiently(transport, config, admission, peer_id)
         with contextlib.suppress(LinkLost, BadMessage, TimeoutError):
             for _ in range(_ASKED - 1):
                 if best[1].error_s <= _CLOCK_GOOD_S:
@@ -134,11 +137,34 @@ async def _try(
         )
     except BadMessage as error:
         return f"what answers at {address} is no ATOM peer of this version ({error})"
+    except _Silent as error:
+        return (
+            f"the peer at {address} is reached, but has not answered for {_SILENT_S:.0f} s "
+            f"({error}); see whether its machine stands still, and try again"
+        )
     except (LinkLost, TimeoutError):
         return (
             f"no peer answers at {address} within {config.connect_s:.0f} s; check that it runs, "
             "that address and port are right, and that no firewall is between"
         )
+
+
+class _Silent(LinkLost):
+    """A peer was reached, and did not answer."""
+
+
+async def _ask_patiently(
+    transport: Libp2pTransport, config: SwarmConfig, admission: Admission, peer_id: str
+) -> tuple[Manifest, SwarmClock]:
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + _SILENT_S
+    while True:
+        try:
+            return await _ask(transport, config, admission, peer_id)
+        except _Silent:
+            if loop.time() >= until_s:
+                raise
+        await asyncio.sleep(_AGAIN_S)
 
 
 async def _ask(
@@ -148,5 +174,9 @@ async def _ask(
         channel = await transport.open(peer_id)
     try:
         return await ask_manifest(channel, admission, config.connect_s)
+    except PeerRefused:
+        raise
+    except LinkLost as error:
+        raise _Silent(str(error)) from error
     finally:
         channel.close()

@@ -93,8 +93,10 @@ class Libp2pTransport:
             async with asyncio.timeout(config.connect_s):
                 p2p = await Client.replicate(Multiaddr(f"/unix{daemon.control}"))
                 found = [str(a) for a in await p2p.get_visible_maddrs()]
-        except (OSError, TimeoutError, ValueError) as error:
+        except BaseException as error:
             daemon.stop()
+            if not isinstance(error, OSError | ValueError):  # a timeout is an OSError
+                raise
             raise SwarmError(f"the network daemon does not answer: {error}") from error
         address = f"{announce}/p2p/{p2p.peer_id}" if announce else reachable(found)
         return cls(daemon, p2p, config, address, identity)

@@ -128,8 +128,9 @@ class Service:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             _log.info("left the swarm before a round under way had ended")
-        await self._tasks.cancel_all()
-        await self.context.transport.close()
+        finally:
+            await self._tasks.cancel_all()
+            await self.context.transport.close()
 
     @property
     def busy(self) -> bool:

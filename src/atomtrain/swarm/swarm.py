@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 import torch
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm import entering
 from atomtrain.swarm.anchor_store import FragmentAccess
 from atomtrain.swarm.anchors import Anchor, Merge, whole
-from atomtrain.swarm.assembly import admission_of, build_service
-from atomtrain.swarm.clock import SwarmClock
+from atomtrain.swarm.assembly import admission_of
 from atomtrain.swarm.config import PROTOCOL, Manifest, Rules, SwarmConfig
 from atomtrain.swarm.desk import RoundReport
-from atomtrain.swarm.directory import DhtDirectory
+from atomtrain.swarm.entering import TRIES, TRY_S, persistently
 from atomtrain.swarm.groups import supersedes
-from atomtrain.swarm.joining import connect_any
+from atomtrain.swarm.hivemind_parts import import_hivemind
 from atomtrain.swarm.known import KnownPeers
-from atomtrain.swarm.libp2p import Libp2pTransport
 from atomtrain.swarm.outer import Update
 from atomtrain.swarm.records import PeerStatus
 from atomtrain.swarm.service import Service
@@ -34,7 +33,8 @@ from atomtrain.swarm.settling import settle
 from atomtrain.swarm.threads import LoopThread
 
 _log = logging.getLogger("atomtrain.swarm")
-_START_S = 60.0
+_START_S = TRIES * (TRY_S + 30.0)
+"""Of all tries; each has its own deadlines."""
 _CLOSE_S = 30.0
 """What closing everything may take after a leave's deadline, on a machine that stands still."""
 _AHEAD = 4
@@ -98,27 +98,13 @@ class Swarm:
         )
         manifest.encode()
 
-        async def enter(thread: LoopThread) -> Service:
-            transport = await Libp2pTransport.create(config)
-            try:
-                clock = SwarmClock()
-                admission = admission_of(config, transport.peer_id)
-                directory = await DhtDirectory.create(
-                    transport, admission, clock, (), config.expiry_s
-                )
-                service = build_service(config, manifest, transport, directory, thread, clock)
-                if update is not None:
-                    service.context.updates[0] = update
-                service.context.desk.store.adopt_local(access)
-                service.set_training()
-                await service.start()
-                await service.be_found()
-            except BaseException:
-                await transport.close()
-                raise
-            return service
+        def prepare(service: Service) -> None:
+            if update is not None:
+                service.context.updates[0] = update
+            service.context.desk.store.adopt_local(access)
+            service.set_training()
 
-        return cls._enter(config, enter)
+        return cls._enter(config, lambda thread: entering.found(config, manifest, thread, prepare))
 
     @classmethod
     def join(cls, config: SwarmConfig) -> Swarm:
@@ -131,35 +117,17 @@ class Swarm:
         """
         if not config.join and not KnownPeers(config.run, config.peers_path).addresses:
             raise SwarmError("no address to join; give at least one that a peer of the run prints")
-
-        async def enter(thread: LoopThread) -> Service:
-            transport = await Libp2pTransport.create(config)
-            try:
-                admission = admission_of(config, transport.peer_id)
-                way = await connect_any(transport, config, admission)
-                directory = await DhtDirectory.create(
-                    transport, admission, way.clock, way.through, config.expiry_s
-                )
-                service = build_service(
-                    config, way.manifest, transport, directory, thread, way.clock
-                )
-                await service.start()
-                await service.be_found()
-            except BaseException:
-                await transport.close()
-                raise
-            return service
-
-        return cls._enter(config, enter)
+        return cls._enter(config, lambda thread: entering.join(config, thread))
 
     @classmethod
-    def _enter(cls, config: SwarmConfig, enter: Any) -> Swarm:
+    def _enter(
+        cls, config: SwarmConfig, enter: Callable[[LoopThread], Awaitable[Service]]
+    ) -> Swarm:
         admission_of(config, "")  # mistakes in its files are told before anything starts
-        import hivemind  # noqa: F401 - 3.5 s, on this thread, before any deadline runs
-
+        import_hivemind()  # on this thread, before any deadline runs
         thread = LoopThread()
         try:
-            service = thread.call(enter(thread), _START_S)
+            service = thread.call(persistently(lambda: enter(thread)), _START_S)
         except BaseException:
             thread.stop()
             raise
