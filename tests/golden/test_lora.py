@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from hugging_face_models import UNTIED, write_model, write_text
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from atomtrain.analysis.storages import StorageTracker
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
 from atomtrain.data import Batch
 from atomtrain.models.hugging_face import build, read_config
 from atomtrain.models.lora import adapted_layers, add_adapters, merged
 from atomtrain.models.lora_config import LoraConfig
-from atomtrain.models.quantised import dequantise, quantise, quantised_linear
+from atomtrain.models.quantised import _NF4, _levels_on, dequantise, quantise, quantised_linear
 from atomtrain.optimizers import AdamW
 from atomtrain.planning.layout import Layout
 from atomtrain.swapping.opening import swap
@@ -143,6 +145,27 @@ def test_quantised_weights_are_near_and_their_product_exact(bits: int) -> None:
     out.backward(seeds)
     assert torch.equal(out, inputs @ wide.T)
     assert torch.equal(inputs.grad, seeds @ wide)
+
+
+def test_each_byte_of_4_bits_is_two_levels() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, -1)
+    levels = torch.tensor(_NF4)
+    expected = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), -1).view(1, -1)
+    wide = dequantise(codes, torch.full((1, 8), 3.0), torch.float32)
+    assert torch.equal(wide, expected * 3.0)
+    with FakeTensorMode() as mode:
+        fake = dequantise(mode.from_tensor(codes), torch.empty(1, 8), torch.float32)
+    assert fake.shape == wide.shape
+
+
+def test_levels_on_a_device_are_the_same_memory_whatever_counts_or_infers() -> None:
+    _levels_on.cache_clear()
+    tracker = StorageTracker()
+    with tracker, torch.inference_mode():
+        first = _levels_on(torch.device("cpu"))
+    assert tracker.live_bytes == 0
+    assert not first.is_inference()
+    assert _levels_on(torch.device("cpu")) is first
 
 
 def train(folder: Path, text: Path, run: str, *more: str) -> Path:

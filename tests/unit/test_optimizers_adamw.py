@@ -13,7 +13,7 @@ from engine_models import gpt
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
-from atomtrain.optimizers import BYTES_PER_PARAMETER, AdamW, decay_groups
+from atomtrain.optimizers import BYTES_PER_PARAMETER, AdamW, decay_groups, randomness
 from atomtrain.optimizers.companding import BLOCK
 from atomtrain.optimizers.moments import SLICE
 
@@ -394,3 +394,26 @@ def test_scratch_grows_with_what_it_is_used_for(state: str) -> None:
             torch.testing.assert_close(value[0].detach(), before - 0.5)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_slices_are_rounded_by_the_bits_of_their_own_first_gradients(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    offsets = randomness.offsets
+
+    def note(count: int, *words: int, **where: Any) -> Tensor:
+        seen.append(words)
+        return offsets(count, *words, **where)
+
+    monkeypatch.setattr(randomness, "offsets", note)
+    monkeypatch.setattr("atomtrain.optimizers.moments.SLICE", 64)
+    parameter = nn.Parameter(torch.randn(150).bfloat16())
+    parameter.grad = torch.randn(150).bfloat16()
+    optimizer = AdamW([parameter], state="bfloat16", seed=5)
+    optimizer.gradient_factor = factor
+    optimizer.step()
+    bits = (parameter.grad.float() * factor).view(torch.int32).tolist()
+    expected = [(5, 1, start, bits[start], which) for start in (0, 64, 128) for which in (1, 2)]
+    assert seen == expected

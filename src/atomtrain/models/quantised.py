@@ -7,12 +7,14 @@ of NF4, the quantiles of a normal distribution (Dettmers et al. 2023, appendix E
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from atomtrain.analysis.storages import uncounted
 from atomtrain.errors import ConfigError
 
 _BLOCK = 64
@@ -62,10 +64,24 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         unit = codes.float() / 127
     else:
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # [O, I]
-        unit = torch.tensor(_NF4, device=codes.device)[halves.int()]
+        unit = _levels_for(codes)[halves.int()]
     blocks = unit.unflatten(1, (scales.shape[1], -1)) * scales[..., None]
     wide: Tensor = blocks.flatten(1).to(dtype)
     return wide
+
+
+def _levels_for(codes: Tensor) -> Tensor:
+    """Return the levels where codes are; for real ones always the same tensor, since a GPU makes
+    the host wait for each that is made anew."""
+    if type(codes) in (Tensor, nn.Parameter):
+        return _levels_on(codes.device)
+    return torch.tensor(_NF4, device=codes.device)  # of an analysis, which has no data
+
+
+@functools.cache
+def _levels_on(device: torch.device) -> Tensor:
+    with uncounted(), torch.inference_mode(False):
+        return torch.tensor(_NF4, device=device)
 
 
 @torch.library.custom_op("atomtrain::quantised_linear", mutates_args=())

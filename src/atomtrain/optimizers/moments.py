@@ -118,19 +118,31 @@ def adamw_update(
     update = _UPDATES[kind]
     stored = state[masters.KEYS[group["master"]]].view(-1) if streamed else None
     flat, flat_gradient = parameter.view(-1), gradient.view(-1)
-    words = (group["seed"], int(state["step"]))
-    for start in range(0, flat.numel(), SLICE):
+    words, starts = (group["seed"], int(state["step"])), range(0, flat.numel(), SLICE)
+    if kind == "float32":  # nothing is rounded at random
+        salts = [0] * len(starts)
+    else:
+        salts = _salts(flat_gradient, gradient_factor if streamed else 1.0)
+    for start, salt in zip(starts, salts, strict=True):
         part = slice(start, min(start + SLICE, flat.numel()))
         values, wide = flat[part], flat_gradient[part]
         if stored is not None:
             values, wide = _widened(values, wide, stored[part], gradient_factor)
-        # The gradient's bits keep parameters of one size from sharing their random numbers,
-        # without naming or numbering parameters.
-        salt = int(wide[0].view(torch.int32))
         update(kernel, values, wide, state, part, (*words, start, salt))
         if stored is not None:
             split = stored.dtype is torch.int16
             masters.part(values, flat[part], stored[part] if split else None)
+
+
+def _salts(gradient: Tensor, factor: float) -> list[int]:
+    """Return the bits of each slice's first gradient, as float32 and multiplied.
+
+    They keep parameters of one size from sharing their random numbers, without naming or numbering
+    parameters. A GPU has done all that it was given before the host knows them, so all are asked
+    for at once.
+    """
+    first = gradient[::SLICE].float()
+    return (first if factor == 1.0 else first * factor).view(torch.int32).tolist()
 
 
 def _widened(
