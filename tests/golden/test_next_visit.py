@@ -1,7 +1,8 @@
-"""The next visit's first values come while the present one computes: the same bits."""
+"""What of one visit overlaps with the next one: the same bits."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from swapped import (
     check,
     deep_gpt,
     random_delays,
+    swap,
     token_batches,
 )
 from torch import Tensor
+from waiting import PATIENCE_S
 
 from atomtrain.planning import Shape
 
@@ -55,3 +58,29 @@ def test_values_that_several_segments_read(monkeypatch: pytest.MonkeyPatch, boun
 
     steps = [[batch() for _ in range(3)] for _ in range(2)]
     check(Skips(), steps, loss_of=lambda model, of: model(**of), inject=random_delays(5))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_visit_computes_while_the_gradients_of_the_one_before_leave(
+    monkeypatch: pytest.MonkeyPatch, activations: Any
+) -> None:
+    """There is one buffer for both, but gradients come to it only after much was computed."""
+    how = (activations,) * (DEEP_LAYERS - 1) + ("recompute",)
+    use_shape(monkeypatch, Shape(EACH[:-1], EACH, 2, 1, "device", (), 0, how))
+    begun, in_time = threading.Event(), list[bool]()
+    model = deep_gpt(0.0, tied=False)
+
+    def leaving(stream: str) -> None:
+        if stream == "unload" and not in_time:  # the head's
+            in_time.append(begun.wait(PATIENCE_S))
+
+    def watch(_: Any, __: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda _: begun.set())
+
+    step = token_batches(1, steps=1)[0]
+    with swap(model, step[0], inject=leaving) as engine:
+        model.blocks[-1].register_forward_hook(watch)
+        engine.step(step)
+        engine.synchronize()
+    assert in_time == [True]

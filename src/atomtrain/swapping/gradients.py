@@ -10,6 +10,7 @@ from torch import Tensor
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.errors import ConfigError
+from atomtrain.swapping.streams import Event
 
 
 def with_gradients_in(chain: Chain, gradient_dtype: str | None) -> Chain:
@@ -50,24 +51,31 @@ class Collector:
     """Moves each parameter's first gradient of a visit to its place; autograd adds further ones
     there."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold: Callable[[Event], None]) -> None:
+        """`hold` makes compute wait for an event."""
         self.touched: set[int] = set()
         """The parameters that have had a gradient in this step, by `id`; others are never noted."""
         self.waiting: dict[int, Tensor] = {}
         """The places of the first gradients that have not come yet, by the parameter's `id`."""
+        self.places_free: list[Event] = []
+        """What the first one waits for, since the places may still be read."""
+        self._hold = hold
 
     def hook(self, key: int) -> Hook:
         """Return what a parameter calls when a gradient was added to it, by the parameter's `id`.
 
         It is for `register_post_accumulate_grad_hook`.
         """
-        # Holds these two only: one that held a tensor's owner would keep both alive as a cycle.
+        # Holds these only: one that held a tensor's owner would keep both alive as a cycle.
         touched, waiting = self.touched, self.waiting
+        places_free, hold = self.places_free, self._hold
 
         def collect(leaf: Tensor) -> None:
             touched.add(key)
             target = waiting.pop(key, None)
             if target is not None:
+                while places_free:
+                    hold(places_free.pop())
                 assert leaf.grad is not None
                 target.copy_(leaf.grad)
                 leaf.grad = target

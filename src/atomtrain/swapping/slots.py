@@ -6,7 +6,8 @@ Hand-overs of a slot, each with the event that releases it:
 |---|---|---|---|
 | slot | load stream | compute | `Device.mark` after its last visit, awaited by the next load |
 | host parameters | update stream | load stream | the blocks' `updated` events |
-| gradient buffer | compute | unload stream | the unload's event, held by compute at its next use |
+| gradient buffer | compute | unload stream | the unload's event, held by compute before it moves \
+the first gradient there, and awaited by a load of what was added before |
 | host gradients | unload stream | update stream | the unload's event |
 
 A resident block (`swapping/residents.py`) comes with the first segment that uses it, or in pieces
@@ -50,7 +51,7 @@ class Slots:
         """Allocate; call inside `Device.computing`."""
         self._chain, self._store, self._layout = chain, store, store.layout
         self._device, self._updates = device, updates
-        self._collector = Collector()
+        self._collector = Collector(device.hold)
         self._first = plan.host_layers
         self._residents = Residents(
             chain,
@@ -146,6 +147,7 @@ class Slots:
                         self._store.put_gradient(key, leaf.grad)
             self._unload_gradients(visit)
             self._collector.waiting.clear()
+            self._collector.places_free.clear()  # the unload above comes after what is left
             for leaf in self._leaves(visit).values():
                 leaf.grad = None
             self._residents.release(visit.layers)
@@ -231,9 +233,9 @@ class Slots:
 
     def _prepare_gradients(self, visit: Visit, leaves: dict[int, Tensor]) -> None:
         assert visit.gradient is not None
-        buffer = self._gradients[visit.gradient]
-        self._device.hold(self._free[visit.gradient])
-        seeded = self._seed_shared(visit.layers, buffer)
+        # Not waited for here: much is computed before the first gradient comes.
+        self._collector.places_free[:] = [self._free[visit.gradient]]
+        seeded = self._seed_shared(visit)
         if not self._store.keeps_gradients:
             for parameter, _ in self._views.places(visit.layers, gradients=True):
                 if id(parameter) in seeded:
@@ -246,12 +248,14 @@ class Slots:
                 self._collector.waiting[key] = gradient
         self._residents.expect(visit.layers, self._collector.waiting)
 
-    def _seed_shared(self, layers: Layers, buffer: Tensor) -> set[int]:
+    def _seed_shared(self, visit: Visit) -> set[int]:
         """Load what later layers have already added to the gradients of shared weights.
 
         The sum then goes on in the order in which ordinary training adds: first everything from
         the later layer, then the earlier one's micro-batches, one by one.
         """
+        assert visit.gradient is not None
+        layers, buffer = visit.layers, self._gradients[visit.gradient]
         seeded: set[int] = set()
         events = []
         for block in self._layout.blocks_of(*layers):
@@ -269,7 +273,8 @@ class Slots:
                 for p in self._views.moved_pieces(layers, gradients=True)
                 if p.start_bytes == at
             ]
-            after = [self._device.mark(), *self._updates.arrivals_of(block)]
+            free = [self._device.mark(), self._free[visit.gradient]]
+            after = [*free, *self._updates.arrivals_of(block)]
             events.append(self._device.load.submit(self._in(copies), after))
         for event in events:
             self._device.hold(event)
