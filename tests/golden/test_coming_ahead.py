@@ -96,6 +96,21 @@ def test_as_many_come_as_there_are_slots_and_are_not_loaded_again() -> None:
         assert came_ahead(engine, step) == [], "updates wait for the norm of all gradients"
 
 
+def test_waiting_keeps_what_came_and_synchronizing_does_not() -> None:
+    model, step = deep_gpt(0.0, tied=False), token_batches(2, steps=1)[0]
+    options = {"segments": LAYERS, "slots": 3, "host_layers": 0, "micro_batches": 2}
+    with swap(model, step[0], inject=random_delays(5), **options) as engine:
+        for pause, kept in ((engine.wait, True), (engine.synchronize, False)):
+            engine.step(step)
+            pause()
+            assert all(event.is_done() for event in engine._updates.updated)
+            engine.recording = True
+            engine.step(step)
+            engine.recording = False
+            loaded = {span.label for span in engine.last_spans() if span.stream == "load"}
+            assert ("forward 0" not in loaded) is kept
+
+
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw, sgd, muon])
 def test_the_last_segment_goes_and_comes_in_parts(
     monkeypatch: pytest.MonkeyPatch, optimizer: Any
@@ -162,8 +177,9 @@ def test_a_part_that_fails_ends_the_engine(
     engine = swap(model, steps[0][0], inject=fail, **options)
     with pytest.raises(StreamError, match=f"injected in {stream}"):
         train_all()
-    with pytest.raises(StreamError, match="failed earlier"):
-        engine.synchronize()
+    for pause in (engine.wait, engine.synchronize):
+        with pytest.raises(StreamError, match="failed earlier"):
+            pause()
     engine.close()
 
 

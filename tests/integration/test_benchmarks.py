@@ -28,7 +28,7 @@ from atomtrain.cli.main import main
 
 swap.QUICK = swap.SwapSetup(
     layers=6, width=96, vocabulary=64, sequence_tokens=24, sequences=1, micro_batches=3,
-    pairs=2, block_steps=2, recompute_pairs=1, link_pairs=1,
+    threads=1, pairs=2, block_steps=2, recompute_pairs=1, all_threads_pairs=1, link_pairs=1,
 )
 depth.QUICK = depth.DepthSetup(
     depths=(4, 12), width=64, vocabulary=64, sequence_tokens=16, device_memory_bytes=2 << 20,
@@ -41,7 +41,8 @@ SWAP_KEYS = {
     "device_budget_bytes", "state_bytes", "tokens_per_step", "bit_equal", "machine", "versions",
     "parameters", "inputs", "plan", "link_bound_share", "link_bound_bytes_per_s",
     "link_bound_bit_equal", "link_bound_predicted_share",
-    "recompute_speed_ratio", "recompute_link_wait_share",
+    "recompute_speed_ratio", "recompute_link_wait_share", "all_threads_speed_ratio",
+    "processor_s", "resident_processor_s", "resident_counting_share", "threads",
 }  # fmt: skip
 
 
@@ -71,6 +72,8 @@ def test_swap_compares_equal_work_with_equal_bits(tmp_path: Path) -> None:
     assert set(result) >= SWAP_KEYS
     assert result["bit_equal"] is True
     assert result["recompute_bit_equal"] is True
+    assert result["all_threads_bit_equal"] is True
+    assert result["link_bound_bit_equal"] is True
     assert set(result["recompute_plan"]["activations"]) == {"recompute"}
     assert result["tokens_per_step"] == 3 * 24
     assert result["state_bytes"] >= 4 * result["device_budget_bytes"]

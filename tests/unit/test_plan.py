@@ -64,6 +64,19 @@ def test_a_damaged_plan_is_refused(chain_and_costs) -> None:
         Plan.from_json({**data, "backward_bounds": [0, 3, 2, 6]})
 
 
+def test_what_backward_runs_forward_again(chain_and_costs) -> None:
+    made = plan(chain_and_costs, machine(), host_layers=0)
+    assert made.backward_bounds[-1] == 6
+    for bounds, activations, expected in (
+        ((0, 6), (), ()),
+        ((0, 2, 4, 6), (), (0, 1, 2, 3)),
+        ((1, 2, 4, 5, 6), ("recompute", "offload", "recompute", "recompute"), (1, 4)),
+    ):
+        of = dataclasses.replace(made, backward_bounds=bounds, activations=activations)
+        assert of.recomputed == expected
+        assert of.recomputed_layers == len(expected)
+
+
 def test_plenty_of_memory_needs_no_recomputing_and_no_detour(chain_and_costs) -> None:
     made = plan(chain_and_costs, machine("1GiB", link=1e9), host_layers=0)
     assert made.recomputed_layers == 0

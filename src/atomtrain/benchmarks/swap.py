@@ -6,21 +6,26 @@ process, and end with the same bits, which the benchmark checks.
 What makes the comparison fair:
 
 - *Same work.* The engine runs each layer forward, then again in backward, except those of its
-  last segment, which run once. The resident model checkpoints exactly the same layers, one by
-  one, without the early stop of `torch.utils.checkpoint`, which would leave out each layer's
-  last matrix product. What early stopping would gain the resident model is measured apart.
+  last segment, which run once, and those whose graphs wait for backward. The resident model
+  checkpoints exactly the same layers, one by one, without the early stop of
+  `torch.utils.checkpoint`, which would leave out each layer's last matrix product. What early
+  stopping would gain the resident model is measured apart.
 - *Same numbers.* The head is not tied to the embedding: of a tied weight the engine adds all of
   the head's gradients before the embedding's, the usual loop alternates, so the sums would be
   rounded differently with more than one micro-batch.
 - *Same device.* The emulated device counts the memory of every operation, which a GPU's allocator
   does for nothing. So the resident model is counted in the same way; what it takes uncounted is
-  measured apart. Both run with all threads; resident gradients are set to `None`, not filled.
-- *Copies are real.* A GPU has engines for copying; the emulated device's copies take turns with
-  compute on the same cores. `processor_s` tells how long each thread was at work in a step.
+  measured apart. Both compute with the same threads: half of the cores, since the emulated device
+  has no processor of its own, and a GPU does not compute on the cores that copy and update. What
+  is left of the cores serves the engine only; the resident model has no use for it, as it has none
+  beside a GPU. With every core for compute, on both sides, copies take turns with it: that is
+  measured apart, too. Resident gradients are set to `None`, not filled.
+- *Copies are real.* `processor_s` tells how long each of the engine's threads was at work in a
+  step, `resident_processor_s` the same of the resident model's.
 - *Nothing hidden, nothing charged to the other.* The engine's updates run in the background, into
-  its next step. So the clock stops after blocks of several steps, and after
-  `Engine.synchronize`: every update is paid for in the engine's own time. Waiting for the last
-  update of a block counts as waiting for the link.
+  its next step, and the next step's first segments come ahead. So the clock stops after
+  `Engine.wait`: every update and every load is paid for in the engine's own time. Waiting for the
+  last of them counts as waiting for the link.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from typing import Any
 import torch
 
 import atomtrain
-from atomtrain.benchmarks import swap_link, swap_recompute
+from atomtrain.benchmarks import swap_cases, swap_link
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.benchmarks.swap_pairs import (
     Resident,
@@ -46,7 +51,14 @@ from atomtrain.benchmarks.swap_pairs import (
 _PAIRS = 3
 """Pairs by which the cost of counting is measured."""
 QUICK = SwapSetup(
-    layers=6, width=256, sequences=1, pairs=3, block_steps=2, recompute_pairs=2, link_pairs=2
+    layers=6,
+    width=256,
+    sequences=1,
+    pairs=3,
+    block_steps=2,
+    recompute_pairs=2,
+    all_threads_pairs=2,
+    link_pairs=2,
 )
 
 
@@ -70,12 +82,14 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         measured = alternate(setup, engine, resident)
         bit_equal = measured.losses_equal and _same_state(engine, resident)
         plan = engine.plan.to_json()
-    # Last, because they train the twin further.
-    steps = blocks_of(setup, setup.block_steps)
-    early_stop = resident.block(steps, early_stop=True)
-    pairs = [(resident.block(steps, counted=False), resident.block(steps)) for _ in range(_PAIRS)]
+        # Last, because it trains the twin further.
+        steps = blocks_of(setup, setup.block_steps)
+        early_stop = resident.block(steps, early_stop=True)
+        pairs = [
+            (resident.block(steps, counted=False), resident.block(steps)) for _ in range(_PAIRS)
+        ]
     return {
-        **swap_recompute.run(setup, budget_bytes),
+        **swap_cases.run(setup, budget_bytes),
         **swap_link.run(setup, budget_bytes),
         **measured.keys(),
         "device_budget_bytes": budget_bytes,
@@ -84,10 +98,11 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         "bit_equal": bit_equal,
         "resident_early_stop_step_s": early_stop.step_s,
         "resident_counting_share": statistics.median(
-            1 - uncounted.step_s / counted.step_s for uncounted, counted in pairs
+            1 - uncounted.processor_s["compute"] / counted.processor_s["compute"]
+            for uncounted, counted in pairs
         ),
         "parameters": parameters,
-        "threads": torch.get_num_threads(),
+        "threads": setup.threads,
         "inputs": asdict(setup),
         "plan": plan,
         **description(),

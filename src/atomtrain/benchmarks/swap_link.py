@@ -53,7 +53,6 @@ def run(setup: SwapSetup, budget_bytes: int) -> Result:
         sequences=1,
         micro_batches=setup.micro_batches * setup.sequences,
         pairs=setup.link_pairs,
-        block_steps=setup.link_block_steps,
     )
     options = {"slots": setup.link_slots}
     with opened(setup, setup.link_bytes_per_s, budget_bytes, **options) as (engine, _):

@@ -6,12 +6,13 @@ The module `swap` says what makes the comparison fair.
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,15 @@ from atomtrain.models import GPT, GPTConfig
 _STREAM = "atom-"
 """Begins the names of the engine's threads."""
 MicroBatches = Sequence[Mapping[str, Tensor]]
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _half_of_cores() -> int:
+    return max(1, cores() // 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +56,19 @@ class SwapSetup:
     """Parameters, gradients and moments in multiples of the device budget; above 0."""
     link_bytes_per_s: float = 4.0 * 2**30
     """Emulated link, each direction."""
-    pairs: int = 15
+    threads: int = field(default_factory=_half_of_cores)
+    """Threads that compute, on both sides; at least 1. Half of the cores: the emulated device has
+    no processor of its own, and a GPU does not compute on the cores that copy and update."""
+    pairs: int = 9
     """Pairs of one swapped and one resident block; at least 1."""
     block_steps: int = 1
     """Steps in a block; at least 1."""
-    recompute_pairs: int = 9
+    recompute_pairs: int = 5
     """Pairs in which both sides recompute every layer; at least 1."""
-    link_pairs: int = 5
+    all_threads_pairs: int = 7
+    """Pairs in which both sides compute with all cores; at least 1."""
+    link_pairs: int = 7
     """Pairs on the link on which loading takes as long as computing; at least 1."""
-    link_block_steps: int = 3
-    """Steps in a block there, at least 1; nothing comes ahead of the step after a block."""
     link_slots: int = 4
     """Device slots there; at least 1."""
     warmup_steps: int = 1
@@ -75,20 +88,20 @@ class Block(NamedTuple):
     """A timed block of steps."""
 
     step_s: float
-    """Seconds a step, with its share of the final synchronisation."""
+    """Seconds a step, with its share of the wait at the end."""
     wait_s: float
     """Seconds a step of waiting for the link or for host updates."""
     losses: list[float]
-    processor_s: Mapping[str, float] = {}
-    """Seconds a step of the processor's time by the engine's threads, `compute` the caller's own.
-    Threads that operations share their work with do not count."""
+    processor_s: Mapping[str, float]
+    """Seconds a step of the processor's time: `compute` by the caller's thread, others by the
+    engine's. Threads that operations share their work with do not count."""
 
 
 class Resident:
     """The usual training loop, all in one memory."""
 
-    def __init__(self, model: GPT, recomputed: int) -> None:
-        """Checkpoint the first `recomputed` layers of the chain."""
+    def __init__(self, model: GPT, recomputed: Collection[int]) -> None:
+        """Checkpoint the layers of the chain whose indices are `recomputed`."""
         self.model, self.layers, self.recomputed = model, model.chain_layers(), recomputed
         self.optimizer = fused_adamw(model.parameters())
         self._tracker = StorageTracker()
@@ -110,16 +123,17 @@ class Resident:
         """Run and time steps; with memory `counted` as on the emulated device."""
         counting = self._tracker if counted else nullcontext()
         with set_checkpoint_early_stop(early_stop), counting:
-            started_s = time.perf_counter()
+            used_s, started_s = time.thread_time(), time.perf_counter()
             losses = [self.step(step) for step in steps]
-            elapsed_s = time.perf_counter() - started_s
-        return Block(elapsed_s / len(steps), 0.0, losses)
+            step_s = (time.perf_counter() - started_s) / len(steps)
+            processor_s = {"compute": (time.thread_time() - used_s) / len(steps)}
+        return Block(step_s, 0.0, losses, processor_s)
 
     def _loss(self, micro_batch: Mapping[str, Tensor]) -> Tensor:
         values = dict(micro_batch)
         for index, layer in enumerate(self.layers):
             arguments = [values[name] for name in layer.reads]
-            if index < self.recomputed:
+            if index in self.recomputed:
                 written = checkpoint(
                     layer.module, *arguments, use_reentrant=False, preserve_rng_state=False
                 )
@@ -146,15 +160,29 @@ def opened(
     torch.manual_seed(setup.seed)
     model = model_of(setup)
     twin = copy.deepcopy(model)
-    with atomtrain.swap(
-        model,
-        step_data(setup)[0],
-        optimizer=fused_adamw,
-        device=f"emulated:{int(link_bytes_per_s)}B/s",
-        device_memory=budget_bytes,
-        options=atomtrain.Options(micro_batches=setup.micro_batches, **options),
-    ) as engine:
-        yield engine, Resident(twin, recomputed=engine.plan.recomputed_layers)
+    with (
+        _threads(setup.threads),
+        atomtrain.swap(
+            model,
+            step_data(setup)[0],
+            optimizer=fused_adamw,
+            device=f"emulated:{int(link_bytes_per_s)}B/s",
+            device_memory=budget_bytes,
+            options=atomtrain.Options(micro_batches=setup.micro_batches, **options),
+        ) as engine,
+    ):
+        yield engine, Resident(twin, engine.plan.recomputed)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute with so many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Measured(NamedTuple):
@@ -170,12 +198,9 @@ class Measured(NamedTuple):
         swapped_s = [block.step_s for block in self.swapped]
         resident_s = [block.step_s for block in self.resident]
         ratios = [r / s for r, s in zip(resident_s, swapped_s, strict=True)]
-        threads = self.swapped[0].processor_s
         return {
-            "processor_s": {
-                name: statistics.median(block.processor_s[name] for block in self.swapped)
-                for name in threads
-            },
+            "processor_s": _medians(self.swapped),
+            "resident_processor_s": _medians(self.resident),
             "resident_step_s": statistics.median(resident_s),
             "swapped_step_s": statistics.median(swapped_s),
             "speed_ratio": statistics.median(ratios),
@@ -183,6 +208,14 @@ class Measured(NamedTuple):
             "link_wait_share": sum(block.wait_s for block in self.swapped) / sum(swapped_s),
             "device_peak_bytes": self.device_peak_bytes,
         }
+
+
+def _medians(blocks: Sequence[Block]) -> dict[str, float]:
+    """Return the processor's time of each thread in a step."""
+    return {
+        name: statistics.median(block.processor_s[name] for block in blocks)
+        for name in blocks[0].processor_s
+    }
 
 
 def alternate(setup: SwapSetup, engine: atomtrain.Engine, resident: Resident) -> Measured:
@@ -219,7 +252,7 @@ def _swapped_block(engine: atomtrain.Engine, steps: Sequence[MicroBatches]) -> B
         assert engine.last is not None
         wait_s += engine.last.link_wait_s
     stepped_s = time.perf_counter()
-    engine.synchronize()
+    engine.wait()
     ended_s = time.perf_counter()
     wait_s += ended_s - stepped_s
     processor_s = {

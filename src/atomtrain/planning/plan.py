@@ -141,11 +141,16 @@ class Plan:
         return len(self.backward_bounds) - 1
 
     @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The layers that backward runs forward again."""
+        below = list(itertools.pairwise(self.backward_bounds))[:-1]
+        again = [layers for layers in below if layers not in self.shape.waiting]
+        return tuple(itertools.chain.from_iterable(itertools.starmap(range, again)))
+
+    @property
     def recomputed_layers(self) -> int:
         """How many layers backward runs forward again."""
-        below = list(itertools.pairwise(self.backward_bounds))[:-1]
-        waiting = self.shape.waiting
-        return sum(stop - start for start, stop in below if (start, stop) not in waiting)
+        return len(self.recomputed)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

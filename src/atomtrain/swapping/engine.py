@@ -119,11 +119,7 @@ class Engine(EngineState):
 
         Blocks until the step's updates are done. Empty unless `recording` was set before the step.
         """
-        self._check_whole()
-        with self._guarded():
-            self._updates.wait()
-            if self._executor is not None:
-                self._executor.slots.ahead.wait()
+        self.wait()
         return () if self._record is None else self._record.spans()
 
     def predicted_spans(self) -> tuple[Span, ...]:

@@ -95,6 +95,21 @@ class EngineBase:
             self.device.synchronize()
             self._executor.buffers.to_host()
 
+    def wait(self) -> None:
+        """Block until all that the steps began is done: updates, and what comes for the next step.
+
+        For clocks. What came ahead stays, so the next step begins as if nobody had waited; hence
+        nothing may be written to the model without `synchronize`.
+
+        Raises:
+            StreamError: as of `synchronize`.
+        """
+        self._check_whole()
+        with self._guarded():
+            self._updates.wait()
+            if self._executor is not None:
+                self._executor.slots.ahead.wait()
+
     def close(self) -> None:
         """Finish pending updates; give back device memory, gradients and threads, at once.
 
