@@ -146,7 +146,10 @@ def test_no_command_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None
     assert "atom train" in capsys.readouterr().out
 
 
-def test_a_budget_too_small_names_one_that_works(complaint: Complaint) -> None:
+def test_a_budget_too_small_names_one_that_works(
+    complaint: Complaint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atomtrain.training.budgets._PIECES", (2, 4))  # each is analysed
     command = ["train", *TINY, "--data", "text.txt", "--device", "emulated", "--device-memory"]
     message = complaint(*command, "100KiB")
     assert "layer '" in message

@@ -118,7 +118,7 @@ def split_head_as_needed(
     while best_bytes > enough_bytes and pieces <= _MOST_PIECES:
         try:
             split = split_head(chain, pieces)
-            n_bytes = _work_bytes(_last_cost(split, costs, device))
+            n_bytes = _work_bytes(with_head_of(split, costs, device).layers[-1])
         except AnalysisError:
             return chain
         if n_bytes > _WORTH_WHILE * best_bytes:
@@ -128,15 +128,27 @@ def split_head_as_needed(
     return best
 
 
-def _last_cost(chain: Chain, costs: ChainCosts, device: torch.device | str) -> LayerCost:
-    """Return the costs of the last layer alone."""
-    last = chain.layers[-1]
+def with_head_of(chain: Chain, costs: ChainCosts, device: torch.device | str = "cpu") -> ChainCosts:
+    """Return the costs of a split chain; only its last layer is measured.
+
+    Args:
+        chain: As `split_head` returns it.
+        costs: Of the chain before its head was split, or split otherwise.
+        device: As for `layer_costs`.
+
+    Raises:
+        AnalysisError: as `layer_costs`.
+    """
+    last, before = chain.layers[-1], costs.layers[-1]
     given = {}
     for name in last.reads:
         spec = costs.values[name]
         given[name] = spec.constant if spec.dtype is None else spec.empty("meta")
     alone = Chain((last,), tuple(given), chain.loss, chain.names)
-    return layer_costs(alone, given, device).layers[0]
+    [head] = layer_costs(alone, given, device).layers
+    # What depends on the layers before it too.
+    head = dataclasses.replace(head, kind=before.kind, buffer_bytes=before.buffer_bytes)
+    return costs._replace(layers=(*costs.layers[:-1], head))
 
 
 def _work_bytes(cost: LayerCost) -> int:

@@ -6,7 +6,8 @@ import numpy as np
 
 from atomtrain.errors import PlanError
 from atomtrain.planning.room import Rooms
-from atomtrain.planning.space import Bytes, Family, Space
+from atomtrain.planning.shape import Boundary
+from atomtrain.planning.space import Bytes, Family, Space, Work
 
 
 def least_device_bytes(space: Space) -> int:
@@ -15,14 +16,16 @@ def least_device_bytes(space: Space) -> int:
     Raises:
         PlanError: there is none, because what all segments should do is not possible.
     """
-    best = np.inf
-    # What comes early needs the same memory as what does not.
+    best, busy = np.inf, _Busy(space)
+    # What comes early needs the same memory as what does not. Those that need least come first: by
+    # what they find most of the others need not be looked at.
     families = [family for family in space.families if not family.early]
+    families.sort(key=lambda family: space.least_held(family) + busy.least(family))
     if space.recomputes:
         for family in families:
             for slot_bytes in space.slot_sizes(family):
                 held = space.held_bytes(family, slot_bytes)
-                if held >= best:
+                if held + busy.least(family) >= best:
                     break
                 best = min(best, held + _least_work(space, family, slot_bytes))
     elif whole := [family for family in families if family.whole]:
@@ -30,7 +33,7 @@ def least_device_bytes(space: Space) -> int:
     if space.mixes:
         for family in families:
             if not family.whole:
-                best = _least_mixed(space, family, best)
+                best = _least_mixed(space, family, busy.least(family), best)
     if not np.isfinite(best):
         raise PlanError(
             f"no plan can have activations {space.request.activations!r} with so many segments: "
@@ -40,20 +43,46 @@ def least_device_bytes(space: Space) -> int:
     return int(best)
 
 
+class _Busy:
+    """What the busiest visit of any plan of a family needs at least, however large its slots."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._least: dict[tuple[Boundary, bool], int] = {}
+
+    def least(self, family: Family) -> int:
+        """Return bytes that each plan needs beside what it holds."""
+        key = family.boundary, bool(family.on_device)
+        if key not in self._least:
+            self._least[key] = self._of(self._space.work(family))
+        return self._least[key]
+
+    def _of(self, work: Work) -> int:
+        # Forward and backward may have partitions of their own.
+        ahead, back = (
+            _least_path(np.minimum(one, np.minimum(work.keep, work.offload)), None)
+            for one in (work.forward, work.backward)
+        )
+        return int(np.maximum(work.turn, np.maximum(ahead, back))[:-1].min())
+
+
 def _whole_bytes(space: Space, family: Family) -> float:
     (slot_bytes,) = space.slot_sizes(family)
     return space.held_bytes(family, slot_bytes) + _least_work(space, family, slot_bytes)
 
 
-def _least_mixed(space: Space, family: Family, best: float) -> float:
+def _least_mixed(space: Space, family: Family, least: int, best: float) -> float:
     """Return the least device bytes of the plans that keep or offload, or `best` if that is less.
 
-    Found by bisection: a plan that works within a limit works within a larger one.
+    Found by bisection: a plan that works within a limit works within a larger one. `least` is what
+    any visit needs beside what is held.
     """
+    if space.least_held(family) + least >= best:
+        return best
     rooms = Rooms(space, family, offload=space.request.offload)
     for slot_bytes in space.slot_sizes(family):
-        low = space.held_bytes(family, slot_bytes)
-        if low >= best:
+        low = space.held_bytes(family, slot_bytes) + least - 1
+        if low + 1 >= best:
             break
         high = best if np.isfinite(best) else rooms.most_bytes(slot_bytes)
         if not rooms.works(rooms.room([slot_bytes], int(high) - 1)):

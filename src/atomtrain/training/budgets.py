@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from torch import nn
 
 from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.chain import Chain
-from atomtrain.analysis.head import split_head
+from atomtrain.analysis.costs import ChainCosts
+from atomtrain.analysis.head import split_head, with_head_of
 from atomtrain.data import Batch
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPTConfig
@@ -147,11 +149,14 @@ def find_fit(
     together = objective.together
     sizes = _sizes(recipe, together, len(devices)) if micro_batch is None else [micro_batch]
     tried = [_Tried(model, recipe, devices, objective, size) for size in sizes]
-    for pieces in (None, *_PIECES):
-        if tried[-1].fits(pieces):
+    least = tried[-1]
+    if tried[0].fits(None):  # mostly it does, and the others need not be analysed
+        return Fit(sizes[0], None)
+    for pieces in (None, *_PIECES) if least.fits_but_for_its_head else ():
+        if least.fits(pieces):
             return Fit(next(t.size for t in tried if t.fits(pieces)), pieces)
     # Nothing does: the planner's error says what would.
-    return Fit(sizes[-1], _PIECES[-1] if tried[-1].splits else None)
+    return Fit(sizes[-1], _PIECES[-1] if least.splits else None)
 
 
 def _sizes(recipe: Recipe, together: int, devices: int) -> list[int]:
@@ -180,23 +185,40 @@ class _Tried:
 
     def fits(self, pieces: int | None) -> bool:
         """Return whether some plan fits with the head in so many pieces."""
-        chain, inputs = self._traced
-        if pieces is not None:
-            if not self.splits:
-                return False
-            chain = split_head(chain, pieces)
-        costs = layer_costs(chain, inputs)
-        return fits(chain, costs, self._budget_bytes, self._micro_batches)
+        if pieces is None:
+            return self._fits(self._costs)
+        return self.splits and self._fits(self._costs_in(pieces))
+
+    @property
+    def fits_but_for_its_head(self) -> bool:
+        """Whether some plan fits if the head needs no memory to work in, however it is split."""
+        *others, head = self._costs.layers
+        head = dataclasses.replace(
+            head, forward_bytes=0, kept_bytes=0, graph_bytes=0, backward_bytes=0
+        )
+        return self._fits(self._costs._replace(layers=(*others, head)))
 
     @functools.cached_property
     def splits(self) -> bool:
         """Whether the head can compute its loss in pieces."""
-        chain, inputs = self._traced
         try:
-            layer_costs(split_head(chain, _PIECES[0]), inputs)  # some losses tell when they run
+            self._costs_in(_PIECES[0])  # some losses tell when they run
         except AnalysisError:
             return False
         return True
+
+    def _fits(self, costs: ChainCosts) -> bool:
+        chain, _ = self._traced
+        return fits(chain, costs, self._budget_bytes, self._micro_batches)
+
+    def _costs_in(self, pieces: int) -> ChainCosts:
+        chain, _ = self._traced
+        return with_head_of(split_head(chain, pieces), self._costs)
+
+    @functools.cached_property
+    def _costs(self) -> ChainCosts:
+        """With the head as it is."""
+        return layer_costs(*self._traced)
 
     @functools.cached_property
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:
