@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from atomtrain.training.gradients import GradientFragments
 from atomtrain.training.loop import Loop
 
 
@@ -62,3 +63,41 @@ def test_each_step_has_its_own_rate_and_random_numbers(tmp_path: Path) -> None:
     assert steps(tmp_path, 2, 2) == seen[2:], "a resumed run goes on where it was"
     for other in (steps(tmp_path, 0, 4, name="peer-1"), steps(tmp_path, 0, 4, seed=2)):
         assert not {seed for seed, _ in other} & {seed for seed, _ in seen}
+
+
+class Gradients(GradientFragments):
+    """Fragments of no engine, that count the steps whose gradients they hold."""
+
+    def __init__(self) -> None:
+        self.noted = 0
+
+    def note_step(self) -> None:
+        self.noted += 1
+
+
+def test_several_batches_make_one_step_of_gradients(tmp_path: Path) -> None:
+    """Each with random numbers of its own, at the rate of the step that they make together."""
+    engine, fragments = Steps(), Gradients()
+    recipe = SimpleNamespace(
+        seed=1, steps=100, evaluate_every=50, tokens_per_step=8,
+        learning_rate_at=lambda step: 0.5**step,
+    )  # fmt: skip
+    session: Any = SimpleNamespace(
+        engine=engine, recipe=recipe, name="peer-0", step=3, tokens=8 * 9, directory=tmp_path,
+        options=SimpleNamespace(trace=None), objective=Objective(), swarm=object(),
+        fragments=fragments,
+    )  # fmt: skip
+    loop = Loop(session, SimpleNamespace())  # type: ignore[arg-type]
+    with torch.random.fork_rng([]):
+        positions = []
+        for _ in range(3):
+            positions.append(loop._position)
+            loop._train([])
+    assert positions == [9, 10, 11]
+    assert len({seed for seed, _ in engine.seen}) == 3
+    assert [rates for _, rates in engine.seen] == [[0.5**3] * 2] * 3
+    assert (session.step, fragments.noted) == (3, 3), "a round makes the step"
+    session.swarm = None
+    with torch.random.fork_rng([]):
+        loop._train([])
+    assert session.step == 4, "alone, each batch is a step"

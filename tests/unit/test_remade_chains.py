@@ -101,3 +101,14 @@ def test_what_is_too_far_from_what_is_saved_is_not_made_again(times: int, known:
     with recipes:
         value = doubled(saved, times)
     assert (recipes.of(value) is not None) == known
+
+
+def test_memory_that_is_read_as_another_type_is_not_made_again() -> None:
+    """What is known of it says how the numbers that lie there were made, not these."""
+    saved = torch.randn(3)
+    recipes = recipes_of(saved)
+    with recipes:
+        made = saved * 1.5
+        same, other = made.view(3, 1) + 1, made.view(torch.int32) + 1
+    assert recipes.of(same) is not None
+    assert recipes.of(other) is None

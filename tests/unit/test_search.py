@@ -359,7 +359,10 @@ def test_what_is_found_is_planned(problem: Problem) -> None:
 @settings(deadline=None, max_examples=20)
 @given(problems(most_layers=3), st.floats(0.0, 1.0))
 def test_as_little_is_on_disk_as_host_memory_demands(problem: Problem, share: float) -> None:
-    """Brute force over what is on disk: the fastest choice that fits the host is taken."""
+    """Brute force over what is on disk: the fastest choice that fits the host is taken.
+
+    Slots and buffers are given, since they need no host memory.
+    """
     built = build(problem)
     states = two_moments(built.chain)
 
@@ -367,6 +370,8 @@ def test_as_little_is_on_disk_as_host_memory_demands(problem: Problem, share: fl
         request = Request(
             micro_batches=problem.micro_batches,
             host_layers=0,
+            slots=2,
+            gradient_buffers=2,
             disk=DiskRequest(states=states, on_disk=on_disk),
         )
         machine = dataclasses.replace(built.machine, host_memory_bytes=host_memory_bytes)

@@ -1,0 +1,125 @@
+"""What a member refuses of a round: a second contribution, and rounds that are not its leader's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from swarm_virtual import InlineThread, SimulatedPeer, Simulation, run_virtual
+
+from atomtrain.swarm.anchors import Anchor, Origin, Snapshot, Stamp
+from atomtrain.swarm.codec import codec_named
+from atomtrain.swarm.exchange import Exchange, ExchangeSetup
+from atomtrain.swarm.memory import channel_pair
+from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Decline, Invite, Ready
+from atomtrain.swarm.transport import Channel
+
+BEGIN = Begin(
+    round_id="7-a-1", members=("a", "b"), weights=(4, 4), late=(False, False), exchange_s=20.0,
+    bases=False, version=0, tokens=0, groups=1,
+)  # fmt: skip
+
+
+async def nobody(peer_id: str) -> Channel:
+    raise AssertionError(f"{peer_id} was not to be called")
+
+
+def exchange_of_a(elements: int = 6) -> Exchange:
+    """Return a's part in the round."""
+    anchor = Anchor(torch.zeros(elements), None, Stamp(0, 0, ""), Origin("", ()))
+    snapshot = Snapshot(0, torch.ones(elements), anchor, weight=4, tokens_seen=4)
+    setup = ExchangeSetup(
+        peer_id="a", snapshot=snapshot, codec=codec_named("float32"), open=nobody,
+        offload=InlineThread().offload,
+    )  # fmt: skip
+    return Exchange(setup, BEGIN)
+
+
+def test_who_contributed_already_is_refused() -> None:
+    async def scenario() -> None:
+        exchange = exchange_of_a()
+        nothing = Contribution(round_id=BEGIN.round_id, lane=0, has_values=False)
+        _, first = channel_pair("b", "a", 3.0)
+        serving = asyncio.create_task(exchange.serve(first, nothing))
+        await asyncio.sleep(0.1)
+        _, second = channel_pair("b", "a", 3.0)
+        with pytest.raises(BadMessage, match="a second contribution of the same member"):
+            await exchange.serve(second, nothing)
+        assert not serving.done(), "the first one still waits for its mean"
+        serving.cancel()
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize(
+    ("caller", "lane", "why"),
+    [("c", 0, "not in this round"), ("a", 0, "not in this round"), ("b", 99, "no lane 99")],
+)
+def test_who_does_not_belong_to_the_exchange_is_refused(caller: str, lane: int, why: str) -> None:
+    async def scenario() -> None:
+        _, channel = channel_pair(caller, "a", 3.0)
+        wrong = Contribution(round_id=BEGIN.round_id, lane=lane, has_values=False)
+        with pytest.raises(BadMessage, match=why):
+            await exchange_of_a().serve(channel, wrong)
+
+    run_virtual(scenario)
+
+
+async def idle_pair() -> SimulatedPeer:
+    """Return a peer that knows another one, `b`; neither of them has anything to average."""
+    simulation = Simulation((8,), seed=1)
+    for name in ("a", "b"):
+        (await simulation.add(name, step_s=0.5)).training = False
+    await asyncio.sleep(10)
+    peer = simulation.peers["a"]
+    assert peer.service.context.roster.sees("b")
+    return peer
+
+
+def invited(peer: SimulatedPeer) -> tuple[Invite, Channel, asyncio.Task[bool]]:
+    """Invite a peer in b's name; return the invitation, b's end of the stream, and its answer."""
+    index = peer.service.context.agenda.next_round
+    invite = Invite(
+        round_id=f"{index}-b-1", round_index=index, version=0, slack=0, answer_s=4.0,
+        fragment=peer.service.context.agenda.fragment(index),
+    )  # fmt: skip
+    leader, member = channel_pair("b", "a", 3.0)
+    return invite, leader, asyncio.create_task(peer.service._rounds.follow(member, invite))
+
+
+def test_a_round_with_the_id_of_another_leader_is_declined() -> None:
+    async def scenario() -> None:
+        peer = await idle_pair()
+        index = peer.service.context.agenda.next_round
+        for round_id in (f"{index}-c-1", f"{index + 1}-b-1", f"{index}-xb-1", "b"):
+            leader, member = channel_pair("b", "a", 3.0)
+            invite = Invite(
+                round_id=round_id, round_index=index, fragment=0, version=0, slack=0, answer_s=4.0
+            )
+            assert await peer.service._rounds.follow(member, invite), "the last word was a's"
+            declined = await leader.receive(Decline, 1.0)
+            assert declined.reason == "that is not the id of a round that it leads"
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("its_own", [True, False])
+def test_a_leader_begins_the_round_that_it_called_to(its_own: bool) -> None:
+    async def scenario() -> None:
+        peer = await idle_pair()
+        invite, leader, following = invited(peer)
+        ready = await leader.receive(Ready, 3.0)
+        begin = replace(
+            BEGIN, round_id=invite.round_id if its_own else f"{invite.round_index}-b-2",
+            weights=(ready.weight, 0), exchange_s=2.0, version=ready.version, tokens=ready.tokens,
+        )  # fmt: skip
+        await leader.send(begin)
+        assert not await following
+        await asyncio.sleep(2)  # the next boundary takes the report
+        began_another = "the leader began another round"
+        assert [report.outcome for report in peer.reports[-1:]] == ["abandoned"]
+        assert (peer.reports[-1].reason == began_another) is not its_own
+
+    run_virtual(scenario)
