@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models with a tokenizer, written to a folder."""
+"""Tiny random Hugging Face models with a tokenizer, in a folder; what runs of them saved."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from atomtrain.checkpoint import open_checkpoint
 from atomtrain.data import Tokenizer
 
 VOCABULARY = 300
@@ -57,3 +58,13 @@ def write_text(file: Path, sentences: int = 400) -> Path:
     lines = [" ".join(words[(i + j * j) % len(words)] for j in range(12)) for i in range(sentences)]
     file.write_text("\n".join(lines) + "\n")
     return file
+
+
+def saved_tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Return what the newest checkpoint of a run's peer has of model and optimizer."""
+    return {
+        key: tensor.clone()
+        for name, tensors in open_checkpoint(run).shards()
+        for key, tensor in tensors.items()
+        if name != "swarm"
+    }
