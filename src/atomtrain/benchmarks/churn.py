@@ -93,7 +93,7 @@ class ChurnSetup:
     """From the last newcomer's first average to the end: the last 10% of the losses need some."""
     local_steps: int = 10
     """Steps in which every fragment is averaged once."""
-    slow_link: str = "12MiB/s"
+    slow_link: str = "1.5MiB/s"
     """Link of the emulated devices where peers outnumber cores: each waits for its own then, and
     not for a processor that others have, as on machines of their own."""
     seed: int = 0
