@@ -28,13 +28,7 @@ from atomtrain.swarm.digests import OLD_HASH
 from atomtrain.swarm.large import Recycler, large_copy, large_empty
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.reduction import SliceReduction
-from atomtrain.swarm.slices import (
-    Span,
-    lanes_per_owner,
-    piece_spans,
-    slice_spans,
-    slices_per_member,
-)
+from atomtrain.swarm.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.timing import RoundTiming
 from atomtrain.swarm.transfer import merge_of_fetched
 
@@ -52,8 +46,6 @@ def test_large_fragments_have_several_slices_for_each_member() -> None:
     assert [slices_per_member(large, members) for members in (1, 4, 10, 3000)] == [100, 25, 10, 1]
     assert slices_per_member(1 << 40, 8) == 256, "a decision names 2048 slices at most"
     assert slices_per_member(1000, 2) == 1
-    assert [lanes_per_owner(members, 9) for members in (2, 3, 4, 5, 9)] == [4, 2, 2, 1, 1]
-    assert lanes_per_owner(2, 1) == 1
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 64))

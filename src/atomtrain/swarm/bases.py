@@ -98,18 +98,20 @@ class Bases:
         """1-D float32, one base after the other; undefined where none is known."""
         self.digests = [""] * len(spans)
         """Hash of each base as it travels."""
-        self.strange = 0
-        """Bases that were too far from this member's anchor to be believed."""
+        self.strange: set[str] = set()
+        """Members whose bases were too far from this member's anchor to be believed."""
         self._snapshot, self._update, self._offload = snapshot, update, offload
         self._codec = base_codec(codec)
         self._spans = spans
         self._memory = memory
         self._known = [asyncio.Event() for _ in spans]
+        self._believed = [True] * len(spans)
         self._own: dict[int, asyncio.Future[list[memoryview]]] = {}
 
-    async def known(self, index: int) -> None:
-        """Wait until the base of a slice is known."""
+    async def known(self, index: int) -> bool:
+        """Wait until the base of a slice is known; say whether it is to be believed."""
         await self._known[index].wait()
+        return self._believed[index]
 
     def contribution(self, span: Span) -> torch.Tensor:
         """Return what this member contributes in a span whose base is known."""
@@ -129,16 +131,16 @@ class Bases:
 
         Raises:
             LinkLost: the owner is gone.
-            BadMessage: the base cannot be one.
         """
         pieces = []
         for start, stop in piece_spans(Span(0, self._spans[index].elements)):
             data = byte_view(self._memory.empty(self._codec.encoded_bytes(stop - start)))
             await channel.receive_into(data)
             pieces.append(data)
-        if not await self._offload(self._take, index, pieces, guard, usual_rms):
-            self.strange += 1
-            raise BadMessage(f"the base of peer {channel.remote[-8:]} is far from this anchor")
+        believed = await self._offload(self._take, index, pieces, guard, usual_rms)
+        if not believed:
+            self.strange.add(channel.remote)
+        self._believed[index] = believed
         self._known[index].set()
 
     def _encode(self, index: int) -> list[memoryview]:
@@ -151,7 +153,10 @@ class Bases:
     def _take(self, index: int, pieces: list[memoryview], guard: Guard, usual_rms: float) -> bool:
         start, stop = self._spans[index]
         base, anchor = self.values[start:stop], self._snapshot.anchor.values[start:stop]
-        decode_span(self._codec, pieces, base)
+        try:
+            decode_span(self._codec, pieces, base)
+        except BadMessage:
+            return False
         self.digests[index] = _digest(pieces)
         drift = square_of(base - anchor)
         if drift is None:

@@ -16,7 +16,7 @@ from atomtrain.swarm.groups import GROUP_SIZE, GROUP_SIZE_MIN
 from atomtrain.swarm.guards import MEANS, Guard
 from atomtrain.swarm.outer import OuterUpdate
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 TRANSPORTS = ("streams", "gloo")

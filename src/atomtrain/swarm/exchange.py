@@ -1,9 +1,11 @@
 """The butterfly of one round: every member's slice j goes to its owner, a mean comes back.
 
-A member owns several slices of a large fragment. Its neighbours send it their contributions to
-these one after the other, over a few streams (*lanes*), and each mean goes back over the same lane
-as soon as it is known: contributions and means travel at the same time. What happens to a slice at
-its owner is in `owning`; here is the other end.
+A member owns several slices of a large fragment. Two members have a few streams with each other
+(*lanes*), half of them opened by each. A lane has some of the slices of both, and carries the same
+in both directions: first the sender's contributions to the receiver's slices, then the means of
+the sender's own. So a slow link has something to carry from the first byte to the last: while means
+wait for the slowest contribution there are others to send, and means go over streams whose windows
+are open by then. What happens to a slice at its owner is in `owning`.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.bases import Bases
 from atomtrain.swarm.codec import Codec, byte_view, decode_span, decoded, square_of
 from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard, bounded_weights
+from atomtrain.swarm.lanes import Lane, Lanes
 from atomtrain.swarm.large import Recycler, large_empty
-from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Mean
+from atomtrain.swarm.messages import BadMessage, Begin, Change, Contribution, Mean
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.owning import (
     Offload,
@@ -32,12 +35,11 @@ from atomtrain.swarm.owning import (
 from atomtrain.swarm.reduction import SliceReduction
 from atomtrain.swarm.slices import (
     Span,
-    lanes_per_owner,
     piece_spans,
     slice_spans,
     slices_per_member,
 )
-from atomtrain.swarm.transport import Channel, LinkLost
+from atomtrain.swarm.transport import Channel, LinkLost, begun
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Exchange:
         members = begin.members
         elements = setup.snapshot.values.numel()
         self._each = slices_per_member(elements, len(members))
-        self._lanes = lanes_per_owner(len(members), self._each)
+        self._lanes = Lanes(self._me, len(members), self._each)
         self._spans = slice_spans(elements, len(members) * self._each)
         self._memory = Recycler()
         self._bases = None
@@ -109,7 +111,6 @@ class Exchange:
         self._own_square = [0.0] * len(self._spans)
         self._wrong_means: dict[str, str] = {}
         self._channels: list[Channel] = []
-        self._served: set[tuple[int, int]] = set()
         first = self._me * self._each
         self._owned = {j: self._own(j) for j in range(first, first + self._each)}
         self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
@@ -127,18 +128,12 @@ class Exchange:
         start, stop = self._spans[index]
         return self._values[start:stop]
 
-    def _lane(self, owner: int, lane: int) -> range:
-        """Return the slices that one lane to, or from, an owner carries, in their order."""
-        first = owner * self._each
-        return range(first + lane, first + self._each, self._lanes)
-
     async def run(self) -> ExchangeResult:
         """Return what is held when all slices are, or at the exchange's deadline."""
         members, owned = self._begin.members, self._owned
-        others = (i for i in range(len(members)) if i != self._me)
         await together(
             *(self._reduce(j) for j in owned),
-            *(self._contribute(i, lane) for i in others for lane in range(self._lanes)),
+            *(self._exchange(lane) for lane in self._lanes.all),
         )
         slices = owned.values()
         rejected = {members[i]: w for one in slices for i, w in one.reduction.rejected.items()}
@@ -148,42 +143,17 @@ class Exchange:
         return ExchangeResult(self._means, self._channels, rejected, accepted, self._bases)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
-        """Take a member's contribution to this member's slices of a lane; answer with the means.
+        """Take a lane that another member has opened; return when nothing goes over it any more.
 
         Raises:
-            LinkLost: the member is gone; it does not count, and nobody waits for it.
-            BadMessage: it is not in the group, comes twice, or over a lane that there is not.
+            BadMessage: it is not in the group, or this is none of its lanes.
+            TimeoutError: the exchange is over.
         """
-        peer_id = channel.remote
-        if peer_id not in self._begin.members or peer_id == self._setup.peer_id:
+        members, peer_id = self._begin.members, channel.remote
+        if peer_id not in members or peer_id == self._setup.peer_id:
             raise BadMessage(f"peer {peer_id[-8:]} is not in this round")
-        if header.lane >= self._lanes:
-            raise BadMessage(f"there is no lane {header.lane}")
-        member = self._begin.members.index(peer_id)
-        if (member, header.lane) in self._served:
-            raise BadMessage("a second contribution of the same member")
-        self._served.add((member, header.lane))
-        self._channels.append(channel)
-        lane = self._lane(self._me, header.lane)
-        slices = [self._owned[j] for j in lane]
-
-        async def take() -> None:
-            try:
-                for one in slices if header.has_values else ():
-                    await one.take(channel, member)
-            finally:
-                for one in slices:
-                    one.lose(member)
-
-        async def answer() -> None:
-            for index in lane if self._bases is not None else ():
-                assert self._bases is not None
-                for piece in await self._bases.own(index):
-                    await channel.send_bytes(piece)
-            for one in slices:
-                await one.answer(channel)
-
-        await together(take(), answer())
+        async with asyncio.timeout_at(self._until_s):
+            await self._lanes.arrived(channel, members.index(peer_id), header.lane)
 
     async def _reduce(self, index: int) -> None:
         owned = self._owned[index]
@@ -206,41 +176,85 @@ class Exchange:
         pieces = [self._encode_change(piece)[0] for piece in piece_spans(span)]
         return decoded(self._setup.codec, pieces, span.elements)
 
-    async def _contribute(self, owner: int, lane: int) -> None:
+    async def _exchange(self, lane: Lane) -> None:
+        """Send and receive what a lane carries; who is lost on it does not count any more."""
         try:
             async with asyncio.timeout_at(self._until_s):
-                await self._contribute_to(owner, lane)
+                opened = self._opened(lane) if lane.mine else self._lanes.arrival(lane)
+                await self._exchange_over(await opened, lane)
         except (LinkLost, BadMessage, TimeoutError):
-            for coming in range(self._lanes):
-                if (owner, coming) not in self._served:
-                    for index in self._lane(self._me, coming):
-                        self._owned[index].lose(owner)
+            for index in self._lanes.slices_of(self._me, lane):
+                self._owned[index].lose(lane.member)
+            if lane.mine:
+                self._lanes.give_up(lane.member)
+        finally:
+            self._lanes.end(lane)
 
-    async def _contribute_to(self, owner: int, lane: int) -> None:
-        peer_id = self._begin.members[owner]
+    async def _opened(self, lane: Lane) -> Channel:
+        peer_id = self._begin.members[lane.member]
         try:
             channel = await self._setup.open(peer_id)
         except LinkLost:
             self._setup.on_unreachable(peer_id)
             raise
+        return await begun(channel, self._header(lane))
+
+    def _header(self, lane: Lane) -> Contribution:
+        return Contribution(round_id=self._begin.round_id, lane=lane.stream)
+
+    async def _exchange_over(self, channel: Channel, lane: Lane) -> None:
         self._channels.append(channel)
-        slices = self._lane(owner, lane)
         try:
-            has_values = self._begin.weights[self._me] > 0
-            await channel.send(
-                Contribution(round_id=self._begin.round_id, lane=lane, has_values=has_values)
-            )
-            await together(
-                self._send_changes(channel, slices if has_values else ()),
-                self._receive_means(channel, slices),
-            )
-        finally:
+            await together(self._send(channel, lane), self._receive(channel, lane))
+        except BaseException:
+            channel.close()
+            raise
+        if lane.mine:  # the other end has all of it: it waits until the lane is closed here
             channel.close()
 
-    async def _send_changes(self, channel: Channel, slices: range | tuple[()]) -> None:
+    async def _send(self, channel: Channel, lane: Lane) -> None:
+        if not lane.mine:
+            await channel.send(self._header(lane))
+        own = self._lanes.slices_of(self._me, lane)
+        if self._bases is not None:
+            for index in own:
+                for piece in await self._bases.own(index):
+                    await channel.send_bytes(piece)
+        if self._begin.weights[self._me] > 0:
+            await self._send_changes(channel, self._lanes.slices_of(lane.member, lane))
+        for index in own:
+            await self._owned[index].answer(channel)
+
+    async def _receive(self, channel: Channel, lane: Lane) -> None:
+        if lane.mine:  # it may begin the round later than this member
+            await channel.receive(Contribution, self._begin.exchange_s)
+        theirs = self._lanes.slices_of(lane.member, lane)
+        if self._bases is not None:
+            for index in theirs:
+                await self._bases.receive(channel, index, self._setup.guard, self._setup.usual_rms)
+            if channel.remote in self._bases.strange:
+                self._wrong_means[channel.remote] = "its anchor is far from this peer's"
+        if self._begin.weights[lane.member] > 0:
+            for index in self._lanes.slices_of(self._me, lane):
+                await self._take(channel, lane.member, self._owned[index])
+        for index in theirs:
+            self._means[index] = await self._receive_mean(channel, index)
+
+    async def _take(self, channel: Channel, member: int, owned: OwnedSlice) -> None:
+        if self._bases is not None:
+            change = await channel.receive(Change, self._begin.exchange_s)
+            if not change.follows:
+                owned.lose(member)
+                return
+        await owned.take(channel, member)
+
+    async def _send_changes(self, channel: Channel, slices: range) -> None:
         for index in slices:
             if self._bases is not None:
-                await self._bases.known(index)
+                believed = await self._bases.known(index)
+                await channel.send(Change(follows=believed))
+                if not believed:
+                    continue
             for piece in piece_spans(self._spans[index]):
                 data, square = await self._setup.offload(self._encode_change, piece)
                 self._own_square[index] += square
@@ -260,20 +274,6 @@ class Exchange:
                 lost.div_(self._setup.update.gain)
         return data, square
 
-    async def _receive_means(self, channel: Channel, slices: range) -> None:
-        if self._bases is not None:
-            await self._receive_bases(channel, slices, self._bases)
-        for index in slices:
-            self._means[index] = await self._receive_mean(channel, index)
-
-    async def _receive_bases(self, channel: Channel, slices: range, bases: Bases) -> None:
-        try:
-            for index in slices:
-                await bases.receive(channel, index, self._setup.guard, self._setup.usual_rms)
-        except BadMessage:
-            self._wrong_means[channel.remote] = "its anchor is far from this peer's"
-            raise
-
     async def _receive_mean(self, channel: Channel, index: int) -> SliceMean | None:
         header = await channel.receive(Mean, self._begin.exchange_s)
         if not header.contributors:
@@ -292,6 +292,8 @@ class Exchange:
             )
             await channel.receive_into(data)
             pieces.append(data)
+        if self._bases is not None and not await self._bases.known(index):
+            return None
         held: SliceMean | None = await self._setup.offload(
             self._decode_mean, codec, header, pieces, index
         )

@@ -93,9 +93,7 @@ class GlooExchange:
         channel = await self._setup.open(self._begin.members[0])
         self._channels.append(channel)
         try:
-            await channel.send(
-                Contribution(round_id=self._begin.round_id, lane=0, has_values=False)
-            )
+            await channel.send(Contribution(round_id=self._begin.round_id, lane=0))
             meeting = await channel.receive(Meeting, self._begin.exchange_s)
         finally:
             channel.close()

@@ -150,7 +150,7 @@ class Membering:
             rejected = peer_id in result.rejected
             context.standing.observe(peer_id, self.invite.round_index, rejected=rejected)
         others = len(begin.members) - 1
-        self.astray = result.bases is not None and 2 * result.bases.strange > others
+        self.astray = result.bases is not None and 2 * len(result.bases.strange) > others
         if duration_s < begin.exchange_s:
             size = exchange_bytes(context, snapshot.fragment, others + 1, begin.bases)
             context.timing.observe(size, duration_s)

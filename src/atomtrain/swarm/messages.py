@@ -265,14 +265,24 @@ class Begin(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution(Message):
-    """On a lane: the sender's part of the receiver's slices follows, if it `has_values`.
+    """Opens a lane, by its number among those that the sender opens to the receiver; is answered.
 
-    The lane's slices come one after the other; meanwhile their means go back in the same order.
+    After it both send the same: where a round has bases, those of their own slices; contributions
+    to the other's slices, if they have a weight; the means of their own, each after its `Mean`.
     """
 
     round_id: str
     lane: int
-    has_values: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Message):
+    """In rounds that have bases, before each contribution: whether it follows.
+
+    It does not where the base is not believed that it would be measured from.
+    """
+
+    follows: bool
 
 
 @dataclass(frozen=True, kw_only=True)

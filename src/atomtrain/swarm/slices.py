@@ -45,12 +45,12 @@ def slices_per_member(elements: int, members: int) -> int:
     return max(1, min(wanted, _SLICES_MAX // members))
 
 
-def lanes_per_owner(members: int, slices_each: int) -> int:
-    """Return how many streams a member opens to each owner; each carries some of its slices.
+def streams_per_neighbour(members: int, slices_each: int) -> int:
+    """Return how many streams a member opens to each other one, which opens as many to it.
 
-    One stream does not fill a link with a long round trip; four in each direction do.
+    One stream does not fill a link with a long round trip; four do.
     """
-    return max(1, min(slices_each, -(-_STREAMS // max(1, members - 1))))
+    return max(1, min(slices_each // 2, -(-_STREAMS // (2 * max(1, members - 1)))))
 
 
 def piece_spans(span: Span, piece_elements: int = PIECE_ELEMENTS) -> tuple[Span, ...]:
