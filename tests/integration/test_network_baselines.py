@@ -153,7 +153,7 @@ def test_peers_say_what_a_step_computes_without_the_network(peers: Peers, speeds
 
 
 def test_the_link_is_probed_one_way_and_both(peers: Peers) -> None:
-    replies = peers.tell_all("probe", PATIENCE_S, probe_bytes=100_000)
+    replies = peers.tell_all("probe", PATIENCE_S, probe_bytes=100_000, both_ways_bytes=300_000)
     for reply in replies:
         assert reply["round_trip_s"] > 0
         assert reply["bits_per_s"] > 0

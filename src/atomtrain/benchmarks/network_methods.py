@@ -32,6 +32,8 @@ from atomtrain.simulation.loss import connection_bits_per_s
 
 _GROUP_PORT = 29_500
 _PROBE_S = 0.7
+_BOTH_WAYS_S = 3.0
+"""Longer: with data both ways a connection takes its time to find the rate of the link."""
 _WARM_UP_BELOW_S = 6.0
 
 
@@ -98,12 +100,18 @@ class Methods:
         return Speeds.of(replies)
 
     def probe(self, link: Link) -> Reply:
-        """Measure rate and round trip of the link between two peers."""
+        """Measure round trip, rate, and rate both ways of the link between two peers."""
         rate = link.bits_per_s or UNSHAPED_BITS_PER_S
         rate = connection_bits_per_s(rate, link.round_trip_s, link.loss_share, congestion_control())
-        probe_bytes = min(64 << 20, max(16 << 10, int(rate * _PROBE_S / 8)))
+        probe_bytes, both_ways_bytes = (
+            min(64 << 20, max(16 << 10, int(rate * lasting_s / 8)))
+            for lasting_s in (_PROBE_S, _BOTH_WAYS_S)
+        )
         replies = self._baselines().tell_all(
-            "probe", 60 + 20 * 8 * probe_bytes / rate, probe_bytes=probe_bytes
+            "probe",
+            60 + 10 * 8 * (probe_bytes + both_ways_bytes) / rate,
+            probe_bytes=probe_bytes,
+            both_ways_bytes=both_ways_bytes,
         )
         return next(reply for reply in replies if reply)
 
