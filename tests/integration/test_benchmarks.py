@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from atomtrain.benchmarks import REGISTRY, benchmark
+from atomtrain.benchmarks import REGISTRY, benchmark, swap
 from atomtrain.benchmarks.common import BenchmarkOptions, report
+from atomtrain.benchmarks.swap_link import in_small_pieces
+from atomtrain.benchmarks.swap_pairs import opened, sizes_of
 from atomtrain.errors import ConfigError
 
 DEADLINE_S = 600.0
@@ -24,11 +26,12 @@ DEADLINE_S = 600.0
 TINY = """
 import sys
 from atomtrain.benchmarks import depth, swap
+from atomtrain.benchmarks.swap_pairs import cores
 from atomtrain.cli.main import main
 
 swap.QUICK = swap.SwapSetup(
     layers=6, width=96, vocabulary=64, sequence_tokens=24, sequences=1, micro_batches=3,
-    threads=1, pairs=2, block_steps=2, recompute_pairs=1, all_threads_pairs=1, link_pairs=1,
+    threads=cores(), pairs=2, block_steps=2, recompute_pairs=1, all_threads_pairs=1, link_pairs=1,
 )
 depth.QUICK = depth.DepthSetup(
     depths=(4, 12), width=64, vocabulary=64, sequence_tokens=16, device_memory_bytes=2 << 20,
@@ -85,6 +88,17 @@ def test_swap_compares_equal_work_with_equal_bits(tmp_path: Path) -> None:
     assert len(result["speed_ratio_of_pairs"]) == 2
     assert json.loads(out.read_text()) == result
     assert [path.name for path in out.parent.iterdir()] == ["swap.json"]
+
+
+@pytest.mark.parametrize("of", ["as it is", "link"])
+def test_the_quick_inputs_of_swap_fit_their_budget(of: str) -> None:
+    setup, options = swap.QUICK, {}
+    if of == "link":
+        setup, options = in_small_pieces(setup), {"slots": setup.link_slots}
+    budget_bytes = sizes_of(setup).budget_bytes
+    with opened(setup, 1e9, budget_bytes, profile=False, **options) as (engine, _):
+        assert engine.plan.device_peak_bytes <= budget_bytes
+        assert of != "link" or engine.plan.slots == setup.link_slots
 
 
 def test_depth_does_not_raise_the_peak() -> None:

@@ -44,8 +44,8 @@ from atomtrain.benchmarks.swap_pairs import (
     SwapSetup,
     alternate,
     blocks_of,
-    model_of,
     opened,
+    sizes_of,
 )
 
 _PAIRS = 3
@@ -53,12 +53,13 @@ _PAIRS = 3
 QUICK = SwapSetup(
     layers=6,
     width=256,
+    vocabulary=2048,
+    sequence_tokens=128,
     sequences=1,
-    pairs=3,
-    block_steps=2,
-    recompute_pairs=2,
-    all_threads_pairs=2,
-    link_pairs=2,
+    pairs=5,
+    recompute_pairs=3,
+    all_threads_pairs=3,
+    link_pairs=3,
 )
 
 
@@ -73,10 +74,7 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         PlanError: the model cannot be trained within its share of the budget.
     """
     setup = setup or (QUICK if options.quick else SwapSetup())
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in model_of(setup).parameters())
-    state_bytes = 4 * 4 * parameters
-    budget_bytes = int(state_bytes / setup.state_per_budget)
+    parameters, state_bytes, budget_bytes = sizes_of(setup)
     with opened(setup, setup.link_bytes_per_s, budget_bytes) as (engine, resident):
         progress(engine.plan.describe())
         measured = alternate(setup, engine, resident)

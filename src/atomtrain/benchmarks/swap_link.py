@@ -46,14 +46,15 @@ def balanced(planner: Planner, micro_batches: int) -> float:
     return fast
 
 
+def in_small_pieces(setup: SwapSetup) -> SwapSetup:
+    """Return the same step in micro-batches of one sequence."""
+    micro_batches = setup.micro_batches * setup.sequences
+    return dataclasses.replace(setup, sequences=1, micro_batches=micro_batches)
+
+
 def run(setup: SwapSetup, budget_bytes: int) -> Result:
     """Measure in pairs with resident training; return the keys of this part."""
-    setup = dataclasses.replace(
-        setup,
-        sequences=1,
-        micro_batches=setup.micro_batches * setup.sequences,
-        pairs=setup.link_pairs,
-    )
+    setup = dataclasses.replace(in_small_pieces(setup), pairs=setup.link_pairs)
     options = {"slots": setup.link_slots}
     with opened(setup, setup.link_bytes_per_s, budget_bytes, **options) as (engine, _):
         rate = balanced(engine.planner, setup.micro_batches)

@@ -288,6 +288,24 @@ def model_of(setup: SwapSetup) -> GPT:
     return model
 
 
+class Sizes(NamedTuple):
+    """Of the model and its training."""
+
+    parameters: int
+    state_bytes: int
+    """Parameters, gradients and moments."""
+    budget_bytes: int
+    """On the device."""
+
+
+def sizes_of(setup: SwapSetup) -> Sizes:
+    """Return what model and budget follow from the inputs."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in model_of(setup).parameters())
+    state_bytes = 4 * 4 * parameters
+    return Sizes(parameters, state_bytes, int(state_bytes / setup.state_per_budget))
+
+
 def step_data(setup: SwapSetup) -> list[dict[str, Tensor]]:
     """Return the random micro-batches of a step."""
     shape = (setup.sequences, setup.sequence_tokens + 1)
