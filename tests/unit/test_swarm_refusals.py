@@ -40,12 +40,12 @@ def exchange_of_a(elements: int = 6) -> Exchange:
 def test_who_contributed_already_is_refused() -> None:
     async def scenario() -> None:
         exchange = exchange_of_a()
-        nothing = Contribution(round_id=BEGIN.round_id, lane=0, has_values=False)
+        nothing = Contribution(round_id=BEGIN.round_id, lane=0)
         _, first = channel_pair("b", "a", 3.0)
         serving = asyncio.create_task(exchange.serve(first, nothing))
         await asyncio.sleep(0.1)
         _, second = channel_pair("b", "a", 3.0)
-        with pytest.raises(BadMessage, match="a second contribution of the same member"):
+        with pytest.raises(BadMessage, match="lane 0 is open already"):
             await exchange.serve(second, nothing)
         assert not serving.done(), "the first one still waits for its mean"
         serving.cancel()
@@ -60,7 +60,7 @@ def test_who_contributed_already_is_refused() -> None:
 def test_who_does_not_belong_to_the_exchange_is_refused(caller: str, lane: int, why: str) -> None:
     async def scenario() -> None:
         _, channel = channel_pair(caller, "a", 3.0)
-        wrong = Contribution(round_id=BEGIN.round_id, lane=lane, has_values=False)
+        wrong = Contribution(round_id=BEGIN.round_id, lane=lane)
         with pytest.raises(BadMessage, match=why):
             await exchange_of_a().serve(channel, wrong)
 
