@@ -12,9 +12,13 @@ from torch import nn
 
 from atomtrain.analysis import chain_of
 from atomtrain.cli.main import main
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, PlanError
+from atomtrain.planning import Layout, Shape
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import gpu, machine_for
+from atomtrain.planning.disk import disk_use
+from atomtrain.planning.disk import two_moments as states_of_two_moments
+from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.prospect import Prospect, Workload
 from atomtrain.planning.several import share_of, shared_updates
 from atomtrain.planning.updating import two_moments
@@ -47,11 +51,33 @@ def test_further_devices_take_memory_and_time_of_the_host() -> None:
     assert three.device_scratch_bytes is None
 
 
-def with_disk(tiny: Subject, bytes_per_s: float) -> Prospect:
+def test_values_wait_once_for_each_device_whatever_lies_on_disk(tiny: Subject) -> None:
+    """Gradients, state and staging memory do not depend on how many devices run the plan."""
+    analysis = tiny.analyse(2)
+    chain, layout = analysis.chain, Layout(analysis.chain)
+    shape = Shape((0, 1, 2), (0, 1, 2, len(chain.layers)), 2, 1)
+    updates = shared_updates(two_moments(chain), chain, 3)
+    grown = []
+    for on_disk in ((), ("moments",)):
+        use = disk_use(chain, layout, states_of_two_moments(chain), on_disk)
+        models = [
+            MemoryModel(chain, analysis.costs, layout, 2, updates, use, devices)
+            for devices in (1, 2, 3)
+        ]
+        one, two, three = (model.host_bytes(shape) for model in models)
+        assert len({model.state_bytes for model in models}) == 1
+        grown += [two - one, three - two]
+    # What the two lower segments read waits for backward, for each of two micro-batches.
+    row_bytes = analysis.costs.values[chain.layers[1].reads[0]].n_bytes
+    assert row_bytes > 0
+    assert set(grown) == {2 * row_bytes}
+
+
+def with_disk(tiny: Subject, bytes_per_s: float, host_memory_bytes: int = GIB) -> Prospect:
     """Return what two devices would do with moments on a disk of such a rate."""
     card = gpu("rtx-3090")
     machine = dataclasses.replace(
-        machine_for(card, GIB),
+        machine_for(card, host_memory_bytes),
         storage_read_bytes_per_s=bytes_per_s,
         storage_write_bytes_per_s=bytes_per_s,
     )
@@ -80,6 +106,13 @@ def test_further_gradients_count_once_where_a_disk_asks_for_more_tokens(tiny: Su
     assert again.analysis.updates is not None
     assert slow.analysis.updates is not None
     assert again.analysis.updates.scratch_bytes == slow.analysis.updates.scratch_bytes
+
+
+def test_host_memory_that_several_devices_do_not_fit(tiny: Subject) -> None:
+    needed = with_disk(tiny, 1e12).plan.host_bytes
+    assert with_disk(tiny, 1e12, needed).plan.host_bytes == needed
+    with pytest.raises(PlanError, match=r"on 2 devices takes .* or fewer devices"):
+        with_disk(tiny, 1e12, needed - 1)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *more: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ from atomtrain.planning.mixed import Mixed
 from atomtrain.planning.optimum import Found, Optimum
 from atomtrain.planning.shape import Shape
 from atomtrain.planning.space import Family, Space
+
+_NEAR = (1.01, 1.04, 1.16, 1.64)
+"""How far above the least that any plan could take plans are looked for, before all are."""
 
 
 class Choice(NamedTuple):
@@ -39,16 +42,11 @@ def fastest_of(space: Space, device_bytes: int, below_s: float = np.inf) -> Choi
         ),
         key=lambda task: task.bound_s,
     )
-    best: Choice | None = None
-    # Those that promise most first: the others then end early.
-    for task in tasks:
-        if task.bound_s >= below_s:
-            break
-        found = task.best(below_s)
+    for limit_s in _limits(tasks, below_s):
+        found = _fastest(tasks, limit_s)
         if found is not None:
-            best = Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
-            below_s = best.step_s
-    return best
+            return Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
+    return None
 
 
 class _Task(NamedTuple):
@@ -58,6 +56,31 @@ class _Task(NamedTuple):
     """No plan of the part is faster."""
     best: Callable[[float], Found | None]
     """Gives the part's fastest plan, or `None` if none is faster than so many seconds."""
+
+
+def _fastest(tasks: Iterable[_Task], below_s: float) -> Found | None:
+    """Return the fastest plan of all parts, or `None` if none is faster than `below_s`."""
+    best: Found | None = None
+    # Those that promise most first: the others then end early.
+    for task in tasks:
+        if task.bound_s >= below_s:
+            break
+        found = task.best(below_s)
+        if found is not None:
+            best, below_s = found, found.step_s
+    return best
+
+
+def _limits(tasks: Sequence[_Task], below_s: float) -> Iterator[float]:
+    """Yield the limits of time under which plans are looked for, one after the other, until there
+    is one: the nearer a limit is to what tasks promise, the less is searched under it."""
+    if not tasks:
+        return
+    for ratio in _NEAR:
+        limit_s = ratio * tasks[0].bound_s
+        if 0 < limit_s < below_s:
+            yield limit_s
+    yield below_s
 
 
 class _Solvers:
@@ -87,8 +110,8 @@ class _Solvers:
         if loosest is None:
             return
         if self._optimum is not None:
-            best = functools.partial(_best_recomputed, space, family, self._optimum, device_bytes)
-            yield _Task(self._optimum.bound_s(loosest), best)
+            some = _Recomputed(space, family, self._optimum, device_bytes)
+            yield _Task(self._optimum.bound_s(loosest), some.best)
         if self._mixed is not None:
             sizes = space.slot_sizes_within(family, device_bytes)
             bound_s = self._mixed.bound_s(self._mixed.rooms.room(sizes, device_bytes))
@@ -96,19 +119,30 @@ class _Solvers:
             yield _Task(bound_s, best)
 
 
-def _best_recomputed(
-    space: Space, family: Family, optimum: Optimum, device_bytes: int, below_s: float
-) -> Found | None:
-    """Return a family's fastest plan that recomputes everything, if it is below `below_s`."""
-    some = [allowed for _, allowed in space.different(family, device_bytes)]
-    best = None
-    for bound_s, index in sorted((optimum.bound_s(a), i) for i, a in enumerate(some)):
-        if bound_s >= below_s:
-            break
-        found = optimum.best(some[index], below_s)
-        if found is not None:
-            best, below_s = found, found.step_s
-    return best
+class _Recomputed:
+    """The plans of a family that recompute everything, under a limit of device memory."""
+
+    def __init__(self, space: Space, family: Family, optimum: Optimum, device_bytes: int) -> None:
+        self._space, self._family, self._optimum = space, family, optimum
+        self._device_bytes = device_bytes
+
+    def best(self, below_s: float) -> Found | None:
+        """Return the fastest one, or `None` if none is faster than `below_s`."""
+        return _fastest(self._parts, below_s)
+
+    @cached_property
+    def _parts(self) -> list[_Task]:
+        """Those with slots of different sizes, the ones that promise most first."""
+        some = self._space.different(self._family, self._device_bytes)
+        parts = [
+            _Task(self._optimum.bound_s(allowed), functools.partial(self._within, slot_bytes))
+            for slot_bytes, allowed in some
+        ]
+        return sorted(parts, key=lambda part: part.bound_s)
+
+    def _within(self, slot_bytes: int, below_s: float) -> Found | None:
+        allowed = self._space.allowed(self._family, slot_bytes, self._device_bytes)
+        return self._optimum.best(allowed, below_s)
 
 
 def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int) -> Choice:

@@ -24,6 +24,10 @@ works; seconds."""
 CLOCKS = 6
 SLACK = 1 + 1e-12
 """Bounds and times are the same sums in another order."""
+_COMPARED = 32
+"""Rows that are compared with each other at once."""
+_AT_ONCE = 4
+"""With how many rows all others are compared at once: most go with the first few."""
 _LESS = 1 - 1e-12
 """Sums in another order differ by less; they are no difference."""
 
@@ -118,13 +122,31 @@ def undominated(values: Array) -> list[int]:
     """Return the rows that no other one beats or equals in every column, `[n, k]`."""
     if len(values) == 1:
         return [0]
-    values = values[:, np.ptp(values, axis=0) > 0]
-    if not values.size:
-        return [0]
-    left, kept = np.lexsort(values.T[::-1]), []
     less = np.where(values > 0, values * _LESS, values / _LESS)
+    low = values.min(axis=0)
+    differs = low < less.max(axis=0)
+    if not differs.any():
+        return [0]
+    values, less, low = values[:, differs], less[:, differs], low[differs]
+    # What beats a row has no larger sum of shares than it; what beats many tends to come early.
+    with np.errstate(invalid="ignore"):  # where some are infinite
+        shares = np.nan_to_num((values - low) / np.ptp(values, axis=0))
+    left, kept = np.argsort(shares.sum(axis=1), kind="stable"), list[int]()
     while left.size:
-        # The first in order is beaten by none that is left.
-        kept.append(int(left[0]))
-        left = left[1:][(values[left[1:]] < less[left[0]]).any(axis=1)]
+        # Some of the first in order are compared with each other, and all others with the best of
+        # these.
+        first, left = left[:_COMPARED], left[_COMPARED:]
+        first = first[~np.triu(_beaten(values[first], less[first]), 1).any(axis=0)]
+        kept += first.tolist()
+        for some in range(0, first.size, _AT_ONCE):
+            left = left[~_beaten(values[left], less[first[some : some + _AT_ONCE]]).any(axis=0)]
     return kept
+
+
+def _beaten(values: Array, less: Array) -> NDArray[np.bool_]:
+    """Return whether each of some rows, with a little taken from them, is nowhere above each of
+    others: `[some, others]`."""
+    beaten = np.ones((len(less), len(values)), bool)
+    for column in range(values.shape[1]):
+        beaten &= values[None, :, column] >= less[:, None, column]
+    return beaten

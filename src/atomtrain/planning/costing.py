@@ -23,8 +23,8 @@ from atomtrain.planning.disk import DiskUse, States, disk_use
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan
-from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, Visit, training_visits
+from atomtrain.planning.segments import segments_of
 from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.planning.tables import Basis, Offloaded, VisitTable
 from atomtrain.planning.timeline import DiskWork, Span, StepTime, VisitTime, predict, step_spans
@@ -88,8 +88,7 @@ class Costing:
         self.machine, self.micro_batches = machine, micro_batches
         self.layer_forward_s = [micro_batches * time.forward_s for time in per_layer]
         self.layer_backward_s = [micro_batches * time.backward_s for time in per_layer]
-        cuts = range(len(chain.layers) + 1)
-        crossing = [sum(costs.values[n].n_bytes for n in chain.crossing(cut)) for cut in cuts]
+        self._segments = segments_of(chain, costs)
         self._updated = (steps.updates or two_moments(chain)).of_blocks(chain, layout)
         on_disk = disk.on_disk if disk is not None else ()
         self.disk = self._disk_work(disk, steps.clips) if disk is not None and on_disk else None
@@ -97,14 +96,13 @@ class Costing:
         self.traffic = Traffic(layout, self._updated, steps.host_layers)
         """What visits move."""
         self._tables: dict[tuple[Phase, Place, bool, Activation], VisitTable] = {}
-        self._chain, self._costs = chain, costs
         self._basis = Basis(
             machine=machine,
             micro_batches=micro_batches,
             gradient_factor=layout.gradient_factor,
             forward_s=between(self.layer_forward_s),
             backward_s=between(self.layer_backward_s),
-            crossing=micro_batches * np.array(crossing, float),
+            crossing=micro_batches * np.array(self._segments.crossing_bytes, float),
             disk=self.disk,
             parameters_on_disk="parameters" in on_disk,
             offloaded=lambda: self._offloaded,
@@ -156,13 +154,8 @@ class Costing:
     @cached_property
     def _offloaded(self) -> Offloaded:
         """What each segment sends to the host."""
-        saved, count = SavedTensors(self._chain, self._costs), len(self._costs.layers)
-        n_bytes, storages = np.zeros((2, count + 1, count + 1))
-        for start in range(count):
-            for stop in range(start + 1, count + 1):
-                of = saved.of(start, stop)
-                n_bytes[start, stop], storages[start, stop] = of.sent_bytes, of.sent
-        return Offloaded(self.micro_batches * n_bytes, self.micro_batches * storages)
+        count, segments = self.micro_batches, self._segments
+        return Offloaded(count * segments.sent_bytes, count * segments.sent_storages)
 
     def _disk_work(self, use: DiskUse, clips: bool) -> DiskWork:
         """Return what all updates take."""

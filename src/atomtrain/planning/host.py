@@ -6,13 +6,12 @@ gets a gradient. So plans with layers on the host are searched for like all othe
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts, LayerCost
 from atomtrain.planning.disk import DiskUse
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
+from atomtrain.planning.segments import Rest, segments_of
 from atomtrain.planning.shape import Shape
 from atomtrain.planning.updating import ADAMW_BYTES, UpdateModel
 
@@ -21,13 +20,6 @@ _DENSE_GRADIENT_PASSES = 3
 once and read once, the sum is read and written, of which one overlaps."""
 _ROWS_PASSES = 6
 """Rows are read and written, copied out, and so are their gradients."""
-
-
-class Rest(NamedTuple):
-    """What is left for the device."""
-
-    chain: Chain
-    costs: ChainCosts
 
 
 def host_choices(chain: Chain, costs: ChainCosts) -> list[int]:
@@ -53,6 +45,13 @@ def without(chain: Chain, costs: ChainCosts, host_layers: int) -> Rest:
     """Return the chain that is left without its leading layers."""
     if not host_layers:
         return Rest(chain, costs)
+    rests = segments_of(chain, costs).rests
+    if host_layers not in rests:
+        rests[host_layers] = _without(chain, costs, host_layers)
+    return rests[host_layers]
+
+
+def _without(chain: Chain, costs: ChainCosts, host_layers: int) -> Rest:
     rest = chain.layers[host_layers:]
     used = {name for layer in rest for name in layer.reads}
     inputs = tuple(n for n in (*chain.inputs, *chain.writes(0, host_layers)) if n in used)

@@ -10,7 +10,7 @@ The formulas of one visit are in `planning/visit_memory.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,12 +21,11 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.planning.disk import DiskUse
 from atomtrain.planning.layout import Layout
-from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, training_visits
+from atomtrain.planning.segments import segments_of
 from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.planning.updating import UpdateModel, two_moments
-from atomtrain.planning.visit_memory import SegmentBytes, visit_bytes
-from atomtrain.planning.workspace import Workspaces
+from atomtrain.planning.visit_memory import visit_bytes
 
 PROCESS_BYTES = 8 << 20
 """What a process takes on the host beside tensors: stacks and heaps of its threads, Python's
@@ -51,33 +50,16 @@ class MemoryModel:
         micro_batches: int,
         updates: UpdateModel | None = None,
         disk: DiskUse | None = None,
+        devices: int = 1,
     ) -> None:
-        """`updates` says what the optimizer takes; `None` is AdamW."""
+        """`updates` says what the optimizer takes; `None` is AdamW. `devices` share the host."""
         self._chain, self._costs, self._layout = chain, costs, layout
         self.micro_batches = micro_batches
         self._updates = updates or two_moments(chain)
         self._updated = self._updates.of_blocks(chain, layout)
-        self._disk = disk
-        self._workspaces = Workspaces(chain, costs, layout)
-        self.saved = SavedTensors(chain, costs)
-        count = len(chain.layers)
-        self._crossing = [self._bytes(chain.crossing(cut)) for cut in range(count + 1)]
-        self._largest = [
-            max((costs.values[name].n_bytes for name in chain.crossing(cut)), default=0)
-            for cut in range(count + 1)
-        ]
-        # What layers on the host hand on is an input here: its bytes, and who reads it.
-        self._given = [
-            (
-                costs.values[name].n_bytes,
-                [i for i, at in enumerate(chain.layers) if name in at.reads],
-            )
-            for name in chain.inputs
-            if costs.values[name].requires_grad
-        ]
-        kept = (cost.kept_bytes for cost in costs.layers)
-        self._kept = list(itertools.accumulate(kept, initial=0))
-        self._inputs: dict[int, list[int]] = {}
+        self._disk, self._devices = disk, devices
+        self._all = segments_of(chain, costs)
+        self.saved = self._all.saved
         self.buffers_bytes = self._buffers_bytes()
         """Buffers on the device, each storage once; those that forward changes also as they were
         for each micro-batch."""
@@ -162,7 +144,7 @@ class MemoryModel:
         # large as the weights.
         waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
         waiting += sum(cost.parameter_bytes for cost in self._costs.layers[:first])
-        return self.state_bytes + waiting + PROCESS_BYTES
+        return self.state_bytes + self._devices * waiting + PROCESS_BYTES
 
     @property
     def state_bytes(self) -> int:
@@ -201,7 +183,7 @@ class MemoryModel:
             on_device: Whether blocks are updated on the device.
         """
         scratch = self.device_scratch_bytes if on_device else 0
-        of, count = self._segment(start, stop), self.micro_batches
+        of, count = self._all.of(start, stop), self.micro_batches
         return int(visit_bytes(phase, of, count, boundary, activation, scratch))
 
     def work_table(
@@ -214,7 +196,7 @@ class MemoryModel:
         """Return `work_bytes` of all segments, `[start, stop]`; infinite where there is none."""
         scratch = self.device_scratch_bytes if on_device else 0
         table = visit_bytes(
-            phase, self._segments, self.micro_batches, boundary, activation, scratch
+            phase, self._all.table, self.micro_batches, boundary, activation, scratch
         )
         there = np.triu(np.ones(table.shape, bool), 1)
         return np.where(there, table, np.inf)
@@ -222,64 +204,12 @@ class MemoryModel:
     @cached_property
     def saved_table(self) -> NDArray[np.float64]:
         """`saved_bytes` of all segments, `[start, stop]`; infinite where graphs cannot wait."""
-        return self._waiting_table(self.saved_bytes)
+        return self.micro_batches * self._all.saved_table
 
     @cached_property
     def sent_table(self) -> NDArray[np.float64]:
         """`sent_bytes` of all segments, `[start, stop]`; infinite where graphs cannot wait."""
-        return self._waiting_table(self.sent_bytes)
-
-    def _waiting_table(self, of: Callable[[int, int], int]) -> NDArray[np.float64]:
-        count = len(self._chain.layers)
-        table = np.full((count + 1, count + 1), np.inf)
-        for start, stop in itertools.combinations(range(count + 1), 2):
-            if self.saved.of(start, stop).movable:
-                table[start, stop] = of(start, stop)
-        return table
-
-    @cached_property
-    def _segments(self) -> SegmentBytes:
-        """All segments; 0 where there is none."""
-        count = len(self._chain.layers)
-        table = np.zeros((len(SegmentBytes._fields), count + 1, count + 1), np.int64)
-        for start, stop in itertools.combinations(range(count + 1), 2):
-            table[:, start, stop] = self._segment(start, stop)
-        return SegmentBytes(*table)
-
-    def _segment(self, start: int, stop: int) -> SegmentBytes:
-        space, saved = self._workspaces.of(start, stop), self.saved.of(start, stop)
-        leaving, coming = self._given_gradients(start, stop)
-        return SegmentBytes(
-            forward=space.forward,
-            graph=space.graph,
-            backward=space.backward,
-            beside_graph=max(0, space.backward - (self._kept[stop] - self._kept[start])),
-            saved=saved.n_bytes,
-            saved_out=saved.out_bytes,
-            saved_forward=saved.forward,
-            saved_backward=saved.backward,
-            below=self._crossing[start],
-            above=self._crossing[stop],
-            largest_below=self._largest[start],
-            largest_above=self._largest[stop],
-            largest_written=max(self._largest[start + 1 : stop + 1]),
-            inputs=self._input_bytes(start, stop),
-            given_leaving=leaving,
-            given_coming=coming,
-        )
-
-    def _given_gradients(self, start: int, stop: int) -> tuple[int, int]:
-        """Return what leaves to layers on the host at a time, and what comes back to be added to.
-
-        They are the gradients of values that those layers handed on. They wait on the host, also
-        between two segments that read the same value.
-        """
-        leaving = coming = 0
-        for n_bytes, readers in self._given:
-            if any(start <= reader < stop for reader in readers):
-                leaving = max(leaving, n_bytes)
-                coming += n_bytes * (readers[-1] >= stop)
-        return leaving, coming
+        return self.micro_batches * self._all.sent_table
 
     def saved_bytes(self, start: int, stop: int) -> int:
         """Return what all micro-batches save in a segment."""
@@ -288,19 +218,6 @@ class MemoryModel:
     def sent_bytes(self, start: int, stop: int) -> int:
         """Return what all micro-batches send to the host if the segment is offloaded."""
         return self.micro_batches * self.saved.of(start, stop).sent_bytes
-
-    def _input_bytes(self, start: int, stop: int) -> int:
-        """Return one micro-batch's own entries that the segment reads."""
-        if start not in self._inputs:
-            row, seen, total = [0], set[str](), 0
-            for layer in self._chain.layers[start:]:
-                for name in layer.reads:
-                    if name in self._chain.inputs and name not in seen:
-                        seen.add(name)
-                        total += self._costs.values[name].n_bytes
-                row.append(total)
-            self._inputs[start] = row
-        return self._inputs[start][stop - start]
 
     def _waiting_bytes(self, shape: Shape) -> int:
         """Return the host's copies: of values for recomputing, of what is offloaded, and of values
@@ -318,7 +235,7 @@ class MemoryModel:
         passing = 0
         if shape.boundary == "host":
             cuts = {*shape.forward_bounds, *bounds[:-1]}
-            passing = max(self._crossing[cut] for cut in cuts)
+            passing = max(self._all.crossing_bytes[cut] for cut in cuts)
         # Values and gradients at a cut, and one gradient that comes before the one above it goes.
         more = shape.segments > 2
         waiting_bytes = self._bytes(needed) + offloaded + 2 * passing

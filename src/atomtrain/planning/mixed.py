@@ -35,7 +35,19 @@ from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Activation, Shape
 from atomtrain.planning.space import Family, Space
 from atomtrain.planning.tables import VisitTable
-from atomtrain.planning.ways import ABOVE, AHEAD, ROOM, Pending, Ways, Whole, add, best_of
+from atomtrain.planning.ways import (
+    ABOVE,
+    AHEAD,
+    BEFORE,
+    CHOICE,
+    LABEL,
+    ROOM,
+    Pending,
+    Ways,
+    Whole,
+    add,
+    best_of,
+)
 
 Array = NDArray[np.float64]
 
@@ -195,14 +207,13 @@ class Mixed:
                     np.zeros(rows.size),
                 )
             )
-            everywhere = np.ones(rows.size, int)
-            ways = Ways(
-                values=values,
-                segments=everywhere * (self._segments is not None),
-                window=everywhere * window > 0,
-                choice=everywhere * RECOMPUTE,
-                before=everywhere * self._layers,
-                label=everywhere * -1,
+            ways = Ways.of(
+                values,
+                segments=self._segments is not None,
+                window=window,
+                choice=RECOMPUTE,
+                before=self._layers,
+                label=-1,
             )
             add(pending, starts[rows], ways)
 
@@ -222,41 +233,42 @@ class Mixed:
         keeps = np.flatnonzero(choices == KEEP)
         before = _LESS * here.values[:, ROOM, None] - self._kept[starts[keeps], cut]
         rooms[:, keeps] = np.minimum(before, left[keeps] - reserved)
-        allowed &= rooms >= 0
-        if not allowed.any():
+        rows, columns = np.nonzero(allowed & (rooms >= 0))
+        if not rows.size:
             return
-        after, forward_s = self._visited(cut, here, choices, starts)
-        self._rest.settle(after, starts, self._most_load_s)
-        allowed &= self._rest.ends_s(after, starts) + forward_s <= below_s * SLACK
-        again_s = np.broadcast_to(self._recomputed_s[starts], rooms.shape).copy()
-        again_s[:, keeps] = self._saving.again_s(again_s[:, keeps], rooms[:, keeps])
-        alone = self._rest.ends_s(after, starts, again_s) + forward_s <= below_s * SLACK
-        alone &= allowed
+        after, forward_s = self._visited(cut, here, choices, starts, (rows, columns))
+        cuts, choice, room_left = starts[columns], choices[columns], rooms[rows, columns]
+        self._rest.settle(after, cuts, self._most_load_s)
+        hopeful = self._rest.ends_s(after, cuts) + forward_s <= below_s * SLACK
+        kept = choice == KEEP
+        again_s = self._recomputed_s[cuts]
+        again_s[kept] = self._saving.again_s(again_s[kept], room_left[kept])
+        alone = self._rest.ends_s(after, cuts, again_s) + forward_s <= below_s * SLACK
+        reserved_above = here.window[rows]
+        room_left = np.where(kept, room_left, -1.0)
         # What is offloaded last gives the window back.
         for window, chosen in (
-            (True, allowed & here.window[:, None]),
-            (False, alone & (~here.window[:, None] | (choices == OFFLOAD))),
+            (True, hopeful & reserved_above),
+            (False, hopeful & alone & (~reserved_above | (choice == OFFLOAD))),
         ):
-            rows, columns = np.nonzero(chosen)
-            cuts = starts[columns]
-            room_left = np.where(choices[columns] == KEEP, rooms[rows, columns], -1.0)
+            some = np.flatnonzero(chosen)
             values = np.column_stack(
                 (
-                    after[rows, columns],
-                    self._above_s(self._forward("recompute").loading_s[:, cut], cuts),
-                    self._less_room(room_left, cuts),
-                    forward_s[rows, columns],
+                    after[some],
+                    self._above_s(self._forward("recompute").loading_s[:, cut], cuts[some]),
+                    self._less_room(room_left[some], cuts[some]),
+                    forward_s[some],
                 )
             )
-            ways = Ways(
-                values=values,
-                segments=here.segments[rows] + (self._segments is not None),
-                window=np.full(rows.size, window),
-                choice=choices[columns],
-                before=np.full(rows.size, cut),
-                label=rows,
+            ways = Ways.of(
+                values,
+                segments=here.segments[rows[some]] + (self._segments is not None),
+                window=window,
+                choice=choice[some],
+                before=cut,
+                label=rows[some],
             )
-            add(pending, cuts, ways)
+            add(pending, cuts[some], ways)
 
     def _above_s(self, load_s: Array, cuts: Whole) -> Array:
         """Return the loads of segments that begin at some cuts, `load_s` are those of all."""
@@ -292,14 +304,26 @@ class Mixed:
             single=self._family.gradient_buffers == 1,
         )
 
-    def _visited(self, cut: int, here: Ways, choices: Whole, starts: Whole) -> tuple[Array, Array]:
-        """Return the clocks after visits of each way to each segment, `[n, segments, 6]`, and
-        forward's time if it is kept apart, `[n, segments]`."""
-        clocks, above = here.values[:, None, :CLOCKS], here.values[:, ABOVE, None]
-        ahead_s = self._ahead_visit_s[choices, starts, cut]
+    def _visited(
+        self, cut: int, here: Ways, choices: Whole, starts: Whole, pairs: tuple[Whole, Whole]
+    ) -> tuple[Array, Array]:
+        """Return the clocks after visits of some ways to some segments that end at a cut, and
+        forward's time if it is kept apart.
+
+        Args:
+            cut: Where the ways lead.
+            here: All of them.
+            choices: What the segments do.
+            starts: Where they begin.
+            pairs: The numbers of a way and of a segment, `[n]` each.
+        """
+        rows, columns = pairs
+        values = here.values[rows]
+        clocks, above = values[:, :CLOCKS], values[:, ABOVE]
+        ahead_s = self._ahead_visit_s[choices, starts, cut][columns]
         later = np.maximum(ahead_s, above) if self._overlap else ahead_s + above
-        lasting = Lasting.of(self._backward("recompute", load=True), starts, cut)
-        lasting = lasting._replace(
+        of_segments = Lasting.of(self._backward("recompute", load=True), starts, cut)
+        of_segments = of_segments._replace(
             visit_s=self._back_visit_s[1, choices, starts, cut],
             return_s=np.where(
                 choices == OFFLOAD,
@@ -307,27 +331,28 @@ class Mixed:
                 0.0,
             ),
         )
-        below_turn = (here.before == self._layers)[:, None]
+        lasting = Lasting._make(field[columns] for field in of_segments)
+        below_turn = here.before[rows] == self._layers
         if self._overlap and below_turn.any():
             # The last segment below the turn still is in its slot if there are two.
-            hit_s = self._back_visit_s[0, choices, starts, cut]
+            hit_s = self._back_visit_s[0, choices, starts, cut][columns]
             lasting = lasting._replace(
                 visit_s=np.where(below_turn, hit_s, lasting.visit_s),
                 loading_s=np.where(below_turn, 0.0, lasting.loading_s),
             )
         after = self._clocks.after_visit(clocks, lasting)
         if self._backlog_s:
-            return after, here.values[:, AHEAD, None] + later
-        return after + later[..., None], np.zeros_like(later)
+            return after, values[:, AHEAD] + later
+        return after + later[:, None], np.zeros_like(later)
 
     def _shape(self, done: dict[int, Ways], label: int) -> Shape:
         """Follow the ways back to the turn."""
         bounds, activations, cut = list[int](), list[Activation](), 0
         while cut < self._layers:
-            ways = done[cut]
+            note = done[cut].notes[label].tolist()
             bounds.append(cut)
-            activations.append(CHOICES[ways.choice[label]])
-            cut, label = int(ways.before[label]), int(ways.label[label])
+            activations.append(CHOICES[note[CHOICE]])
+            cut, label = note[BEFORE], note[LABEL]
         ahead = tuple(bounds)
         return Shape(
             ahead,

@@ -50,9 +50,11 @@ class Request:
     """What may lie on disk; `None`: nothing."""
     clips: bool = False
     """Whether no update begins before the norm of all gradients is known."""
+    devices: int = 1
+    """How many devices of the host run the plan at once; `updates` are what they share."""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "segments", "slots", "gradient_buffers"):
+        for name in ("micro_batches", "segments", "slots", "gradient_buffers", "devices"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name} must be at least 1, not {value}")

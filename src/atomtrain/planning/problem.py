@@ -13,6 +13,7 @@ from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.plan import Plan, Request
+from atomtrain.planning.segments import segments_of
 from atomtrain.planning.shape import Shape
 from atomtrain.planning.space import Space
 from atomtrain.planning.updating import two_moments
@@ -35,10 +36,11 @@ class Problem:
             request = dataclasses.replace(request, device_blocks=())
         # Of all parameters: who is not on the device is updated on the host.
         updates = request.updates or two_moments(chain)
-        layout = Layout(self.chain)
+        layout = segments_of(self.chain, rest_costs).layout
+        whole_layout = segments_of(chain, costs).layout
         states = request.disk.states if request.disk is not None else {}
         disk = disk_use(self.chain, layout, states, on_disk)
-        self._disk = disk_use(chain, Layout(chain), states, on_disk)
+        self._disk = disk_use(chain, whole_layout, states, on_disk)
         self.memory = MemoryModel(self.chain, rest_costs, layout, count, updates)
         steps = Steps(micro_batches=count, disk=disk, clips=request.clips, updates=updates)
         rest = dataclasses.replace(given, chain=self.chain, costs=rest_costs)
@@ -47,7 +49,9 @@ class Problem:
         self.space = Space(
             self.chain, rest_costs, layout, self.memory, self.costing, request, host_used
         )
-        self._all = MemoryModel(chain, costs, Layout(chain), count, updates, self._disk)
+        self._all = MemoryModel(
+            chain, costs, whole_layout, count, updates, self._disk, request.devices
+        )
         self.host_s = host_s(chain, costs, host_layers, machine, count, self._disk, updates)
         _check_request(self.space, layout)
 

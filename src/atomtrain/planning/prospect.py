@@ -21,7 +21,7 @@ from atomtrain.planning.disk import DiskRequest, States, on_disk_up_to, two_mome
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import TooSlowError, make_plan
-from atomtrain.planning.several import plan_of_all, shared_updates
+from atomtrain.planning.several import shared_updates
 from atomtrain.planning.shape import Activation
 from atomtrain.planning.timeline import Span
 from atomtrain.planning.updating import UpdateModel
@@ -205,16 +205,13 @@ def prospect(
             disk=_disk_request(analysis, workload),
             activations=workload.activations,
             clips=workload.clips,
+            devices=workload.devices,
         )
         tokens = workload.devices * request.micro_batches * size * workload.context_tokens
         least = max(least_tokens_per_s, _HELPS * best.tokens_per_s if best else 0.0)
         below_s = tokens / least if least else math.inf
         try:
             plan = make_plan(analysis.chain, analysis.costs, times, machine, request, below_s)
-            if analysis.updates is not None:
-                plan = plan_of_all(
-                    plan, analysis.chain, analysis.updates, machine, workload.devices
-                )
         except TooSlowError:
             too_slow += 1
             if best is not None:

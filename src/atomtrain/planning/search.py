@@ -78,9 +78,12 @@ def make_plan(
         limit_s = (1 + _EQUAL) * min(plan.step_s for plan in fitting)
         return next(plan for plan in fitting if plan.step_s <= limit_s)
     most = " even with everything on disk that can be" if request.disk is not None else ""
+    several = request.devices > 1
     raise PlanError(
-        f"training this model takes {format_bytes(plan.host_bytes)} of host memory{most}, "
+        f"training this model{f' on {request.devices} devices' if several else ''} takes "
+        f"{format_bytes(plan.host_bytes)} of host memory{most}, "
         f"{format_bytes(machine.host_memory_bytes)} are there; choose a smaller model"
+        f"{' or fewer devices' if several else ''}"
         f"{'' if request.disk is not None else ', or let part of its state lie on disk (--disk)'}"
     )
 

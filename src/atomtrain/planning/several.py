@@ -11,13 +11,8 @@ from __future__ import annotations
 import dataclasses
 
 from atomtrain.analysis.chain import Chain
-from atomtrain.errors import PlanError
 from atomtrain.planning.layout import Layout
-from atomtrain.planning.machine import Machine
-from atomtrain.planning.memory import PROCESS_BYTES
-from atomtrain.planning.plan import Plan
 from atomtrain.planning.updating import ADAMW_BYTES, UpdateModel
-from atomtrain.units import format_bytes
 
 _ADDED_BYTES = 3
 """Moved to add a byte of gradient: two are read, one is written."""
@@ -53,32 +48,3 @@ def shared_updates(updates: UpdateModel, chain: Chain, devices: int) -> UpdateMo
         scratch_bytes=updates.scratch_bytes + further_gradients_bytes(Layout(chain), devices),
         device_scratch_bytes=None,
     )
-
-
-def plan_of_all(
-    plan: Plan, chain: Chain, updates: UpdateModel, machine: Machine, devices: int
-) -> Plan:
-    """Return one device's plan with the host memory that all devices take together.
-
-    Args:
-        plan: Made with `updates`.
-        chain: The model.
-        updates: What `shared_updates` returned.
-        machine: Whose host it is.
-        devices: How many.
-
-    Raises:
-        PlanError: it is more than there is.
-    """
-    if devices == 1:
-        return plan
-    held_bytes = Layout(chain).arena_bytes + updates.host_bytes + PROCESS_BYTES
-    waiting_bytes = max(0, plan.host_bytes - held_bytes)
-    plan = dataclasses.replace(plan, host_bytes=plan.host_bytes + (devices - 1) * waiting_bytes)
-    if plan.host_bytes > machine.host_memory_bytes:
-        raise PlanError(
-            f"training this model on {devices} devices takes {format_bytes(plan.host_bytes)} of "
-            f"host memory, {format_bytes(machine.host_memory_bytes)} are there; give fewer devices "
-            "or smaller micro-batches"
-        )
-    return plan

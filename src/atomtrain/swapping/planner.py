@@ -14,7 +14,7 @@ from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import make_plan
-from atomtrain.planning.several import plan_of_all, shared_updates
+from atomtrain.planning.several import shared_updates
 from atomtrain.planning.timeline import Span
 from atomtrain.planning.updating import UpdateModel, two_moments
 from atomtrain.swapping.options import Options
@@ -51,7 +51,6 @@ class Planner:
         if self.states is not None:
             disk = DiskRequest(states=self.states, on_disk=on_disk)
         resident, there = self._pinned()
-        updates = self._shared_updates()
         request = Request(
             micro_batches=micro_batches,
             segments=self.options.segments,
@@ -62,14 +61,12 @@ class Planner:
             offload=not self.one_memory,  # nothing would be gained where both memories are one
             resident=resident,
             device_blocks=there,
-            updates=updates,
+            updates=self._shared_updates(),
             disk=disk,
             clips=self.options.waits,
+            devices=self.devices,
         )
-        plan = make_plan(self.chain, self.costs, self.times, self.machine, request)
-        if updates is None:
-            return plan
-        return plan_of_all(plan, self.chain, updates, self.machine, self.devices)
+        return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""
