@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from atomtrain.analysis import chain_of
+from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.analysis.profile import LayerTime
 from atomtrain.cli.main import main
 from atomtrain.errors import ConfigError, PlanError
-from atomtrain.planning import Layout, Shape
+from atomtrain.planning import Layout, Plan, Request, Shape, make_plan
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import gpu, machine_for
-from atomtrain.planning.disk import disk_use
+from atomtrain.planning.disk import KINDS, DiskRequest, OnDisk, disk_use
 from atomtrain.planning.disk import two_moments as states_of_two_moments
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.prospect import Prospect, Workload
@@ -113,6 +114,49 @@ def test_host_memory_that_several_devices_do_not_fit(tiny: Subject) -> None:
     assert with_disk(tiny, 1e12, needed).plan.host_bytes == needed
     with pytest.raises(PlanError, match=r"on 2 devices takes .* or fewer devices"):
         with_disk(tiny, 1e12, needed - 1)
+
+
+def test_parameters_lie_on_disk_for_one_device_only() -> None:
+    """Nobody is shown a plan that the engine would refuse."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(32)))
+    example = torch.randn(2, 64)
+    traced = chain_of(model, example, torch.sum)
+    chain, costs = traced.chain, layer_costs(traced.chain, traced.bind(example))
+    times = {cost.kind: LayerTime(1e-3, 3e-3) for cost in costs.layers}
+
+    def planned(devices: int, host_memory_bytes: int, on_disk: OnDisk | None = None) -> Plan:
+        machine = dataclasses.replace(
+            machine_for("rtx-3090", host_memory_bytes),
+            storage_read_bytes_per_s=1e9,
+            storage_write_bytes_per_s=1e9,
+        )
+        request = Request(
+            micro_batches=1,
+            updates=shared_updates(two_moments(chain), chain, devices),
+            disk=DiskRequest(states=states_of_two_moments(chain), on_disk=on_disk),
+            devices=devices,
+        )
+        return make_plan(chain, costs, times, machine, request)
+
+    one, two = (planned(devices, GIB, ("moments",)).host_bytes for devices in (1, 2))
+    assert planned(1, one).on_disk == planned(2, two).on_disk == ("moments",)
+    assert planned(1, one - 1).on_disk == KINDS
+    with pytest.raises(PlanError, match="with everything on disk that can be"):
+        planned(2, two - 1)
+    with pytest.raises(PlanError, match="loaded by one device only, not by 2"):
+        planned(2, GIB, KINDS)
+
+
+def test_atom_plan_refuses_parameters_on_disk_of_several_devices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["plan", "tiny", "--gpu", "rtx-3090", "--disk", "nvme-pcie4", "--devices", "2"]
+    assert main([*given, "--on-disk", "parameters"]) == 2
+    assert "loaded by one device only" in capsys.readouterr().err
+    assert main([*given, "--host-memory", "1MiB"]) == 2
+    said = capsys.readouterr().err
+    assert "with everything on disk that can be" in said
+    assert "raise --host-memory to at least" in said
 
 
 def plan(capsys: pytest.CaptureFixture[str], *more: str) -> Any:

@@ -70,8 +70,8 @@ class PlanOptions:
     )
     on_disk: str | None = option(
         None,
-        "State that is on disk: nothing, moments, or parameters (and moments). Default: as little "
-        "as host memory demands.",
+        "State that is on disk: nothing, moments, masters (and moments) or parameters (and both; "
+        "with one device). Default: as little as host memory demands.",
         "KIND",
     )
     context: int | None = option(

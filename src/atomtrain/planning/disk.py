@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from atomtrain.analysis.chain import Chain
-from atomtrain.errors import ConfigError, nearest
+from atomtrain.errors import ConfigError, PlanError, nearest
 from atomtrain.planning.layout import Layout
 
 PAGE_BYTES = 4096
@@ -76,13 +76,37 @@ def on_disk_up_to(kind: str) -> OnDisk:
     return KINDS[: names.index(kind)]
 
 
-def choices(request: DiskRequest | None) -> list[OnDisk]:
-    """Return what may be on disk, least first."""
+def kinds_for(devices: int) -> OnDisk:
+    """Return all kinds that may be on disk: parameters are loaded from there by one device only."""
+    return KINDS if devices == 1 else KINDS[:-1]
+
+
+def check_kinds(on_disk: OnDisk, devices: int) -> None:
+    """Check that so many devices can be trained with these kinds on disk.
+
+    Raises:
+        PlanError: they cannot.
+    """
+    if not set(on_disk) <= set(kinds_for(devices)):
+        raise PlanError(
+            f"parameters on disk are loaded by one device only, not by {devices}; use one device, "
+            "or let no more than masters lie on disk"
+        )
+
+
+def choices(request: DiskRequest | None, devices: int = 1) -> list[OnDisk]:
+    """Return what may be on disk, least first.
+
+    Raises:
+        PlanError: what shall be there cannot be with so many devices.
+    """
     if request is None:
         return [()]
     if request.on_disk is not None:
+        check_kinds(request.on_disk, devices)
         return [request.on_disk]
-    found: list[OnDisk] = [KINDS[:count] for count in range(len(KINDS) + 1)]
+    kinds = kinds_for(devices)
+    found: list[OnDisk] = [kinds[:count] for count in range(len(kinds) + 1)]
     if not any(state.masters for state in request.states.values()):
         found.remove(("moments", "masters"))  # the same as the moments alone
     return found

@@ -27,14 +27,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.planning.clocks import CLOCKS, SLACK, Clocks, Lasting
+from atomtrain.planning.clocks import SLACK, Clocks
 from atomtrain.planning.optimum import Found
 from atomtrain.planning.rest import Rest
 from atomtrain.planning.room import CHOICES, KEEP, OFFLOAD, RECOMPUTE, Room, Rooms, Saving
 from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Activation, Shape
 from atomtrain.planning.space import Family, Space
-from atomtrain.planning.tables import VisitTable
+from atomtrain.planning.visits import Visits
 from atomtrain.planning.ways import (
     ABOVE,
     AHEAD,
@@ -66,6 +66,7 @@ class Mixed:
         """What may be kept under which limit of memory."""
         self._kept, self._window_bytes = self.rooms.kept, self.rooms.window_bytes
         self._turn = space.costing.table(Phase.TURN, family.place, load=True)
+        self._visits = Visits(space.costing, family)
         self._disk = space.costing.disk
         self._backlog_s = 0.0 if self._disk is None else self._disk.backlog_s
         self._clocks = self._new_clocks(0.0)
@@ -76,10 +77,8 @@ class Mixed:
         self._least_s = np.maximum(self._ahead_s, self._back_s)
         self._recomputed_s = self._ahead_s + self._back_s - self._least_s
         # Before the first visit there is its load, after the last one its unload and update.
-        last = self._backward("recompute", load=True)
-        self._ends_s = float(
-            self._forward("recompute").loading_s[0, 1] + last.unload_s[0, 1] + last.update_s[0, 1]
-        )
+        first, last = self._visits.forward(), self._visits.backward()
+        self._ends_s = float(first.loading_s[0, 1] + last.unload_s[0, 1] + last.update_s[0, 1])
         self._most_load_s = np.zeros(self._layers + 1)
         self._saving = Saving(space, self.rooms.offloads)
 
@@ -90,14 +89,14 @@ class Mixed:
             return np.inf
         # A range loaded at once takes no longer than in parts.
         loads = self._turn.loading_s[starts, self._layers]
-        loads = loads + self._forward("recompute").loading_s[0, starts]
+        loads = loads + self._visits.forward().loading_s[0, starts]
         ahead = self._ahead_s[starts]
         back = self._least_s[starts] - ahead + self._back_s[-1] - self._back_s[starts]
         again, most = self._saving.possible_s(self._recomputed_s, room, self.rooms)
         compute = self._saving.least_s(ahead, back, again[starts], most[starts])
         alone = np.zeros_like(loads)
         if not self._overlap:
-            alone = loads + self._backward("recompute", load=True).loading_s[0, starts]
+            alone = loads + self._visits.backward().loading_s[0, starts]
         if self._overlap:
             alone = alone + self._ends_s
         return float(np.maximum(compute + alone, loads).min())
@@ -138,7 +137,7 @@ class Mixed:
     def _best(self, room: Room, below_s: float) -> Found | None:
         """Return the fastest plan with this room, or `None` if none is faster than `below_s`."""
         fits = (room.segments >= 0).any(axis=0)
-        loads = np.where(fits, self._backward("recompute", load=True).loading_s, 0.0)
+        loads = np.where(fits, self._visits.backward().loading_s, 0.0)
         self._most_load_s = loads.max(axis=0)
         self._clocks = self._new_clocks(float(loads.max()))
         pending: Pending = {}
@@ -159,27 +158,6 @@ class Mixed:
         if steps_s[label] >= below_s:
             return None
         return Found(float(steps_s[label]), self._shape(done, label))
-
-    # Tables are made when they are first needed: most families are never searched.
-    def _forward(self, activation: Activation) -> VisitTable:
-        table, place = self._space.costing.table, self._family.place
-        return table(Phase.FORWARD, place, load=True, activation=activation)
-
-    def _backward(self, activation: Activation, *, load: bool) -> VisitTable:
-        table, place = self._space.costing.table, self._family.place
-        return table(Phase.BACKWARD, place, load=load, activation=activation)
-
-    @cached_property
-    def _ahead_visit_s(self) -> Array:
-        """Seconds of forward visits, `[choice, start, stop]`."""
-        return np.stack([self._forward(choice).visit_s for choice in CHOICES])
-
-    @cached_property
-    def _back_visit_s(self) -> Array:
-        """The same of backward's, `[load, choice, start, stop]`."""
-        return np.stack(
-            [[self._backward(c, load=load).visit_s for c in CHOICES] for load in (False, True)]
-        )
 
     def _new_clocks(self, most_load_s: float) -> Clocks:
         buffers = self._family.gradient_buffers
@@ -236,8 +214,14 @@ class Mixed:
         rows, columns = np.nonzero(allowed & (rooms >= 0))
         if not rows.size:
             return
-        after, forward_s = self._visited(cut, here, choices, starts, (rows, columns))
         cuts, choice, room_left = starts[columns], choices[columns], rooms[rows, columns]
+        values, below_turn = here.values[rows], here.before[rows] == self._layers
+        after, later_s = self._visits.after(self._clocks, values, cut, cuts, choice, below_turn)
+        forward_s = values[:, AHEAD]
+        if self._backlog_s:  # kept apart, because the turn may have to wait
+            forward_s = forward_s + later_s
+        else:
+            after += later_s[:, None]
         self._rest.settle(after, cuts, self._most_load_s)
         hopeful = self._rest.ends_s(after, cuts) + forward_s <= below_s * SLACK
         kept = choice == KEEP
@@ -255,7 +239,7 @@ class Mixed:
             values = np.column_stack(
                 (
                     after[some],
-                    self._above_s(self._forward("recompute").loading_s[:, cut], cuts[some]),
+                    self._above_s(self._visits.forward().loading_s[:, cut], cuts[some]),
                     self._less_room(room_left[some], cuts[some]),
                     forward_s[some],
                 )
@@ -295,55 +279,14 @@ class Mixed:
     @cached_property
     def _rest(self) -> Rest:
         return Rest(
-            self._forward("recompute"),
-            self._backward("recompute", load=True),
+            self._visits.forward(),
+            self._visits.backward(),
             self._ahead_s,
             self._back_s,
             self._disk,
             overlap=self._overlap,
             single=self._family.gradient_buffers == 1,
         )
-
-    def _visited(
-        self, cut: int, here: Ways, choices: Whole, starts: Whole, pairs: tuple[Whole, Whole]
-    ) -> tuple[Array, Array]:
-        """Return the clocks after visits of some ways to some segments that end at a cut, and
-        forward's time if it is kept apart.
-
-        Args:
-            cut: Where the ways lead.
-            here: All of them.
-            choices: What the segments do.
-            starts: Where they begin.
-            pairs: The numbers of a way and of a segment, `[n]` each.
-        """
-        rows, columns = pairs
-        values = here.values[rows]
-        clocks, above = values[:, :CLOCKS], values[:, ABOVE]
-        ahead_s = self._ahead_visit_s[choices, starts, cut][columns]
-        later = np.maximum(ahead_s, above) if self._overlap else ahead_s + above
-        of_segments = Lasting.of(self._backward("recompute", load=True), starts, cut)
-        of_segments = of_segments._replace(
-            visit_s=self._back_visit_s[1, choices, starts, cut],
-            return_s=np.where(
-                choices == OFFLOAD,
-                self._backward("offload", load=True).return_s[starts, cut],
-                0.0,
-            ),
-        )
-        lasting = Lasting._make(field[columns] for field in of_segments)
-        below_turn = here.before[rows] == self._layers
-        if self._overlap and below_turn.any():
-            # The last segment below the turn still is in its slot if there are two.
-            hit_s = self._back_visit_s[0, choices, starts, cut][columns]
-            lasting = lasting._replace(
-                visit_s=np.where(below_turn, hit_s, lasting.visit_s),
-                loading_s=np.where(below_turn, 0.0, lasting.loading_s),
-            )
-        after = self._clocks.after_visit(clocks, lasting)
-        if self._backlog_s:
-            return after, values[:, AHEAD] + later
-        return after + later[:, None], np.zeros_like(later)
 
     def _shape(self, done: dict[int, Ways], label: int) -> Shape:
         """Follow the ways back to the turn."""

@@ -17,7 +17,13 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import ConfigError, PlanError
 from atomtrain.planning.costing import Given, spans_of
-from atomtrain.planning.disk import DiskRequest, States, on_disk_up_to, two_moments
+from atomtrain.planning.disk import (
+    DiskRequest,
+    States,
+    check_kinds,
+    on_disk_up_to,
+    two_moments,
+)
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.search import TooSlowError, make_plan
@@ -123,6 +129,8 @@ class Workload:
                 f"micro-batches of {self.micro_batch} sequences do not divide the "
                 f"{tokens // context} sequences of a step; give a divisor, or other tokens a step"
             )
+        if self.on_disk is not None:
+            check_kinds(on_disk_up_to(self.on_disk), self.devices)
         each = (self.micro_batch or 1) * self.devices
         if tokens is not None and tokens // context % each:
             raise ConfigError(

@@ -61,7 +61,7 @@ def make_plan(
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
     plans = []
     # More on disk is never faster, so nothing is behind the first that fits as it is fastest.
-    possible = choices(request.disk)
+    possible = choices(request.disk, request.devices)
     for on_disk in possible:
         for asked in _with_less_on_host(request):
             problems = problems_of(given, asked, on_disk)

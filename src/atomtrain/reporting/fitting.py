@@ -9,6 +9,7 @@ from typing import NamedTuple
 from atomtrain.errors import PlanError
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import DEVICE_MEMORY_SHARE, GPUS
+from atomtrain.planning.disk import kinds_for
 from atomtrain.planning.prospect import Prospect
 
 _ENDLESS_BYTES = 1 << 59
@@ -34,7 +35,7 @@ def least_fitting(setting: Setting, forecast: Callable[[Setting], Prospect]) -> 
     workload = dataclasses.replace(
         setting.workload,
         micro_batch=setting.workload.micro_batch or 1,
-        on_disk="parameters" if setting.workload.disk else None,
+        on_disk=kinds_for(setting.workload.devices)[-1] if setting.workload.disk else None,
     )
     for budget in sorted({given, *(b for b in budgets if b > given)}):
         machine = dataclasses.replace(

@@ -24,7 +24,7 @@ from torch import Tensor
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
-from atomtrain.errors import ConfigError, PlanError
+from atomtrain.errors import ConfigError
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Visit
@@ -106,19 +106,6 @@ def machine_of_all(machine: Machine, devices: Sequence[Device]) -> Machine:
     """Return the first device's machine with the least budget of all."""
     least_bytes = min(budget_bytes(device) for device in devices)
     return dataclasses.replace(machine, device_memory_bytes=least_bytes)
-
-
-def check_loads(plan: Plan, devices: Sequence[Device]) -> None:
-    """Refuse a plan with parameters on disk: they are staged for one device.
-
-    Raises:
-        PlanError: it is such a plan.
-    """
-    if len(devices) > 1 and "parameters" in plan.on_disk:
-        raise PlanError(
-            "parameters on disk are loaded by one device only; use one device, raise the host "
-            "memory, or give on_disk='moments'"
-        )
 
 
 def join(

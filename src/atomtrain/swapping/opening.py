@@ -14,7 +14,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.several import share_of
 from atomtrain.swapping.compiled import TRACING, compiled, require_compilable
-from atomtrain.swapping.crew import check_loads, check_shared, join, machine_of_all, times_of_all
+from atomtrain.swapping.crew import check_shared, join, machine_of_all, times_of_all
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_devices
 from atomtrain.swapping.disk_placement import Placement, machine_with_disk, placed
@@ -144,7 +144,6 @@ def _open(
             profile.crowded_share,
         )  # fmt: skip
         plan = planner.plan(share_of(options.micro_batches, len(devices)))
-        check_loads(plan, devices)
         layout = Layout(chain)
         if states is not None and plan.on_disk and options.disk is not None:
             placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
