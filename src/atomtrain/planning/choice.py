@@ -34,6 +34,9 @@ class Choice(NamedTuple):
 def fastest_of(space: Space, device_bytes: int, below_s: float = np.inf) -> Choice | None:
     """Return a plan with the least predicted step time under a limit of device memory, or `None`
     if none is faster than `below_s`."""
+    # Whatever is kept or offloaded, each layer computes what backward does of it.
+    if sum(space.costing.layer_backward_s) >= below_s:
+        return None
     tasks = sorted(
         (
             task
