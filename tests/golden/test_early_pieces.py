@@ -18,8 +18,9 @@ from test_disk import swap as swap_on_disk
 from atomtrain.planning import Shape
 from atomtrain.planning.costing import Costing, Steps
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.residency import Residency
 from atomtrain.planning.schedule import evaluation_visits, training_visits
-from atomtrain.planning.space import Residency, Space
+from atomtrain.planning.space import Space
 from atomtrain.swapping.residents import Copy
 from atomtrain.swapping.slots import Slots
 

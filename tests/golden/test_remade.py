@@ -195,6 +195,8 @@ def test_what_a_block_sends() -> None:
     stats, remade = 2 * 2 * row // 16, row * (1 + 1 + 4)
     assert saved.inner_bytes == saved.sent_bytes + stats + remade
     assert saved.sent == 5
+    # Both normalisations (with their weights and biases) and the activation function, once each.
+    assert saved.remade_traffic_bytes == 2 * remade + stats + 4 * 4 * 16
 
 
 def test_what_a_gate_sends() -> None:

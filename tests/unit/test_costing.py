@@ -89,6 +89,18 @@ def test_what_is_offloaded_takes_from_compute_each_way(model, shape: Shape) -> N
         assert step(model, shape, **price) == step(model, shape)
 
 
+def test_what_is_made_again_takes_from_compute_in_backward(model, shape: Shape) -> None:
+    """As long as an update on the device that moves as many bytes: 28 for a parameter."""
+    _, costs = model
+    mixed = shape._replace(activations=("offload", "keep", "recompute"))
+    again = sum(cost.saved.remade_traffic_bytes for cost in costs.layers[:2])
+    assert again > 0
+    slow = {"device_update_parameters_per_s": 1e6}
+    extra_s = step(model, mixed, **slow).compute_s - step(model, mixed).compute_s
+    assert extra_s == pytest.approx(MICRO_BATCHES * again / 28e6, rel=1e-4)
+    assert step(model, shape, **slow) == step(model, shape)
+
+
 def test_a_link_that_both_directions_share_is_slower(model, shape: Shape) -> None:
     rates = {"load_bytes_per_s": 1e6, "unload_bytes_per_s": 1e6}
     apart = step(model, shape, **rates)

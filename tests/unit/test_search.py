@@ -20,6 +20,7 @@ from atomtrain.analysis.costs import ChainCosts, ValueSpec
 from atomtrain.analysis.saved import SavedCost
 from atomtrain.errors import PlanError
 from atomtrain.planning import Layout, Machine, Plan, Request, Shape, make_plan
+from atomtrain.planning import choice as choice_module
 from atomtrain.planning.choice import Choice, fastest_of, leanest_of
 from atomtrain.planning.costing import Costing, Given, Steps
 from atomtrain.planning.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
@@ -46,6 +47,7 @@ class Kind(NamedTuple):
     movable: bool
     sent_share: float = 1.0
     """Of `kept_bytes`, what goes to the host if the layer is offloaded."""
+    remade_traffic_bytes: int = 0
 
 
 class Problem(NamedTuple):
@@ -88,6 +90,7 @@ KIND = st.builds(
     saved=st.tuples(st.booleans(), st.booleans()),
     movable=st.sampled_from([True, True, True, False]),
     sent_share=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
+    remade_traffic_bytes=st.sampled_from([0, 0, 50_000]),
 )
 
 
@@ -164,6 +167,7 @@ def build(problem: Problem) -> Built:
                     reads=kind.saved[:1], writes=kind.saved[1:],
                     forward_bytes=kind.out_bytes + kind.work_bytes,
                     backward_bytes=2 * kind.work_bytes, movable=kind.movable,
+                    remade_traffic_bytes=kind.remade_traffic_bytes,
                 ),
             )
         )  # fmt: skip
@@ -414,6 +418,36 @@ def test_what_the_disk_reads_during_forward_counts_once() -> None:
         disk_bytes_per_s=(1e3, 2436.0), on_disk=("moments",),
     )  # fmt: skip
     compare(problem, build(problem), Request(micro_batches=2))
+
+
+def simple(micro_batches: int) -> Built:
+    kind = Kind(64, 0.1, 0.3, 64, 64, 64, (True, False), True)
+    return build(
+        Problem((kind,) * MOST_KINDS, (0, 1, 0), (), micro_batches, 1e4, 1e4, 1e4, 0.0, 1.0)
+    )
+
+
+def test_nothing_is_searched_where_compute_alone_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    space = simple(2).space(Request(micro_batches=2))
+    compute_s = sum(space.costing.layer_backward_s)
+
+    def searched(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(choice_module, "_Solvers", searched)
+    assert fastest_of(space, 1 << 40, compute_s) is None
+    with pytest.raises(AssertionError):
+        fastest_of(space, 1 << 40, compute_s * 1.01)
+
+
+@pytest.mark.parametrize(("count", "boundaries"), [(1, {"device"}), (3, {"device", "host"})])
+def test_values_may_wait_on_the_host_where_that_saves_memory(
+    count: int, boundaries: set[str]
+) -> None:
+    space = simple(count).space(Request(micro_batches=count))
+    assert {family.boundary for family in space.families} == boundaries
 
 
 BAD = [-1.0, math.nan, math.inf]

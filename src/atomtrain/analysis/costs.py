@@ -304,6 +304,7 @@ def _measure_saved(
         forward_bytes=forward_bytes,
         backward_bytes=backward_bytes,
         movable=movable,
+        remade_traffic_bytes=watcher.remade_traffic_bytes,
     )
 
 

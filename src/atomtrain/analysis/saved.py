@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from atomtrain.analysis.remade import Recipes, Remade
+from atomtrain.analysis.remade import CHEAP, Recipes, Remade
 from atomtrain.analysis.storages import LiveStorages
 
 
@@ -40,6 +42,23 @@ class SavedCost(NamedTuple):
     movable: bool
     """Whether all that backward needs passes through autograd's hooks. What a
     `torch.autograd.Function` keeps for itself does not."""
+    remade_traffic_bytes: int = 0
+    """What operations that backward does again read and write."""
+
+
+class _Traffic(TorchDispatchMode):
+    """While active, adds up what cheap operations read and write."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in CHEAP:
+            moved = tree_leaves((args, kwargs, result))
+            self.n_bytes += sum(t.nbytes for t in moved if isinstance(t, Tensor))
+        return result
 
 
 class _Storage:
@@ -74,6 +93,7 @@ class SavedWatcher:
         self._sent: list[_Storage] = []
         self._remade: list[tuple[Remade, int]] = []
         self._recipes = Recipes(self._find)
+        self._traffic, self._remaking = _Traffic(), False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -94,6 +114,11 @@ class SavedWatcher:
     def remade_bytes(self) -> int:
         """Bytes of all storages that are made again."""
         return sum(n_bytes for _, n_bytes in self._remade)
+
+    @property
+    def remade_traffic_bytes(self) -> int:
+        """What was read and written so far to make them again."""
+        return self._traffic.n_bytes
 
     def _find(self, tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata in self._own:
@@ -127,7 +152,7 @@ class SavedWatcher:
             storage.users -= 1
         # Not by `set_`: a fake tensor never lets go of a storage that it was given so.
         if isinstance(storage, Remade):
-            whole = storage.making.result(storage.index, self._unpack)
+            whole = self._made_again(storage)
         else:
             if storage.place is None:
                 storage.place = torch.empty(
@@ -138,6 +163,16 @@ class SavedWatcher:
         back = whole.as_strided(packed.size, packed.stride, packed.offset)
         self._release(storage)
         return back
+
+    def _made_again(self, storage: Remade) -> Tensor:
+        if self._remaking:  # as an argument of another one; the mode counts already
+            return storage.making.result(storage.index, self._unpack)
+        self._remaking = True
+        try:
+            with self._traffic:
+                return storage.making.result(storage.index, self._unpack)
+        finally:
+            self._remaking = False
 
     def _release(self, storage: _Storage | Remade) -> None:
         """Free a storage that nobody uses any more."""

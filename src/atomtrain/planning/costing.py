@@ -106,6 +106,7 @@ class Costing:
             disk=self.disk,
             parameters_on_disk="parameters" in on_disk,
             offloaded=lambda: self._offloaded,
+            remade=micro_batches * between([c.saved.remade_traffic_bytes for c in costs.layers]),
         )
 
     def step(self, shape: Shape) -> StepTime:

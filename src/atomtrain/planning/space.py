@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -38,31 +37,17 @@ from atomtrain.planning.costing import Costing, Place
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.plan import Request
+from atomtrain.planning.residency import Residencies, Residency
 from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Activation, Boundary
 
 Mask = NDArray[np.bool_]
 Bytes = NDArray[np.float64]
 
-_MOST_CANDIDATES = 3
-_AWKWARD_SHARE = 32
-"""Blocks below this part of the largest one change nothing by where they are."""
-_SHARES = 8
-"""Into how many steps the number of other blocks on the device is divided."""
 _COMPARED = 3
 """With how many larger slot sizes one is compared; more would find few others to leave out."""
 _BELOW = Phase.FORWARD, Phase.BACKWARD
 _BOUNDARIES: tuple[Boundary, ...] = ("device", "host")
-
-
-class Residency(NamedTuple):
-    """Which blocks are resident."""
-
-    blocks: tuple[int, ...]
-    on_device: tuple[int, ...]
-    """Those whose optimizer runs on the device."""
-    early: tuple[int, ...] = ()
-    """Those that come in pieces ahead of their first user."""
 
 
 class Family(NamedTuple):
@@ -132,7 +117,7 @@ class Space:
         """`host_used` are blocks of which layers on the host use a part: not for the device."""
         self.layers = len(chain.layers)
         self.memory, self.costing, self.request = memory, costing, request
-        self._costs, self._layout, self._host_used = costs, layout, host_used
+        self._residencies = Residencies(costs, layout, memory, request, host_used)
         self._sizes: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         self._fixed: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._work: dict[tuple[Boundary, bool], Work] = {}
@@ -143,10 +128,10 @@ class Space:
         request = self.request
         slots = (request.slots,) if request.slots else (2, 1)
         buffers = (request.gradient_buffers,) if request.gradient_buffers else (2, 1)
-        boundaries = (request.boundary,) if request.boundary else _BOUNDARIES
         several = self.layers > 1 and request.segments != 1
         families = []
-        for boundary, (resident, there, early) in itertools.product(boundaries, self.residencies):
+        kinds = itertools.product(self._boundaries, self.residencies)
+        for boundary, (resident, there, early) in kinds:
             if several:
                 families += [
                     Family(resident, k, g, boundary, False, there, early)
@@ -156,6 +141,18 @@ class Space:
             if request.segments in (None, 1) and not early:
                 families.append(Family(resident, 1, 1, boundary, True, there))
         return families
+
+    @property
+    def _boundaries(self) -> tuple[Boundary, ...]:
+        """Where values may wait: not on the host if no visit needs less device memory for it, as
+        with one micro-batch. It never takes less time."""
+        if self.request.boundary:
+            return (self.request.boundary,)
+        for there in (False, True):
+            device, host = (self._work_of(boundary, there) for boundary in _BOUNDARIES)
+            if any((b < a).any() for a, b in zip(device, host, strict=True)):
+                return _BOUNDARIES
+        return ("device",)
 
     @property
     def recomputes(self) -> bool:
@@ -171,74 +168,7 @@ class Space:
     def residencies(self) -> list[Residency]:
         """The sets of resident blocks, which of them are updated on the device, and which come
         early."""
-        some = self._updated_here_or_there()
-        early = (one._replace(early=self._early(one)) for one in some)
-        return [*some, *(one for one in early if one.early)]
-
-    def _early(self, residency: Residency) -> tuple[int, ...]:
-        """Return the blocks that may come ahead of their first user."""
-        if self.request.clips or not self.request.early:
-            return ()
-        layout = self._layout
-        # With no more to load than most visits have it is covered as they are.
-        usual_bytes = sorted(map(layout.block_bytes, range(self.layers)))[self.layers // 2]
-        return tuple(
-            block
-            for block in residency.blocks
-            if block not in residency.on_device
-            and layout.block_bytes(block) > usual_bytes
-            and layout.users(block)[:1] > (0,)
-        )
-
-    def _updated_here_or_there(self) -> list[Residency]:
-        """Return the sets of resident blocks, and which of them are updated on the device."""
-        request, fixed = self.request, self.request.device_blocks
-        if request.resident is not None:
-            return self._updated_anywhere(tuple(sorted(request.resident)))
-        candidates = self._awkward()
-        found = []
-        for chosen in _subsets(candidates):
-            blocks = sorted({*chosen, *(fixed or ())})
-            found += self._updated_anywhere(tuple(blocks))
-        if fixed is None and self.memory.updates_on_device:
-            found += self._spread(candidates)
-        return list(dict.fromkeys(found))
-
-    def _awkward(self) -> list[int]:
-        """Return the largest shared weights and layers that are the only ones of their kind."""
-        kinds = Counter(cost.kind for cost in self._costs.layers)
-        single = [i for i, cost in enumerate(self._costs.layers) if kinds[cost.kind] == 1]
-        blocks = [*single, *range(self.layers, self._layout.blocks)]
-        sizes = [self._layout.block_bytes(block) for block in range(self._layout.blocks)]
-        least_bytes = max(1, max(sizes) // _AWKWARD_SHARE)
-        blocks = [block for block in blocks if sizes[block] >= least_bytes]
-        blocks.sort(key=lambda block: (-self._layout.block_bytes(block), block))
-        return sorted(blocks[:_MOST_CANDIDATES])
-
-    def _updated_anywhere(self, blocks: tuple[int, ...]) -> list[Residency]:
-        """Return every choice of who of the resident blocks is updated on the device."""
-        fixed = self.request.device_blocks
-        if fixed is not None:
-            return [Residency(blocks, tuple(sorted(fixed)))]
-        if not self.memory.updates_on_device:
-            return [Residency(blocks, ())]
-        able = [block for block in blocks if block not in self._host_used]
-        some = _subsets(able) if len(able) <= _MOST_CANDIDATES else [(), tuple(able)]
-        return [Residency(blocks, there) for there in some]
-
-    def _spread(self, candidates: Collection[int]) -> list[Residency]:
-        """Return those with more blocks on the device than the awkward ones."""
-        able = [b for b in range(self._layout.blocks) if b not in self._host_used]
-        others = [b for b in able if b not in candidates and self._layout.block_bytes(b)]
-        counts = sorted({-(-len(others) * share // _SHARES) for share in range(1, _SHARES + 1)})
-        found = []
-        for count, chosen in itertools.product(counts, _subsets([*candidates])):
-            if not count or not set(chosen) <= set(able):
-                continue
-            spread = [others[(2 * i + 1) * len(others) // (2 * count)] for i in range(count)]
-            blocks = tuple(sorted((*chosen, *spread)))
-            found.append(Residency(blocks, blocks))
-        return found
+        return self._residencies.all()
 
     def slot_sizes(self, family: Family) -> list[int]:
         """Return the slot sizes that plans of a family can have, in increasing order."""
@@ -313,8 +243,10 @@ class Space:
 
     def work(self, family: Family) -> Work:
         """Return what the visits of a family need."""
-        there = bool(family.on_device) and self.memory.device_scratch_bytes > 0
-        key = family.boundary, there
+        return self._work_of(family.boundary, bool(family.on_device))
+
+    def _work_of(self, boundary: Boundary, there: bool) -> Work:
+        key = boundary, there and self.memory.device_scratch_bytes > 0
         if key not in self._work:
             self._work[key] = self._work_tables(*key)
         return self._work[key]
@@ -334,11 +266,3 @@ class Space:
         keep = np.where(np.isfinite(kept), both("keep"), np.inf)
         offload = np.where(fills, both("offload"), np.inf)
         return Work(forward, backward, turn[:, -1], keep, offload, kept)
-
-
-def _subsets(blocks: list[int]) -> list[tuple[int, ...]]:
-    return [
-        chosen
-        for count in range(len(blocks) + 1)
-        for chosen in itertools.combinations(blocks, count)
-    ]

@@ -18,6 +18,7 @@ from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Activation, Boundary
 from atomtrain.planning.timeline import DiskWork, VisitTime
 from atomtrain.planning.traffic import Moved
+from atomtrain.planning.updating import ADAMW_BYTES
 
 Array = NDArray[np.float64]
 
@@ -45,6 +46,9 @@ class Basis:
     disk: DiskWork | None
     parameters_on_disk: bool
     offloaded: Callable[[], Offloaded]
+    remade: Array
+    """Bytes that backward of all micro-batches reads and writes to make again what was not sent,
+    `[start, stop]`."""
 
 
 class VisitTable:
@@ -161,6 +165,8 @@ class VisitTable:
             byte_s = machine.compute_s_per_copied_byte + machine.compute_s_per_offloaded_byte
             compute_s = compute_s + byte_s * away.n_bytes
             compute_s = compute_s + machine.compute_s_per_offloaded_storage * away.storages
+            if self._backward:  # at the rate at which the device passes over memory in an update
+                compute_s = compute_s + basis.remade / (ADAMW_BYTES * machine.device_update_rate)
         return compute_s
 
     @cached_property
