@@ -37,14 +37,8 @@ def fastest_of(space: Space, device_bytes: int, below_s: float = np.inf) -> Choi
     # Whatever is kept or offloaded, each layer computes what backward does of it.
     if sum(space.costing.layer_backward_s) >= below_s:
         return None
-    tasks = sorted(
-        (
-            task
-            for family in space.families
-            for task in _Solvers(space, family, offload=space.request.offload).tasks(device_bytes)
-        ),
-        key=lambda task: task.bound_s,
-    )
+    groups = [_Group(space, group) for group in space.groups]
+    tasks = [task for group in groups for task in group.tasks(device_bytes)]
     for limit_s in _limits(tasks, below_s):
         found = _fastest(tasks, limit_s)
         if found is not None:
@@ -65,7 +59,7 @@ def _fastest(tasks: Iterable[_Task], below_s: float) -> Found | None:
     """Return the fastest plan of all parts, or `None` if none is faster than `below_s`."""
     best: Found | None = None
     # Those that promise most first: the others then end early.
-    for task in tasks:
+    for task in sorted(tasks, key=lambda task: task.bound_s):
         if task.bound_s >= below_s:
             break
         found = task.best(below_s)
@@ -77,13 +71,48 @@ def _fastest(tasks: Iterable[_Task], below_s: float) -> Found | None:
 def _limits(tasks: Sequence[_Task], below_s: float) -> Iterator[float]:
     """Yield the limits of time under which plans are looked for, one after the other, until there
     is one: the nearer a limit is to what tasks promise, the less is searched under it."""
-    if not tasks:
-        return
+    bound_s = min((task.bound_s for task in tasks), default=np.inf)
     for ratio in _NEAR:
-        limit_s = ratio * tasks[0].bound_s
+        limit_s = ratio * bound_s
         if 0 < limit_s < below_s:
             yield limit_s
     yield below_s
+
+
+class _Group:
+    """Families that differ only in gradient buffers and in where values wait.
+
+    They are searched at once, as if each had the speed of the fastest and the memory of the
+    leanest: what is found so is the best of all if it fits, and otherwise each is searched.
+    """
+
+    def __init__(self, space: Space, families: Sequence[Family]) -> None:
+        """`families` begin with the fastest."""
+        offload = space.request.offload
+        self._space = space
+        self._each = [_Solvers(space, family, offload=offload) for family in families]
+        self._all = self._each[0]
+        if len(families) > 1:
+            self._all = _Solvers(space, families[0]._replace(lean=True), offload=offload)
+
+    def tasks(self, device_bytes: int) -> Iterator[_Task]:
+        """Yield the parts of the group under a limit of device memory."""
+        for part in (_Solvers.recomputing, _Solvers.mixing):
+            task = part(self._all, device_bytes)
+            if task is not None and len(self._each) > 1:
+                best = functools.partial(self._best, part, task, device_bytes)
+                task = task._replace(best=best)
+            if task is not None:
+                yield task
+
+    def _best(
+        self, part: _Part, all_at_once: _Task, device_bytes: int, below_s: float
+    ) -> Found | None:
+        found = all_at_once.best(below_s)
+        if found is None or self._space.memory.device_bytes(found.shape) <= device_bytes:
+            return found
+        tasks = [part(solvers, device_bytes) for solvers in self._each]
+        return _fastest([task for task in tasks if task is not None], below_s)
 
 
 class _Solvers:
@@ -106,20 +135,28 @@ class _Solvers:
             return None
         return Mixed(self._space, self._family, offload=self._offload)
 
+    def recomputing(self, device_bytes: int) -> _Task | None:
+        """Return the plans that recompute everything, if any are asked for and fit."""
+        loosest = self._space.loosest(self._family, device_bytes)
+        if loosest is None or self._optimum is None:
+            return None
+        some = _Recomputed(self._space, self._family, self._optimum, device_bytes)
+        return _Task(self._optimum.bound_s(loosest), some.best)
+
+    def mixing(self, device_bytes: int) -> _Task | None:
+        """Return the plans that keep or offload something, if any are asked for and fit."""
+        if self._space.loosest(self._family, device_bytes) is None or self._mixed is None:
+            return None
+        sizes = self._space.slot_sizes_within(self._family, device_bytes)
+        bound_s = self._mixed.bound_s(self._mixed.rooms.room(sizes, device_bytes))
+        best = self._mixed.loosest if self._family.lean else self._mixed.best
+        return _Task(bound_s, functools.partial(best, sizes, device_bytes))
+
     def tasks(self, device_bytes: int) -> Iterator[_Task]:
         """Yield the parts of the family under a limit of device memory."""
-        space, family = self._space, self._family
-        loosest = space.loosest(family, device_bytes)
-        if loosest is None:
-            return
-        if self._optimum is not None:
-            some = _Recomputed(space, family, self._optimum, device_bytes)
-            yield _Task(self._optimum.bound_s(loosest), some.best)
-        if self._mixed is not None:
-            sizes = space.slot_sizes_within(family, device_bytes)
-            bound_s = self._mixed.bound_s(self._mixed.rooms.room(sizes, device_bytes))
-            best = functools.partial(self._mixed.best, sizes, device_bytes)
-            yield _Task(bound_s, best)
+        for task in (self.recomputing(device_bytes), self.mixing(device_bytes)):
+            if task is not None:
+                yield task
 
 
 class _Recomputed:
@@ -135,17 +172,20 @@ class _Recomputed:
 
     @cached_property
     def _parts(self) -> list[_Task]:
-        """Those with slots of different sizes, the ones that promise most first."""
+        """Those with slots of different sizes."""
         some = self._space.different(self._family, self._device_bytes)
-        parts = [
+        return [
             _Task(self._optimum.bound_s(allowed), functools.partial(self._within, slot_bytes))
             for slot_bytes, allowed in some
         ]
-        return sorted(parts, key=lambda part: part.bound_s)
 
     def _within(self, slot_bytes: int, below_s: float) -> Found | None:
         allowed = self._space.allowed(self._family, slot_bytes, self._device_bytes)
         return self._optimum.best(allowed, below_s)
+
+
+_Part = Callable[[_Solvers, int], _Task | None]
+"""Gives a part of a family under a limit of device memory."""
 
 
 def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int) -> Choice:

@@ -111,14 +111,10 @@ class Mixed:
         """Return the fastest plan within a limit of device memory with slots of one of these
         sizes, or `None` if none is faster than `below_s`.
 
-        First as if a slot were as large as the largest and took no more than the smallest: what is
-        found is the best if it fits. If not, the sizes are halved. `loose` is what would be found
-        so, if that is known.
+        First as `loosest` does: what is found is the best if it fits. If not, the sizes are halved.
+        `loose` is what would be found so, if that is known.
         """
-        room = self.rooms.room(slot_sizes, device_bytes)
-        if self.bound_s(room) >= below_s:
-            return None
-        found = loose if loose is not None else self._best(room, below_s)
+        found = loose or self.loosest(slot_sizes, device_bytes, below_s)
         if found is None or self._space.memory.device_bytes(found.shape) <= device_bytes:
             return found
         assert len(slot_sizes) > 1
@@ -133,6 +129,16 @@ class Mixed:
             if better is not None:
                 best, below_s = better, better.step_s
         return best
+
+    def loosest(
+        self, slot_sizes: Sequence[int], device_bytes: int, below_s: float = np.inf
+    ) -> Found | None:
+        """Return the fastest plan as if a slot were as large as the largest and took no more than
+        the smallest, or `None` if none is faster than `below_s`. It may not fit."""
+        room = self.rooms.room(slot_sizes, device_bytes)
+        if self.bound_s(room) >= below_s:
+            return None
+        return self._best(room, below_s)
 
     def _best(self, room: Room, below_s: float) -> Found | None:
         """Return the fastest plan with this room, or `None` if none is faster than `below_s`."""

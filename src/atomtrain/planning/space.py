@@ -63,6 +63,8 @@ class Family(NamedTuple):
     """Resident blocks that are updated on the device."""
     early: tuple[int, ...] = ()
     """Resident blocks that come in pieces ahead of their first user."""
+    lean: bool = False
+    """No family: as fast as this one, with the memory of the leanest of its group."""
 
     @property
     def place(self) -> Place:
@@ -121,6 +123,7 @@ class Space:
         self._sizes: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         self._fixed: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._work: dict[tuple[Boundary, bool], Work] = {}
+        self._least_work: dict[bool, Work] = {}
 
     @cached_property
     def families(self) -> list[Family]:
@@ -143,6 +146,16 @@ class Space:
         return families
 
     @property
+    def groups(self) -> list[tuple[Family, ...]]:
+        """The families, together those that differ only in gradient buffers and in where values
+        wait. The first of a group is the fastest with any partition."""
+        groups: dict[Family, list[Family]] = {}
+        for family in self.families:
+            key = family._replace(gradient_buffers=0, boundary="device")
+            groups.setdefault(key, []).append(family)
+        return [tuple(group) for group in groups.values()]
+
+    @cached_property
     def _boundaries(self) -> tuple[Boundary, ...]:
         """Where values may wait: not on the host if no visit needs less device memory for it, as
         with one micro-batch. It never takes less time."""
@@ -201,8 +214,10 @@ class Space:
             self._fixed[key] = self.memory.fixed_bytes(*key)
         traffic = self.costing.traffic
         gradient_bytes = traffic.most_gradient_bytes(frozenset(family.resident), slot_bytes)
-        buffers = family.slots * slot_bytes + family.gradient_buffers * gradient_bytes
-        return buffers + self._fixed[key]
+        count = family.gradient_buffers
+        if family.lean:
+            count = min(count, self.request.gradient_buffers or 1)
+        return family.slots * slot_bytes + count * gradient_bytes + self._fixed[key]
 
     def loosest(self, family: Family, device_bytes: int) -> Allowed | None:
         """Return a superset of what a family allows under a limit; `None` if no plan fits."""
@@ -243,7 +258,13 @@ class Space:
 
     def work(self, family: Family) -> Work:
         """Return what the visits of a family need."""
-        return self._work_of(family.boundary, bool(family.on_device))
+        there = bool(family.on_device)
+        if not family.lean:
+            return self._work_of(family.boundary, there)
+        if there not in self._least_work:
+            works = [self._work_of(boundary, there) for boundary in self._boundaries]
+            self._least_work[there] = Work(*map(np.minimum.reduce, zip(*works, strict=True)))
+        return self._least_work[there]
 
     def _work_of(self, boundary: Boundary, there: bool) -> Work:
         key = boundary, there and self.memory.device_scratch_bytes > 0
