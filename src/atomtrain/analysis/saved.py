@@ -49,7 +49,9 @@ class SavedCost(NamedTuple):
 class _Traffic(TorchDispatchMode):
     """While active, adds up what cheap operations read and write."""
 
-    n_bytes = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.n_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
