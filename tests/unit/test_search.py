@@ -420,6 +420,25 @@ def test_what_the_disk_reads_during_forward_counts_once() -> None:
     compare(problem, build(problem), Request(micro_batches=2))
 
 
+def test_what_is_still_in_its_slot_is_loaded_in_no_bound() -> None:
+    """Knowing what is possible beforehand changes nothing, also where the link decides."""
+    one = Kind(1088, 0.265, 0.133, 1792, 0, 0, (False, True), True)
+    two = one._replace(saved=(False, False))
+    large = Kind(2176, 0.812, 3.569, 192, 0, 1280, (False, True), True)
+    problem = Problem(
+        (large, two, two, one), (3, 1, 1, 0, 3, 1), ((960, 0, 1),), 3, 1001.0, 86_400.0, 17_210.0,
+        0.0, 1.0,
+    )  # fmt: skip
+    request = Request(micro_batches=3, resident=(), device_blocks=(), slots=2, gradient_buffers=1)
+    space = build(problem).space(request)
+    shape = Shape((0, 2, 4), (0, 2, 4, 6), 2, 1, activations=("keep", "keep", "recompute"))
+    budget, step_s = space.memory.device_bytes(shape), space.costing.step(shape).step_s
+    for below_s in (math.inf, step_s * (1 + 1e-6)):
+        best = fastest_of(space, budget, below_s)
+        assert best is not None
+        assert best.step_s <= step_s * (1 + 1e-9)
+
+
 def simple(micro_batches: int) -> Built:
     kind = Kind(64, 0.1, 0.3, 64, 64, 64, (True, False), True)
     return build(

@@ -179,7 +179,7 @@ class Mixed:
         starts = np.flatnonzero(room.turn >= 0)
         clocks = self._clocks.after_turn(self._turn, starts, self._layers, np.zeros(starts.size))
         self._rest.settle(clocks, starts, self._most_load_s)
-        ends_s = self._rest.ends_s(clocks, starts)
+        ends_s = self._rest.ends_s(clocks, starts, below_turn=True)
         for window in (False, True)[: 1 + self.rooms.offloads]:
             left = room.turn[starts] - window * self._window_bytes
             rows = np.flatnonzero((ends_s <= below_s * SLACK) & (left >= 0))

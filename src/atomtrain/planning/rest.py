@@ -63,18 +63,23 @@ class Rest:
         """Of any backward visit whose segment ends at the cut."""
         self._next_forward_s = np.concatenate(([0.0], np.diff(ahead_s)))
 
-    def ends_s(self, clocks: Array, cuts: Cuts, again_s: Any = 0.0) -> Array:
+    def ends_s(
+        self, clocks: Array, cuts: Cuts, again_s: Any = 0.0, *, below_turn: bool = False
+    ) -> Array:
         """Return times before which steps cannot end, but for the forward visits so far.
 
         Args:
             clocks: `[..., 6]`, at the cuts.
             cuts: Broadcasts against the clocks.
             again_s: What has to be computed again below them.
+            below_turn: The turn is just above: with two slots the segment below it, which may be
+                all that is left, still is in its slot.
         """
         ends = clocks[..., COMPUTE] + self._compute_s[cuts] + again_s
-        for clock, rest in (
-            (UPDATE, self._update_s), (UNLOAD, self._unload_s), (LOAD, self._load_s)
-        ):  # fmt: skip
+        busy = [(UPDATE, self._update_s), (UNLOAD, self._unload_s)]
+        if not (below_turn and self._overlap):
+            busy.append((LOAD, self._load_s))
+        for clock, rest in busy:
             ends = np.maximum(ends, clocks[..., clock] + rest[cuts])
         ends = np.maximum(ends, clocks[..., FIRST] + self._working_s)
         ends_s: Array = ends + self.forward_s[cuts]
