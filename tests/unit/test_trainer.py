@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import atomtrain
+from atomtrain.checkpoint import save
 from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.events import read_events
 from atomtrain.training import trainer as module
@@ -113,6 +114,19 @@ def test_a_named_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
         assert other.evaluate() == {"eval_loss": whole.history.evaluations[-1][1]}
     with trainer(tmp_path / "none") as lost, pytest.raises(CheckpointError, match="not a folder"):
         lost.train(resume_from_checkpoint=tmp_path / "missing")
+
+
+def test_checkpoints_from_before_tokens_were_counted_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uncounted(folder: Path, step: int, shards: Any, meta: dict[str, Any]) -> Path:
+        return save(folder, step, shards, {k: v for k, v in meta.items() if k != "tokens"})
+
+    with monkeypatch.context() as patched, trainer(tmp_path) as first:
+        patched.setattr(module, "save", uncounted)
+        first.train()
+    with trainer(tmp_path) as second:
+        assert second.train(resume_from_checkpoint=True).losses == first.history.losses
 
 
 class Words(nn.Module):

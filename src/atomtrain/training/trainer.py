@@ -313,7 +313,7 @@ class Trainer:
             checkpoint = open_checkpoint(Path(where))
         restore(self.engine, checkpoint)
         try:
-            tokens = int(checkpoint.meta["tokens"])
+            tokens = int(checkpoint.meta.get("tokens", 0))  # older ones did not count them
             losses = [float(loss) for loss in checkpoint.meta["losses"]]
             evaluations = [(int(s), float(loss)) for s, loss in checkpoint.meta["evaluations"]]
         except (KeyError, TypeError, ValueError) as error:
