@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import PATIENCE_S
@@ -15,7 +16,7 @@ from waiting import PATIENCE_S
 from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
 from atomtrain.benchmarks.network_peers import PeerError, Peers
 from atomtrain.benchmarks.pipeline_prediction import way_of
-from atomtrain.benchmarks.pipeline_search import candidates, to_measure
+from atomtrain.benchmarks.pipeline_search import Candidate, candidates, to_measure
 from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.benchmarks.shaping import Link
 
@@ -51,6 +52,14 @@ def speeds(peers: Peers) -> Speeds:
     return Speeds.of(
         peers.tell_all("speeds", PATIENCE_S, model=MODEL.to_json(), micro_batches=[2, 4])
     )
+
+
+def tell_stages(peers: Peers, method: str, pipeline: Candidate) -> list[dict[str, Any]]:
+    """Have each peer do something with its stage of a pipeline of two."""
+    return peers.tell_all(
+        method, PATIENCE_S, lambda rank: {"rank": rank},
+        model=MODEL.to_json(), plan=pipeline.plan(), sequences=SEQUENCES, ranks=2,
+    )  # fmt: skip
 
 
 def resident_losses() -> list[float]:
@@ -134,21 +143,15 @@ def test_data_parallel_peers_learn_together(peers: Peers) -> None:
 
 
 def test_counted_memory_is_near_the_prediction(peers: Peers, speeds: Speeds) -> None:
-    found = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
-    replies = peers.tell_all(
-        "pipeline_memory", PATIENCE_S, lambda rank: {"rank": rank},
-        model=MODEL.to_json(), plan=found[0].plan(), sequences=SEQUENCES, ranks=2,
-    )  # fmt: skip
+    best, *_ = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
+    replies = tell_stages(peers, "pipeline_memory", best)
     counted = max(reply["device_peak_bytes"] for reply in replies)
-    assert 0.5 * found[0].predicted_bytes < counted < 2 * found[0].predicted_bytes
+    assert 0.5 * best.predicted_bytes < counted < 2 * best.predicted_bytes
 
 
 def test_peers_say_what_a_step_computes_without_the_network(peers: Peers, speeds: Speeds) -> None:
-    found = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
-    replies = peers.tell_all(
-        "pipeline_compute", PATIENCE_S, lambda rank: {"rank": rank},
-        model=MODEL.to_json(), plan=found[0].plan(), sequences=SEQUENCES, ranks=2,
-    )  # fmt: skip
+    best, *_ = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
+    replies = tell_stages(peers, "pipeline_compute", best)
     assert all(reply["compute_s"] > 0 for reply in replies)
 
 
