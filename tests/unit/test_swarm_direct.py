@@ -320,6 +320,46 @@ def test_a_restarted_peer_is_asked_again_and_without_a_way_there_is_none() -> No
     _without_time(scenario())
 
 
+def test_streams_to_a_peer_that_has_gone_fail_together_and_once() -> None:
+    """Several are opened at once, by an offer of which only the first finds out that it is old."""
+    loop = _LateLoop()
+
+    async def scenario() -> None:
+        asked = 0
+
+        async def ask(peer_id: str) -> bytes:
+            nonlocal asked
+            asked += 1
+            await asyncio.sleep(0)
+            if asked > 1:
+                raise LinkLost("it is gone")
+            return old.encode()
+
+        async def handle(channel: Channel) -> None:
+            await channel.receive(Propose, 60.0)
+
+        client, server = Direct("127.0.0.1", 0, 60.0, ask), Direct("127.0.0.1", 0, 60.0, ask)
+        with contextlib.closing(client):
+            with contextlib.closing(server):
+                old = server.offer("client")
+                server.serve(handle)
+                channel = await client.open("server", ["127.0.0.1"])
+                assert channel is not None
+                channel.close()
+            tries = [client.open("server", ["127.0.0.1"]) for _ in range(3)]
+            assert await asyncio.gather(*tries) == [None] * 3
+            before = asked
+            loop.late_s = 59.0
+            assert await client.open("server", ["127.0.0.1"]) is None
+            assert asked == before, "not tried for a minute"
+            loop.late_s = 61.0
+            assert await client.open("server", ["127.0.0.1"]) is None
+            assert asked == before + 1, "then it is"
+
+    with contextlib.closing(loop):
+        loop.run_until_complete(scenario())
+
+
 def test_a_firewall_that_swallows_everything_is_given_up_on_in_time() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:  # accepts, says nothing

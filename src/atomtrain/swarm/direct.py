@@ -140,9 +140,10 @@ class Direct:
         except (OSError, LinkLost, BadMessage) as error:  # TimeoutError is an OSError
             _log.info("no straight stream to peer %s (%s)", peer_id[-8:], error)
             self._offers.pop(peer_id, None)
-            pause_s = self._avoid_s.get(peer_id, _AVOID_S)
-            self._avoid_until_s[peer_id] = loop.time() + pause_s
-            self._avoid_s[peer_id] = min(2 * pause_s, _AVOID_S_MAX)
+            if loop.time() >= self._avoid_until_s.get(peer_id, 0.0):  # several fail together once
+                pause_s = self._avoid_s.get(peer_id, _AVOID_S)
+                self._avoid_until_s[peer_id] = loop.time() + pause_s
+                self._avoid_s[peer_id] = min(2 * pause_s, _AVOID_S_MAX)
             return None
         self._avoid_s.pop(peer_id, None)
         return channel
@@ -163,9 +164,10 @@ class Direct:
 
     async def _asked(self, peer_id: str, stale: Offer | None) -> Offer:
         async with self._asking.setdefault(peer_id, asyncio.Lock()):
-            if self._offers.get(peer_id) is stale:
-                self._offers[peer_id] = Offer.decode(await self._ask(peer_id))
-            return self._offers[peer_id]
+            offer = self._offers.get(peer_id)  # who asked before may have got one, or none
+            if offer is None or offer is stale:
+                offer = self._offers[peer_id] = Offer.decode(await self._ask(peer_id))
+            return offer
 
     async def _connect(self, peer_id: str, hosts: tuple[str, ...], offer: Offer) -> Channel:
         """Open a stream; raises `OSError`."""
