@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from atomtrain.training.gradients import GradientFragments
@@ -101,3 +102,56 @@ def test_several_batches_make_one_step_of_gradients(tmp_path: Path) -> None:
     with torch.random.fork_rng([]):
         loop._train([])
     assert session.step == 4, "alone, each batch is a step"
+
+
+class Course(Loop):
+    """A run whose steps do nothing; notes what is done after which."""
+
+    def __init__(self, folder: Path, every: int, boundaries: list[int]) -> None:
+        recipe = SimpleNamespace(steps=boundaries[-1], evaluate_every=every, checkpoint_every=every)
+        session: Any = SimpleNamespace(
+            step=0, recipe=recipe, directory=folder, fine_tunes=False, swarm=None
+        )
+        super().__init__(session, SimpleNamespace())  # type: ignore[arg-type]
+        self._coming = list(boundaries)
+        self.evaluated: list[int] = []
+        self.saved: list[int] = []
+
+    def _train_or_save(self, micro_batches: Any) -> float:
+        self._session.step = self._coming.pop(0)
+        return 1.0
+
+    def _evaluate(self, sequences: int) -> None:
+        self.evaluated.append(self._session.step)
+
+    def _checkpoint(self) -> Path:
+        self.saved.append(self._session.step)
+        return self._session.directory
+
+    def _finish(self, reason: str) -> str:
+        return reason
+
+    def _batch(self) -> Any:
+        return []
+
+    def _warn_of_buffers(self) -> None: ...
+
+    def _log(self, loss: float, rounds: int | None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "due"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7], [3, 6]),
+        ([1, 2, 3, 4, 5, 6], [3]),  # the last step is for `_finish`, which does more
+        ([1, 2, 2, 3, 3, 4, 7, 8], [3, 7]),  # gradients that several gather; some steps at once
+        ([2, 13, 14], [13]),
+    ],
+)
+def test_what_comes_every_third_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boundaries: list[int], due: list[int]
+) -> None:
+    monkeypatch.setattr("atomtrain.training.loop.announce", lambda *_: None)
+    course = Course(tmp_path, 3, boundaries)
+    assert course.run() == "completed"
+    assert (course.evaluated, course.saved) == (due, due)

@@ -71,9 +71,9 @@ class Loop:
                 self._log(loss, rounds)
                 if self._shown:
                     tell_timeline(session.engine, session.step, self._events)
-                if self._due(recipe.evaluate_every):
+                if self._due(recipe.evaluate_every, before, session.step):
                     self._evaluate(_GLANCE_SEQUENCES)
-                if self._due(recipe.checkpoint_every):
+                if self._due(recipe.checkpoint_every, before, session.step):
                     self._checkpoint()
             if self._stop:
                 return self._finish("interrupted")
@@ -202,8 +202,8 @@ class Loop:
         second step comes first, so that there is something to see early.
         """
         session = self._session
-        coming = session.step + 1
-        evaluated = coming % session.recipe.evaluate_every == 0 and coming < session.recipe.steps
+        before, coming = session.step, session.step + 1
+        evaluated = self._due(session.recipe.evaluate_every, before, coming)
         return evaluated or coming == self._first_step + 2
 
     def _log(self, loss: float, rounds: int | None) -> None:
@@ -282,9 +282,12 @@ class Loop:
         )
         return reason
 
-    def _due(self, every: int) -> bool:
-        step = self._session.step
-        return step % every == 0 and step < self._session.recipe.steps
+    def _due(self, every: int, before: int, step: int) -> bool:
+        """Whether what comes every so many steps is due at `step`; `_finish` does it at the end.
+
+        Steps that peers take together may pass several at once.
+        """
+        return before // every < step // every and step < self._session.recipe.steps
 
     def _report(self) -> StepReport:
         report = self._session.engine.last
