@@ -15,12 +15,13 @@ from waiting import PATIENCE_S
 import atomtrain
 
 ROOT = Path(atomtrain.__file__).parent
-BASE = {"errors", "units", "events", "lazy", "pages"}
+BASE = {"errors", "units", "events", "files", "lazy", "pages"}
 # What each package may import of the others, beside the base and itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
     "events": set(),
+    "files": set(),
     "lazy": set(),
     "pages": set(),
     "analysis": set(),

@@ -14,10 +14,11 @@ from atomtrain.lazy import getter
 
 if TYPE_CHECKING:
     from atomtrain.data.corpus import Corpus, Document, read_corpus
-    from atomtrain.data.preparing import Prepared, default_cache, prepare
+    from atomtrain.data.preparing import Prepared, prepare
     from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, held_out_batches
     from atomtrain.data.tokenizer import SEPARATOR, Tokenizer, read_tokenizer
     from atomtrain.data.tokens import Tokens, bits_per_byte, open_tokens
+    from atomtrain.files import default_cache
 
 __all__ = [
     "SEPARATOR",
@@ -45,7 +46,7 @@ __getattr__ = getter(
         "Document": "atomtrain.data.corpus",
         "read_corpus": "atomtrain.data.corpus",
         "Prepared": "atomtrain.data.preparing",
-        "default_cache": "atomtrain.data.preparing",
+        "default_cache": "atomtrain.files",
         "prepare": "atomtrain.data.preparing",
         "Batch": "atomtrain.data.sampler",
         "Sampler": "atomtrain.data.sampler",

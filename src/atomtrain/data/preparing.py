@@ -6,8 +6,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +15,7 @@ from atomtrain.data.split import pieces
 from atomtrain.data.tokenizer import DEFAULT_VOCABULARY, Tokenizer
 from atomtrain.data.tokens import Tokens, disk_errors, open_tokens
 from atomtrain.errors import DataError
+from atomtrain.files import replacing
 
 TOKENIZER_SAMPLE_CHARACTERS = 32 * 1024 * 1024
 
@@ -28,12 +27,6 @@ class Prepared(NamedTuple):
 
     tokenizer: Tokenizer
     tokens: Tokens
-
-
-def default_cache() -> Path:
-    """Return the folder for files that can be made again: `$XDG_CACHE_HOME/atomtrain` or like."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "atomtrain"
 
 
 def prepare(
@@ -68,14 +61,10 @@ def _cached_tokenizer(corpus: Corpus, vocabulary: int, cache: Path) -> Tokenizer
     except DataError as error:
         _logger.warning("%s; training it again", error)
     tokenizer = Tokenizer.train(_sample(corpus), vocabulary)
-    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     with disk_errors(path):
         cache.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as unfinished:
             unfinished.write_text(_envelope(tokenizer.to_json()), encoding="utf-8")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
     return tokenizer
 
 

@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from atomtrain.data.corpus import Corpus
 from atomtrain.data.split import SPLIT_VERSION, Part, pieces
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
+from atomtrain.files import replacing
 from atomtrain.units import format_bytes
 
 FORMAT_VERSION = 1
@@ -177,31 +177,26 @@ def _hash_rest(stream: BinaryIO) -> str:
 
 def _build(path: Path, key: str, corpus: Corpus, tokenizer: Tokenizer) -> None:
     dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
-    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with unfinished.open("xb") as stream:
-            stream.write(b"\0" * _HEADER_BYTES)
-            body = _BodyWriter(stream, tokenizer, _DTYPES[dtype])
-            train_tokens, train_bytes = body.write(corpus, "train")
-            held_out_tokens, held_out_bytes = body.write(corpus, "held_out")
-            header = _Header(
-                version=FORMAT_VERSION,
-                key=key,
-                dtype=dtype,
-                vocabulary=tokenizer.vocabulary,
-                train_tokens=train_tokens,
-                held_out_tokens=held_out_tokens,
-                train_bytes=train_bytes,
-                held_out_bytes=held_out_bytes,
-                body_sha256=body.digest.hexdigest(),
-            )
-            stream.seek(0)
-            stream.write(header.to_block())
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as unfinished, unfinished.open("xb") as stream:
+        stream.write(b"\0" * _HEADER_BYTES)
+        body = _BodyWriter(stream, tokenizer, _DTYPES[dtype])
+        train_tokens, train_bytes = body.write(corpus, "train")
+        held_out_tokens, held_out_bytes = body.write(corpus, "held_out")
+        header = _Header(
+            version=FORMAT_VERSION,
+            key=key,
+            dtype=dtype,
+            vocabulary=tokenizer.vocabulary,
+            train_tokens=train_tokens,
+            held_out_tokens=held_out_tokens,
+            train_bytes=train_bytes,
+            held_out_bytes=held_out_bytes,
+            body_sha256=body.digest.hexdigest(),
+        )
+        stream.seek(0)
+        stream.write(header.to_block())
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 class _BodyWriter:

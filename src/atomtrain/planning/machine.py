@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atomtrain.errors import ConfigError, PlanError, nearest
+from atomtrain.files import replacing
 from atomtrain.units import parse_bytes, parse_rate
 
 _ENDLESS = 1e30
@@ -163,12 +163,11 @@ def save_machine(machine: Machine, path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    text = json.dumps(machine.to_json(), indent=2) + "\n"
     try:
-        temporary.write_text(json.dumps(machine.to_json(), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write the machine file {path} ({error.strerror}); choose a file in a folder "
             "that you may write to"

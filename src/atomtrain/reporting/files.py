@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from atomtrain import files
 from atomtrain.errors import ConfigError
 
 
@@ -34,14 +35,11 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         ConfigError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        temporary.replace(path)
+        with files.replacing(path) as temporary:
+            yield temporary
     except OSError as error:
         raise ConfigError(
             f"cannot write {path} ({error.strerror}); choose a file in a folder that you may "
             "write to"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from atomtrain.errors import DiskError
+from atomtrain.files import replacing
 from atomtrain.planning.disks import ASSUMED_DISK, disk
 from atomtrain.planning.machine import Machine
 from atomtrain.swapping.disk_file import DiskFile, aligned_empty
@@ -155,14 +155,12 @@ def _remembered(path: Path) -> DiskRates | None:
 
 def _remember(path: Path, rates: DiskRates) -> None:
     data: dict[str, Any] = {"version": _VERSION, "measured_s": time.time(), **rates._asdict()}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    text = json.dumps(data, allow_nan=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         _logger.warning("the profile %s cannot be kept: %s", path, error.strerror)
 
 

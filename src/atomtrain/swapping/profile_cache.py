@@ -7,7 +7,6 @@ that start together wait for each other, so that only one of them measures.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -15,7 +14,6 @@ import logging
 import math
 import os
 import platform
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from atomtrain.analysis.chain import Layer
 from atomtrain.analysis.costs import LayerCost, ValueSpec
 from atomtrain.analysis.profile import LayerTime, check_time
 from atomtrain.errors import AtomError
+from atomtrain.files import default_cache, replacing
 from atomtrain.planning.machine import Machine
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.emulated import EmulatedDevice
@@ -46,8 +45,7 @@ _logger = logging.getLogger(__name__)
 
 def profile_folder() -> Path:
     """Return the folder of profiles: `$XDG_CACHE_HOME/atomtrain/profiles` or like."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "atomtrain" / "profiles"
+    return default_cache() / "profiles"
 
 
 def machine_key(device: Device) -> dict[str, Any]:
@@ -206,15 +204,12 @@ class ProfileCache:
             "layers": _newest(self._layers),
             "updates": _newest(self._updates),
         }
-        name = f"{self.path.name}.{os.getpid()}.{threading.get_ident()}.tmp"
-        temporary = self.path.with_name(name)
+        text = json.dumps(data, allow_nan=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
-            temporary.replace(self.path)
+            with replacing(self.path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             _logger.warning("the profile %s cannot be kept: %s", self.path, error.strerror)
 
     @contextmanager

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from atomtrain.files import replacing
 from atomtrain.swarm.identity import public_key_of
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -100,10 +99,6 @@ def _newest(peers: Mapping[str, KnownPeer]) -> dict[str, KnownPeer]:
 
 def _write(path: Path, run: str, peers: Mapping[str, KnownPeer]) -> None:
     body = {"run": run, "peers": {key: [list(p.addresses), p.seen_s] for key, p in peers.items()}}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
         temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import DataError
 from atomtrain.events import Event
+from atomtrain.files import replacing
 from atomtrain.training.event_text import number, words
 from atomtrain.training.tail import EventTail
 from atomtrain.units import format_count
@@ -97,12 +97,8 @@ def loss_picture(event_files: Mapping[str, Path], target: Path) -> Path:
         raise DataError(f"{files}: no training step to draw; train at least one step first")
     figure = course_figure(courses)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(target) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
     return target
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from atomtrain.data.pairs import PairMaterial, PairRows, References
 from atomtrain.errors import ConfigError
+from atomtrain.files import replacing
 from atomtrain.training.folders import make_directory
 from atomtrain.training.preference import PreferredAnswer, sums_of
 from atomtrain.training.recipe import Recipe
@@ -133,13 +133,10 @@ def _write(file: Path, key: str, references: References) -> None:
     from safetensors.numpy import save_file
 
     make_directory(file.parent)
-    unfinished = file.with_name(f"{file.name}.tmp-{os.getpid()}")
     try:
-        save_file(references._asdict(), unfinished, metadata={_KEY: key})
-        unfinished.replace(file)
+        with replacing(file) as temporary:
+            save_file(references._asdict(), temporary, metadata={_KEY: key})
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be written ({error.strerror}); choose another --directory"
         ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atomtrain.files import replacing
 from atomtrain.training.files import SWARM_FILE
 
 if TYPE_CHECKING:
@@ -43,10 +43,8 @@ class SwarmFile:
             "time_s": time.time(),
             "peers": [dataclasses.asdict(peer) for peer in peers()],
         }
-        temporary = self._path.with_name(f".{SWARM_FILE}.{os.getpid()}.tmp")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), replacing(self._path) as temporary:
             temporary.write_text(json.dumps(table), encoding="utf-8")
-            temporary.replace(self._path)
         took_s = self._clock() - now_s
         self._due_s = now_s + max(_INTERVAL_S, took_s / _MOST_SHARE)
         return True
