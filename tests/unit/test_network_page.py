@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 ROW = {
     "link_bits_per_s": 1e8,
     "round_trip_s": 0.05,
+    "bits_per_flop": 3.3e-3,
     "stands_for": None,
     "atom_tokens_per_s": 400.0,
     "pipeline_tokens_per_s": 100.0,
@@ -104,6 +105,7 @@ def test_results_of_several_numbers_of_peers_are_one_page() -> None:
     text = page([{**RESULT, "rows": [ROW]}, {**RESULT, "peers": 4, "rows": [ROW]}])
     assert "## 2 peers on 2 cores" in text
     assert "## 4 peers on 2 cores" in text
+    assert text.count("| 100 Mbit/s | 50 ms | 3,300 bits/MFLOP | itself |") == 2
     assert "**4 of 6 are within 10% of what was measured:**" in text
     assert "| **+100%** |" in text
 

@@ -14,6 +14,7 @@ ROW: dict[str, Any] = {
     "link_bits_per_s": 1e7,
     "round_trip_s": 0.1,
     "loss_share": 0.01,
+    "bits_per_flop": 2e-4,
     "stands_for": None,
     "ratio": 10.0,
     "errors": ["gloo peer 0 ended"],
@@ -34,7 +35,7 @@ LOSSES = {
 
 def test_both_results_have_one_form() -> None:
     first, second = link_panels(NETWORK)
-    assert first.name == "2 peers, 10 Mbit/s, 100 ms, 1% lost"
+    assert first.name == "2 peers, 10 Mbit/s, 100 ms, 1% lost\n200 bits/MFLOP"
     assert second.name.endswith("(no round finished)")
     assert set(first.methods) == {"atom", "pipeline"}
     assert first.methods["pipeline"].tokens_per_s == 100.0

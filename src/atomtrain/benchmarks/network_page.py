@@ -21,6 +21,7 @@ from atomtrain.benchmarks.network_rows import (
     command,
     disturbed,
     meant,
+    per_flop_name,
     rate_name,
     rounds_finished,
     way_name,
@@ -145,11 +146,11 @@ def _marks(rows: Sequence[Row]) -> dict[int, str]:
 
 def _rows(rows: Sequence[Row]) -> Iterator[str]:
     yield (
-        "| link | round trip | stands for | ATOM, tokens/s | of as many alone | rounds finished | "
-        "pipeline | data parallel | ratio | bytes a token: ATOM, pipeline | "
+        "| link | round trip | for each FLOP | stands for | ATOM, tokens/s | of as many alone | "
+        "rounds finished | pipeline | data parallel | ratio | bytes a token: ATOM, pipeline | "
         "utilisation: ATOM, pipeline |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     marks = _marks(rows)
     for index, row in enumerate(rows):
         share = (row.get("atom") or {}).get("share_of_alone")
@@ -161,6 +162,7 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
         cells = [
             rate_name(row["link_bits_per_s"]),
             way_name(row),
+            per_flop_name(row),
             meant(row),
             _count(row["atom_tokens_per_s"]),
             "-" if share is None else f"{share:.2f}",

@@ -15,6 +15,7 @@ from atomtrain.benchmarks.network_rows import (
     link_name,
     meant,
     network_results,
+    per_flop_name,
     rounds_finished,
 )
 from atomtrain.units import format_count
@@ -133,8 +134,8 @@ def _method(found: Mapping[str, Any]) -> MethodPanel:
 
 
 def _row_name(row: Mapping[str, Any], peers: int) -> str:
-    name = f"{peers} peers, {link_name(row)}"
+    name = f"{peers} peers, {link_name(row)}\n{per_flop_name(row)}"
     if row["stands_for"]:
-        name += f"\n= {meant(row)}"
+        name += f" = {meant(row)}"
     finished = row.get("atom") is None or rounds_finished(row)
     return name if finished else f"{name} ({UNFINISHED})"

@@ -65,6 +65,15 @@ def rate_name(bits_per_s: float) -> str:
     return f"{bits_per_s / 1e3:.3g} kbit/s"
 
 
+def per_flop_name(row: Row) -> str:
+    """Return a row's link for each FLOP that a peer computes, such as `"26 bits/MFLOP"`.
+
+    It is what makes links of fast and slow processors comparable.
+    """
+    rounded = float(f"{1e6 * row['bits_per_flop']:.3g}")
+    return f"{rounded:,g} bits/MFLOP"
+
+
 def meant(row: Row) -> str:
     """Return what a row's link stands for, for people."""
     stands_for = row["stands_for"]

@@ -5,8 +5,9 @@ link decides is how often the model is averaged. The rules are those of `atomtra
 averages fragment r modulo F, it is due when the fastest peer has made H/F steps since the last one
 began, members hand over their snapshots between two steps, and every member reduces one slice.
 
-Streams of an exchange are new ones: a round trip connects them, one more agrees on their keys, and
-TCP begins slowly, in each direction when something first goes that way: contributions, then means.
+Streams are new ones in each round: a round trip connects them, and one more agrees on their keys.
+Two members send contributions and then means over the same streams (`swarm.lanes`), so TCP begins
+slowly once: means find open what contributions have opened.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from atomtrain.simulation.loss import mean_recovery_s, opening_s
 
 _ROUNDING = 1e-9
 _MESSAGES = 6
+_FIRST_MESSAGE_WAYS = 5
+"""Until a new stream's first message has arrived: two round trips, and the message's own way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class SwarmRun(NamedTuple):
     tokens_per_s: float
     """Of all peers together."""
     round_s: float
-    """Mean time from a round's proposal to its decision."""
+    """Mean time from a round's invitation to its decision, at each member."""
     averaged_every_s: float
     """Mean time between two averages of one and the same fragment."""
     averaged_every_tokens: float
@@ -95,7 +98,7 @@ def simulate_swarm(work: SwarmWork, link: SwarmLink, rounds: int | None = None) 
         due_s = _boundary(max(now_s, begun_s + steps_between * fastest_s), fastest_s)
         exchange_bytes = work.exchange_bytes[index % fragments]
         begun_s, now_s = _round(work, link, due_s, exchange_bytes)
-        lasted_s += now_s - due_s
+        lasted_s += now_s - begun_s + _leader_s(work, link)
         sent_bytes += len(work.step_s) * exchange_bytes
     tokens_per_s = sum(work.tokens_per_step / step_s for step_s in work.step_s)
     every_s = now_s / rounds * fragments
@@ -112,22 +115,31 @@ def _round(
     work: SwarmWork, link: SwarmLink, proposed_s: float, exchange_bytes: int
 ) -> tuple[float, float]:
     """Return when members were invited, and when all know the decision."""
-    invited_s = proposed_s + 2 * link.one_way_s  # proposal, invitation
+    invited_s = proposed_s + 2 * _FIRST_MESSAGE_WAYS * link.one_way_s  # proposal, invitation
     snapshot_s = max(_next_boundary(invited_s, step_s) for step_s in work.step_s)
     exchange_from_s = snapshot_s + 2 * link.one_way_s  # ready, begin
-    exchange_s = 8 * exchange_bytes / link.bits_per_s + 2 * link.one_way_s + work.codec_s
+    exchange_s = 8 * exchange_bytes / link.bits_per_s + work.codec_s
     exchange_s += _streams_s(work, link, exchange_bytes) + _mending_s(link, exchange_bytes)
     return invited_s, exchange_from_s + exchange_s + 2 * link.one_way_s  # held, commit
 
 
-def _streams_s(work: SwarmWork, link: SwarmLink, exchange_bytes: int) -> float:
-    """Return how much longer an exchange takes because its streams are new.
+def _leader_s(work: SwarmWork, link: SwarmLink) -> float:
+    """Return by how much the leader's own round, which is longer, lengthens the mean of all.
 
-    About half of the bytes are contributions, half means; a member has a stream to each other one.
+    It is invited at once, the others by a new stream; but it knows its decision a way earlier.
+    """
+    return (_FIRST_MESSAGE_WAYS - 1) * link.one_way_s / len(work.step_s)
+
+
+def _streams_s(work: SwarmWork, link: SwarmLink, exchange_bytes: int) -> float:
+    """Return how much longer than its bytes take an exchange is.
+
+    Who has opened a stream sends at once, the other when the first message has come. So the last
+    contribution leaves that much later, and takes a way, as does the mean that follows.
     """
     round_trip_s, others = 2 * link.one_way_s, len(work.step_s) - 1
-    slow_s = 2 * opening_s(exchange_bytes / 2, link.bits_per_s, round_trip_s, others)
-    return 2 * round_trip_s + slow_s
+    slow_s = opening_s(exchange_bytes, link.bits_per_s, round_trip_s, others)
+    return _FIRST_MESSAGE_WAYS * link.one_way_s + round_trip_s + slow_s
 
 
 def _mending_s(link: SwarmLink, exchange_bytes: int) -> float:
