@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from atomtrain.cli.main import main
 
 PEER_ID = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
 QUICK = ("--threads", "1", "--plain", "--steps", "2", "--sequences", "2", "--context", "32")
+NO_TEXT = "\udcff"
+"""How Python passes on a byte that is no text in UTF-8."""
 TINY = ("--model", "tiny", *QUICK)
 
 Complaint = Callable[..., str]
@@ -131,10 +134,38 @@ def runs(trained: Path, workplace: Path) -> Path:
         (["generate", "missing"], "is not a folder"),
         (["generate", "x", "--temperature", "-1"], "--temperature"),
         (["generate", "x", "--tokens", "0"], "--tokens"),
+        (["generate", "x", "--seed", "-1"], "--seed must be 0"),
+        (["generate", "x", "--prompt", NO_TEXT], "--prompt is not text in UTF-8"),
+        (["generate", "x" * 300], "File name too long; check the path"),
+        (["train", *TINY, "--prompt", NO_TEXT], "--prompt is not text in UTF-8"),
+        (["train", *TINY, "--threads", "99999"], "--threads must be at most 1024"),
+        (["train", *TINY, "--sequences", "99999999999999"], "--sequences must be at most"),
+        (["train", *TINY, "--vocabulary", "99999999999"], "--vocabulary must be at most"),
+        (["train", *TINY, "--disk", "missing"], "missing is no folder"),
+        (["train", "text.txt"], "to train on a text give --data text.txt"),
+        (["data"], "atom data inspect FILES"),
+        (["data", "inspect", "text.txt", "--model", "tiny", "--samples", "-1"], "--samples"),
+        (["doctor", "--host", "::1"], "is no IPv4 address"),
+        (["plan", "tiny", "--micro-batch", "99999999999"], "--micro-batch must be at most"),
+        (["simulate", "tiny", "--context", "0"], "--context must be at least 1"),
+        (["simulate", "tiny", "--wire", "int3"], "Did you mean 'int"),
+        (["simulate", "tiny", "--host-memory", "much"], "--host-memory"),
+        (["simulate", "tiny", "--rounds", "3", "--seed", "-1"], "--seed must be 0"),
+        (["simulate", "tiny", "--rounds", "3", "--group", "1"], "groups must be of at least 2"),
+        (["simulate", "tiny", "--rounds", "3", "--stay", "inf"], "--stay takes seconds above 0"),
+        (["simulate", "tiny", "--rounds", "3", "--away", "nan"], "--away takes seconds above 0"),
+        (["bench", "swap", "--peers", "3"], "takes no --peers, which is of network and"),
+        (["bench", "depth", "--links", "plain"], "takes no --links, which is of network; leave"),
+        (["bench", "churn", "--kills", "0"], "--kills must be at least 1"),
+        (["bench", "swap", "--out", "text.txt/x.json"], "no directory that you may write to"),
+        (["bench", "offloaders", "--device-memory", "lots"], "--device-memory"),
+        (["dashboard", "me@home"], "me@home holds no run"),
+        (["swarm", "status", "me@home"], "me@home holds no list of peers"),
     ],
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
 )
 def test_a_wrong_name_or_number(complaint: Complaint, arguments: list[str], needed: str) -> None:
+    Path("me@home").mkdir()
     if arguments[0] == "train" and "tiny" in arguments:
         arguments = [*arguments, "--data", "text.txt"]
     assert needed in complaint(*arguments)
@@ -144,6 +175,20 @@ def test_a_wrong_name_or_number(complaint: Complaint, arguments: list[str], need
 def test_no_command_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "atom train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["schema"], ["--version"]])
+def test_a_reader_that_goes_away_and_a_full_disk(command: list[str]) -> None:
+    """Also where so little is printed that only the end of the process would find out."""
+    atom = [sys.executable, "-m", "atomtrain.cli.main", *command]
+    reading, writing = os.pipe()
+    os.close(reading)
+    gone = subprocess.run(atom, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (gone.returncode, gone.stderr) == (141, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(atom, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert "No space left on device; make room" in polite(done.returncode, done.stderr)
 
 
 def test_a_budget_too_small_names_one_that_works(

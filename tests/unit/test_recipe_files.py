@@ -290,3 +290,16 @@ def test_init_writes_a_recipe_that_is_right(
     options_of(["x.yaml"])
     assert main(["init", "--yes", "--out", "x.yaml"]) == 2
     assert "already there" in capsys.readouterr().err
+
+
+def test_a_text_is_no_recipe_and_told_so_once(tmp_path: Path) -> None:
+    path = written(tmp_path, "".join(f"{number}: it was a dark night\n" for number in range(300)))
+    with pytest.raises(ConfigError, match=r"no key in it is an option; .* give --data") as caught:
+        read_recipe(path)
+    assert not isinstance(caught.value, RecipeFileError), "not once for every line"
+
+
+@pytest.mark.parametrize(("content", "needed"), [(" \n", "is empty"), ("[" * 5000, "not a recipe")])
+def test_nothing_and_too_much_are_no_recipes(tmp_path: Path, content: str, needed: str) -> None:
+    with pytest.raises(ConfigError, match=needed):
+        read_recipe(written(tmp_path, content))

@@ -21,8 +21,8 @@ class Benchmark(NamedTuple):
     """Full name of a module with `run(options)`."""
     help: str
     """One line for people."""
-    takes_device: bool = False
-    """Whether it can be told on which device to measure."""
+    takes: tuple[str, ...] = ()
+    """Options that are not of every benchmark, but of this one."""
     people: str | None = None
     """Full name of a module with `text(result)`, in place of a table of all keys."""
     picture: str | None = None
@@ -68,12 +68,14 @@ REGISTRY: dict[str, Benchmark] = {
     "network": Benchmark(
         "atomtrain.benchmarks.network",
         "ATOM against a pipeline on links from fast to slow",
+        takes=("peers", "links", "link"),
         people=_PANELS,
         picture=_FIGURE,
     ),
     "time-to-loss": Benchmark(
         "atomtrain.benchmarks.time_to_loss",
         "loss against time on slow links, ATOM and baselines",
+        takes=("peers",),
         people=_PANELS,
         picture=_FIGURE,
     ),
@@ -83,7 +85,7 @@ REGISTRY: dict[str, Benchmark] = {
     "offloaders": Benchmark(
         "atomtrain.benchmarks.offloaders",
         "ATOM against DeepSpeed ZeRO-3 and FSDP2 with CPU offload",
-        takes_device=True,
+        takes=("device", "device_memory"),
     ),
     "plan": Benchmark(
         "atomtrain.benchmarks.plan", "predicted against measured step time and memory peaks"
@@ -113,7 +115,9 @@ REGISTRY: dict[str, Benchmark] = {
         "atomtrain.benchmarks.relay", "state through a relay against straight from its donor"
     ),
     "churn": Benchmark(
-        "atomtrain.benchmarks.churn", "training while peers are killed and new ones join"
+        "atomtrain.benchmarks.churn",
+        "training while peers are killed and new ones join",
+        takes=("peers", "kills", "at_once"),
     ),
 }
 

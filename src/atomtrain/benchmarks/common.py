@@ -6,7 +6,6 @@ output carries the result only; progress goes to standard error.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json as json_format
 import os
@@ -19,7 +18,9 @@ from typing import Any
 
 import atomtrain
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.units import format_bytes, format_count, format_seconds
+from atomtrain.files import replacing
+from atomtrain.training.option_checks import check_counts
+from atomtrain.units import format_bytes, format_count, format_seconds, parse_bytes
 
 Result = dict[str, Any]
 LINKS = ("all", "plain", "stand-ins", "alone")
@@ -61,9 +62,11 @@ class BenchmarkOptions:
                 f"--link and --links {self.links} exclude each other; --link alone measures the "
                 "given links, and with --links alone it measures ATOM only"
             )
-        # Before the measurement, not after it.
-        if self.out is not None and self.out.is_dir():
-            raise ConfigError(f"--out {self.out} is a directory; give the name of a file in it")
+        check_counts(self, "peers", "kills", "at_once")
+        if self.device_memory is not None:
+            parse_bytes(self.device_memory, "--device-memory")
+        if self.out is not None:
+            _check_out(self.out)
 
 
 def description() -> Result:
@@ -129,6 +132,17 @@ def keep_partial(result: Mapping[str, Any], out: Path | None) -> None:
         _write(out, text + "\n")
 
 
+def _check_out(path: Path) -> None:
+    """Complain before the measurement, not after it."""
+    if path.is_dir():
+        raise ConfigError(f"--out {path} is a directory; give the name of a file in it")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(
+            f"--out {path}: {above} is no directory that you may write to; choose another"
+        )
+
+
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -140,17 +154,13 @@ def _processor() -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ConfigError(
             f"cannot write the result to {path} ({error.strerror}); give --out a file in a "
             "directory that you may write to"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from atomtrain.benchmarks import REGISTRY, benchmark
@@ -33,7 +33,9 @@ class BenchOptions:
         None, "With network and time-to-loss: also draw the result.", "FILE.png"
     )
     peers: int | None = option(
-        None, "With network (default: 2) and churn (default: 3): number of peers.", "N"
+        None,
+        "With network and time-to-loss (default: 2) and churn (default: 3): number of peers.",
+        "N",
     )
     links: str = option(
         "all",
@@ -78,8 +80,7 @@ def run(arguments: Sequence[str]) -> int:
     entry = benchmark(options.name)
     from atomtrain.benchmarks.common import BenchmarkOptions, report
 
-    if not entry.takes_device and (options.device or options.device_memory):
-        raise ConfigError(f"the benchmark {options.name!r} takes no --device; it chooses its own")
+    _check_taken(options, entry.takes)
     _check_picture(options.picture, options.name)
     settings = BenchmarkOptions(
         quick=options.quick,
@@ -99,6 +100,19 @@ def run(arguments: Sequence[str]) -> int:
         entry.draw(result, options.picture)
         sys.stderr.write(f"{options.picture}\n")
     return 0
+
+
+def _check_taken(options: BenchOptions, taken: Sequence[str]) -> None:
+    """Refuse what would say nothing to this benchmark."""
+    of_some = {name for entry in REGISTRY.values() for name in entry.takes}
+    for field in fields(options):
+        name = field.name
+        if name in of_some and name not in taken and getattr(options, name) != field.default:
+            others = " and ".join(key for key, entry in REGISTRY.items() if name in entry.takes)
+            raise ConfigError(
+                f"the benchmark {options.name!r} takes no --{name.replace('_', '-')}, which is of "
+                f"{others}; leave it out"
+            )
 
 
 def _check_picture(path: Path | None, name: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
+from atomtrain.training.option_checks import check_port
 from atomtrain.training.options import option
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ class DashboardOptions:
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
+        check_port(self.port)
         try:
             ipaddress.ip_address(self.host)
         except ValueError as error:
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
 def _source(options: DashboardOptions) -> Source:
     from atomtrain.dashboard.source import FolderSource
 
-    if "@" not in options.target:
+    if "@" not in options.target or Path(options.target).is_dir():
         return FolderSource(Path(options.target))
     from atomtrain.cli.swarm import outside_config, pasted_addresses
     from atomtrain.dashboard.remote import SwarmSource

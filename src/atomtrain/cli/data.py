@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError, nearest
+from atomtrain.training.option_checks import check_counts
 from atomtrain.training.options import option
 
 _EXAMPLES = """\
@@ -35,8 +36,8 @@ class InspectOptions:
     json: bool = option(False, "Print exactly one JSON object.")
 
     def __post_init__(self) -> None:
-        if self.context < 1:
-            raise ConfigError(f"--context must be at least 1, not {self.context}")
+        check_counts(self, "context")
+        check_counts(self, "samples", least=0)
         if self.model is None:
             raise ConfigError("--model is missing; name the model whose tokenizer is to be used")
 
@@ -45,10 +46,13 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     if arguments and arguments[0] == "inspect":
         arguments = arguments[1:]
-    elif not arguments or arguments[0] not in ("-h", "--help"):
-        given = arguments[0] if arguments else ""
-        hint = nearest(given, ["inspect"])
-        raise ConfigError(f"atom data has no part {given!r}.{hint} Write: atom data inspect FILES")
+    elif not arguments:
+        raise ConfigError("atom data what? Write: atom data inspect FILES")
+    elif arguments[0] not in ("-h", "--help"):
+        hint = nearest(arguments[0], ["inspect"])
+        raise ConfigError(
+            f"atom data has no part {arguments[0]!r}.{hint} Write: atom data inspect FILES"
+        )
     options = parse(
         InspectOptions,
         arguments,

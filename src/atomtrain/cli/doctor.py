@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
+from atomtrain.training.option_checks import check_port
 from atomtrain.training.options import option
 
 _EXAMPLES = """\
@@ -28,8 +30,14 @@ class DoctorOptions:
     json: bool = option(False, "Print exactly one JSON object instead of lines.")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
+        check_port(self.port)
+        try:
+            ipaddress.IPv4Address(self.host)
+        except ValueError as error:
+            raise ConfigError(
+                f"--host {self.host!r} is no IPv4 address; give 0.0.0.0 (all) or one of this "
+                "machine's"
+            ) from error
 
 
 def run(arguments: Sequence[str]) -> int:

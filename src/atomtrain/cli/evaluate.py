@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.cli.parsing import parse
-from atomtrain.errors import ConfigError
+from atomtrain.training.option_checks import check_counts
 from atomtrain.training.options import option
 
 _EXAMPLES = """\
@@ -33,10 +33,7 @@ class EvaluateOptions:
     json: bool = option(False, "Print exactly one JSON object.")
 
     def __post_init__(self) -> None:
-        for name in ("context", "sequences"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name} must be at least 1, not {value}")
+        check_counts(self, "context", "sequences")
 
 
 def run(arguments: Sequence[str]) -> int:

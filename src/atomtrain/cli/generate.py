@@ -10,6 +10,7 @@ from pathlib import Path
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import CheckpointError, ConfigError
+from atomtrain.training.option_checks import check_counts, check_seed, check_text
 from atomtrain.training.options import option
 
 _EXAMPLES = """\
@@ -30,10 +31,13 @@ class GenerateOptions:
     seed: int = option(0, "Seed of the random choice.", "N")
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"--tokens must be at least 1, not {self.tokens}")
+        check_counts(self, "tokens")
+        check_seed(self.seed)
+        check_text("--prompt", self.prompt)
         if not 0 <= self.temperature < 100:
-            raise ConfigError(f"--temperature must be 0 or more, not {self.temperature}")
+            raise ConfigError(
+                f"--temperature must be at least 0 and below 100, not {self.temperature:g}"
+            )
 
 
 def run(arguments: Sequence[str]) -> int:

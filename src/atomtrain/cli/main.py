@@ -30,7 +30,8 @@ COMMANDS = {
     "completion": "complete commands and options in bash, zsh or fish",
     "bench": "measure; prints one JSON object with --json",
 }
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _USAGE = """usage: atom COMMAND [options]
 
 Train language models far larger than your GPU's memory, alone or with other peers.
@@ -56,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(arguments)
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # at exit nobody would see that it failed
     except RecipeFileError as error:
         for line in error.lines:
             complain(line)
@@ -67,17 +71,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader went away (`atom ... | head`): nothing more to say, also not at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader went away (`atom ... | head`): nothing more to say.
+        _drop_output()
         return 141
     except OSError as error:
-        if error.errno not in _DISK:
-            raise
-        complain(
-            f"{error.filename or 'a file'} cannot be used: {error.strerror}; make room or "
-            "choose another --directory, then continue with --resume"
-        )
+        if error.filename is None and error.errno not in _FULL | {errno.EIO}:
+            raise  # of no file
+        complain(f"{error.filename or 'a file'} cannot be used: {error.strerror}; {_hint(error)}")
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is the output that cannot be written
+            _drop_output()
         return 2
+
+
+def _hint(error: OSError) -> str:
+    """Return what to do about a file that cannot be used."""
+    if error.errno in _FULL:
+        return "make room or choose another place; 'atom train' goes on with --resume"
+    if error.errno in _FORBIDDEN:
+        return "choose another place, or change its owner"
+    return "check the path"
+
+
+def _drop_output() -> None:
+    """Have what is still to be printed vanish, also at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
@@ -20,8 +20,8 @@ from atomtrain.training.early import (
     check_model_name,
     check_name,
 )
+from atomtrain.training.option_checks import check_counts, memory_of
 from atomtrain.training.options import option
-from atomtrain.units import parse_bytes
 
 if TYPE_CHECKING:
     from atomtrain.planning.machine import Machine
@@ -115,14 +115,10 @@ class PlanOptions:
     json: bool = option(False, "Print exactly one JSON object instead of a table.")
 
     def __post_init__(self) -> None:
-        for name in ("context", "tokens_per_step", "micro_batch", "head_pieces", "devices"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} must be at least 1, not {value}")
-        for name in ("host_memory", "device_memory"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), "--" + name.replace("_", "-"))
+        check_counts(self, "context", "micro_batch", "head_pieces")
+        check_counts(self, "tokens_per_step", most=1 << 53)
+        check_counts(self, "devices", most=1024)
+        memory_of(self)
         if self.on_disk is not None and self.disk is None:
             raise ConfigError(f"--on-disk {self.on_disk} needs --disk DISK")
         if self.lora is not None:
@@ -243,11 +239,7 @@ def _place(options: PlanOptions) -> Place:
     from atomtrain.reporting.place import Place, this_place
 
     card = None if options.gpu is None else gpu(options.gpu)
-    budgets: dict[str, Any] = {
-        f"{name}_bytes": parse_bytes(text, "--" + name.replace("_", "-"))
-        for name in ("host_memory", "device_memory")
-        if (text := getattr(options, name)) is not None
-    }
+    budgets = memory_of(options)
     machine = None if options.machine is None else load_machine(options.machine)
     if card is None:
         place = this_place(budgets.get("device_memory_bytes"), again=options.profile_again)

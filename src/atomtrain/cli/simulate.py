@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
+from atomtrain.training.option_checks import check_counts, check_seed, check_wire, memory_of
 from atomtrain.training.options import option
-from atomtrain.units import format_bytes, format_count, format_seconds, parse_bytes, parse_rate
+from atomtrain.units import format_bytes, format_count, format_seconds, parse_rate
 
 if TYPE_CHECKING:
     from atomtrain.planning.machine import Machine
@@ -91,15 +92,21 @@ class SimulateOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.round_trip <= 10:
             raise ConfigError(f"--round-trip takes 0 to 10 seconds, not {self.round_trip:g}")
-        for name in ("peers", "local_steps"):
-            if getattr(self, name) < (2 if name == "peers" else 1):
-                least = 2 if name == "peers" else 1
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} must be at least {least}, not {getattr(self, name)}")
+        check_counts(self, "peers", least=2, most=1_000_000)
+        check_counts(self, "local_steps", "context", "rounds")
+        check_counts(self, "tokens_per_step", most=1 << 53)
+        check_counts(self, "group", least=0)
+        check_seed(self.seed)
+        memory_of(self)
+        if self.group == 1:
+            raise ConfigError("--group 1: groups must be of at least 2; 0 is one group of all")
+        for name in ("stay", "away"):
+            if not 0 < getattr(self, name) < math.inf:
+                seconds = getattr(self, name)
+                raise ConfigError(f"--{name} takes seconds above 0, not {seconds:g}")
+        check_wire(self.wire)
         if self.here and self._given(("gpu", "machine")):
             raise ConfigError("--here measures this machine; leave --gpu and --machine out")
-        if self.rounds is not None and self.rounds < 1:
-            raise ConfigError(f"--rounds must be at least 1, not {self.rounds}")
         from atomtrain.training.optimizing import check_precision
 
         check_precision(self.precision, _OPTIMIZER)
@@ -172,11 +179,7 @@ def _place(options: SimulateOptions) -> tuple[Machine, Compute, MeasureUpdates |
     from atomtrain.planning.machine import load_machine
     from atomtrain.reporting.place import compute_of, this_place
 
-    budgets: dict[str, Any] = {
-        f"{name}_bytes": parse_bytes(text, "--" + name.replace("_", "-"))
-        for name in ("host_memory", "device_memory")
-        if (text := getattr(options, name)) is not None
-    }
+    budgets = memory_of(options)
     if options.here:
         place = this_place(budgets.get("device_memory_bytes"))
         assert place.local is not None

@@ -97,7 +97,7 @@ def _status(arguments: Sequence[str]) -> int:
     status = asyncio.run(_ask_any(config, addresses))
     try:
         text = json.dumps(status) if options.json else _table(status)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise SwarmError(f"the status that the peer sent cannot be read: {error!r}") from error
     sys.stdout.write(shown(text) + "\n")
     return 0
@@ -131,11 +131,11 @@ def _ping(arguments: Sequence[str]) -> int:
 
 def _target(target: str) -> tuple[str, tuple[str, ...]]:
     """Return run and addresses of what the user named."""
-    if "@" in target:
+    folder = Path(target)
+    if "@" in target and not folder.is_dir():
         return pasted_addresses(target)
     from atomtrain.swarm.known import PEERS_FILE, read_known
 
-    folder = Path(target)
     for path in (folder / PEERS_FILE, folder.parent / PEERS_FILE):
         run_name = path.absolute().parent.name
         known = read_known(run_name, path)

@@ -59,24 +59,34 @@ def make_plan(
             missing, negative or no number.
     """
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
-    plans = []
+    plans: list[Plan] = []
+    too_slow: TooSlowError | None = None
     # More on disk is never faster, so nothing is behind the first that fits as it is fastest.
     possible = choices(request.disk, request.devices)
     for on_disk in possible:
+        settled = False
         for asked in _with_less_on_host(request):
             problems = problems_of(given, asked, on_disk)
             if on_disk != possible[-1] and problems[0].least_host_bytes > machine.host_memory_bytes:
                 break  # no need to search for plans that cannot fit
-            plan = _best(problems, machine, below_s)
-            plans.append(plan)
-            if plan.host_bytes <= machine.host_memory_bytes or "offload" not in plan.activations:
+            try:
+                plan = _best(problems, machine, below_s)
+            except TooSlowError as error:
+                too_slow, settled = error, asked is request
                 break
-        if plans and plans[-1].host_bytes <= machine.host_memory_bytes and asked is request:
+            plans.append(plan)
+            fitting = plan.host_bytes <= machine.host_memory_bytes
+            settled = fitting and asked is request
+            if fitting or "offload" not in plan.activations:
+                break
+        if settled:
             break
-    fitting = [plan for plan in plans if plan.host_bytes <= machine.host_memory_bytes]
-    if fitting:
-        limit_s = (1 + _EQUAL) * min(plan.step_s for plan in fitting)
-        return next(plan for plan in fitting if plan.step_s <= limit_s)
+    plans = [each for each in plans if each.host_bytes <= machine.host_memory_bytes]
+    if plans:
+        limit_s = (1 + _EQUAL) * min(each.step_s for each in plans)
+        return next(each for each in plans if each.step_s <= limit_s)
+    if too_slow is not None:
+        raise too_slow
     most = " even with everything on disk that can be" if request.disk is not None else ""
     several = request.devices > 1
     raise PlanError(

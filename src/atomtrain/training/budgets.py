@@ -161,9 +161,9 @@ def find_fit(
 
 def _sizes(recipe: Recipe, together: int, devices: int) -> list[int]:
     """Return the sizes of a micro-batch, largest first; the last is what belongs together."""
-    most = max(together, recipe.sequences // devices // together * together)
-    whole = [n for n in range(most, 0, -together) if recipe.sequences % n == 0]
-    few = [n for n in whole if n * recipe.context <= _MOST_TOKENS_A_MICRO_BATCH]
+    most = min(recipe.sequences // devices, _MOST_TOKENS_A_MICRO_BATCH // recipe.context)
+    sizes = range(most // together * together, 0, -together)
+    few = [size for size in sizes if recipe.sequences % size == 0]
     return [*few, *([] if together in few else [together])]
 
 

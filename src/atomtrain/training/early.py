@@ -51,6 +51,8 @@ def check_early(options: TrainOptions) -> None:
     _check_numbers(options)
     _check_objective(options)
     _check_folder(options)
+    if options.disk is not None and not options.disk.is_dir():
+        raise ConfigError(f"{options.disk} is no folder; make it, or name another one for --disk")
     _check_addresses(options)
     if options.data is not None:
         from atomtrain.data.corpus import check_files

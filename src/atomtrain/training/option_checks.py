@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.units import parse_bytes, parse_rate
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 NAME_MAX = 64
 WIRES = ("float16", "float32", "int8", "int4", "topk")
 """Names of the codecs, told here so that a wrong one is refused at once; a test compares."""
+_MOST_COUNT, _MOST_TOKENS = 2**31 - 1, 2**53
 OBJECTIVES = ("next-token", "dpo")
 
 
@@ -23,27 +24,25 @@ def check_options(given: TrainOptions) -> None:
     Raises:
         ConfigError: names the option, what was given and what is allowed.
     """
-    for name in (
-        "peers", "steps", "sequences", "micro_batch", "context", "vocabulary", "head_pieces",
-        "local_steps", "evaluate_every", "checkpoint_every", "threads",
-    ):  # fmt: skip
-        value = getattr(given, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{_flag(name)} must be at least 1, not {value}")
+    check_counts(
+        given,
+        "steps", "micro_batch", "context", "head_pieces", "local_steps", "evaluate_every",
+        "checkpoint_every",
+    )  # fmt: skip
+    check_counts(given, "peers", "threads", most=1024)
+    check_counts(given, "sequences", most=1 << 20)
+    check_counts(given, "vocabulary", most=1 << 24)
+    check_text("--prompt", given.prompt)
     if given.learning_rate is not None and not 0 < given.learning_rate < 10:
         raise ConfigError(f"--learning-rate must be above 0, not {given.learning_rate}")
-    if given.seed is not None and not 0 <= given.seed < 2**63:
-        raise ConfigError(f"--seed must be 0 to 2^63 - 1, not {given.seed}")
-    for name in ("device_memory", "host_memory"):
-        if getattr(given, name) is not None:
-            parse_bytes(getattr(given, name), _flag(name))
+    check_seed(given.seed)
+    memory_of(given)
     if given.on_disk is not None:
         from atomtrain.planning.disk import on_disk_up_to
 
         if on_disk_up_to(given.on_disk) and given.disk is None:
             raise ConfigError(f"--on-disk {given.on_disk} needs a folder: --disk FOLDER")
-    if not 0 <= given.port < 65536:
-        raise ConfigError(f"--port must be 0 to 65535, not {given.port}")
+    check_port(given.port)
     for name in ("run", "name"):
         value = getattr(given, name)
         if value is not None:
@@ -61,6 +60,49 @@ def check_options(given: TrainOptions) -> None:
         raise ConfigError("--resume needs the name of the run: --run NAME --resume")
 
 
+def check_counts(given: Any, *names: str, least: int = 1, most: int = _MOST_COUNT) -> None:
+    """Refuse options of these names that are given and not in a range."""
+    for name in names:
+        value = getattr(given, name)
+        if value is None or least <= value <= most:
+            continue
+        limit = f"at least {least}" if value < least else f"at most {most}"
+        raise ConfigError(f"{_flag(name)} must be {limit}, not {value}")
+
+
+def memory_of(given: Any) -> dict[str, Any]:
+    """Return `host_memory_bytes` and `device_memory_bytes`, as far as they are given.
+
+    Raises:
+        ConfigError: one is no size.
+    """
+    return {
+        f"{name}_bytes": parse_bytes(text, _flag(name))
+        for name in ("host_memory", "device_memory")
+        if (text := getattr(given, name)) is not None
+    }
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuse what no random generator takes."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed must be 0 to 2^63 - 1, not {seed}")
+
+
+def check_text(flag: str, text: str) -> None:
+    """Refuse bytes that are no text; Python's strings may carry them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{flag} is not text in UTF-8; write it in that encoding") from error
+
+
+def check_port(port: int) -> None:
+    """Refuse what is no TCP port."""
+    if not 0 <= port < 65536:
+        raise ConfigError(f"--port must be 0 to 65535, not {port}")
+
+
 def _check_parts(given: TrainOptions) -> None:
     """Refuse mistakes in what has parts of its own."""
     if given.lora is not None:
@@ -68,8 +110,9 @@ def _check_parts(given: TrainOptions) -> None:
 
         parse_lora(given.lora)
     if given.wire is not None:
-        _check_wire(given.wire)
+        check_wire(given.wire)
     _check_objective(given.objective, given.beta)
+    check_counts(given, "target_batch_tokens", most=_MOST_TOKENS)
     _check_average(given.average, given.target_batch_tokens)
     if given.group_size is not None:
         from atomtrain.swarm.config import check_group_size
@@ -119,8 +162,6 @@ def _check_average(average: str | None, target_tokens: int | None) -> None:
             f"--average {average!r} does not exist; choose {' or '.join(ways)}."
             + nearest(average, ways)
         )
-    if target_tokens is not None and target_tokens < 1:
-        raise ConfigError(f"--target-batch-tokens must be at least 1, not {target_tokens}")
     if (average == "gradient") != (target_tokens is not None):
         raise ConfigError(
             "--average gradient and --target-batch-tokens N belong together: give both, or neither"
@@ -152,7 +193,8 @@ def relay_limit_of(limit: str | None) -> float:
     return rate
 
 
-def _check_wire(name: str) -> None:
+def check_wire(name: str) -> None:
+    """Refuse a wire format that does not exist."""
     if name not in WIRES:
         raise ConfigError(
             f"wire format {name!r} does not exist; choose one of {', '.join(WIRES)}."

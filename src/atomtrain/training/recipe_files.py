@@ -22,6 +22,8 @@ SUFFIXES = (".yaml", ".yml")
 _TRUTHS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 _MOST_BYTES = 1 << 20
+_TEXT_MISTAKES = 5
+"""A file with so many keys, and no option among them, is something else."""
 
 
 class RecipeFile(NamedTuple):
@@ -85,6 +87,10 @@ def read_recipe(path: Path) -> RecipeFile:
             continue
         if value is not None:
             values[name] = value
+    if not lines and len(mistakes) >= _TEXT_MISTAKES:
+        raise ConfigError(
+            f"{path} is no recipe: no key in it is an option; to train on a text give --data {path}"
+        )
     if mistakes:
         raise RecipeFileError(mistakes)
     return RecipeFile(path, values, lines)
@@ -149,6 +155,8 @@ def _entries(path: Path) -> Iterator[tuple[Any, Any]]:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); give a YAML file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text in UTF-8; give a YAML file") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: not a recipe; write 'key: value' lines") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
@@ -156,7 +164,9 @@ def _entries(path: Path) -> Iterator[tuple[Any, Any]]:
         raise ConfigError(
             f"{path}{where}: not YAML ({reason}); write 'key: value' lines"
         ) from error
-    if root is None:
+    if not text.strip():
+        raise ConfigError(f"{path} is empty; write 'key: value' lines, such as 'steps: 100'")
+    if root is None:  # comments only
         return
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: a recipe is a list of 'key: value' lines, such as 'steps: 100'")
