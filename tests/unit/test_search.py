@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,8 +28,10 @@ from atomtrain.planning.costing import Costing, Given, Steps
 from atomtrain.planning.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.memory import MemoryModel
+from atomtrain.planning.mixed import Mixed
 from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.shape import Activation
+from atomtrain.planning.slot_sizes import SlotSizes
 from atomtrain.planning.space import Space
 
 MOST_KINDS = 4
@@ -467,6 +471,57 @@ def test_values_may_wait_on_the_host_where_that_saves_memory(
 ) -> None:
     space = simple(count).space(Request(micro_batches=count))
     assert {family.boundary for family in space.families} == boundaries
+
+
+def test_nothing_of_a_search_waits_for_the_garbage_collector() -> None:
+    """Tables of large models are large: no circle may hold them until it comes by."""
+    built = simple(2)
+    gc.disable()
+    try:
+        space = built.space(Request(micro_batches=2))
+        budget = least_device_bytes(space) * 2
+        fastest = fastest_of(space, budget)
+        assert fastest is not None
+        leanest_of(space, fastest, 1.01 * fastest.step_s, budget)
+        costing = weakref.ref(space.costing)
+        del space
+        assert costing() is None
+    finally:
+        gc.enable()
+
+
+def test_sizes_of_slots_are_left_out_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = tuple(Kind(64 * n, 0.3, 0.9, 64, 64, 1280, (True, False), True) for n in (7, 8, 9, 11))
+    built = build(Problem(kinds, (0, 1, 2, 3) * 3, (), 2, 1e6, 1e6, 1e6, 0.0, 1.0))
+    request = Request(
+        micro_batches=2, resident=(), device_blocks=(), slots=2, gradient_buffers=2, offload=False
+    )
+    space = built.space(request)
+    budget = 4 * least_device_bytes(space)
+    (family,) = (f for f in space.families if not f.whole and f.boundary == "device")
+    mixed = Mixed(space, family, offload=False)
+    # With slots larger than the smallest ones there is less room for what is kept.
+    sizes = space.slot_sizes_within(family, budget)[5:]
+    rooms = [mixed.rooms.room([size], budget) for size in sizes]
+    least_s = min(mixed.bound_s(room) for room in rooms)
+    each = [mixed.best(room, math.inf) for room in rooms]
+    best_s = min(found.step_s for found in each if found is not None)
+    assert least_s <= best_s
+
+    some = SlotSizes(mixed, sizes, budget)
+    found = some.best(best_s * (1 + 1e-9))
+    assert found is not None
+    assert found.step_s == pytest.approx(best_s, rel=1e-9)
+    assert some.loose_bound_s() < least_s
+    assert some.bound_s() == pytest.approx(least_s, rel=1e-12)
+
+    def searched(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Mixed, "best", searched)
+    assert some.best(least_s) is None
+    with pytest.raises(AssertionError):
+        some.best(least_s * 1.01)
 
 
 BAD = [-1.0, math.nan, math.inf]

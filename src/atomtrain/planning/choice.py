@@ -6,9 +6,10 @@ tried by their bounds, so that most are never searched.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,10 +18,9 @@ import numpy as np
 from atomtrain.planning.mixed import Mixed
 from atomtrain.planning.optimum import Found, Optimum
 from atomtrain.planning.shape import Shape
+from atomtrain.planning.slot_sizes import SlotSizes
 from atomtrain.planning.space import Family, Space
-
-_NEAR = (1.01, 1.04, 1.16, 1.64)
-"""How far above the least that any plan could take plans are looked for, before all are."""
+from atomtrain.planning.tasks import Task, fastest, limits
 
 
 class Choice(NamedTuple):
@@ -39,44 +39,11 @@ def fastest_of(space: Space, device_bytes: int, below_s: float = np.inf) -> Choi
         return None
     groups = [_Group(space, group) for group in space.groups]
     tasks = [task for group in groups for task in group.tasks(device_bytes)]
-    for limit_s in _limits(tasks, below_s):
-        found = _fastest(tasks, limit_s)
+    for limit_s in limits(tasks, below_s):
+        found = fastest(tasks, limit_s)
         if found is not None:
             return Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
     return None
-
-
-class _Task(NamedTuple):
-    """A part of the space that is searched at once, under a limit of device memory."""
-
-    bound_s: float
-    """No plan of the part is faster."""
-    best: Callable[[float], Found | None]
-    """Gives the part's fastest plan, or `None` if none is faster than so many seconds."""
-
-
-def _fastest(tasks: Iterable[_Task], below_s: float) -> Found | None:
-    """Return the fastest plan of all parts, or `None` if none is faster than `below_s`."""
-    best: Found | None = None
-    # Those that promise most first: the others then end early.
-    for task in sorted(tasks, key=lambda task: task.bound_s):
-        if task.bound_s >= below_s:
-            break
-        found = task.best(below_s)
-        if found is not None:
-            best, below_s = found, found.step_s
-    return best
-
-
-def _limits(tasks: Sequence[_Task], below_s: float) -> Iterator[float]:
-    """Yield the limits of time under which plans are looked for, one after the other, until there
-    is one: the nearer a limit is to what tasks promise, the less is searched under it."""
-    bound_s = min((task.bound_s for task in tasks), default=np.inf)
-    for ratio in _NEAR:
-        limit_s = ratio * bound_s
-        if 0 < limit_s < below_s:
-            yield limit_s
-    yield below_s
 
 
 class _Group:
@@ -95,24 +62,24 @@ class _Group:
         if len(families) > 1:
             self._all = _Solvers(space, families[0]._replace(lean=True), offload=offload)
 
-    def tasks(self, device_bytes: int) -> Iterator[_Task]:
+    def tasks(self, device_bytes: int) -> Iterator[Task]:
         """Yield the parts of the group under a limit of device memory."""
         for part in (_Solvers.recomputing, _Solvers.mixing):
             task = part(self._all, device_bytes)
             if task is not None and len(self._each) > 1:
                 best = functools.partial(self._best, part, task, device_bytes)
-                task = task._replace(best=best)
+                task = dataclasses.replace(task, best=best)
             if task is not None:
                 yield task
 
     def _best(
-        self, part: _Part, all_at_once: _Task, device_bytes: int, below_s: float
+        self, part: _Part, all_at_once: Task, device_bytes: int, below_s: float
     ) -> Found | None:
         found = all_at_once.best(below_s)
         if found is None or self._space.memory.device_bytes(found.shape) <= device_bytes:
             return found
         tasks = [part(solvers, device_bytes) for solvers in self._each]
-        return _fastest([task for task in tasks if task is not None], below_s)
+        return fastest([task for task in tasks if task is not None], below_s)
 
 
 class _Solvers:
@@ -135,24 +102,24 @@ class _Solvers:
             return None
         return Mixed(self._space, self._family, offload=self._offload)
 
-    def recomputing(self, device_bytes: int) -> _Task | None:
+    def recomputing(self, device_bytes: int) -> Task | None:
         """Return the plans that recompute everything, if any are asked for and fit."""
         loosest = self._space.loosest(self._family, device_bytes)
         if loosest is None or self._optimum is None:
             return None
         some = _Recomputed(self._space, self._family, self._optimum, device_bytes)
-        return _Task(self._optimum.bound_s(loosest), some.best)
+        return Task(self._optimum.bound_s(loosest), some.best, some.bound_s)
 
-    def mixing(self, device_bytes: int) -> _Task | None:
+    def mixing(self, device_bytes: int) -> Task | None:
         """Return the plans that keep or offload something, if any are asked for and fit."""
         if self._space.loosest(self._family, device_bytes) is None or self._mixed is None:
             return None
         sizes = self._space.slot_sizes_within(self._family, device_bytes)
-        bound_s = self._mixed.bound_s(self._mixed.rooms.room(sizes, device_bytes))
-        best = self._mixed.loosest if self._family.lean else self._mixed.best
-        return _Task(bound_s, functools.partial(best, sizes, device_bytes))
+        some = SlotSizes(self._mixed, sizes, device_bytes)
+        best = some.loosest if self._family.lean else some.best
+        return Task(some.loose_bound_s(), best, some.bound_s)
 
-    def tasks(self, device_bytes: int) -> Iterator[_Task]:
+    def tasks(self, device_bytes: int) -> Iterator[Task]:
         """Yield the parts of the family under a limit of device memory."""
         for task in (self.recomputing(device_bytes), self.mixing(device_bytes)):
             if task is not None:
@@ -166,25 +133,27 @@ class _Recomputed:
         self._space, self._family, self._optimum = space, family, optimum
         self._device_bytes = device_bytes
 
+    def bound_s(self) -> float:
+        """Return a time below which none can be."""
+        return min((bound_s for bound_s, _ in self._bounds), default=np.inf)
+
     def best(self, below_s: float) -> Found | None:
         """Return the fastest one, or `None` if none is faster than `below_s`."""
-        return _fastest(self._parts, below_s)
+        parts = [Task(bound_s, functools.partial(self._within, n)) for bound_s, n in self._bounds]
+        return fastest(parts, below_s)
 
     @cached_property
-    def _parts(self) -> list[_Task]:
-        """Those with slots of different sizes."""
+    def _bounds(self) -> list[tuple[float, int]]:
+        """Of those with slots of different sizes, with the size."""
         some = self._space.different(self._family, self._device_bytes)
-        return [
-            _Task(self._optimum.bound_s(allowed), functools.partial(self._within, slot_bytes))
-            for slot_bytes, allowed in some
-        ]
+        return [(self._optimum.bound_s(allowed), slot_bytes) for slot_bytes, allowed in some]
 
     def _within(self, slot_bytes: int, below_s: float) -> Found | None:
         allowed = self._space.allowed(self._family, slot_bytes, self._device_bytes)
         return self._optimum.best(allowed, below_s)
 
 
-_Part = Callable[[_Solvers, int], _Task | None]
+_Part = Callable[[_Solvers, int], Task | None]
 """Gives a part of a family under a limit of device memory."""
 
 
@@ -236,7 +205,7 @@ def _leanest(
 
     def within(limit_bytes: int) -> Choice | None:
         for task in solvers.tasks(limit_bytes):
-            found = task.best(below_s) if task.bound_s < below_s else None
+            found = fastest([task], below_s)
             if found is not None:
                 return Choice(found.shape, found.step_s, space.memory.device_bytes(found.shape))
         return None

@@ -6,10 +6,10 @@ the plan: that is what lets the search build plans from their ends.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit, training_visits
-from atomtrain.planning.segments import segments_of
+from atomtrain.planning.segments import Segments, segments_of
 from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.planning.tables import Basis, Offloaded, VisitTable
 from atomtrain.planning.timeline import DiskWork, Span, StepTime, VisitTime, predict, step_spans
@@ -105,7 +105,7 @@ class Costing:
             crossing=micro_batches * np.array(self._segments.crossing_bytes, float),
             disk=self.disk,
             parameters_on_disk="parameters" in on_disk,
-            offloaded=lambda: self._offloaded,
+            offloaded=functools.cache(functools.partial(_offloaded, self._segments, micro_batches)),
             remade=micro_batches * between([c.saved.remade_traffic_bytes for c in costs.layers]),
         )
 
@@ -152,12 +152,6 @@ class Costing:
             )
         return self._tables[key]
 
-    @cached_property
-    def _offloaded(self) -> Offloaded:
-        """What each segment sends to the host."""
-        count, segments = self.micro_batches, self._segments
-        return Offloaded(count * segments.sent_bytes, count * segments.sent_storages)
-
     def _disk_work(self, use: DiskUse, clips: bool) -> DiskWork:
         """Return what all updates take."""
         read_rate, write_rate = self.machine.storage_rates
@@ -201,6 +195,11 @@ def spans_of(
         updates=updates,
     )
     return Costing(given, layout, steps).spans(plan.shape)
+
+
+def _offloaded(segments: Segments, micro_batches: int) -> Offloaded:
+    """Return what each segment sends to the host."""
+    return Offloaded(micro_batches * segments.sent_bytes, micro_batches * segments.sent_storages)
 
 
 def _checked(times: Mapping[str, LayerTime], kind: str, name: str) -> LayerTime:

@@ -21,7 +21,6 @@ All ways to a cut are extended at once by all segments that end there, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -101,46 +100,15 @@ class Mixed:
             alone = alone + self._ends_s
         return float(np.maximum(compute + alone, loads).min())
 
-    def best(
-        self,
-        slot_sizes: Sequence[int],
-        device_bytes: int,
-        below_s: float = np.inf,
-        loose: Found | None = None,
-    ) -> Found | None:
-        """Return the fastest plan within a limit of device memory with slots of one of these
-        sizes, or `None` if none is faster than `below_s`.
+    def device_bytes(self, found: Found) -> int:
+        """Return what a plan takes of device memory."""
+        return self._space.memory.device_bytes(found.shape)
 
-        First as `loosest` does: what is found is the best if it fits. If not, the sizes are halved.
-        `loose` is what would be found so, if that is known.
-        """
-        found = loose or self.loosest(slot_sizes, device_bytes, below_s)
-        if found is None or self._space.memory.device_bytes(found.shape) <= device_bytes:
-            return found
-        assert len(slot_sizes) > 1
-        middle, best = len(slot_sizes) // 2, None
-        # A plan of smaller segments is the best of them too.
-        small = self._space.memory.sizes(found.shape).slot_bytes <= slot_sizes[middle - 1]
-        for some, known in (
-            (slot_sizes[:middle], found if small else None),
-            (slot_sizes[middle:], None),
-        ):
-            better = self.best(some, device_bytes, below_s, known)
-            if better is not None:
-                best, below_s = better, better.step_s
-        return best
+    def slot_bytes(self, found: Found) -> int:
+        """Return the size of a plan's slots."""
+        return self._space.memory.sizes(found.shape).slot_bytes
 
-    def loosest(
-        self, slot_sizes: Sequence[int], device_bytes: int, below_s: float = np.inf
-    ) -> Found | None:
-        """Return the fastest plan as if a slot were as large as the largest and took no more than
-        the smallest, or `None` if none is faster than `below_s`. It may not fit."""
-        room = self.rooms.room(slot_sizes, device_bytes)
-        if self.bound_s(room) >= below_s:
-            return None
-        return self._best(room, below_s)
-
-    def _best(self, room: Room, below_s: float) -> Found | None:
+    def best(self, room: Room, below_s: float) -> Found | None:
         """Return the fastest plan with this room, or `None` if none is faster than `below_s`."""
         fits = (room.segments >= 0).any(axis=0)
         loads = np.where(fits, self._visits.backward().loading_s, 0.0)
