@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atomtrain.swarm.exchange import together
 from atomtrain.swarm.lanes import Lane, Lanes
 from atomtrain.swarm.memory import channel_pair
 from atomtrain.swarm.messages import BadMessage
@@ -85,3 +86,23 @@ def test_who_is_out_of_reach_is_not_waited_for_but_what_came_goes_on() -> None:
         serving.cancel()
 
     asyncio.run(check())
+
+
+def test_what_is_done_together_has_ended_when_one_part_fails() -> None:
+    async def lost() -> None:
+        raise LinkLost("gone")
+
+    async def other(ended: list[str]) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)  # such as the closing of a stream
+            ended.append("other")
+
+    async def run() -> list[str]:
+        ended: list[str] = []
+        with pytest.raises(LinkLost, match="gone"):
+            await together(other(ended), lost())
+        return list(ended)
+
+    assert asyncio.run(run()) == ["other"]

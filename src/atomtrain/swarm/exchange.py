@@ -355,10 +355,11 @@ def checked_place(setup: ExchangeSetup, begin: Begin) -> int:
 
 
 async def together(*work: Coroutine[Any, Any, None]) -> None:
-    """Do several things at the same time; the first that fails ends all."""
+    """Do several things at the same time; the first that fails ends all, and this waits for it."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
