@@ -100,6 +100,35 @@ def test_the_table_tells_only_what_changed() -> None:
     assert message.body["rows"] == [{**a, "steps": 2}]
 
 
+def test_peers_of_a_run_that_has_ended_train_no_more(tmp_path: Path) -> None:
+    logs = {name: EventLog(tmp_path / name / "events.jsonl") for name in ("a", "b")}
+
+    def tell(name: str, time_s: float) -> None:
+        rows = [
+            {"peer_id": peer, "is_self": peer == name, "state": "training", "reachable": True}
+            for peer in ("a", "b", "elsewhere")
+        ]
+        (tmp_path / name / "swarm.json").write_text(json.dumps({"time_s": time_s, "peers": rows}))
+
+    def states() -> dict[str, str]:
+        source.poll()
+        (*_, told) = source.snapshot()
+        return {row["peer_id"]: row["state"] for row in told.body["rows"]}
+
+    for time_s, (name, log) in enumerate(logs.items()):
+        log.emit("step", step=1)
+        tell(name, float(time_s))
+    source = FolderSource(tmp_path)
+    assert set(states().values()) == {"training"}
+    logs["b"].emit("run_finished", reason="completed")
+    assert states() == {"a": "training", "b": "completed", "elsewhere": "training"}
+    logs["a"].emit("peer_lost", reason="killed")
+    assert states() == {"a": "lost", "b": "completed", "elsewhere": "unknown"}
+    logs["a"].emit("run_started")
+    tell("a", 2.0)
+    assert states() == {"a": "training", "b": "completed", "elsewhere": "training"}
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"peers": 3}', '{"time_s": 1, "peers": {}}', "{"])
 def test_a_damaged_table_is_ignored(tmp_path: Path, content: str) -> None:
     EventLog(tmp_path / "events.jsonl").emit("step", step=1)

@@ -50,6 +50,13 @@ class PeerHistory:
                 self.newest.pop("peer_lost", None)
             self.newest[kind] = event
 
+    @property
+    def ended(self) -> str | None:
+        """How the peer's run ended, such as `completed` or `lost`; `None` while it goes on."""
+        if (end := self.newest.get("run_finished")) is not None:
+            return str(end.get("reason", "finished"))
+        return "lost" if "peer_lost" in self.newest else None
+
     def events(self) -> list[Event]:
         """Return the events from which a view can be made anew."""
         return [

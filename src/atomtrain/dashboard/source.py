@@ -13,6 +13,8 @@ from atomtrain.training.files import EVENTS_FILE, SWARM_FILE
 from atomtrain.training.tail import EventTail
 
 _MOST_SWARM_BYTES = 64 << 20
+_UNKNOWN = "unknown"
+"""State of a peer that is elsewhere, when all that told of it have ended."""
 
 
 class Message(NamedTuple):
@@ -63,10 +65,15 @@ class FolderSource:
         self.histories: dict[str, PeerHistory] = {}
         self._table = SwarmTable()
         self._stamps: dict[str, tuple[int, int]] = {}
+        self._told: _Told | None = None
+        self._own_ids: dict[str, str] = {}
+        """Peers of this folder, by name: who they are in the swarm."""
+        self._ended: dict[str, str] = {}
 
     def poll(self) -> list[Message]:
         """Return what is new since the last call; never waits."""
         messages = []
+        newest = self._told
         for name, folder in self._peer_folders().items():
             tail = self._tails.setdefault(name, EventTail(folder / EVENTS_FILE))
             if added := tail.read():
@@ -74,7 +81,11 @@ class FolderSource:
                 for event in added:
                     history.apply(event)
                 messages.append(_events(name, added))
-            messages += self._poll_swarm(name, folder / SWARM_FILE)
+            self._poll_swarm(name, folder / SWARM_FILE)
+        ended = {name: end for name, one in self.histories.items() if (end := one.ended)}
+        if self._told is not None and (self._told is not newest or ended != self._ended):
+            self._ended = ended
+            messages += self._table.replace(self._rows(), self._told.time_s, self._told.by)
         return messages
 
     def snapshot(self) -> list[Message]:
@@ -89,20 +100,45 @@ class FolderSource:
             path.parent.name: path.parent for path in sorted(self._folder.glob(f"*/{EVENTS_FILE}"))
         }
 
-    def _poll_swarm(self, name: str, path: Path) -> list[Message]:
+    def _poll_swarm(self, name: str, path: Path) -> None:
         """Take in the table of peers that one peer sees, if it is new and the newest there is."""
         try:
             status = path.stat()
             stamp = (status.st_mtime_ns, status.st_size)
             if self._stamps.get(name) == stamp or status.st_size > _MOST_SWARM_BYTES:
-                return []
+                return
             self._stamps[name] = stamp
             table = json.loads(path.read_bytes())
-            rows = table["peers"]
-            time_s = float(table["time_s"])
+            told = _Told(table["peers"], float(table["time_s"]), name)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return []
-        return self._table.replace(rows, time_s, name)
+            return
+        if not isinstance(told.rows, list):
+            return
+        told = told._replace(rows=[row for row in told.rows if isinstance(row, dict)])
+        for row in told.rows:
+            if row.get("is_self") is True:
+                self._own_ids[name] = str(row.get("peer_id"))
+        if self._told is None or told.time_s >= self._told.time_s:
+            self._told = told
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return what was told, with the states of now: who has ended tells of nobody any more."""
+        assert self._told is not None
+        ends = {self._own_ids.get(name): end for name, end in self._ended.items()}
+        others = None if len(self._ended) < len(self.histories) else _UNKNOWN
+        rows = []
+        for row in self._told.rows:
+            state = ends.get(str(row.get("peer_id")), others)
+            rows.append(row if state is None else {**row, "state": state, "reachable": None})
+        return rows
+
+
+class _Told(NamedTuple):
+    """What one peer of the folder wrote of the swarm."""
+
+    rows: list[dict[str, Any]]
+    time_s: float
+    by: str
 
 
 class SwarmTable:
