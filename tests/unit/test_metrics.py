@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+import sys
 import threading
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -17,6 +20,7 @@ from waiting import PATIENCE_S
 from atomtrain.errors import ConfigError
 from atomtrain.events import EventLog
 from atomtrain.metrics import feed as feeding
+from atomtrain.metrics import writers
 from atomtrain.metrics.feed import MetricsFeed
 from atomtrain.metrics.names import METRICS, table, values_of
 from atomtrain.metrics.prometheus import Exposition
@@ -201,6 +205,25 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
     read.Reload()
     (point,) = read.Scalars("loss")
     assert (point.step, point.value) == (3, 2.5)
+
+
+def test_what_wandb_complains_of_becomes_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class UsageError(Exception):
+        pass
+
+    def init(**_: Any) -> None:
+        raise UsageError("No API key configured.\nLog in first.\n")
+
+    module = SimpleNamespace(init=init, errors=SimpleNamespace(Error=UsageError))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(ConfigError) as raised:
+        writers._Wandb("atom", PeerLabels("r", "p", tmp_path))
+    assert str(raised.value) == (
+        "--metrics wandb: No API key configured. Log in first; log in with 'wandb login', or set "
+        "WANDB_MODE=offline"
+    )
 
 
 def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,9 @@ class _Wandb:
                 dir=str(labels.folder),
             )
         except wandb.errors.Error as error:
+            said = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
-                f"--metrics wandb: {error}; log in with 'wandb login', or set WANDB_MODE=offline"
+                f"--metrics wandb: {said}; log in with 'wandb login', or set WANDB_MODE=offline"
             ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
