@@ -150,9 +150,22 @@ def test_counted_memory_is_near_the_prediction(peers: Peers, speeds: Speeds) -> 
 
 
 def test_peers_say_what_a_step_computes_without_the_network(peers: Peers, speeds: Speeds) -> None:
-    best, *_ = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
-    replies = tell_stages(peers, "pipeline_compute", best)
-    assert all(reply["compute_s"] > 0 for reply in replies)
+    found = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
+    best = next(c for c in found if c.schedule == "own" and c.chunks == 1)
+    parts = MODEL.layers + 2
+
+    def computed(cut: int) -> list[float]:
+        """Return seconds of each peer, of which the first has so many parts of the model."""
+        replies = peers.tell_all(
+            "pipeline_compute", PATIENCE_S, lambda rank: {"rank": rank},
+            model=MODEL.to_json(), plan={**best.plan(), "bounds": [0, cut, parts]},
+            sequences=SEQUENCES, ranks=2,
+        )  # fmt: skip
+        return [reply["compute_s"] for reply in replies]
+
+    # All layers but the embedding, or but the head, lie with one of the two.
+    assert 2 * computed(1)[0] < computed(1)[1]
+    assert computed(parts - 1)[0] > 2 * computed(parts - 1)[1]
 
 
 def test_the_link_is_probed_one_way_and_both(peers: Peers) -> None:
