@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import forks
 from waiting import PATIENCE_S, wait_until
 
+from atomtrain.benchmarks import forks
 from atomtrain.benchmarks.shaping import Network
 
 Said = dict[str, Any]

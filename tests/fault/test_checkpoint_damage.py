@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import forks
 import pytest
 import torch
 
 from atomtrain import checkpoint
+from atomtrain.benchmarks import forks
 from atomtrain.checkpoint import writer
 from atomtrain.errors import CheckpointError
 

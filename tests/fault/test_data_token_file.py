@@ -12,16 +12,16 @@ from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-import forks
 import numpy as np
 import pytest
 
+from atomtrain.benchmarks import forks
 from atomtrain.data import Corpus, Tokenizer, open_tokens, prepare, tokens
 from atomtrain.data.corpus import corpus_of_texts
 from atomtrain.errors import DataError
 
 DEADLINE_S = 600.0
-HELPERS = [str(Path(__file__).parent), str(Path(forks.__file__).parent)]
+HERE = str(Path(__file__).parent)
 
 
 def make_corpus() -> Corpus:
@@ -127,7 +127,7 @@ DYING = """
 import os, signal, sys
 from pathlib import Path
 from atomtrain.data import Tokenizer, open_tokens, tokens
-sys.path[:0] = sys.argv[2:]
+sys.path.insert(0, sys.argv[2])
 from test_data_token_file import make_corpus, make_tokenizer
 def die(self):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -137,7 +137,7 @@ open_tokens(make_corpus(), make_tokenizer(), Path(sys.argv[1]))
 
 
 def test_a_builder_that_is_killed_leaves_nothing_that_is_used(tmp_path: Path) -> None:
-    done = forks.run([sys.executable, "-c", DYING, str(tmp_path), *HELPERS], DEADLINE_S)
+    done = forks.run([sys.executable, "-c", DYING, str(tmp_path), HERE], DEADLINE_S)
     assert done.returncode == -signal.SIGKILL
     (leftover,) = tmp_path.iterdir()
     assert ".tmp-" in leftover.name
@@ -153,7 +153,7 @@ def test_a_builder_that_is_killed_leaves_nothing_that_is_used(tmp_path: Path) ->
 LIMITED = """
 import resource, sys
 from pathlib import Path
-sys.path[:0] = sys.argv[2:]
+sys.path.insert(0, sys.argv[2])
 from test_data_token_file import make_corpus, make_tokenizer
 from atomtrain.data import open_tokens
 from atomtrain.errors import DataError
@@ -166,7 +166,7 @@ except DataError as error:
 
 
 def test_a_write_that_really_fails_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
-    done = forks.run([sys.executable, "-c", LIMITED, str(tmp_path), *HELPERS], DEADLINE_S)
+    done = forks.run([sys.executable, "-c", LIMITED, str(tmp_path), HERE], DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert "tokens-" in done.stdout
     assert "could not be written (File too large)" in done.stdout

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 from namespaces import namespaces
 from waiting import PATIENCE_S
 
+from atomtrain.benchmarks import forks
 from atomtrain.benchmarks.churn_check import compare_checkpoints
 from atomtrain.benchmarks.churn_peers import ChurnPeer
 from atomtrain.benchmarks.shaping import Link, Network

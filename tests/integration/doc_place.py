@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import forks
 from doc_commands import ROOT, blocks
 from hugging_face_models import SENTENCE, UNTIED, write_model
 from train_processes import write_text
 from waiting import PATIENCE_S
 
+from atomtrain.benchmarks import forks
 from atomtrain.training.tail import EventTail
 
 ATOM = [sys.executable, "-m", "atomtrain.cli.main"]

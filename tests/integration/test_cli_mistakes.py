@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import forks
 import pytest
 import torch
 from waiting import PATIENCE_S
 
+from atomtrain.benchmarks import forks
 from atomtrain.cli.main import main
 
 PEER_ID = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"

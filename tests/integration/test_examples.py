@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 from waiting import PATIENCE_S
+
+from atomtrain.benchmarks import forks
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 AS_A_USER = "dataloader"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import forks
 import pytest
 from train_processes import Trainer, interrupt, joined, wait, write_text
 
+from atomtrain.benchmarks import forks
 from atomtrain.benchmarks.churn_peers import Crowd
 from atomtrain.swarm import lan
 

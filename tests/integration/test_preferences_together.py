@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import forks
 import pytest
 from hugging_face_models import UNTIED, write_model
 from test_preferences import pairs
 from train_processes import check_shared_rounds, interrupt, joined, wait
 
+from atomtrain.benchmarks import forks
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.training.references import REFERENCES_FILE
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 import torch
 from hugging_face_models import UNTIED, write_model, write_text
 from train_processes import check_shared_rounds, interrupt, joined, wait
 
+from atomtrain.benchmarks import forks
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main

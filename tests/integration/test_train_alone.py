@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forks
 import pytest
 import torch
 from train_processes import (
@@ -20,6 +19,7 @@ from train_processes import (
 )
 from waiting import PATIENCE_S
 
+from atomtrain.benchmarks import forks
 from atomtrain.checkpoint import load_latest
 
 STEPS = 25

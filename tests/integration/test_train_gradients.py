@@ -7,10 +7,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import forks
 from train_processes import HELD_TRAIN, Trainer, joined, wait, write_text
 from waiting import PATIENCE_S
 
+from atomtrain.benchmarks import forks
 from atomtrain.benchmarks.churn_peers import Crowd
 from atomtrain.checkpoint import load_latest
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import forks
 import pytest
 from held_train import held_founder
 from train_processes import (
@@ -23,6 +22,7 @@ from train_processes import (
 )
 from waiting import PATIENCE_S, wait_until
 
+from atomtrain.benchmarks import forks
 from atomtrain.benchmarks.churn_check import disagreements
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.training.tail import EventTail

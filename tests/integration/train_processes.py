@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forks
 import torch
 from waiting import PATIENCE_S, wait_until
 
+from atomtrain.benchmarks import forks
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
 from atomtrain.checkpoint import load_latest
 from atomtrain.events import read_events

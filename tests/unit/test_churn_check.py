@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +25,10 @@ from atomtrain.benchmarks.churn_check import (
     stops,
 )
 from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
+from atomtrain.benchmarks.churn_result import checked
+from atomtrain.benchmarks.ending import requests_noted
 from atomtrain.checkpoint import save
+from atomtrain.cli import bench
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,10 @@ def test_rejoining_ends_with_the_first_step(peer: Any) -> None:
 
 
 def rounds(*ended: tuple[float, str, int]) -> list[dict[str, Any]]:
-    return [{"event": "round", "time_s": t, "outcome": o, "contributors": n} for t, o, n in ended]
+    return [
+        {"event": "round", "time_s": t, "duration_s": 0.1, "outcome": o, "contributors": n}
+        for t, o, n in ended
+    ]
 
 
 def test_a_newcomer_averages_when_a_round_of_several_has_come_to_something(peer: Any) -> None:
@@ -102,6 +111,7 @@ class StandIn(ChurnPeer):
         super().__init__(name, folder, None)  # type: ignore[arg-type]
         self.events = steps(1.0) if kind != "joins" else []
         self.events += rounds((2.0, "averaged", 2)) if kind == "averages" else []
+        self.events.append({"event": "run_started", "join_address": f"run@{name}"})
 
     def read(self) -> None:
         return
@@ -132,6 +142,71 @@ def test_a_newcomer_that_only_trains_is_waited_for_and_counts_as_a_hang(tmp_path
     churn._wait_for_newcomers()
     churn._wait_for_newcomers()
     assert [peer.name for peer in churn.late] == ["trains"]
+
+
+class MadeUpCrowd(Crowd):
+    """Peers without processes; those that start average at once, and none waits."""
+
+    def start(self, join: str | None = None) -> ChurnPeer:
+        self.peers.append(StandIn(f"peer-{len(self.peers)}", self._folder, "averages"))
+        return self.peers[-1]
+
+    def kill(self, *peers: ChurnPeer) -> None:
+        for peer in peers:
+            peer.killed = True
+
+    def running(self) -> list[ChurnPeer]:
+        return [peer for peer in self.peers if not peer.killed]
+
+    def wait(self, condition: Any, within_s: float, poll_s: float = 0.1) -> bool:
+        return bool(condition())
+
+
+@pytest.mark.parametrize("asked_after", [2, 9], ids=["cut", "whole"])
+def test_who_is_asked_to_end_says_how_many_were_killed(tmp_path: Path, asked_after: int) -> None:
+    kept: list[dict[str, Any]] = []
+    crowd = MadeUpCrowd(tmp_path, "run", [])
+    for _ in range(3):
+        crowd.start()
+    churn = _Churn(ChurnSetup(kills=5), crowd, kept.append)
+    churn.asked = lambda: len(kept) >= asked_after
+    churn.churn()
+    kills = min(asked_after, 5)
+    assert [now["kills"] for now in kept] == list(range(1, kills + 1))
+    assert churn.seen()["kills"] == kills
+    assert churn.complete is (kills == 5)
+
+
+def test_who_left_before_it_trained_has_saved_nothing_to_compare(peer: Any) -> None:
+    joining, gone = peer("a", []), peer("b", [])
+    gone.folder.mkdir()
+    (gone.folder / "peer.log").write_text("no memory")
+    result = checked([joining, gone], [joining])
+    assert (result["ended_by_themselves"], result["last_anchors_compared"]) == (1, 0)
+
+
+def test_the_first_request_to_end_is_noted_and_the_second_obeyed() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with requests_noted() as asked:
+            assert not asked()
+            signal.raise_signal(number)
+            assert asked()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+    assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+
+
+def test_a_result_that_was_cut_is_told_and_the_exit_code_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for complete, code in ((False, 130), (True, 0)):
+        entry = SimpleNamespace(
+            takes=(), text=lambda _: None, run=lambda _, c=complete: {"complete": c}
+        )
+        monkeypatch.setattr(bench, "benchmark", lambda _, entry=entry: entry)
+        assert bench.run(["churn", "--json"]) == code
+        assert json.loads(capsys.readouterr().out) == {"complete": complete}
 
 
 def test_losses_are_taken_in_order_of_time(peer: Any) -> None:

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forks
 import pytest
 from waiting import PATIENCE_S
+
+from atomtrain.benchmarks import forks
 
 TELL = """
 import os, sys

@@ -15,7 +15,8 @@ What is measured, from the survivors' event streams:
 - `longest_round_s`: longest time from a round's invitation to its decision, at any member.
 - `hangs`: stops of 30 s or more, and newcomers that had not averaged with others by the deadline.
 - `rejoin_s`, `averages_s`: median seconds from starting a newcomer's process to its first step, and
-  to the end of the first round in which it averaged with others, importing packages included.
+  to the end of the first round in which it averaged with others, importing packages included
+  unless peers are so many that they are forks (see `ChurnSetup.crowded`).
 - `loss_first`, `loss_last`: mean training loss of the first and last tenth of all peers' steps.
 - `wrong_means`: the sum of three counts.
   `means.wrong`: parts of rounds whose result is not the token-weighted mean of what the members
@@ -31,37 +32,33 @@ What this does not prove: of the mean, elements in between (but anchors are comp
 they would have to be wrong alike everywhere), and rounds of which a contributor was killed before
 it could note its part (`means.unknown`). A pair that disagreed of which one ended within 30 s shows
 nothing either way (`disagreements.cut_short`).
+
+Asked to end before its time (SIGINT, SIGTERM), it kills nobody any more, has the peers save and
+leave, and tells what it has: `complete` is false then, and `kills` are those that were made.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import signal
-import statistics
 import sysconfig
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 
-from atomtrain.benchmarks.churn_check import (
-    HANG_S,
-    averaging_times,
-    compare_checkpoints,
-    disagreements,
-    first_and_last_loss,
-    rejoin_times,
-    stops,
+from atomtrain.benchmarks import forks
+from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd, until_this_ends
+from atomtrain.benchmarks.churn_result import checked, seen
+from atomtrain.benchmarks.common import (
+    BenchmarkOptions,
+    Result,
+    description,
+    keep_partial,
+    progress,
 )
-from atomtrain.benchmarks.churn_peers import ChurnPeer, Crowd
-from atomtrain.benchmarks.churn_witness import check_means, read_notes
-from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
+from atomtrain.benchmarks.ending import requests_noted, terminable
 from atomtrain.data import read_corpus
 from atomtrain.errors import ConfigError, DataError, SwarmError
 
@@ -99,10 +96,18 @@ class ChurnSetup:
     seed: int = 0
 
     @property
+    def crowded(self) -> bool:
+        """Whether so many peers share a core that starting one holds up all others.
+
+        Each is then a fork of a process that has imported everything: on machines of their own
+        they would import at the same time.
+        """
+        return self.peers > (os.cpu_count() or 1) + 1
+
+    @property
     def device(self) -> str:
         """What `atom train` is told to train on."""
-        outnumber = self.peers > (os.cpu_count() or 1) + 1
-        return f"emulated:{self.slow_link}" if outnumber else "emulated"
+        return f"emulated:{self.slow_link}" if self.crowded else "emulated"
 
     def __post_init__(self) -> None:
         if self.peers < 2 or self.kills < 1:
@@ -135,33 +140,40 @@ def run(options: BenchmarkOptions, setup: ChurnSetup | None = None) -> Result:
         at_once=options.at_once or setup.at_once,
     )
     data = _text()
-    with tempfile.TemporaryDirectory(prefix="atom-churn-") as folder, _terminable():
+    inputs = {
+        **asdict(setup),
+        "data": data or "demo",
+        "model": "tiny",
+        "device": setup.device,
+        "forked": setup.crowded,
+    }
+    about = {"inputs": inputs, **description()}
+    with tempfile.TemporaryDirectory(prefix="atom-churn-") as folder, terminable():
         arguments = _arguments(setup, data)
-        with Crowd(Path(folder), _RUN, arguments, witness=True) as crowd:
-            churn = _Churn(setup, crowd)
+        popen = forks.Popen if setup.crowded else until_this_ends
+        with Crowd(Path(folder), _RUN, arguments, witness=True, popen=popen) as crowd:
+            churn = _Churn(setup, crowd, lambda now: keep_partial({**now, **about}, options.out))
             churn.gather()
-            churn.churn()
-            saved = churn.end()
+            with requests_noted() as churn.asked:
+                churn.churn()
+            left = churn.end()
             left_over = crowd.left_over()
-            measured = _measured(churn, saved)
-        return {
-            **measured,
-            "processes_left": len(left_over),
-            "inputs": {
-                **asdict(setup),
-                "data": data or "demo",
-                "model": "tiny",
-                "device": setup.device,
-            },
-            **description(),
-        }
+            result = {"complete": churn.complete, **churn.seen(), **checked(crowd.peers, left)}
+        return {**result, "processes_left": len(left_over), **about}
 
 
 class _Churn:
     """One run of the benchmark: gather, churn, end."""
 
-    def __init__(self, setup: ChurnSetup, crowd: Crowd) -> None:
-        self.setup, self.crowd = setup, crowd
+    def __init__(
+        self, setup: ChurnSetup, crowd: Crowd, keep: Callable[[Result], None] = lambda _: None
+    ) -> None:
+        """`keep` gets what was seen so far after each kill."""
+        self.setup, self.crowd, self._keep = setup, crowd, keep
+        self.asked: Callable[[], bool] = lambda: False
+        """Says whether somebody wants it to end before its time."""
+        self.complete = False
+        """Whether all kills were made, and were survived long enough to be judged."""
         self.chance = random.Random(setup.seed)
         self.newcomers: list[ChurnPeer] = []
         """Those that took the place of killed ones."""
@@ -179,13 +191,16 @@ class _Churn:
         progress(f"{self.setup.peers} peers train after {self._elapsed_s():.0f} s")
 
     def churn(self) -> None:
-        """Kill and replace."""
+        """Kill and replace, to the end or until asked to end."""
         killed = 0
         while killed < self.setup.kills:
             pause_s = self.chance.uniform(*self.setup.pause_s)
             if self.chance.random() >= self.setup.early_share:
                 self._wait_for_newcomers()
-            self.crowd.wait(lambda: False, pause_s)
+            self._wait(lambda: False, pause_s)
+            if self.asked():
+                progress(f"{self._elapsed_s():4.0f} s: asked to end; peers save and leave")
+                return
             self._replace_the_dead()
             victims = self._victims(min(self.setup.at_once, self.setup.kills - killed))
             told = [f"{v.name} ({'training' if v.training else 'joining'})" for v in victims]
@@ -196,12 +211,25 @@ class _Churn:
                 f"{self._elapsed_s():4.0f} s: kill {killed} of {self.setup.kills}: "
                 f"{', '.join(told)}; {', '.join(newcomers)} joins"
             )
+            self._keep(self.seen())
         self._wait_for_newcomers()
-        self.crowd.wait(lambda: False, self.setup.settle_s)
+        self._wait(lambda: False, self.setup.settle_s)
+        self.complete = not self.asked()
 
     def end(self) -> list[ChurnPeer]:
         """Have all peers save and leave; return those that did."""
         return self.crowd.interrupt(_SAVED_S)
+
+    def seen(self) -> Result:
+        """Return what the events told so far."""
+        return {
+            **seen(self.crowd.peers, self.newcomers, self.late),
+            "longest_lag_s": self.crowd.longest_lag_s,
+            "duration_s": self._elapsed_s(),
+        }
+
+    def _wait(self, condition: Callable[[], bool], within_s: float) -> bool:
+        return self.crowd.wait(lambda: condition() or self.asked(), within_s)
 
     def _victims(self, count: int) -> list[ChurnPeer]:
         """Choose whom to kill at once; one that trains is left: with the last the run would end."""
@@ -228,7 +256,9 @@ class _Churn:
 
     def _wait_for_newcomers(self) -> None:
         """Wait until all that run have averaged; who has not by the deadline counts as a hang."""
-        self.crowd.wait(lambda: all(p.averages for p in self.crowd.running()), self.setup.start_s)
+        self._wait(lambda: all(p.averages for p in self.crowd.running()), self.setup.start_s)
+        if self.asked():
+            return
         for peer in self.crowd.running():
             if not peer.averages and peer not in self.late:
                 self.late.append(peer)
@@ -249,59 +279,6 @@ class _Churn:
         return time.monotonic() - self.started_s
 
 
-def _measured(churn: _Churn, saved: list[ChurnPeer]) -> Result:
-    crowd = churn.crowd
-    stood = stops(crowd.peers)
-    before_s = stood.from_s - crowd.peers[0].started_s
-    progress(
-        f"longest stop: {stood.peer}, {stood.longest_s:.1f} s, {before_s:.0f} s after the start"
-    )
-    failed = [p for p in crowd.peers if not p.killed and p not in saved]
-    for peer in failed:
-        progress(f"{peer.name} ended by itself: {peer.last_words()}")
-    times_s, averaging_s = rejoin_times(churn.newcomers), averaging_times(churn.newcomers)
-    first, last = first_and_last_loss(crowd.peers)
-    differing = disagreements(crowd.peers)
-    for item in differing:
-        progress(f"disagreement: {item}")
-    outcomes = Counter(item.outcome for item in differing)
-    anchors = compare_checkpoints(peer.folder / "checkpoints" for peer in saved)
-    means = check_means((p.peer_id, n) for p in crowd.peers for n in read_notes(p.notes))
-    rounds = Counter(e["outcome"] for p in crowd.peers for e in p.of("round"))
-    together = [e for p in crowd.peers for e in p.of("round") if e["contributors"] > 1]
-    return {
-        "kills": sum(peer.killed for peer in crowd.peers),
-        "kills_while_joining": sum(p.killed and not p.of("step") for p in crowd.peers),
-        "kills_before_averaging": sum(p.killed and p.first_average_s is None for p in crowd.peers),
-        "founder_killed": crowd.peers[0].killed,
-        "hangs": stood.hangs + len(churn.late),
-        "hang_s": HANG_S,
-        "wrong_means": means.wrong + outcomes["lasting"] + anchors.unequal,
-        "means": means._asdict(),
-        "disagreements": {
-            "repaired": outcomes["repaired"],
-            "cut_short": outcomes["cut short"],
-            "lasting": outcomes["lasting"],
-        },
-        "last_anchors_compared": anchors.compared,
-        "last_anchors_unequal": anchors.unequal,
-        "longest_stop_s": stood.longest_s,
-        "longest_lag_s": crowd.longest_lag_s,
-        "rejoin_s": statistics.median(times_s) if times_s else None,
-        "rejoins": len(times_s),
-        "averages_s": statistics.median(averaging_s) if averaging_s else None,
-        "rejoins_that_averaged": len(averaging_s),
-        "ended_by_themselves": len(failed),
-        "loss_first": first,
-        "loss_last": last,
-        "steps": sum(len(peer.of("step")) for peer in crowd.peers),
-        "rounds": dict(rounds),
-        "rounds_of_several": len(together),
-        "longest_round_s": max((e["duration_s"] for e in together), default=None),
-        "duration_s": churn._elapsed_s(),
-    }
-
-
 def _arguments(setup: ChurnSetup, data: str | None) -> list[str]:
     rates = ["--steps", str(_STEPS), "--evaluate-every", "500", "--checkpoint-every", "200"]
     # The witness does the sum again: of plain means.
@@ -318,20 +295,3 @@ def _text() -> str | None:
     except DataError:
         return str(Path(sysconfig.get_paths()["stdlib"]) / "*.py")
     return None
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Turn SIGTERM into the exception of Ctrl-C, so that the peers are ended as well."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -33,7 +33,7 @@ _DEATH_S = 300.0
 _NOTES = "rounds.jsonl"
 
 
-def _until_this_ends(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+def until_this_ends(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a command that the kernel kills if this process dies."""
     stub = [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid())]
     return subprocess.Popen([*stub, *command], **options)
@@ -124,7 +124,7 @@ class Crowd:
         run: str,
         arguments: Sequence[str],
         witness: bool = False,
-        popen: Callable[..., subprocess.Popen[bytes]] = _until_this_ends,
+        popen: Callable[..., subprocess.Popen[bytes]] = until_this_ends,
     ) -> None:
         """Give `arguments` to every peer's `atom train`; all files go below `folder`.
 

@@ -32,7 +32,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atomtrain.benchmarks.churn import _terminable
 from atomtrain.benchmarks.common import (
     BenchmarkOptions,
     Result,
@@ -40,6 +39,7 @@ from atomtrain.benchmarks.common import (
     keep_partial,
     progress,
 )
+from atomtrain.benchmarks.ending import terminable
 from atomtrain.benchmarks.network_atom_method import LOSSES_OF_PEERS
 from atomtrain.benchmarks.network_curves import (
     curve_of_atom,
@@ -115,7 +115,7 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
     rows: list[Result] = []
     result: Result = {}
     with (
-        _terminable(),
+        terminable(),
         tempfile.TemporaryDirectory(prefix="atom-network-") as folder,
         Network(setup.peers) as network,
         Methods(_learning(setup, Path(folder)), network, Path(folder)) as methods,

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atomtrain.benchmarks.churn import _terminable
 from atomtrain.benchmarks.common import (
     BenchmarkOptions,
     Result,
@@ -26,6 +25,7 @@ from atomtrain.benchmarks.common import (
     keep_partial,
     progress,
 )
+from atomtrain.benchmarks.ending import terminable
 from atomtrain.benchmarks.network_curves import (
     curve_of_atom,
     curve_of_measured,
@@ -69,7 +69,7 @@ def run(options: BenchmarkOptions) -> Result:
     if options.peers is not None:
         setup = replace(setup, peers=options.peers)
     curves: list[Result] = []
-    with _terminable(), tempfile.TemporaryDirectory(prefix="atom-loss-") as folder:
+    with terminable(), tempfile.TemporaryDirectory(prefix="atom-loss-") as folder:
         setup = replace(
             setup,
             model=replace(setup.model, text=demonstration_text(Path(folder))),

@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.picture is not None:
         entry.draw(result, options.picture)
         sys.stderr.write(f"{options.picture}\n")
-    return 0
+    return 0 if result.get("complete", True) else 130
 
 
 def _check_taken(options: BenchOptions, taken: Sequence[str]) -> None:

@@ -1,10 +1,11 @@
 """Programs of Python that start as forks of a process in which the heavy packages lie ready.
 
-A peer that a test starts would import torch, hivemind and more, for seconds of a processor, again
-and again. Here one process, which is started with the first such program, imports them and does
-nothing else; each program is a fork of it, in a process of its own, with its own arguments, folder,
-environment and files. It does what `python -m MODULE`, `python FILE` or `python -c CODE` would do,
-but for that start and the tidying at the end, and it ends with the tests if nothing else ends it.
+A peer that a benchmark or a test starts would import torch, hivemind and more, for seconds of a
+processor, again and again. Here one process, which is started with the first such program, imports
+them and does nothing else; each program is a fork of it, in a process of its own, with its own
+arguments, folder, environment and files. It does what `python -m MODULE`, `python FILE` or
+`python -c CODE` would do, but for that start and the tidying at the end, and it ends with the
+process that asked for it if nothing else ends it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def run(command: list[str], timeout: float, **options: Any) -> subprocess.Comple
 
 
 class _Nursery:
-    """The process that has everything imported, as seen from the tests."""
+    """The process that has everything imported, as seen from who asks for forks."""
 
     def __init__(self) -> None:
         # Forks are forks of forks; as their parents end at once, they become ours.
@@ -83,7 +84,8 @@ class _Nursery:
         self._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(other.fileno()), str(self.owner)],
+                # -P: what lies in this folder, or where one is, is not what others import.
+                [sys.executable, "-P", "-m", __name__, str(other.fileno()), str(self.owner)],
                 pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL, process_group=0,
             )  # fmt: skip
         self._connection.settimeout(600.0)
@@ -105,7 +107,7 @@ def _nursery() -> _Nursery:
     return _NURSERIES[0]
 
 
-def _serve(connection: socket.socket, tests: int) -> list[str] | None:
+def _serve(connection: socket.socket, owner: int) -> list[str] | None:
     """Fork on demand; return in each fork, with its arguments, and in the end, without."""
     while True:
         message, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
@@ -118,7 +120,7 @@ def _serve(connection: socket.socket, tests: int) -> list[str] | None:
             if pid == 0:
                 for end in (reading, writing, connection.detach()):
                     os.close(end)
-                return _become(json.loads(message), files, tests)
+                return _become(json.loads(message), files, owner)
             os.write(writing, str(pid).encode())
             os._exit(0)
         os.close(writing)
@@ -129,11 +131,11 @@ def _serve(connection: socket.socket, tests: int) -> list[str] | None:
         connection.send(answer)
 
 
-def _become(order: dict[str, Any], files: list[int], tests: int) -> list[str]:
-    while os.getppid() != tests:  # until the process between has ended
+def _become(order: dict[str, Any], files: list[int], owner: int) -> list[str]:
+    while os.getppid() != owner:  # until the process between has ended
         time.sleep(0.0005)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != tests:
+    if os.getppid() != owner:
         os._exit(1)
     if order["group"] is not None and order["group"] >= 0:
         os.setpgid(0, order["group"])
@@ -143,7 +145,8 @@ def _become(order: dict[str, Any], files: list[int], tests: int) -> list[str]:
         os.close(file)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -158,7 +161,7 @@ def _ran(arguments: list[str]) -> int:
         _run(arguments)
     except SystemExit as end:
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+            sys.stderr.write(f"{end.code}\n")
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 (this is the program's end)
         traceback.print_exc()
@@ -180,17 +183,17 @@ def _run(arguments: list[str]) -> None:
     how, *rest = arguments
     if how == "-m":
         sys.argv = rest
-        sys.path[0] = os.getcwd()
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif how == "-c":
         sys.argv = ["-c", *rest[1:]]
-        sys.path[0] = ""
+        sys.path.insert(0, "")
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         exec(compile(rest[0], "<string>", "exec"), module.__dict__)
     else:
         sys.argv = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(how))
+        sys.path.insert(0, os.path.dirname(os.path.abspath(how)))
         runpy.run_path(how, run_name="__main__")
 
 
