@@ -59,13 +59,16 @@ are equally fast (within 1%) the one that needs least of it is taken. Each host 
 model, and the memory channels of a usual host that holds so much. Tokens a step (micro-batches x
 sequences in each) are what lets compute cover the link. Where a whole block, optimizer state
 included, fits the device and pays there, it stays there: small models train as without swapping.
+What forward saves for backward is kept, sent to the host or computed again, whichever is best for
+each segment ([activations.md](activations.md)).
 """
 
 
 _HOST_MEMORY = """\
-The plan also holds the values at the cuts between segments, for all micro-batches. *Leanest exact*
-is `--precision bf16 --optimizer adamw-int8`: 8 bytes a parameter, masters exact to the last bit of
-float32, products in bfloat16 ([precision.md](precision.md)).
+The plan also holds what waits there for backward: values at the cuts between segments, and what is
+offloaded, of all micro-batches. *Leanest exact* is `--precision bf16 --optimizer adamw-int8`: 8
+bytes a parameter, masters exact to the last bit of float32, products in bfloat16
+([precision.md](precision.md)).
 """
 _TREATMENTS = """\
 ## Embedding and head
