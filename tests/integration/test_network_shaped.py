@@ -96,6 +96,21 @@ def test_links_have_the_rate_and_the_way_that_was_asked_for() -> None:
         wait_until(lambda: measure(net, 40_000_000)[1] > 2.5e7)
 
 
+def test_far_hosts_send_frames_as_large_as_the_link_takes() -> None:
+    setting = Path("/proc/sys/net/ipv4/tcp_tso_rtt_log")
+    if not setting.exists():
+        pytest.skip("this kernel has no tcp_tso_rtt_log")
+    with Network(2) as net:
+        for link, log in (
+            (Link(bits_per_s=1e8, round_trip_s=0.05), 14),
+            (Link(bits_per_s=1e8), 9),
+        ):
+            net.shape(link)
+            for host in range(2):
+                reading = [*net.entering(host), "cat", str(setting)]
+                assert int(subprocess.check_output(reading)) == log
+
+
 def test_links_lose_as_many_packets_as_was_asked_for() -> None:
     opening = "import socket,sys,time\nend=socket.socket(socket.AF_INET,socket.SOCK_DGRAM)\n"
     sender = opening + (

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import select
+import socket
+import threading
+import time
+
 import pytest
+from waiting import PATIENCE_S
 
 from atomtrain.benchmarks.shaping import Link
-from atomtrain.benchmarks.shaping_delay import DelayQueue, Ports
+from atomtrain.benchmarks.shaping_delay import DelayQueue, Ports, relay
 from atomtrain.errors import ConfigError
 
 HEADER = bytes(10)
@@ -30,6 +37,19 @@ def test_the_queue_holds_what_is_under_way() -> None:
     near, far = (Link(bits_per_s=1e9, round_trip_s=s).bucket() for s in (0.0, 0.2))
     limit_bytes = [int(b[b.index("limit") + 1].removesuffix("b")) for b in (near, far)]
     assert limit_bytes[1] >= 1e9 / 8 * 0.2 > limit_bytes[0]
+
+
+def test_frames_are_what_the_link_passes_in_a_millisecond() -> None:
+    def frame_bytes(rate: float | None, trip_s: float) -> int:
+        log = Link(bits_per_s=rate, round_trip_s=trip_s).tso_rtt_log
+        return 65536 >> (int(1e6 * trip_s) >> log)
+
+    assert frame_bytes(1e8, 0.05) == 8192
+    assert frame_bytes(1e8, 0.2) == 8192
+    assert frame_bytes(2.5e8, 0.05) == 8192, "16 KiB would do: halvings come in steps"
+    assert frame_bytes(1e9, 0.03) == 65536
+    assert frame_bytes(None, 0.03) == 65536
+    assert Link(bits_per_s=1e7, round_trip_s=0.05).tso_rtt_log == 9, "as the kernel does"
 
 
 @pytest.mark.parametrize(
@@ -80,3 +100,30 @@ def test_the_switch_learns_where_hosts_are() -> None:
     assert ports.targets(2, frame(target=1, source=2)) == [0]
     assert ports.targets(0, frame(target=2, source=1)) == [2]
     assert ports.targets(2, frame(target=2, source=3)) == []
+
+
+def test_the_relay_keeps_each_frame_for_the_delay_and_their_order() -> None:
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
+    taps, hosts = zip(*pairs, strict=True)
+    for tap in taps:
+        tap.setblocking(False)
+    control, told = os.pipe()
+    relaying = threading.Thread(target=relay, args=([tap.fileno() for tap in taps], control))
+    relaying.start()
+    try:
+        os.write(told, b"0.2 0.0\n")
+        sent_s = []
+        for number in range(8):
+            sent_s.append(time.monotonic())
+            hosts[0].send(frame(target=2, source=1) + bytes([number]))
+        for number, begun_s in enumerate(sent_s):
+            assert select.select([hosts[1]], [], [], PATIENCE_S)[0]
+            assert hosts[1].recv(100)[-1] == number
+            assert time.monotonic() - begun_s >= 0.2
+    finally:
+        os.close(told)
+        relaying.join(PATIENCE_S)
+        assert not relaying.is_alive(), "it ends with what tells it"
+        os.close(control)
+        for end in (*taps, *hosts):
+            end.close()

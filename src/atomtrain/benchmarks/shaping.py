@@ -12,6 +12,7 @@ has a name outside, and no packet leaves.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -35,6 +36,11 @@ add chain ip guard through {{ type filter hook forward priority 0; policy drop; 
 add rule ip guard through iifname lan0 accept
 add rule ip guard through ct state established,related accept
 """
+_LARGE_FRAMES = """
+setting=/proc/sys/net/ipv4/tcp_tso_rtt_log
+test ! -e $setting || echo "$1" > $setting
+"""
+"""Kernels before 5.18 have no such setting: the relay has more to do there."""
 _HOLD = ("sh", "-c", "echo ready; exec cat")
 _BURST_S = 0.004
 _LEAST_BURST_BYTES = 3_200
@@ -43,6 +49,13 @@ _LEAST_QUEUE_BYTES = 48_000
 _COMMAND_S = 20.0
 _CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _SEGMENTS_MAX = "65535"
+"""What the kernel has by itself."""
+_FRAME_S = 0.001
+"""A frame on its way through a relay is what the link passes in it, at most."""
+_LARGEST_FRAME_BYTES = 1 << 16
+_LEAST_FRAME_BYTES = 1 << 12
+"""Where it would be less, hosts send as they do by themselves."""
+_TSO_RTT_LOG = 9
 """What the kernel has by itself."""
 
 
@@ -72,6 +85,24 @@ class Link:
             return 0.0
         # A larger burst would let more than the rate through, a smaller one less.
         return max(_BURST_S, 8 * _LEAST_BURST_BYTES / self.bits_per_s)
+
+    @property
+    def tso_rtt_log(self) -> int:
+        """Linux's `tcp_tso_rtt_log` for the hosts: how large frames TCP sends at this round trip.
+
+        By itself it sends frames of up to 64 KiB to hosts that are near and of 3 kB, so many that
+        passing them on slows the network down, to those that are far. With this logarithm L they
+        are up to 64 KiB >> (round trip in us >> L) larger.
+        """
+        frame_bytes = _LARGEST_FRAME_BYTES
+        if self.bits_per_s is not None:
+            frame_bytes = min(frame_bytes, int(_FRAME_S * self.bits_per_s / 8))
+        if frame_bytes < _LEAST_FRAME_BYTES:
+            return _TSO_RTT_LOG
+        halvings = math.ceil(math.log2(_LARGEST_FRAME_BYTES / frame_bytes))
+        trip_us = int(1e6 * self.round_trip_s)
+        return max((log for log in range(_TSO_RTT_LOG, 31) if trip_us >> log >= halvings),
+                   default=_TSO_RTT_LOG)  # fmt: skip
 
     def bucket(self) -> list[str]:
         """Return the token bucket's arguments to `tc`; empty without a rate."""
@@ -182,7 +213,7 @@ class Network:
                 elif self._shaped:
                     _run([*prefix, "tc", "qdisc", "del", "dev", device, "root"])
         self._shaped = bool(bucket)
-        self._delay(link.round_trip_s / 2, link.loss_share)
+        self._delay(link)
 
     def close(self) -> None:
         """Remove everything; idempotent."""
@@ -244,7 +275,8 @@ class Network:
     def _switch(self) -> list[str]:
         return self._enter(self._holders[0].pid)
 
-    def _delay(self, one_way_s: float, loss_share: float) -> None:
+    def _delay(self, link: Link) -> None:
+        one_way_s, loss_share = link.round_trip_s / 2, link.loss_share
         relayed = one_way_s > 0 or loss_share > 0
         if relayed and self._relay is None:
             self._start_relay()
@@ -257,6 +289,9 @@ class Network:
                 bridge = f"d{host}" if relayed else "br0"
                 _run([*self._switch(), "ip", "link", "set", f"p{host}", "master", bridge])
         self._relayed = relayed
+        log = link.tso_rtt_log if relayed else _TSO_RTT_LOG
+        for host in range(self.hosts):
+            _run([*self.entering(host), "sh", "-c", _LARGE_FRAMES, "sh", str(log)])
         if (loss_share > 0) != self._single:
             # Else the kernel hands on dozens of packets as one, which would be lost together.
             segments = "1" if loss_share > 0 else _SEGMENTS_MAX

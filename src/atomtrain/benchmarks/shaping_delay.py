@@ -1,9 +1,9 @@
 """Delays and loses packets between the ports of a switch: a process, for kernels without netem.
 
 It has one tap device for each host, reads whole frames from it (with the kernel's offloads, so a
-frame may hold 64 KiB), keeps each for the delay, and writes it to the tap of the host that it is
-for. Standard input carries, one line each time, the delay in seconds and the share of frames that
-is lost; at its end the process ends.
+frame may hold 64 KiB, and hosts send large ones: `Link.tso_rtt_log`), keeps each for the delay, and
+writes it to the tap of the host that it is for. Standard input carries, one line each time, the
+delay in seconds and the share of frames that is lost; at its end the process ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ _TAP, _NO_INFORMATION, _OFFLOAD_HEADER = 0x0002, 0x1000, 0x4000
 _CHECKSUM, _SEGMENTS_4, _SEGMENTS_6 = 1, 2, 4
 _HEADER_BYTES = 10
 """What the kernel puts before each frame to say what is left undone of checksum and segments."""
+_TARGET = slice(_HEADER_BYTES, _HEADER_BYTES + 6)
+_SENDER = slice(_TARGET.stop, _TARGET.stop + 6)
 _MOST_FRAME_BYTES = 80_000
 _MOST_WAITING_BYTES = 256 << 20
 _AT_ONCE = 64
+_TOGETHER_S = 0.0005
+"""Frames that come within it are read together: to wake up for each costs more than passing it on.
+
+So a frame may be kept longer than the delay by that much, and is never kept shorter.
+"""
 
 
 class DelayQueue:
@@ -70,7 +77,7 @@ class Ports:
 
     def targets(self, source: int, frame: bytes) -> list[int]:
         """Return the ports that a frame goes to, and learn where its sender is."""
-        target, sender = frame[_HEADER_BYTES:][:6], frame[_HEADER_BYTES + 6 :][:6]
+        target, sender = frame[_TARGET], frame[_SENDER]
         self._seen[sender] = source
         if target in self._seen:
             port = self._seen[target]
@@ -97,7 +104,7 @@ def relay(taps: list[int], control: int) -> None:
             source, frame = entry
             for port in ports.targets(source, frame):
                 _write(taps[port], frame)
-        readable, _, _ = select.select([*taps, control], [], [], queue.wait_s(now_s))
+        readable, _, _ = select.select([control, *taps], [], [], queue.wait_s(now_s))
         now_s = time.monotonic()
         for descriptor in readable:
             if descriptor == control:
@@ -108,6 +115,9 @@ def relay(taps: list[int], control: int) -> None:
             else:
                 for frame in _frames(descriptor):
                     queue.put(now_s, port_of[descriptor], frame)
+        next_s = queue.wait_s(now_s)
+        if next_s is not None:
+            time.sleep(min(next_s, _TOGETHER_S))
 
 
 def _frames(tap: int) -> list[bytes]:
