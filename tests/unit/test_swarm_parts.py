@@ -25,7 +25,7 @@ from atomtrain.swarm.anchors import (
 from atomtrain.swarm.codec import byte_view
 from atomtrain.swarm.config import Manifest, SwarmConfig
 from atomtrain.swarm.digests import OLD_HASH
-from atomtrain.swarm.large import Recycler, large_copy, large_empty
+from atomtrain.swarm.large import Recycler, exchange_memory, large_copy, large_empty
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.reduction import SliceReduction
 from atomtrain.swarm.slices import Span, piece_spans, slice_spans, slices_per_member
@@ -376,6 +376,14 @@ def test_memory_of_another_size_is_given_back() -> None:
     assert recycler.kept_bytes == 1 << 20
     recycler.empty(2 << 20)
     assert recycler.kept_bytes == 2 << 20
+
+
+def test_an_exchange_gets_the_memory_of_the_last_one_like_it() -> None:
+    first = exchange_memory("one")
+    first.empty(1 << 20)  # and nobody refers to it any more
+    assert exchange_memory("one").kept_bytes == 1 << 20
+    assert exchange_memory("another").kept_bytes == 0
+    assert exchange_memory("one") is not first, "that of another kind was given back"
 
 
 def test_a_mean_lies_where_it_is_wanted() -> None:

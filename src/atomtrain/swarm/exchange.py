@@ -22,7 +22,7 @@ from atomtrain.swarm.bases import Bases
 from atomtrain.swarm.codec import Codec, byte_view, decode_span, decoded, square_of
 from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard, bounded_weights
 from atomtrain.swarm.lanes import Lane, Lanes
-from atomtrain.swarm.large import Recycler, large_empty
+from atomtrain.swarm.large import exchange_memory, large_empty
 from atomtrain.swarm.messages import BadMessage, Begin, Change, Contribution, Mean
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.owning import (
@@ -100,7 +100,7 @@ class Exchange:
         self._each = slices_per_member(elements, len(members))
         self._lanes = Lanes(self._me, len(members), self._each)
         self._spans = slice_spans(elements, len(members) * self._each)
-        self._memory = Recycler()
+        self._memory = exchange_memory((elements, len(members), setup.codec.name))
         self._bases = None
         if begin.bases:
             self._bases = Bases(

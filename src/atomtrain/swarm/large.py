@@ -69,6 +69,8 @@ class Recycler:
 
 
 _LARGE = Recycler(one_size=True)
+_SLICES: tuple[object, Recycler] = (None, Recycler())
+"""What the last exchange has left, and which kind of exchange it was."""
 
 
 def large_empty(elements: int) -> torch.Tensor:
@@ -81,3 +83,11 @@ def large_empty(elements: int) -> torch.Tensor:
 def large_copy(values: torch.Tensor) -> torch.Tensor:
     """Return a copy of a 1-D float32 tensor in such memory."""
     return large_empty(values.numel()).copy_(values)
+
+
+def exchange_memory(kind: object) -> Recycler:
+    """Return memory for the slices of an exchange: what the last one has left, if it was alike."""
+    global _SLICES  # noqa: PLW0603 - replaced as a whole
+    if _SLICES[0] != kind:
+        _SLICES = (kind, Recycler())
+    return _SLICES[1]
