@@ -5,6 +5,8 @@ in the same run, both encrypted and without a codec; of hivemind's the time is c
 its group has been found, with the best of several part sizes; of ATOM's from the proposal of the
 round until the parameters hold the mean. On a slow link (namespaces with a rate and a delay) the
 floor is what 2 (K - 1) / K times the vector takes at the rate of a raw TCP stream in the same run.
+The *mesh* is what it takes when all peers send to all others at once over raw TCP, between the
+rounds: what this network and this machine allow, with nothing encrypted, added up or agreed on.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ def _measure(
         rate = _probe(ours, setup, hosts)
         progress(f"{where}: raw TCP {rate / 1e6:.1f} Mbit/s")
         _enter(ours, setup, hosts, link_bytes_per_s)
+        _open_mesh(ours, setup, hosts)
         our_rounds: list[Result] = []
+        mesh_s: list[float] = []
         their_rounds: dict[str, list[float]] = {}
         within_s = 20.0 + 20 * setup.moved_bytes / link_bytes_per_s
         with _Hivemind(setup, network, hosts, folder) as theirs:
@@ -130,14 +134,17 @@ def _measure(
                 for index in range(each + 1):
                     one = _round(ours, setup, within_s)
                     other_s = theirs.round_s(within_s)
+                    plain_s = _mesh_s(ours, setup, within_s)
                     text = f"ATOM {one['round_s']:.2f} s, hivemind {other_s or 0:.2f} s"
+                    text += f", plain streams {plain_s:.2f} s"
                     progress(f"{where}, parts of {part_bytes >> 10} KiB: {text}")
                     if index:
                         our_rounds.append(one)
+                        mesh_s.append(plain_s)
                         if other_s is not None:
                             their_rounds.setdefault(str(part_bytes), []).append(other_s)
         ours.tell_all("leave", _START_S)
-    return _result(setup, rate, our_rounds, their_rounds)
+    return _result(setup, rate, our_rounds, their_rounds, mesh_s)
 
 
 class _Hivemind:
@@ -194,6 +201,21 @@ def _probe(ours: Peers, setup: AveragingSetup, hosts: list[str]) -> float:
     return float(ours.tell(1, "probe", _START_S, **probe)["bits_per_s"])
 
 
+def _open_mesh(ours: Peers, setup: AveragingSetup, hosts: list[str]) -> None:
+    answers = ours.tell_all(
+        "offer_mesh", _START_S, lambda rank: {"rank": rank, "address": hosts[rank]}
+    )
+    addresses = [(host, answer["port"]) for host, answer in zip(hosts, answers, strict=True)]
+    ours.tell_all("join_mesh", _START_S, addresses=addresses, elements=setup.elements)
+
+
+def _mesh_s(ours: Peers, setup: AveragingSetup, within_s: float) -> float:
+    answers = ours.tell_all(
+        "mesh", within_s, at_s=time.monotonic() + 0.5, moved_bytes=int(setup.moved_bytes)
+    )
+    return max(float(answer["mesh_s"]) for answer in answers)
+
+
 def _enter(ours: Peers, setup: AveragingSetup, hosts: list[str], link_bytes_per_s: float) -> None:
     within_s = _START_S + 4 * setup.bytes * setup.peers / link_bytes_per_s
     join = None
@@ -220,19 +242,26 @@ def _round(peers: Peers, setup: AveragingSetup, within_s: float) -> Result:
 
 
 def _result(
-    setup: AveragingSetup, rate: float, ours: list[Result], theirs: dict[str, list[float]]
+    setup: AveragingSetup,
+    rate: float,
+    ours: list[Result],
+    theirs: dict[str, list[float]],
+    mesh: list[float],
 ) -> Result:
-    round_s = statistics.median(one["round_s"] for one in ours)
+    round_s, mesh_s = statistics.median(one["round_s"] for one in ours), statistics.median(mesh)
     hivemind_s = min((statistics.median(times) for times in theirs.values()), default=None)
     floor_s = 8 * setup.moved_bytes / rate
     return {
         "round_s": round_s,
         "floor_s": floor_s,
+        "mesh_s": mesh_s,
         "hivemind_round_s": hivemind_s,
         "link_bits_per_s": rate,
         "times_as_fast_as_hivemind": None if hivemind_s is None else hivemind_s / round_s,
         "times_the_floor": round_s / floor_s,
+        "times_the_mesh": round_s / mesh_s,
         "sent_bytes_per_peer": max(one["sent_bytes"] for one in ours),
         "all_round_s": [one["round_s"] for one in ours],
         "all_hivemind_round_s": theirs,
+        "all_mesh_s": mesh,
     }

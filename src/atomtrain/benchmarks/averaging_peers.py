@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from atomtrain.benchmarks.averaging_mesh import Mesh
 from atomtrain.benchmarks.network_worker import Reply
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
 from atomtrain.swarm.hivemind_parts import import_hivemind
@@ -29,12 +30,16 @@ class AveragingPeer:
 
     def __init__(self) -> None:
         self._swarm: Swarm | None = None
+        self._mesh: Mesh | None = None
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
         return {
             "hello": self.hello,
             "listen": self.listen,
             "probe": self.probe,
+            "offer_mesh": self.offer_mesh,
+            "join_mesh": self.join_mesh,
+            "mesh": self.mesh,
             "enter": self.enter,
             "meet": self.meet,
             "round": self.round,
@@ -70,6 +75,24 @@ class AveragingPeer:
             way_s = min(send(1) for _ in range(3))
             send(_WARM_UP_BYTES)
             return {"bits_per_s": 8 * probe_bytes / max(send(probe_bytes) - way_s, 1e-9)}
+
+    def offer_mesh(self, address: str, rank: int) -> Reply:
+        """Be there for the others' plain streams; return the port."""
+        self._mesh = Mesh(rank, address)
+        return {"port": self._mesh.port}
+
+    def join_mesh(self, addresses: list[tuple[str, int]], elements: int) -> Reply:
+        """Open plain streams to all others, as many as rounds of so many elements have."""
+        assert self._mesh is not None
+        self._mesh.connect(addresses, elements)
+        return {}
+
+    def mesh(self, at_s: float, moved_bytes: int) -> Reply:
+        """Send and receive that much, at the same time as all others; return the seconds."""
+        assert self._mesh is not None
+        time.sleep(max(0.0, at_s - time.monotonic()))
+        self._mesh.exchange(moved_bytes)
+        return {"mesh_s": time.monotonic() - at_s}
 
     def enter(
         self,
@@ -152,6 +175,8 @@ class AveragingPeer:
 
     def leave(self) -> Reply:
         """Leave the run."""
+        if self._mesh is not None:
+            self._mesh.close()
         if self._swarm is not None:
             self._swarm.leave(_LEAVE_S)
             self._swarm = None
