@@ -276,6 +276,19 @@ def test_what_is_measured_has_both_wires_and_the_library() -> None:
     json.dumps([candidate.plan() for candidate in chosen])
 
 
+def test_the_best_pipeline_is_also_tried_with_more_in_flight() -> None:
+    found = candidates(SMALL, 2, 16, speeds(), link_of(1e9), 10_000_000)
+    best = found[0]
+    more = [c for c in to_measure(found, SMALL, 2) if c.in_flight > best.in_flight]
+    alike = replace(best, in_flight=0)
+    assert any(
+        replace(c, in_flight=0, orders=best.orders, predicted_s=best.predicted_s,
+                predicted_bytes=best.predicted_bytes, library_s=best.library_s) == alike
+        and c.in_flight <= 4 * best.in_flight
+        for c in more
+    )  # fmt: skip
+
+
 def test_the_slowest_peer_counts() -> None:
     one, other = (
         {

@@ -183,9 +183,11 @@ def _row(
         row["speeds"] = lately._asdict()
     bound = setup.peers * speeds.tokens_per_s(setup.model)
     methods.network.shape(case.link)
+    control = _try(errors, lambda: methods.congestion(case.link)) or congestion_control()
+    row["congestion_control"] = control
     _try(errors, lambda: row.update({"probe": methods.probe(case.link)}))
     # Not by the probe, which is short: the search is to leave out no pipeline for a hiccup.
-    way = way_of(case.link, congestion_control())
+    way = way_of(case.link, control)
     tokens_per_step = setup.step_sequences * setup.model.sequence_tokens
     with_others = setup.baselines
     before = _try(errors, lambda: _pipeline(way, setup, methods, lately)) if with_others else None

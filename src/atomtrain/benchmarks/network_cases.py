@@ -21,6 +21,7 @@ from atomtrain.benchmarks.pipeline_prediction import predicted_again, way_of
 from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.benchmarks.shaping import Link
 from atomtrain.simulation.link import PAYLOAD_SHARE
+from atomtrain.simulation.loss import CUBIC
 from atomtrain.simulation.swarm import SwarmLink, SwarmWork, simulate_swarm
 
 _CLOSE = 0.1
@@ -129,7 +130,8 @@ def _of_pipelines(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
         round_trip_s=row["round_trip_s"],
         loss_share=row.get("loss_share", 0.0),
     )
-    way = way_of(link, result.get("congestion_control", "cubic"), row.get("probe"))
+    control = row.get("congestion_control") or result.get("congestion_control", CUBIC)
+    way = way_of(link, control, row.get("probe"))
     for trial in trials:
         name = trial["pipeline"]
         step_s = predicted_again(

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from atomtrain.analysis.storages import StorageTracker
+from atomtrain.benchmarks.connections import set_congestion_control
 from atomtrain.benchmarks.network_model import Batch, ModelSetup, fused_adamw, run_layers
 from atomtrain.benchmarks.network_worker import Reply, sent_bytes
 from atomtrain.benchmarks.pipeline import Beside, RankPlan, Stage, decode, encode
 from atomtrain.benchmarks.pipeline_library import LibraryStage
 from atomtrain.benchmarks.pipeline_speeds import merged
+from atomtrain.benchmarks.shaping import congestion_control
 from atomtrain.simulation.pipeline import Op
 
 _PROBES = 3
@@ -33,10 +35,12 @@ class GlooPeer:
     def __init__(self) -> None:
         self.rank, self.ranks = 0, 1
         self._groups: dict[int, list[Any]] = {}
+        self._control = congestion_control()
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
         return {
             "enter": self.enter,
+            "congestion": self.congestion,
             "probe": self.probe,
             "speeds": self.speeds,
             "pipeline": self.pipeline,
@@ -60,6 +64,18 @@ class GlooPeer:
         self.rank, self.ranks = rank, ranks
         dist.barrier()
         return {}
+
+    def congestion(self, control: str) -> Reply:
+        """Have all connections use a congestion control, by Linux's name, from now on.
+
+        Returns in `control` what they use: this machine's where the kernel refuses.
+        """
+        try:
+            set_congestion_control(control)
+        except OSError:
+            control = congestion_control()
+        self._control = control
+        return {"control": control}
 
     def probe(self, probe_bytes: int, both_ways_bytes: int) -> Reply:
         """Measure the link between the last two ranks.
@@ -147,6 +163,7 @@ class GlooPeer:
         """Train `steps` steps of `sequences` sequences as a pipeline, or as several."""
         setup = ModelSetup.from_json(model)
         stage = self._stage(setup, plan)
+        set_congestion_control(self._control)  # several pipelines have connections of their own
         pipelines = plan["pipelines"]
         mine = self.rank // (self.ranks // pipelines)
 

@@ -28,7 +28,7 @@ from atomtrain.benchmarks.pipeline_search import candidates, to_measure
 from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.benchmarks.shaping import INTERFACE, Link, Network, congestion_control
 from atomtrain.simulation.link import PipelineLink
-from atomtrain.simulation.loss import connection_bits_per_s
+from atomtrain.simulation.loss import BBR, CUBIC, connection_bits_per_s
 
 _GROUP_PORT = 29_500
 _PROBE_S = 0.7
@@ -61,6 +61,7 @@ class Methods:
         self.setup, self.network, self.folder = setup, network, folder
         self._gloo: Peers | None = None
         self._groups = 0
+        self._control = congestion_control()
         self.atom = AtomMethod(setup, network, folder)
 
     def __enter__(self) -> Methods:
@@ -99,10 +100,22 @@ class Methods:
         )
         return Speeds.of(replies)
 
+    def congestion(self, link: Link) -> str:
+        """Have the baselines use the congestion control that ATOM's streams use on such a link.
+
+        Returns:
+            Its name; this machine's where the kernel refuses.
+        """
+        self._control = BBR if link.loss_share else CUBIC
+        self._control = self._baselines().tell_all("congestion", START_S, control=self._control)[0][
+            "control"
+        ]
+        return self._control
+
     def probe(self, link: Link) -> Reply:
         """Measure round trip, rate, and rate both ways of the link between two peers."""
         rate = link.bits_per_s or UNSHAPED_BITS_PER_S
-        rate = connection_bits_per_s(rate, link.round_trip_s, link.loss_share, congestion_control())
+        rate = connection_bits_per_s(rate, link.round_trip_s, link.loss_share, self._control)
         probe_bytes, both_ways_bytes = (
             min(64 << 20, max(16 << 10, int(rate * lasting_s / 8)))
             for lasting_s in (_PROBE_S, _BOTH_WAYS_S)
@@ -175,7 +188,7 @@ class Methods:
             link.bits_per_s or UNSHAPED_BITS_PER_S,
             link.round_trip_s,
             link.loss_share,
-            congestion_control(),
+            self._control,
         )
         wire_bits = 32 * model.parameters * 2 * (setup.peers - 1) / setup.peers
         tokens = model.tokens_per_step
@@ -211,6 +224,7 @@ class Methods:
                 interface=INTERFACE,
                 timeout_s=self.setup.case_s * LATE_FACTOR,
             )
+            self._gloo.tell_all("congestion", START_S, control=self._control)
         return self._gloo
 
     def _ranked(self, sequences: int, speeds: Speeds, way: PipelineLink) -> list[Candidate]:

@@ -82,7 +82,7 @@ class NetworkSetup:
         StandsFor("rtx-3090", 1e7, "gpt3-xl"),
     )
     """Links that stand for a GPU's."""
-    trials: int = 6
+    trials: int = 7
     """Pipelines measured on each link before the best one is taken."""
     trial_s: float = 4.0
     """Aimed length of a trial."""

@@ -18,7 +18,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.simulation.announced import AnnouncedWork, simulate_1f1b
 from atomtrain.simulation.interleaved import simulate_interleaved
 from atomtrain.simulation.link import BOTH_WAYS_SHARE, PipelineLink
-from atomtrain.simulation.loss import connection_bits_per_s
+from atomtrain.simulation.loss import CUBIC, connection_bits_per_s
 from atomtrain.simulation.pipeline import Op, PipelineWork, partition, simulate_step
 from atomtrain.simulation.replay import replay
 
@@ -101,7 +101,7 @@ class Shape(NamedTuple):
 
 
 def way_of(
-    link: Link, congestion_control: str = "cubic", probe: Mapping[str, Any] | None = None
+    link: Link, congestion_control: str = CUBIC, probe: Mapping[str, Any] | None = None
 ) -> PipelineLink:
     """Return what a connection between two stages has on a benchmark's link.
 

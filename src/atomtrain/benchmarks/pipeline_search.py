@@ -22,6 +22,7 @@ from atomtrain.simulation.link import PipelineLink
 _CHUNKS = (1, 2)
 _WIRES = ("bfloat16", "int8")
 _WORTH = 2.0
+_MORE_IN_FLIGHT = 4
 
 
 def candidates(
@@ -74,14 +75,16 @@ def candidates(
 def to_measure(ranked: Sequence[Candidate], setup: ModelSetup, peers: int) -> list[Candidate]:
     """Return what is worth measuring, best prediction first, the library's schedules last.
 
-    Of each wire the best and the best that is cut differently; nothing that is predicted to take
-    twice as long as the best.
+    Of each wire the best and the best that is cut differently; of the very best the same with more
+    in flight, which real links may want for their queues; nothing that is predicted to take twice
+    as long as the best.
     """
     chosen: list[Candidate] = []
     for wire in _WIRES:
         alike = [candidate for candidate in ranked if candidate.wire == wire]
         chosen += alike[:1]
         chosen += [c for c in alike if _cut(c) != _cut(alike[0])][:1]
+    chosen += _with_more_in_flight(ranked)
     for chunks, schedule in zip(_CHUNKS, LIBRARY, strict=True):
         # PyTorch's interleaved schedule wants micro-batches in whole turns of all ranks.
         alike = [
@@ -96,6 +99,18 @@ def to_measure(ranked: Sequence[Candidate], setup: ModelSetup, peers: int) -> li
     worth = [c for c in chosen if c.predicted_s <= _WORTH * ranked[0].predicted_s]
     told = [c if c.schedule == "own" else replace(c, predicted_s=c.library_s) for c in worth]
     return sorted(told, key=lambda c: (c.schedule != "own", c.predicted_s))
+
+
+def _with_more_in_flight(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best pipeline with the most in flight, up to four times as many; or nothing."""
+    best = ranked[0]
+    more = [
+        c
+        for c in ranked
+        if (_cut(c), c.wire, c.recompute) == (_cut(best), best.wire, best.recompute)
+        and best.in_flight < c.in_flight <= _MORE_IN_FLIGHT * best.in_flight
+    ]
+    return sorted(more, key=lambda c: c.in_flight)[-1:]
 
 
 def _cut(candidate: Candidate) -> tuple[int, int, int]:

@@ -38,7 +38,7 @@ from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_setup import NetworkSetup, StandsFor, stand_in
 from atomtrain.benchmarks.pipeline_prediction import way_of
 from atomtrain.benchmarks.pipeline_speeds import Speeds
-from atomtrain.benchmarks.shaping import Link, Network, congestion_control
+from atomtrain.benchmarks.shaping import Link, Network
 
 _TRAIN_S = 100.0
 _QUICK_S = 4.0
@@ -150,7 +150,7 @@ def _of_baselines(
     train_s: float,
 ) -> list[Result]:
     network.shape(link)
-    way = way_of(link, congestion_control())
+    way = way_of(link, methods.congestion(link))
     search = methods.search(way, speeds, until_s=math.inf)
     found = [
         {

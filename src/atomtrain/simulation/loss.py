@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import random
 
+BBR, CUBIC = "bbr", "cubic"
+"""Congestion controls by Linux's names."""
 _SEGMENT_BYTES = 1448
 """Payload of a packet of 1500 bytes with time stamps."""
 _FIRST_SEGMENTS = 10
@@ -20,7 +22,7 @@ _NEVER = 1e-12
 
 
 def connection_bits_per_s(
-    bits_per_s: float, round_trip_s: float, loss_share: float, control: str = "cubic"
+    bits_per_s: float, round_trip_s: float, loss_share: float, control: str = CUBIC
 ) -> float:
     """Return the payload rate of one connection on a link whose payload rate is `bits_per_s`.
 
@@ -28,10 +30,10 @@ def connection_bits_per_s(
         bits_per_s: What the link carries of payload; infinity is allowed.
         round_trip_s: Without queues; 0 stands for one so short that no window limits anything.
         loss_share: Of packets, each lost by itself; 0 to below 1.
-        control: Its congestion control, by Linux's name; all but `"bbr"` count as CUBIC.
+        control: Its congestion control, by Linux's name; all but `BBR` count as CUBIC.
     """
     arriving = bits_per_s * (1 - loss_share)
-    if loss_share == 0 or round_trip_s == 0 or control == "bbr":
+    if loss_share == 0 or round_trip_s == 0 or control == BBR:
         return arriving
     reno = math.sqrt(1.5 / loss_share)
     cubic = 1.054 * math.pow(round_trip_s / loss_share, 0.75)
