@@ -31,7 +31,7 @@ from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.mixed import Mixed
 from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.shape import Activation
-from atomtrain.planning.slot_sizes import SlotSizes
+from atomtrain.planning.slot_sizes import Mixing
 from atomtrain.planning.space import Space
 
 MOST_KINDS = 4
@@ -502,13 +502,14 @@ def test_sizes_of_slots_are_left_out_by_their_bounds(monkeypatch: pytest.MonkeyP
     mixed = Mixed(space, family, offload=False)
     # With slots larger than the smallest ones there is less room for what is kept.
     sizes = space.slot_sizes_within(family, budget)[5:]
+    monkeypatch.setattr(space, "slot_sizes_within", lambda *_: sizes)
     rooms = [mixed.rooms.room([size], budget) for size in sizes]
     least_s = min(mixed.bound_s(room) for room in rooms)
     each = [mixed.best(room, math.inf) for room in rooms]
     best_s = min(found.step_s for found in each if found is not None)
     assert least_s <= best_s
 
-    some = SlotSizes(mixed, sizes, budget)
+    some = Mixing(space, family, mixed, budget)
     found = some.best(best_s * (1 + 1e-9))
     assert found is not None
     assert found.step_s == pytest.approx(best_s, rel=1e-9)

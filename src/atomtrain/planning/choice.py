@@ -18,7 +18,7 @@ import numpy as np
 from atomtrain.planning.mixed import Mixed
 from atomtrain.planning.optimum import Found, Optimum
 from atomtrain.planning.shape import Shape
-from atomtrain.planning.slot_sizes import SlotSizes
+from atomtrain.planning.slot_sizes import Mixing, Recomputing
 from atomtrain.planning.space import Family, Space
 from atomtrain.planning.tasks import Task, fastest, limits
 
@@ -104,18 +104,16 @@ class _Solvers:
 
     def recomputing(self, device_bytes: int) -> Task | None:
         """Return the plans that recompute everything, if any are asked for and fit."""
-        loosest = self._space.loosest(self._family, device_bytes)
-        if loosest is None or self._optimum is None:
+        if not self._space.fits(self._family, device_bytes) or self._optimum is None:
             return None
-        some = _Recomputed(self._space, self._family, self._optimum, device_bytes)
-        return Task(self._optimum.bound_s(loosest), some.best, some.bound_s)
+        some = Recomputing(self._space, self._family, self._optimum, device_bytes)
+        return Task(some.loose_bound_s(), some.best, some.bound_s)
 
     def mixing(self, device_bytes: int) -> Task | None:
         """Return the plans that keep or offload something, if any are asked for and fit."""
-        if self._space.loosest(self._family, device_bytes) is None or self._mixed is None:
+        if not self._space.fits(self._family, device_bytes) or self._mixed is None:
             return None
-        sizes = self._space.slot_sizes_within(self._family, device_bytes)
-        some = SlotSizes(self._mixed, sizes, device_bytes)
+        some = Mixing(self._space, self._family, self._mixed, device_bytes)
         best = some.loosest if self._family.lean else some.best
         return Task(some.loose_bound_s(), best, some.bound_s)
 
@@ -124,33 +122,6 @@ class _Solvers:
         for task in (self.recomputing(device_bytes), self.mixing(device_bytes)):
             if task is not None:
                 yield task
-
-
-class _Recomputed:
-    """The plans of a family that recompute everything, under a limit of device memory."""
-
-    def __init__(self, space: Space, family: Family, optimum: Optimum, device_bytes: int) -> None:
-        self._space, self._family, self._optimum = space, family, optimum
-        self._device_bytes = device_bytes
-
-    def bound_s(self) -> float:
-        """Return a time below which none can be."""
-        return min((bound_s for bound_s, _ in self._bounds), default=np.inf)
-
-    def best(self, below_s: float) -> Found | None:
-        """Return the fastest one, or `None` if none is faster than `below_s`."""
-        parts = [Task(bound_s, functools.partial(self._within, n)) for bound_s, n in self._bounds]
-        return fastest(parts, below_s)
-
-    @cached_property
-    def _bounds(self) -> list[tuple[float, int]]:
-        """Of those with slots of different sizes, with the size."""
-        some = self._space.different(self._family, self._device_bytes)
-        return [(self._optimum.bound_s(allowed), slot_bytes) for slot_bytes, allowed in some]
-
-    def _within(self, slot_bytes: int, below_s: float) -> Found | None:
-        allowed = self._space.allowed(self._family, slot_bytes, self._device_bytes)
-        return self._optimum.best(allowed, below_s)
 
 
 _Part = Callable[[_Solvers, int], Task | None]

@@ -95,6 +95,7 @@ class Costing:
         """What updates take where state is on disk."""
         self.traffic = Traffic(layout, self._updated, steps.host_layers)
         """What visits move."""
+        self._sizes: dict[frozenset[int], Array] = {}
         self._tables: dict[tuple[Phase, Place, bool, Activation], VisitTable] = {}
         self._basis = Basis(
             machine=machine,
@@ -130,8 +131,11 @@ class Costing:
         return times
 
     def segment_bytes(self, resident: frozenset[int]) -> Array:
-        """Return the slot bytes of all segments, `[start, stop]`."""
-        return self.traffic.moved(resident).segment
+        """Return the slot bytes of all segments, `[start, stop]`; infinite where there is none."""
+        if resident not in self._sizes:
+            sizes = self.traffic.moved(resident).segment
+            self._sizes[resident] = np.where(np.triu(np.ones(sizes.shape, bool), 1), sizes, np.inf)
+        return self._sizes[resident]
 
     def table(
         self, phase: Phase, place: Place, *, load: bool, activation: Activation = "recompute"

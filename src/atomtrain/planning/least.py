@@ -102,7 +102,7 @@ def _least_work(space: Space, family: Family, slot_bytes: int) -> float:
     """Return the least that the busiest visit needs beside slots of a given size."""
     work = space.work(family)
     sizes = space.costing.segment_bytes(frozenset(family.resident))
-    fitting = np.triu(sizes <= slot_bytes, 1)
+    fitting = sizes <= slot_bytes
     turn = np.where(fitting[:, -1], work.turn, np.inf)
     if family.whole:
         return float(turn[0])

@@ -58,7 +58,7 @@ class Mixed:
 
     def __init__(self, space: Space, family: Family, *, offload: bool = True) -> None:
         """`offload`: whether segments may be offloaded."""
-        self._space, self._family = space, family
+        self._family = family
         self._segments, self._layers = space.request.segments, space.layers
         self._overlap = family.slots > 1
         self.rooms = Rooms(space, family, offload=offload)
@@ -99,14 +99,6 @@ class Mixed:
         if self._overlap:
             alone = alone + self._ends_s
         return float(np.maximum(compute + alone, loads).min())
-
-    def device_bytes(self, found: Found) -> int:
-        """Return what a plan takes of device memory."""
-        return self._space.memory.device_bytes(found.shape)
-
-    def slot_bytes(self, found: Found) -> int:
-        """Return the size of a plan's slots."""
-        return self._space.memory.sizes(found.shape).slot_bytes
 
     def best(self, room: Room, below_s: float) -> Found | None:
         """Return the fastest plan with this room, or `None` if none is faster than `below_s`."""

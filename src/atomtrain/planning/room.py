@@ -93,8 +93,10 @@ class Saving:
 
 def _inside(segments: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return which layers are in any of the marked segments, `[start, stop]`."""
-    begun = np.logical_or.accumulate(segments, axis=0)
-    inside: NDArray[np.bool_] = np.any(np.triu(begun, 1)[:-1], axis=1)
+    layers = len(segments) - 1
+    # Where the longest one that begins at each cut ends.
+    stops = np.where(segments.any(axis=1), layers - np.argmax(segments[:, ::-1], axis=1), 0)
+    inside: NDArray[np.bool_] = np.maximum.accumulate(stops)[:-1] > np.arange(layers)
     return inside
 
 
@@ -143,7 +145,7 @@ class Rooms:
         slot_bytes = slot_sizes[-1]
         sizes = self._segment_bytes
         work = self._work
-        fitting = np.triu(sizes <= slot_bytes, 1)
+        fitting = sizes <= slot_bytes
         fitting[:, -1] = False
 
         def of(work_bytes: Bytes, most: float) -> Bytes:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -221,23 +221,25 @@ class Space:
             count = min(count, self.request.gradient_buffers or 1)
         return family.slots * slot_bytes + count * gradient_bytes + self._fixed[key]
 
-    def loosest(self, family: Family, device_bytes: int) -> Allowed | None:
-        """Return a superset of what a family allows under a limit; `None` if no plan fits."""
-        sizes = self.slot_sizes(family)
-        held = self.held_bytes(family, sizes[0])
-        if held >= device_bytes:
-            return None
-        found = self._within(family, sizes[-1], device_bytes - held)
-        return found if found.turn.any() else None
+    def fits(self, family: Family, device_bytes: int) -> bool:
+        """Return whether a plan of a family might fit a limit."""
+        if self.least_held(family) >= device_bytes:
+            return False
+        sizes = self.slot_sizes_within(family, device_bytes)
+        return bool(self.allowed_of(family, sizes, device_bytes).turn.any())
+
+    def allowed_of(self, family: Family, slot_sizes: Sequence[int], device_bytes: int) -> Allowed:
+        """Return a superset of what is allowed with any of these sizes, in increasing order."""
+        left = device_bytes - self.held_bytes(family, slot_sizes[0])
+        return self._within(family, slot_sizes[-1], left)
 
     def allowed(self, family: Family, slot_bytes: int, device_bytes: int) -> Allowed:
         """Return the segments with which a plan stays within a limit of device memory."""
-        left = device_bytes - self.held_bytes(family, slot_bytes)
-        return self._within(family, slot_bytes, left)
+        return self.allowed_of(family, [slot_bytes], device_bytes)
 
     def _within(self, family: Family, slot_bytes: int, left: int) -> Allowed:
         sizes = self.costing.segment_bytes(frozenset(family.resident))
-        fitting = np.triu(sizes <= slot_bytes, 1)
+        fitting = sizes <= slot_bytes
         work = self.work(family)
         forward = fitting & (work.forward <= left)
         backward = fitting & (work.backward <= left)
