@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,10 @@ from atomtrain.analysis import LayerTime, chain_of, layer_costs
 from atomtrain.errors import PlanError
 from atomtrain.models import GPT, preset
 from atomtrain.planning import Layout, Machine, Plan, Request, make_plan
+from atomtrain.planning.disk import DiskRequest, two_moments
+from atomtrain.planning.disks import DISKS
 from atomtrain.planning.memory import MemoryModel
+from atomtrain.planning.search import TooSlowError
 from atomtrain.units import parse_bytes
 
 BATCH = torch.zeros(2, 64, dtype=torch.long)
@@ -143,8 +149,51 @@ def test_too_little_memory_names_the_layer_and_the_least_budget(chain_and_costs)
 
 
 def test_too_little_host_memory(chain_and_costs) -> None:
-    with pytest.raises(PlanError, match="host memory"):
-        plan(chain_and_costs, machine(host=1 << 20))
+    on, states = machine(host=1 << 20), two_moments(chain_and_costs[0])
+    begins = r"^training this model takes [0-9.]+ MiB of host memory, 1\.0 MiB are there; choose a "
+    for fixed, ends in (
+        ({}, r"smaller model, or let part of its state lie on disk \(--disk\)$"),
+        ({"devices": 2}, r"smaller model or fewer devices, or let part .* \(--disk\)$"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            plan(chain_and_costs, on, **fixed)
+        told = str(caught.value).replace(" on 2 devices", "")
+        assert re.search(begins + ends, told), told
+    on = DISKS["nvme-pcie4"].of(on)
+    with pytest.raises(PlanError) as caught:
+        plan(chain_and_costs, on, disk=DiskRequest(states=states))
+    told = str(caught.value)
+    assert "with everything on disk that can be, 1.0 MiB are there; choose a smaller" in told
+    assert told.endswith("smaller model"), "what is on disk already is not advised"
+
+
+@pytest.mark.parametrize("disk_is_fast", [True, False])
+def test_what_is_too_slow_without_offloading_is_looked_for_with_more_on_disk(
+    chain_and_costs, monkeypatch: pytest.MonkeyPatch, disk_is_fast: bool
+) -> None:
+    """Offloading takes too much host memory, and recomputing too long, while all is in memory."""
+
+    def best(problems: Any, on: Machine, below_s: float) -> Any:
+        ((asked, on_disk),) = (problem.key for problem in problems)
+        if not asked.offload or (on_disk and not disk_is_fast):
+            raise TooSlowError("too slow")
+        host_bytes = 1 if on_disk else on.host_memory_bytes + 1
+        return SimpleNamespace(
+            step_s=0.5, host_bytes=host_bytes, activations=("offload",), on_disk=on_disk
+        )
+
+    def problems(_: Any, asked: Request, on_disk: Any) -> Any:
+        return [SimpleNamespace(least_host_bytes=0, key=(asked, on_disk))]
+
+    monkeypatch.setattr("atomtrain.planning.search._best", best)
+    monkeypatch.setattr("atomtrain.planning.search.problems_of", problems)
+    chain, costs = chain_and_costs
+    request = Request(micro_batches=2, disk=DiskRequest(states=two_moments(chain)))
+    if disk_is_fast:
+        assert make_plan(chain, costs, {}, machine(), request, 1.0).on_disk == ("moments",)
+    else:
+        with pytest.raises(TooSlowError):
+            make_plan(chain, costs, {}, machine(), request, 1.0)
 
 
 def test_impossible_requests(chain_and_costs) -> None:
