@@ -47,13 +47,11 @@ def test_new_streams_cost_round_trips_and_begin_slowly() -> None:
     near, far = (
         simulate_swarm(work(), SwarmLink(bits_per_s=1e9, one_way_s=way_s)) for way_s in (0.0, 0.02)
     )
-    # A step until the snapshot, 0.1 s of which pass while a stream is opened for the invitation;
-    # four ways of messages; streams that are open both ways after five, and one each for a
-    # contribution and its mean: 500 bytes go at once. The leader, one of two, is invited at once
-    # and knows the decision a way before the other does.
+    # A step until the snapshot, less two ways until the invitation; four ways of messages; streams
+    # that are open both ways after five, and one each for a contribution and its mean: 500 bytes go
+    # at once.
     assert near.round_s == pytest.approx(1.0, abs=1e-3)
-    waits_s = 1.0 - (5 + 5) * 0.02
-    assert far.round_s == pytest.approx(waits_s + (4 + 5 + 2) * 0.02 + 4 * 0.02 / 2, abs=1e-3)
+    assert far.round_s == pytest.approx(1.0 - 2 * 0.02 + (4 + 5 + 2) * 0.02, abs=1e-3)
 
 
 def test_means_go_over_streams_that_contributions_have_opened() -> None:

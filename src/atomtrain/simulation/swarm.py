@@ -5,9 +5,10 @@ link decides is how often the model is averaged. The rules are those of `atomtra
 averages fragment r modulo F, it is due when the fastest peer has made H/F steps since the last one
 began, members hand over their snapshots between two steps, and every member reduces one slice.
 
-Streams are new ones in each round: a round trip connects them, and one more agrees on their keys.
-Two members send contributions and then means over the same streams (`swarm.lanes`), so TCP begins
-slowly once: means find open what contributions have opened.
+Messages of a round go over connections that are open already. Streams of an exchange are new ones:
+a round trip connects them, and one more agrees on their keys. Two members send contributions and
+then means over the same streams (`swarm.lanes`), so TCP begins slowly once: means find open what
+contributions have opened.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def simulate_swarm(work: SwarmWork, link: SwarmLink, rounds: int | None = None) 
         due_s = _boundary(max(now_s, begun_s + steps_between * fastest_s), fastest_s)
         exchange_bytes = work.exchange_bytes[index % fragments]
         begun_s, now_s = _round(work, link, due_s, exchange_bytes)
-        lasted_s += now_s - begun_s + _leader_s(work, link)
+        lasted_s += now_s - begun_s
         sent_bytes += len(work.step_s) * exchange_bytes
     tokens_per_s = sum(work.tokens_per_step / step_s for step_s in work.step_s)
     every_s = now_s / rounds * fragments
@@ -115,20 +116,12 @@ def _round(
     work: SwarmWork, link: SwarmLink, proposed_s: float, exchange_bytes: int
 ) -> tuple[float, float]:
     """Return when members were invited, and when all know the decision."""
-    invited_s = proposed_s + 2 * _FIRST_MESSAGE_WAYS * link.one_way_s  # proposal, invitation
+    invited_s = proposed_s + 2 * link.one_way_s  # proposal, invitation
     snapshot_s = max(_next_boundary(invited_s, step_s) for step_s in work.step_s)
     exchange_from_s = snapshot_s + 2 * link.one_way_s  # ready, begin
     exchange_s = 8 * exchange_bytes / link.bits_per_s + work.codec_s
     exchange_s += _streams_s(work, link, exchange_bytes) + _mending_s(link, exchange_bytes)
     return invited_s, exchange_from_s + exchange_s + 2 * link.one_way_s  # held, commit
-
-
-def _leader_s(work: SwarmWork, link: SwarmLink) -> float:
-    """Return by how much the leader's own round, which is longer, lengthens the mean of all.
-
-    It is invited at once, the others by a new stream; but it knows its decision a way earlier.
-    """
-    return (_FIRST_MESSAGE_WAYS - 1) * link.one_way_s / len(work.step_s)
 
 
 def _streams_s(work: SwarmWork, link: SwarmLink, exchange_bytes: int) -> float:
