@@ -112,11 +112,12 @@ def test_waiting_keeps_what_came_and_synchronizing_does_not() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw, sgd, muon])
-def test_the_last_segment_goes_and_comes_in_parts(
-    monkeypatch: pytest.MonkeyPatch, optimizer: Any
+@pytest.mark.parametrize("slots", [1, 2])
+def test_segments_that_come_ahead_go_and_come_in_parts(
+    monkeypatch: pytest.MonkeyPatch, optimizer: Any, slots: int
 ) -> None:
     monkeypatch.setattr("atomtrain.swapping.parts._LEAST_BYTES", 256)
-    use_shape(monkeypatch, Shape(EACH[1:-1], EACH[1:], 2, 2, "device", (), 1))
+    use_shape(monkeypatch, Shape(EACH[1:-1], EACH[1:], slots, 2, "device", (), 1))
     model, steps = deep_gpt(0.0, tied=False), token_batches(2, steps=4)
     jobs: list[str] = []
     delay = random_delays(4)
@@ -127,9 +128,11 @@ def test_the_last_segment_goes_and_comes_in_parts(
 
     check(model, steps, optimizer, inject=inject)
     chain = chain_of(model, steps[0][0]).chain
-    parts = len(parts_of(Layout(chain), 1, list(chain.layers[1].parameters.values())))
-    assert parts > 2
-    assert jobs.count("unload") == len(steps) * (LAYERS - 2 + parts)
+    first = range(1, 1 + slots)
+    layers = [list(chain.layers[layer].parameters.values()) for layer in first]
+    parts = [len(parts_of(Layout(chain), *each)) for each in zip(first, layers, strict=True)]
+    assert min(parts) > 2
+    assert jobs.count("unload") == len(steps) * (LAYERS - 1 - slots + sum(parts))
 
 
 class CountsItsCalls(torch.optim.SGD):

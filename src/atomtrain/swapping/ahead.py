@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from atomtrain.planning.schedule import Phase, Visit
+from atomtrain.planning.shape import Layers
 from atomtrain.swapping.streams import Event, Job
 
 
@@ -54,6 +55,10 @@ class Ahead:
         self._visits = visits
         self._plan()
         return came
+
+    def expects(self, layers: Layers) -> bool:
+        """Return whether a segment still has to come for the next step."""
+        return any(self._visits[coming.visit].layers == layers for _, coming in self._waiting)
 
     def may_come(self, done: int, ready: Callable[[Visit], bool]) -> list[Coming]:
         """Return what may come once visit `done` is over; each is returned once.

@@ -1,7 +1,9 @@
-"""The segment that a step ends with is often the one that the next step begins with.
+"""The segments that a step ends with are often those that the next step begins with.
 
-Then nothing hides its hand-over: its gradients leave, it is updated, it comes back. So that is done
-part by part, each a run of whole parameters, and the link works in both directions at once.
+Little hides their hand-over: their gradients leave, they are updated, they come back. So that is
+done part by part, each a run of whole parameters, and the link works in both directions at once.
+Nothing at all hides that of the last one, which is the next step's first, and it begins when those
+before it are there.
 """
 
 from __future__ import annotations

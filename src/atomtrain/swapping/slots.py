@@ -295,7 +295,7 @@ class Slots:
         copies += [self._residents.unload_of(block) for block in leaving]
 
         delivered, after = self.delivered(visit.layers), [self._device.mark()]
-        if visit is self._visits[-1] and len(delivered) == 1 == len(copies):
+        if self.ahead.expects(visit.layers) and len(delivered) == 1 == len(copies):
             (block,), whole = delivered, self._layout.gradient_range(delivered[0])
             events = {
                 part: self._device.unload.submit(self._out([copies[0].cut(part, whole)]), after)
