@@ -17,7 +17,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.swarm import SwarmConfig
 from atomtrain.swarm.agenda import Agenda
 from atomtrain.swarm.gradients import AdamWUpdate
-from atomtrain.swarm.outer import Place
+from atomtrain.swarm.outer import OuterUpdate, Place, Update
 from atomtrain.swarm.slices import Span
 from atomtrain.training.gradients import GradientCollector
 
@@ -29,6 +29,21 @@ def _update() -> AdamWUpdate:
     return AdamWUpdate(
         learning_rate_at=lambda step: 0.1 / (1 + step), decayed=[_DECAYED], weight_decay=0.2
     )
+
+
+@pytest.mark.parametrize(
+    "update", [_update(), OuterUpdate(), OuterUpdate(learning_rate=0.7, momentum=0.9)]
+)
+def test_the_new_anchor_may_lie_where_the_mean_does(update: Update) -> None:
+    torch.manual_seed(0)
+    anchor, mean, velocity = (torch.randn(n, _ELEMENTS) for n in (1, 1, update.rows))
+    velocity.abs_()
+    states = [velocity.clone() if update.rows > 1 else velocity.view(-1).clone() for _ in range(2)]
+    apart, place = torch.empty(_ELEMENTS), Place(0, 0, 3)
+    update.apply(anchor[0], mean[0], states[0], 0.5, out=apart, place=place)
+    update.apply(anchor[0], mean[0], states[1], 0.5, out=mean[0], place=place)
+    assert torch.equal(apart, mean[0])
+    assert torch.equal(*states)
 
 
 def test_the_step_is_torchs_adamw_and_does_not_depend_on_slices() -> None:

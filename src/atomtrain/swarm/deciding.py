@@ -21,7 +21,7 @@ from atomtrain.swarm.context import Context
 from atomtrain.swarm.digests import Digest
 from atomtrain.swarm.exchange import ExchangeResult
 from atomtrain.swarm.groups import SLACK_VERSIONS
-from atomtrain.swarm.large import large_copy, large_empty
+from atomtrain.swarm.large import large_copy
 from atomtrain.swarm.messages import BadMessage, Begin, Commit
 from atomtrain.swarm.outer import OuterUpdate, Place, Update, rows_of
 from atomtrain.swarm.slices import Span, slice_spans
@@ -62,11 +62,12 @@ def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
     """Return the new anchor that a decision makes of the old one, and how to merge it.
 
     All members compute the same bits: same old anchor, or bases, same decoded means, same
-    operations. Where nothing was decided each keeps its own anchor's.
+    operations. Where nothing was decided each keeps its own anchor's. The new anchor lies where the
+    means did, which are gone then: everybody whose word the decision counts on has them.
     """
     snapshot, begin = decided.snapshot, decided.begin
     old = snapshot.anchor
-    values = large_empty(old.values.numel())
+    values = decided.result.values
     velocity = None if begin.bases else _velocity(old, update)
     parts, digest = [], Digest()
     committed = frozenset(decided.commit.slices)

@@ -48,7 +48,9 @@ class ExchangeResult:
 
     means: list[SliceMean | None]
     channels: list[Channel]
-    """Streams that were used; some may still be sending this member's mean."""
+    """Streams that were used; nothing of this member's is sent any more."""
+    values: torch.Tensor
+    """1-D float32 of the fragment's size: what the means lie in, at their places."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Peers whose contribution, or mean, this member did not accept on evidence, and why."""
     accepted: tuple[str, ...] = ()
@@ -140,7 +142,8 @@ class Exchange:
         rejected |= self._wrong_means
         everywhere = set.intersection(*(set(one.contributors) for one in slices))
         accepted = tuple(members[i] for i in sorted(everywhere))
-        return ExchangeResult(self._means, self._channels, rejected, accepted, self._bases)
+        held = (self._means, self._channels, self._values)
+        return ExchangeResult(*held, rejected, accepted, self._bases)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
         """Take a lane that another member has opened; return when nothing goes over it any more.

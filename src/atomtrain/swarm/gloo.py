@@ -20,6 +20,7 @@ import torch
 from atomtrain.swarm.anchors import digest_of
 from atomtrain.swarm.codec import square_of
 from atomtrain.swarm.exchange import ExchangeResult, ExchangeSetup, checked_place
+from atomtrain.swarm.large import large_empty
 from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Meeting
 from atomtrain.swarm.owning import SliceMean
 from atomtrain.swarm.slices import Span, slice_spans, slices_per_member
@@ -42,6 +43,7 @@ class GlooExchange:
         elements, members = setup.snapshot.values.numel(), len(begin.members)
         self._spans = slice_spans(elements, members * slices_per_member(elements, members))
         self._channels: list[Channel] = []
+        self._values = large_empty(elements)
         loop = asyncio.get_running_loop()
         self._until_s = loop.time() + begin.exchange_s
         self._port: asyncio.Future[int] = loop.create_future()
@@ -65,7 +67,7 @@ class GlooExchange:
                 self._port.cancel()
             if self._group is not None and not all(means):
                 self._group.abort()  # a thread may still wait for members that are gone
-        return ExchangeResult(means, self._channels)
+        return ExchangeResult(means, self._channels, self._values)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
         """Tell a member where the group meets.
@@ -117,7 +119,7 @@ class GlooExchange:
         prefixed = distributed.PrefixStore(begin.round_id, store)
         group = self._group = gloo(prefixed, self._me, len(begin.members), options)
         share = begin.weights[self._me] / sum(begin.weights)
-        mean = torch.zeros(elements)
+        mean = self._values.zero_()
         if share:
             torch.mul(self._setup.snapshot.contribution(Span(0, elements)), share, out=mean)
         group.allreduce([mean]).wait()

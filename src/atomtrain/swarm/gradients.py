@@ -60,18 +60,21 @@ class AdamWUpdate:
         *,
         place: Place,
     ) -> None:
-        """Write the stepped `anchor` to `out`, and change both moments, the rows of `velocity`."""
+        """Write the stepped `anchor` to `out`, and change both moments, the rows of `velocity`.
+
+        `out` may be `mean`.
+        """
         assert velocity is not None, "AdamW needs its moments"
         out = anchor if out is None else out
         first, second = velocity
         beta1, beta2 = self.betas
         rate = self.learning_rate_at(place.version)
-        out.copy_(anchor)
+        first.mul_(beta1).add_(mean.mul(1.0 - beta1))
+        second.mul_(beta2).add_(mean.mul(mean).mul_(1.0 - beta2))
+        out.copy_(anchor)  # not before: it may be the mean
         for start, stop in self.decayed[place.fragment]:
             inside = slice(max(0, start - place.start), max(0, stop - place.start))
             out[inside].mul_(1.0 - rate * self.weight_decay)
-        first.mul_(beta1).add_(mean.mul(1.0 - beta1))
-        second.mul_(beta2).add_(mean.mul(mean).mul_(1.0 - beta2))
         root = math.sqrt(1.0 - _power(beta2, place.version + 1))
         size = second.sqrt().div_(root).add_(self.eps)
         unbiased = rate / (1.0 - _power(beta1, place.version + 1))

@@ -53,7 +53,7 @@ class Update(Protocol):
         """Write the new anchor to `out`, and change `velocity` in place.
 
         All are 1-D float32 of one length, but for `velocity`, which has as many rows as `rows`
-        says, and is 1-D with a single one. The same bits on every machine.
+        says, and is 1-D with a single one. `out` may be `mean`. The same bits on every machine.
         """
         ...
 
@@ -103,7 +103,7 @@ class OuterUpdate:
 
         All are 1-D float32 of one length, `velocity` needed when there is momentum; `mean` is the
         weighted mean of local minus anchor, and `on_time_share` the part of its weight, 0 to 1,
-        that is not late.
+        that is not late. `out` may be `mean`.
         """
         change = mean
         if self.momentum:

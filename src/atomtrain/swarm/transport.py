@@ -245,7 +245,8 @@ class StreamChannel(Channel):
 
     async def _write(self, view: memoryview) -> None:
         for start in range(0, len(view), _DRAIN_BYTES):
-            self._writer.write(view[start : start + _DRAIN_BYTES])
+            # A copy: the transport may keep what it is given for longer than the caller does.
+            self._writer.write(bytes(view[start : start + _DRAIN_BYTES]))
             await self._writer.drain()
             self._went()
 
