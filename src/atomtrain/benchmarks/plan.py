@@ -7,7 +7,9 @@ then a fresh process makes its plan from that profile and trains. What is compar
 - *Device peak*: the plan's prediction with the most that the emulated device had in use; it counts
   every storage.
 - *Host peak*: the plan's host bytes with the growth of the process's resident set over training.
-  The emulated device's memory is host memory, so both sides contain the device's peak.
+  The emulated device's memory is host memory, so both sides contain the device's peak. All pages of
+  the host's buffers are touched first, as pinned memory is there from its start, and a step follows
+  after all state came to the host, as for a checkpoint: that is what a plan reserves memory for.
 
 Prediction errors are shares of the measured value: above 0 the plan promised too much use.
 """
