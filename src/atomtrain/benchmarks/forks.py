@@ -39,6 +39,8 @@ _READY = (
 )  # fmt: skip
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MESSAGE_BYTES = 1 << 20
+_ADOPTED_S = 60.0
+"""A fork whose owner has not got it by then ends: the owner is gone."""
 
 
 class Popen(subprocess.Popen[Any]):
@@ -132,8 +134,9 @@ def _serve(connection: socket.socket, owner: int) -> list[str] | None:
 
 
 def _become(order: dict[str, Any], files: list[int], owner: int) -> list[str]:
-    while os.getppid() != owner:  # until the process between has ended
-        time.sleep(0.0005)
+    until_s = time.monotonic() + _ADOPTED_S
+    while os.getppid() != owner and time.monotonic() < until_s:
+        time.sleep(0.0005)  # until the process between has ended
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
         os._exit(1)
