@@ -16,6 +16,7 @@ from atomtrain.benchmarks.simulation_encoding import measured_encoding
 from atomtrain.cli.simulate import SimulateOptions, prospect_of
 from atomtrain.cli.simulate_fleet import fleet_rows
 from atomtrain.errors import PlanError
+from atomtrain.models.presets import GPT3
 from atomtrain.planning.prospect import Prospect
 from atomtrain.simulation.compare import compare
 from atomtrain.simulation.site import site_of
@@ -36,16 +37,6 @@ LINKS = (
     NamedLink("30 Mbit/s", 30e6),
 )
 """The first is what the ATOM paper (arXiv 2403.10504) reports of its 10 Gbit/s network."""
-MODELS = (
-    "gpt3-small",
-    "gpt3-medium",
-    "gpt3-large",
-    "gpt3-xl",
-    "gpt3-2.7b",
-    "gpt3-6.7b",
-    "gpt3-13b",
-    "gpt3-175b",
-)
 PEERS = (4, 8, 16, 64)
 _GPU = "rtx-3090"
 _HOST = {"gpt3-13b": "256GiB", "gpt3-175b": "4TiB"}
@@ -71,7 +62,7 @@ def run(options: BenchmarkOptions) -> Result:
     and go, `encoding` what the simulation takes encoding to cost
     beside what it costs on this machine. `took_s` is processor time, on one core.
     """
-    models = MODELS[:2] if options.quick else MODELS
+    models = GPT3[:2] if options.quick else GPT3
     rows: list[Result] = []
     for model in models:
         started_s = time.monotonic()

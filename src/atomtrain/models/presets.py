@@ -12,7 +12,7 @@ def _gpt3(layers: int, width: int, heads: int, head_width: int) -> GPTConfig:
 
 # Brown et al. 2020, table 2.1, as printed: its head widths do not always multiply to the width
 # (XL: 24 * 128 against 2048; 13B: 40 * 128 against 5140), so the head width is given as there.
-PRESETS: dict[str, GPTConfig] = {
+_GPT3 = {
     "gpt3-small": _gpt3(12, 768, 12, 64),
     "gpt3-medium": _gpt3(24, 1024, 16, 64),
     "gpt3-large": _gpt3(24, 1536, 16, 96),
@@ -21,6 +21,11 @@ PRESETS: dict[str, GPTConfig] = {
     "gpt3-6.7b": _gpt3(32, 4096, 32, 128),
     "gpt3-13b": _gpt3(40, 5140, 40, 128),
     "gpt3-175b": _gpt3(96, 12288, 96, 128),
+}
+GPT3 = tuple(_GPT3)
+"""The family's names, from small to large."""
+PRESETS: dict[str, GPTConfig] = {
+    **_GPT3,
     "demo": GPTConfig(layers=8, width=320, heads=5, head_width=64, vocabulary=4096, context=256),
     "tiny": GPTConfig(layers=4, width=64, heads=2, head_width=32, vocabulary=512, context=64),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from atomtrain.errors import PlanError
+from atomtrain.models.presets import GPT3
 from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import HOSTS, Gpu, gpu, machine_for
@@ -26,16 +27,6 @@ from atomtrain.reporting.table import (
 from atomtrain.reporting.treatments import loaded_bytes, treatments
 from atomtrain.units import format_bytes, format_count
 
-MODELS = (
-    "gpt3-small",
-    "gpt3-medium",
-    "gpt3-large",
-    "gpt3-xl",
-    "gpt3-2.7b",
-    "gpt3-6.7b",
-    "gpt3-13b",
-    "gpt3-175b",
-)
 CARDS = ("gtx-1080-ti", "rtx-3090", "rtx-4090", "h100")
 _STATE_BYTES = 16
 _LEANEST_BYTES = 8.0625
@@ -119,7 +110,7 @@ def host_table() -> Iterator[str]:
         "model", "parameters", "16 bytes a parameter", "plan on the H100", "tokens/s",
         "leanest exact", "plan on the H100", "tokens/s",
     )  # fmt: skip
-    for name in MODELS:
+    for name in GPT3:
         whole, lean = subject(name), subject(name).trained_with(_leanest, "bf16")
         cells = [name, format_count(whole.parameters)]
         for model, each_bytes in ((whole, _STATE_BYTES), (lean, _LEANEST_BYTES)):
@@ -146,7 +137,7 @@ def card_table(card: Gpu) -> Iterator[str]:
         "model", "host", "device peak", "segments", "tokens a step", "step", "tokens/s", "of peak",
         "bound by",
     )  # fmt: skip
-    for name in MODELS:
+    for name in GPT3:
         yield _plan_row(name, _report(subject(name), card))
 
 
