@@ -89,8 +89,7 @@ class Sampler:
         self._config = config
         self._peer_key = peer_key
         context = config.context_tokens
-        # One window fewer than fits, so that the grid can be shifted by up to a context.
-        self.windows_per_epoch: int = max(1, (len(tokens) - context) // context)
+        self.windows_per_epoch: int = windows_per_epoch(len(tokens), context)
         self._offsets = min(context, len(tokens) - self.windows_per_epoch * context)
         # A batch touches two epochs at most, unless it is larger than an epoch.
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
@@ -126,6 +125,14 @@ class Sampler:
         offset = int(bits.random_raw() % self._offsets)
         order = np.argsort(bits.random_raw(self.windows_per_epoch), kind="stable")
         return _Epoch(offset, order.astype(np.int64, copy=False))
+
+
+def windows_per_epoch(tokens: int, context_tokens: int) -> int:
+    """Return the sequences of a pass over so many tokens; 0: they are too few for one."""
+    if tokens <= context_tokens:
+        return 0
+    # One window fewer than fits, so that the grid can be shifted by up to a context.
+    return max(1, (tokens - context_tokens) // context_tokens)
 
 
 def held_out_batches(

@@ -9,6 +9,7 @@ from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.data.examples import Examples, Part, Rows
 from atomtrain.data.material import ExampleMaterial, TextMaterial
 from atomtrain.data.pairs import PairMaterial
+from atomtrain.data.sampler import windows_per_epoch
 from atomtrain.models import Sizes, preset
 from atomtrain.models.hugging_face import is_hugging_face, model_folder, read_config
 from atomtrain.training.texts import has_pairs, read_text
@@ -35,7 +36,7 @@ def inspect(
             "train_tokens": len(tokens.train),
             "held_out_tokens": len(tokens.held_out),
             "train_bytes": tokens.train_bytes,
-            "sequences": max(1, len(tokens.train) // context),
+            "sequences": windows_per_epoch(len(tokens.train), context),
             "samples": [tokenizer.decode(shown)][:samples],
         }
     assert isinstance(text.material, ExampleMaterial | PairMaterial)
