@@ -61,7 +61,20 @@ class SwarmError(AtomError):
     """A swarm that cannot be started, reached or joined."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the first line of what an error says, as a part of a sentence: no full stop."""
+    return str(error).strip().partition("\n")[0].rstrip(". ")
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the allowed name nearest to `given`, or `""`."""
     close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def choices(given: str, allowed: Iterable[str]) -> str:
+    """Return `"a, b or c"`, and if one is near to what was given a sentence behind it."""
+    names = list(allowed)
+    text = ", ".join(names[:-1]) + f" or {names[-1]}"
+    hint = nearest(given, names)
+    return f"{text}.{hint}" if hint else text

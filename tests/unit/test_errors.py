@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atomtrain import errors
-from atomtrain.errors import AtomError, nearest
+from atomtrain.errors import AtomError, choices, nearest, reason_of
 
 FAMILY = [
     value
@@ -42,3 +42,14 @@ def test_the_nearest_name_is_offered_only_if_there_is_one() -> None:
     assert nearest("zzz", ["auto", "cuda"]) == ""
     assert nearest("x", []) == ""
     assert nearest("gpt3-175", (name for name in ["gpt3-175b", "tiny"])).endswith("'gpt3-175b'?")
+
+
+def test_choices_end_in_a_sentence_only_if_one_is_near() -> None:
+    assert choices("x", ["a", "b", "c"]) == "a, b or c"
+    assert choices("glo", ["libp2p", "gloo"]) == "libp2p or gloo. Did you mean 'gloo'?"
+
+
+def test_what_another_error_says_becomes_part_of_a_sentence() -> None:
+    error = RuntimeError("The size of tensor a (3) must match.\nMore of it.")
+    assert reason_of(error) == "The size of tensor a (3) must match"
+    assert reason_of(ValueError()) == ""

@@ -82,6 +82,7 @@ def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
     [
         ({"outer": "mode"}, "Did you mean .mean."),
         ({"wire": "int5"}, "Did you mean 'int[48]'"),
+        ({"transport": "glo"}, r"allowed: streams or gloo\. Did you mean 'gloo'\?$"),
         ({"measured_rounds": True, "local_steps": 5}, "contradict"),
         ({"run_key": Path("/nowhere/key")}, "cannot be read"),
         ({"allow": Path("/nowhere/ids")}, "cannot be read"),

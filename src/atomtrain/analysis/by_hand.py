@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atomtrain.analysis.chain import Chain, Layer
-from atomtrain.errors import AnalysisError, ConfigError, nearest
+from atomtrain.errors import AnalysisError, ConfigError, nearest, reason_of
 
 
 def layers_by_hand(
@@ -85,7 +85,7 @@ def _run_fake(name: str, module: nn.Module, values: Sequence[Any]) -> Any:
         given = ", ".join(
             str(list(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in values
         )
-        reason = str(error).strip().partition("\n")[0]
+        reason = reason_of(error)
         raise AnalysisError(
             f"layer {name!r} cannot run on {given}: {reason}; list the modules in the order in "
             "which forward calls them, each on what the one before returns"

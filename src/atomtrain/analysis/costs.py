@@ -21,7 +21,7 @@ from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.flops import more_counters
 from atomtrain.analysis.saved import SavedCost, SavedWatcher, is_movable
 from atomtrain.analysis.storages import StorageTracker, is_dense
-from atomtrain.errors import AnalysisError
+from atomtrain.errors import AnalysisError, reason_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def _cannot_run(layer: Layer, specs: Sequence[ValueSpec], error: RuntimeError) -
     shapes = ", ".join(
         f"{name} {list(spec.shape)}" for name, spec in zip(layer.reads, specs, strict=True)
     )
-    reason = str(error).strip().partition("\n")[0]
+    reason = reason_of(error)
     advice = "check the example's shapes and types"
     if "in-place" in reason:
         advice = "a layer must not change its inputs: use inplace=False"

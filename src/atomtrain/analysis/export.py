@@ -30,7 +30,7 @@ from atomtrain.analysis.export_conditions import (
 from atomtrain.analysis.repeating import repeat
 from atomtrain.analysis.stand_ins import StandIns, why_unequal
 from atomtrain.analysis.structure import take_apart
-from atomtrain.errors import AnalysisError, AtomError, ConfigError
+from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _log = logging.getLogger("atomtrain.analysis")
@@ -332,7 +332,7 @@ def _cannot_export(model: nn.Module, error: BaseException) -> str:
         for frame in traceback.extract_tb(tried.__traceback__):
             if not frame.filename.startswith((*_INNER, "<")):
                 place = f"{frame.filename}:{frame.lineno} ({frame.line})"
-    reason = str(first).strip().partition("\n")[0] or type(first).__name__
+    reason = reason_of(first) or type(first).__name__
     if "data-dependent" in str(error) or "DataDependent" in type(first).__name__:
         reason = "what runs depends on data"
     return f"cannot analyse {type(model).__name__} at {place}: {reason}; change that line, {MANUAL}"

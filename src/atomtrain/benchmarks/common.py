@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import atomtrain
-from atomtrain.errors import ConfigError, nearest
+from atomtrain.errors import ConfigError, choices
 from atomtrain.files import replacing
 from atomtrain.training.option_checks import check_counts
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -55,7 +55,7 @@ class BenchmarkOptions:
     def __post_init__(self) -> None:
         if self.links not in LINKS:
             raise ConfigError(
-                f"--links {self.links!r} is none of {', '.join(LINKS)}.{nearest(self.links, LINKS)}"
+                f"--links {self.links!r} does not exist; choose {choices(self.links, LINKS)}"
             )
         if self.link and self.links not in ("all", "alone"):
             raise ConfigError(

@@ -17,7 +17,7 @@ _TIME = re.compile(r"([0-9.]+)(ms|s)")
 _SHARE = re.compile(r"([0-9.]+)%")
 _RATE = re.compile(r"[0-9.]+[a-z]*/s", re.IGNORECASE)
 _FORM = (
-    "write RATE[,ROUND TRIP][,LOSS], such as 100Mbit/s,50ms,0.5%; add a GPU, and perhaps a model, "
+    "RATE[,ROUND TRIP][,LOSS], such as 100Mbit/s,50ms,0.5%; add a GPU, and perhaps a model, "
     "for a link slowed until it stands for that GPU's, such as rtx-3090,100Mbit/s,30ms,gpt3-xl"
 )
 
@@ -39,12 +39,13 @@ def _parse(text: str) -> Link | StandsFor:
     for part in text.replace(" ", "").split(","):
         kind = _kind(part, text)
         if kind in known:
-            raise ConfigError(f"--link {text!r} has two of a kind: {known[kind]}, {part}; {_FORM}")
+            two = f"{known[kind]}, {part}"
+            raise ConfigError(f"--link {text!r} has two of a kind: {two}; write {_FORM}")
         known[kind] = part
     if "rate" not in known:
-        raise ConfigError(f"--link {text!r} has no rate; {_FORM}")
+        raise ConfigError(f"--link {text!r} has no rate; write {_FORM}")
     if "model" in known and "GPU" not in known:
-        raise ConfigError(f"--link {text!r} has a model but no GPU; {_FORM}")
+        raise ConfigError(f"--link {text!r} has a model but no GPU; write {_FORM}")
     rate = None if known["rate"] == UNSHAPED else 8 * parse_rate(known["rate"], "--link")
     round_trip_s = _seconds(known["time"], text) if "time" in known else 0.0
     loss_share = _number(known["loss"][:-1], text) / 100 if "loss" in known else 0.0
@@ -52,7 +53,7 @@ def _parse(text: str) -> Link | StandsFor:
     if "GPU" not in known:
         return link
     if rate is None:
-        raise ConfigError(f"--link {text!r}: a GPU's link needs a rate; {_FORM}")
+        raise ConfigError(f"--link {text!r}: a GPU's link needs a rate; write {_FORM}")
     return StandsFor(known["GPU"], rate, known.get("model"), round_trip_s, loss_share)
 
 
@@ -68,7 +69,7 @@ def _kind(part: str, text: str) -> str:
     if part in PRESETS:
         return "model"
     hint = nearest(part, [*GPUS, *PRESETS, UNSHAPED])
-    raise ConfigError(f"--link {text!r}: {part!r} is nothing that a link has.{hint} {_FORM}")
+    raise ConfigError(f"--link {text!r}: {part!r} is nothing that a link has.{hint} Write {_FORM}")
 
 
 def _seconds(part: str, text: str) -> float:
@@ -81,4 +82,4 @@ def _number(digits: str, text: str) -> float:
     try:
         return float(digits)
     except ValueError:
-        raise ConfigError(f"--link {text!r}: {digits!r} is no number; {_FORM}") from None
+        raise ConfigError(f"--link {text!r}: {digits!r} is no number; write {_FORM}") from None

@@ -28,7 +28,7 @@ from atomtrain.checkpoint.manifest import (
     list_directories,
     read_manifest,
 )
-from atomtrain.errors import CheckpointError
+from atomtrain.errors import CheckpointError, reason_of
 from atomtrain.units import format_bytes
 
 Shards = Mapping[str, Mapping[str, Tensor]] | Iterable[tuple[str, Mapping[str, Tensor]]]
@@ -185,10 +185,9 @@ def _write_shard(
         try:
             save_file({key: t.detach().contiguous() for key, t in tensors.items()}, path)
         except (RuntimeError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())
             raise CheckpointError(
-                f"shard {name!r} cannot be saved: {reason} Give each piece of memory once, "
-                "as a dense tensor that holds data."
+                f"shard {name!r} cannot be saved: {reason_of(error)}; give each piece of memory "
+                "once, as a dense tensor that holds data"
             ) from error
         file = _seal(path)
     return ShardEntry(name=name, tensors=tuple(tensors), **vars(file))

@@ -223,7 +223,9 @@ def _address(answer: str) -> str:
 
 def _device_memory(answer: str) -> str:
     if parse_bytes(answer, "device memory") < _LEAST_BUDGET_BYTES:
-        raise ConfigError(f"device memory of {answer!r} bytes is too little; write such as 8GiB")
+        raise ConfigError(
+            f"device memory of {answer} is too little; write at least 1MiB, such as 8GiB"
+        )
     return answer
 
 

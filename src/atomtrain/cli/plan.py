@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
-from atomtrain.errors import ConfigError, nearest
+from atomtrain.errors import ConfigError, choices
 from atomtrain.training.early import (
     OPTIMIZERS,
     PRECISIONS,
@@ -131,8 +131,8 @@ class PlanOptions:
             )
         if self.activations not in (None, *_ACTIVATIONS):
             raise ConfigError(
-                f"--activations must be {', '.join(_ACTIVATIONS)}, not {self.activations!r}."
-                f"{nearest(str(self.activations), _ACTIVATIONS)}"
+                f"--activations {self.activations!r} does not exist; choose "
+                f"{choices(str(self.activations), _ACTIVATIONS)}"
             )
         if self.tf32 and self.precision != "fp32":
             raise ConfigError("--tf32 is a way to multiply float32; leave it out with --precision")

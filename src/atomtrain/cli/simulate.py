@@ -104,6 +104,10 @@ class SimulateOptions:
             if not 0 < getattr(self, name) < math.inf:
                 seconds = getattr(self, name)
                 raise ConfigError(f"--{name} takes seconds above 0, not {seconds:g}")
+        for text in self.link:
+            parse_rate(text, "--link")
+        if self.upload is not None:
+            parse_rate(self.upload, "--upload")
         check_wire(self.wire)
         if self.here and self._given(("gpu", "machine")):
             raise ConfigError("--here measures this machine; leave --gpu and --machine out")

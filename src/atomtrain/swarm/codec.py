@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from atomtrain.errors import ConfigError, nearest
+from atomtrain.errors import ConfigError, choices
 from atomtrain.swarm.codec_blocks import BlockCodec
 from atomtrain.swarm.codec_plain import Float16Codec, Float32Codec, byte_view
 from atomtrain.swarm.codec_sparse import TopKCodec
@@ -81,8 +81,7 @@ def codec_named(name: str) -> Codec:
     """
     if name not in _CODECS:
         raise ConfigError(
-            f"wire format {name!r} does not exist; choose one of {', '.join(CODEC_NAMES)}."
-            + nearest(name, CODEC_NAMES)
+            f"wire format {name!r} does not exist; choose {choices(name, CODEC_NAMES)}"
         )
     return _CODECS[name]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atomtrain.errors import ConfigError, SwarmError, nearest
+from atomtrain.errors import ConfigError, SwarmError, choices
 from atomtrain.swarm.agenda import MEASURED
 from atomtrain.swarm.codec import codec_named
 from atomtrain.swarm.groups import GROUP_SIZE, GROUP_SIZE_MIN
@@ -133,8 +133,8 @@ class SwarmConfig:
         _check(0 <= overlap <= 1, "overlap_weight", overlap, "0 to 1")
         codec_named(self.wire)
         check_transport(self.transport, self.wire, clipped=self.mean == "clipped")
-        allowed = " or ".join(AVERAGES) + nearest(self.average, AVERAGES)
-        _check(self.average in AVERAGES, "average", self.average, allowed)
+        average, mean = self.average, self.mean
+        _check(average in AVERAGES, "average", average, choices(average, AVERAGES))
         _check(
             (self.target_batch_tokens > 0) == (self.average == "gradient"),
             "target_batch_tokens",
@@ -144,9 +144,7 @@ class SwarmConfig:
         check_group_size(self.group_size, self.average, self.transport)
         limit = self.norm_limit
         _check(limit == 0 or 2 <= limit < math.inf, "norm_limit", limit, "0, or at least 2")
-        _check(
-            self.mean in MEANS, "mean", self.mean, " or ".join(MEANS) + nearest(self.mean, MEANS)
-        )
+        _check(mean in MEANS, "mean", mean, choices(mean, MEANS))
         _check(1 <= self.expiry_s <= 3600, "expiry_s", self.expiry_s, "1 to 3600 seconds")
         for key in ("connect_s", "stall_s", "slowest_link_bytes_per_s", "round_floor_s"):
             value = getattr(self, key)
@@ -192,8 +190,7 @@ def check_transport(name: str, wire: str | None, *, clipped: bool) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    allowed = " or ".join(TRANSPORTS) + nearest(name, TRANSPORTS)
-    _check(name in TRANSPORTS, "transport", name, allowed)
+    _check(name in TRANSPORTS, "transport", name, choices(name, TRANSPORTS))
     if name == "gloo":
         _require_gloo()
         if clipped or wire not in (None, "float32"):
@@ -215,7 +212,7 @@ def _require_gloo() -> None:
 
 def _check(good: bool, key: str, value: object, allowed: str) -> None:
     if not good:
-        raise ConfigError(f"swarm {key} is {value!r}; allowed: {allowed}.")
+        raise ConfigError(f"swarm {key} is {value!r}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True)

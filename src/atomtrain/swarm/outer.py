@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from atomtrain.errors import ConfigError, nearest
+from atomtrain.errors import ConfigError, choices
 from atomtrain.swarm.slices import Span
 
 OUTERS = ("nesterov", "mean")
@@ -127,10 +127,7 @@ def outer_named(name: str, local_steps: int, fragments: int) -> OuterUpdate:
         ConfigError: there is no such outer update.
     """
     if name not in OUTERS:
-        raise ConfigError(
-            f"outer update {name!r} does not exist; choose {' or '.join(OUTERS)}."
-            + nearest(name, OUTERS)
-        )
+        raise ConfigError(f"outer update {name!r} does not exist; choose {choices(name, OUTERS)}")
     if name == "mean":
         return OuterUpdate()
     if local_steps < LONG_STEPS:

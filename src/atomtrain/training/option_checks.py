@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from atomtrain.errors import ConfigError, nearest
+from atomtrain.errors import ConfigError, choices
 from atomtrain.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def check_options(given: TrainOptions) -> None:
     check_counts(given, "vocabulary", most=1 << 24)
     check_text("--prompt", given.prompt)
     if given.learning_rate is not None and not 0 < given.learning_rate < 10:
-        raise ConfigError(f"--learning-rate must be above 0, not {given.learning_rate}")
+        raise ConfigError(
+            f"--learning-rate must be above 0 and below 10, not {given.learning_rate}"
+        )
     check_seed(given.seed)
     memory_of(given)
     if given.on_disk is not None:
@@ -148,8 +150,7 @@ def _flag(name: str) -> str:
 def _check_objective(objective: str | None, beta: float | None) -> None:
     if objective is not None and objective not in OBJECTIVES:
         raise ConfigError(
-            f"--objective {objective!r} does not exist; choose {' or '.join(OBJECTIVES)}."
-            + nearest(objective, OBJECTIVES)
+            f"--objective {objective!r} does not exist; choose {choices(objective, OBJECTIVES)}"
         )
     if beta is not None and not 0 < beta < math.inf:
         raise ConfigError(f"--beta must be above 0, such as 0.1, not {beta}")
@@ -158,10 +159,7 @@ def _check_objective(objective: str | None, beta: float | None) -> None:
 def _check_average(average: str | None, target_tokens: int | None) -> None:
     ways = ("local", "gradient")
     if average is not None and average not in ways:
-        raise ConfigError(
-            f"--average {average!r} does not exist; choose {' or '.join(ways)}."
-            + nearest(average, ways)
-        )
+        raise ConfigError(f"--average {average!r} does not exist; choose {choices(average, ways)}")
     if (average == "gradient") != (target_tokens is not None):
         raise ConfigError(
             "--average gradient and --target-batch-tokens N belong together: give both, or neither"
@@ -196,10 +194,7 @@ def relay_limit_of(limit: str | None) -> float:
 def check_wire(name: str) -> None:
     """Refuse a wire format that does not exist."""
     if name not in WIRES:
-        raise ConfigError(
-            f"wire format {name!r} does not exist; choose one of {', '.join(WIRES)}."
-            + nearest(name, WIRES)
-        )
+        raise ConfigError(f"wire format {name!r} does not exist; choose {choices(name, WIRES)}")
 
 
 def _check_name(flag: str, name: str) -> None:
