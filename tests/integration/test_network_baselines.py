@@ -7,6 +7,7 @@ import math
 import random
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,20 @@ def test_data_parallel_peers_learn_together(peers: Peers) -> None:
     assert all(len(reply["losses"]) == STEPS for reply in replies)
     # Each peer has samples of its own.
     assert replies[0]["losses"] != replies[1]["losses"]
+
+
+def test_swapped_peers_learn_what_those_with_all_memory_learn(peers: Peers) -> None:
+    # Large steps: without the mean of both peers' gradients losses would be far apart by now.
+    model = replace(MODEL, learning_rate=1e-2).to_json()
+    same = {"model": model, "micro_batch": 2, "steps": STEPS, "warm_up": 1}
+    resident = peers.tell_all("data_parallel", PATIENCE_S, **same)
+    budget_bytes = MODEL.state_bytes // 2
+    swapped = peers.tell_all(
+        "swapped_parallel", PATIENCE_S,
+        device_link_bytes_per_s=1e9, device_memory_bytes=budget_bytes, **same,
+    )  # fmt: skip
+    for ours, theirs in zip(swapped, resident, strict=True):
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-4)
 
 
 def test_counted_memory_is_near_the_prediction(peers: Peers, speeds: Speeds) -> None:

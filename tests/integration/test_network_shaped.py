@@ -208,12 +208,13 @@ def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:
     assert row["probe"]["bits_per_s"] < 1.1e8
     assert row["ratio"] == row["atom_tokens_per_s"] / row["pipeline_tokens_per_s"]
     assert row["data_parallel_tokens_per_s"] > 0
+    assert row["swapped_parallel_tokens_per_s"] > 0
     assert all(trial["tokens_per_s"] for trial in row["pipeline"]["trials"])
     assert row["bits_per_flop"] == 1e8 / result["peer_flops_per_s"]
     assert row["atom"]["device_peak_bytes"] <= result["device_budget_bytes"]
     assert row["pipeline"]["device_peak_bytes"] <= result["device_budget_bytes"]
     assert set(result["micro_batch_step_s"]) == {"4", "8"}
-    for method in ("atom", "pipeline", "data_parallel"):
+    for method in ("atom", "pipeline", "data_parallel", "swapped_parallel"):
         learnt = row[method]["curve"]
         assert len(learnt["loss"]) == len(learnt["seconds"]) == row[method]["steps"] or (
             method == "atom"  # its steps are those of all peers

@@ -133,10 +133,17 @@ def test_a_result_s_command_is_told_and_names_its_section() -> None:
     assert "cores: the swarm against its peers alone" in page([{**alone, "rows": [ROW]}])
 
 
+def test_both_kinds_of_data_parallelism_are_told() -> None:
+    both = {"data_parallel_tokens_per_s": 90.0, "swapped_parallel_tokens_per_s": 40.0}
+    assert "| 90, 40 |" in page([{**RESULT, "rows": [{**ROW, **both}]}])
+    assert "| -, - |" in page([{**RESULT, "rows": [ROW]}])
+
+
 def test_losses_are_told_link_by_link() -> None:
     def curve(method: str, loss: list[float]) -> dict[str, object]:
         return {
             "link": "slow",
+            "bits_per_flop": 2.5e-6,
             "method": method,
             "seconds": [1.0, 2.0],
             "tokens": [10, 2000],
@@ -152,8 +159,8 @@ def test_losses_are_told_link_by_link() -> None:
     }
     curves = [curve("ATOM", [4.0, 2.0]), curve("pipeline", [4.0, 3.0])]
     text = page([{"peers": 2, "train_s": 100.0, "curves": curves, "reached": [reached]}])
-    assert "| slow | ATOM | 2 | 2k | 3.00 | - | - | - |" in text
-    assert "| slow | pipeline | 2 | 2k | 3.50 | 1 s | 3.50 | 3.00 |" in text
+    assert "| slow | 2.5 bits/MFLOP | ATOM | 2 | 2k | 3.00 | - | - | - |" in text
+    assert "| slow | 2.5 bits/MFLOP | pipeline | 2 | 2k | 3.50 | 1 s | 3.50 | 3.00 |" in text
 
 
 def test_unequal_budgets_of_an_older_version_are_told() -> None:

@@ -53,6 +53,9 @@ def test_cases_that_were_run_for_real_are_marked(result: dict[str, Any]) -> None
     assert len(marked) == 1
     assert marked[0].startswith("| gpt3-xl | 4 |")
     assert "--peers 4" in text
+    (missing,) = [line for line in text.splitlines() if line.startswith("**Not run for real")]
+    assert "gpt3-175b" in missing
+    assert "gpt3-xl" not in missing
     assert "Bold: run for real" not in page(result)
     elsewhere = [{"peers": 3, "rows": [_run(3.25)]}]
     assert "gpt3-xl with 3 peers on 100 Mbit/s **3.25**" in page(result, elsewhere)

@@ -13,6 +13,7 @@ its helpers share. Tokens per second are those of all peers together.
   measured before and after ATOM; the faster of the two counts.
 - *Data parallel*: every peer holds everything (more than the budget) and averages float32 gradients
   in every step with PyTorch's `DistributedDataParallel`, which overlaps the last backward.
+- *Swapped data parallel*: the same of ATOM's engine, within the budget (`network_swapped`).
 
 A processor is far slower than a GPU, so on equal links it waits less for the network. Rows with
 `stands_for` therefore slow the link: without a model until `bits_per_flop`, the rate for each FLOP
@@ -29,6 +30,7 @@ import os
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,15 +199,17 @@ def _row(
         after = _try(errors, lambda: methods.pipeline(before["search"], setup.window_s))
         tokens = before["search"].sequences * setup.model.sequence_tokens
         row["pipeline"] = _pipeline_result(before, after, tokens, bound)
-    parallel: Measured | str | None = _NOT_ASKED
-    if with_others:
-        parallel = _try(errors, lambda: methods.data_parallel(case.link, speeds))
-    row["data_parallel_tokens_per_s"] = None
-    if isinstance(parallel, str):
-        row["data_parallel"] = {"left_out": parallel}
-    elif parallel is not None:
-        row["data_parallel_tokens_per_s"] = parallel.tokens_per_s
-        row["data_parallel"] = _plain(parallel, tokens_per_step, bound)
+    for name, measure in (
+        ("data_parallel", methods.data_parallel),
+        ("swapped_parallel", methods.swapped_parallel),
+    ):
+        found = _try(errors, partial(measure, case.link, speeds)) if with_others else _NOT_ASKED
+        row[f"{name}_tokens_per_s"] = None
+        if isinstance(found, str):
+            row[name] = {"left_out": found}
+        elif found is not None:
+            row[f"{name}_tokens_per_s"] = found.tokens_per_s
+            row[name] = _plain(found, tokens_per_step, bound)
     if atom is not None:
         learnt = curve_of_atom(atom, tokens_per_step)
         del atom[LOSSES_OF_PEERS]

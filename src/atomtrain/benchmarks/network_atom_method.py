@@ -54,7 +54,8 @@ class AtomMethod:
         """Whether the engines have trained nothing yet but their first steps."""
         self._open_size: int | None = None
         self._exchange_bytes: list[int] = []
-        self._step_s = 0.0
+        self.step_s = 0.0
+        """Of the engines as they are open, all of them computing at once and each for itself."""
 
     def close(self) -> None:
         """End the peers; idempotent."""
@@ -99,7 +100,7 @@ class AtomMethod:
         start_s = begin_s + setup.settle_s
         replies = peers.tell_all(
             "train",
-            patience_s(setup.settle_s + longest_s + 3 * self._step_s),
+            patience_s(setup.settle_s + longest_s + 3 * self.step_s),
             begin_s=begin_s,
             start_s=start_s,
             until_s=start_s + window_s,
@@ -121,7 +122,7 @@ class AtomMethod:
         begin_s = time.monotonic() + _AHEAD_S
         replies = peers.tell_all(
             "train",
-            patience_s(alone_s + 3 * self._step_s),
+            patience_s(alone_s + 3 * self.step_s),
             begin_s=begin_s,
             start_s=begin_s,
             until_s=begin_s + alone_s,
@@ -141,7 +142,7 @@ class AtomMethod:
 
     def _simulated(self, link: Link, exchange_bytes: list[int], peers: int) -> SwarmRun:
         work = SwarmWork(
-            step_s=[self._step_s] * peers,
+            step_s=[self.step_s] * peers,
             tokens_per_step=self.setup.model.tokens_per_step,
             exchange_bytes=exchange_bytes,
             local_steps=self.setup.local_steps,
@@ -159,7 +160,7 @@ class AtomMethod:
         """Return how long to train, and how long at most if no round has ended by then."""
         setup = self.setup
         round_s = predicted.averaged_every_s / len(self._exchange_bytes)
-        wanted_s = max(setup.window_s, 1.5 * round_s + 2 * self._step_s)
+        wanted_s = max(setup.window_s, 1.5 * round_s + 2 * self.step_s)
         longest_s = max(setup.longest_window_s, setup.window_s)
         # Where no round is expected to fit, nothing is waited for.
         return (wanted_s, longest_s) if wanted_s <= longest_s else (setup.window_s, setup.window_s)
@@ -217,9 +218,9 @@ class AtomMethod:
                     continue
                 refused = self._open(peers, speeds, size) or refused
                 fits = self._open_size is not None
-                self.micro_batches[size] = self._step_s if fits else None
+                self.micro_batches[size] = self.step_s if fits else None
                 if fits:
-                    progress(f"micro-batches of {size}: ATOM's step takes {self._step_s:.2f} s")
+                    progress(f"micro-batches of {size}: ATOM's step takes {self.step_s:.2f} s")
             fitting = {size: s for size, s in self.micro_batches.items() if s is not None}
             if not fitting:
                 raise PlanError(refused)
@@ -231,24 +232,39 @@ class AtomMethod:
 
     def _open(self, peers: Peers, speeds: Speeds, micro_batch: int) -> str:
         """Open the engines, in place of any others; return why they do not fit, if so."""
-        setup = self.setup
-        peer_flops = speeds.tokens_per_s(setup.model) * setup.model.flops_per_token
         replies = peers.tell_all(
             "open",
             START_S,
             lambda index: {"seed": index},
-            model=setup.model.to_json(),
-            micro_batch=micro_batch,
-            device_link_bytes_per_s=device_link_bytes_per_s(setup, peer_flops),
-            device_memory_bytes=setup.budget_bytes,
+            model=self.setup.model.to_json(),
+            **self._inputs(speeds, micro_batch),
         )
         if refused := next((reply["refused"] for reply in replies if reply["refused"]), ""):
             self._open_size = None
             return str(refused)
         self.plan = str(replies[0]["plan"])
-        self._step_s = max(reply["step_s"] for reply in replies)
+        self.step_s = max(reply["step_s"] for reply in replies)
         self._open_size, self._fresh = micro_batch, True
         return ""
+
+    def engine_inputs(self, speeds: Speeds) -> dict[str, Any]:
+        """Return with what an engine is opened at its best, by the names of `AtomPeer.open`.
+
+        Raises:
+            PlanError: no size of micro-batch fits the budget.
+        """
+        self._ready(speeds)
+        assert self._open_size is not None
+        return self._inputs(speeds, self._open_size)
+
+    def _inputs(self, speeds: Speeds, micro_batch: int) -> dict[str, Any]:
+        setup = self.setup
+        peer_flops = speeds.tokens_per_s(setup.model) * setup.model.flops_per_token
+        return {
+            "micro_batch": micro_batch,
+            "device_link_bytes_per_s": device_link_bytes_per_s(setup, peer_flops),
+            "device_memory_bytes": setup.budget_bytes,
+        }
 
     def start(self) -> Peers:
         """Return the peers, started if need be."""

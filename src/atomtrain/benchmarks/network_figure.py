@@ -16,6 +16,7 @@ _BARS = {
 }
 _COLUMNS = 3
 _SMALL = 8
+_BAR_STEP = 0.8 / len(METHODS)
 _COLORS = {name: f"C{index}" for index, name in enumerate(METHODS)}
 
 
@@ -47,7 +48,7 @@ def draw_bars(
     drawn = False
     for index, (name, label) in enumerate(METHODS.items()):
         found = [
-            (place + 0.27 * (index - 1), value)
+            (place + _BAR_STEP * (index - (len(METHODS) - 1) / 2), value)
             for place, panel in enumerate(panels)
             if (value := getattr(panel.methods.get(name), key, None))
         ]
@@ -55,7 +56,7 @@ def draw_bars(
             continue
         drawn = True
         places, values = [place for place, _ in found], [value for _, value in found]
-        axes.barh(places, values, height=0.25, color=_COLORS[name], label=label)
+        axes.barh(places, values, height=0.9 * _BAR_STEP, color=_COLORS[name], label=label)
     axes.set_yticks(range(len(panels)), [panel.name for panel in panels], fontsize=_SMALL)
     axes.tick_params(labelleft=named)
     if named:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.benchmarks.connections import set_congestion_control
 from atomtrain.benchmarks.network_model import Batch, ModelSetup, fused_adamw, run_layers
+from atomtrain.benchmarks.network_swapped import SwappedParallel
 from atomtrain.benchmarks.network_worker import Reply, sent_bytes
 from atomtrain.benchmarks.pipeline import Beside, RankPlan, Stage, decode, encode
 from atomtrain.benchmarks.pipeline_library import LibraryStage
@@ -47,6 +48,7 @@ class GlooPeer:
             "pipeline_memory": self.pipeline_memory,
             "pipeline_compute": self.pipeline_compute,
             "data_parallel": self.data_parallel,
+            "swapped_parallel": self.swapped_parallel,
         }
 
     def enter(
@@ -219,9 +221,7 @@ class GlooPeer:
         optimizer = fused_adamw(net.parameters(), setup.learning_rate)
 
         def step(index: int) -> float:
-            batches = setup.micro_batches(
-                index * self.ranks + self.rank, setup.sequences_per_peer, micro_batch
-            )
+            batches = self._own_share(setup, index, micro_batch)
             losses = []
             for batch in batches:
                 last = batch is batches[-1]
@@ -234,6 +234,31 @@ class GlooPeer:
             return sum(losses) / len(losses)
 
         return self._measured(step, steps, warm_up)
+
+    def swapped_parallel(
+        self,
+        model: dict[str, Any],
+        micro_batch: int,
+        device_link_bytes_per_s: float,
+        device_memory_bytes: int,
+        steps: int,
+        warm_up: int,
+    ) -> Reply:
+        """Train as `data_parallel`, with ATOM's engine within its budget; on the same samples."""
+        setup = ModelSetup.from_json(model)
+        with SwappedParallel(
+            setup, micro_batch, device_link_bytes_per_s, device_memory_bytes
+        ) as engine:
+
+            def step(index: int) -> float:
+                return engine.step(self._own_share(setup, index, micro_batch))
+
+            return self._measured(step, steps, warm_up, engine.wait)
+
+    def _own_share(self, setup: ModelSetup, step: int, micro_batch: int) -> list[Batch]:
+        """Return what this rank adds to a step of data parallelism."""
+        seed = step * self.ranks + self.rank
+        return setup.micro_batches(seed, setup.sequences_per_peer, micro_batch)
 
     def _stage(self, setup: ModelSetup, plan: dict[str, Any]) -> Stage | LibraryStage:
         pipelines = plan["pipelines"]
@@ -255,12 +280,21 @@ class GlooPeer:
             ]
         return self._groups[stages][stage]
 
-    def _measured(self, step: Callable[[int], float | None], steps: int, warm_up: int) -> Reply:
+    def _measured(
+        self,
+        step: Callable[[int], float | None],
+        steps: int,
+        warm_up: int,
+        settle: Callable[[], None] = lambda: None,
+    ) -> Reply:
+        """Time some steps after others; `settle` waits for what of them still goes on."""
         for index in range(warm_up):
             step(index)
+        settle()
         dist.barrier()
         before_bytes, started_s = sent_bytes(), time.monotonic()
         losses = [step(warm_up + index) for index in range(steps)]
+        settle()
         ended_s = time.monotonic()
         dist.barrier()
         return {

@@ -35,6 +35,8 @@ _PROBE_S = 0.7
 _BOTH_WAYS_S = 3.0
 """Longer: with data both ways a connection takes its time to find the rate of the link."""
 _WARM_UP_BELOW_S = 6.0
+_WARM_UP_PARALLEL_BELOW_S = 30.0
+"""Steps that are longer are warm soon enough; data parallelism has most to do in its first one."""
 
 
 class Search(NamedTuple):
@@ -183,6 +185,23 @@ class Methods:
 
     def data_parallel(self, link: Link, speeds: Speeds) -> Measured | str:
         """Measure averaging in every step, or return why it was left out."""
+        model = self.setup.model
+        compute_s = model.tokens_per_step / speeds.tokens_per_s(model)
+        inputs = {"micro_batch": speeds.best_size(model)}
+        return self._averaged("data_parallel", link, compute_s, inputs)
+
+    def swapped_parallel(self, link: Link, speeds: Speeds) -> Measured | str:
+        """Measure the same of ATOM's engine, within its budget, or return why it was left out.
+
+        Its micro-batch is that of ATOM, which is the engine's best.
+        """
+        inputs = self.atom.engine_inputs(speeds)
+        return self._averaged("swapped_parallel", link, self.atom.step_s, inputs)
+
+    def _averaged(
+        self, do: str, link: Link, compute_s: float, inputs: dict[str, Any]
+    ) -> Measured | str:
+        """Measure a method that averages float32 gradients in every step."""
         setup, model = self.setup, self.setup.model
         rate = connection_bits_per_s(
             link.bits_per_s or UNSHAPED_BITS_PER_S,
@@ -191,20 +210,20 @@ class Methods:
             self._control,
         )
         wire_bits = 32 * model.parameters * 2 * (setup.peers - 1) / setup.peers
-        tokens = model.tokens_per_step
-        step_s = tokens / speeds.tokens_per_s(model) + wire_bits / rate
+        step_s = compute_s + wire_bits / rate
         if step_s > setup.longest_step_s:
             return f"a step would take at least {step_s:.0f} s"
         steps = max(1, round(setup.window_s / step_s))
+        warm_up = int(step_s < _WARM_UP_PARALLEL_BELOW_S)
         replies = self._baselines().tell_all(
-            "data_parallel",
-            patience_s((steps + 1) * step_s),
+            do,
+            START_S + patience_s((steps + warm_up) * step_s),
             model=model.to_json(),
-            micro_batch=speeds.best_size(model),
             steps=steps,
-            warm_up=1,
+            warm_up=warm_up,
+            **inputs,
         )
-        return measured(replies, setup.step_sequences * model.sequence_tokens, steps, 1)
+        return measured(replies, setup.step_sequences * model.sequence_tokens, steps, warm_up)
 
     def _baselines(self) -> Peers:
         """Return the baselines' peers in one group, started on unshaped links if need be."""

@@ -32,6 +32,7 @@ Result = Mapping[str, Any]
 _SEVERAL = 4
 """Peers from which on there can be several pipelines."""
 _TWO = ("atom", "pipeline")
+_PARALLEL = ("data_parallel", "swapped_parallel")
 _INTRODUCTION = """\
 # Networks: what was measured
 
@@ -49,8 +50,9 @@ early that is worth more than averaging now and then costs. So this table says w
 given time. What averaging costs, with each side at its own best rate, is in
 [quality.md](quality.md).
 
-| link | method | seconds | tokens | loss | ATOM was there after | loss, equal tokens | ATOM's |
-|---|---|---|---|---|---|---|---|"""
+| link | for each FLOP | method | seconds | tokens | loss | ATOM was there after | \
+loss, equal tokens | ATOM's |
+|---|---|---|---|---|---|---|---|---|"""
 _BRACKETS = f"""\
 In brackets, and in no figure quoted elsewhere: *{UNFINISHED}* while ATOM was measured, so its peers
 trained each for itself; or *disturbed*, that is, something else had the machine's cores, for ATOM
@@ -120,6 +122,7 @@ def _losses(result: Result) -> Iterator[str]:
             ours = f"{found['atom_loss_at_equal_tokens']:.2f}"
         cells = [
             curve["link"],
+            per_flop_name(curve) if "bits_per_flop" in curve else "-",
             curve["method"],
             f"{curve['seconds'][-1]:.0f}",
             format_count(curve["tokens"][-1]),
@@ -147,7 +150,8 @@ def _marks(rows: Sequence[Row]) -> dict[int, str]:
 def _rows(rows: Sequence[Row]) -> Iterator[str]:
     yield (
         "| link | round trip | for each FLOP | stands for | ATOM, tokens/s | of as many alone | "
-        "rounds finished | pipeline | data parallel | ratio | bytes a token: ATOM, pipeline | "
+        "rounds finished | pipeline | data parallel: with all memory, swapped | ratio | "
+        "bytes a token: ATOM, pipeline | "
         "utilisation: ATOM, pipeline |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
@@ -168,7 +172,7 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
             "-" if share is None else f"{share:.2f}",
             str(rounds_finished(row)) if row["atom_tokens_per_s"] else "-",
             _count(row["pipeline_tokens_per_s"]),
-            _count(row["data_parallel_tokens_per_s"]),
+            ", ".join(_count(row.get(f"{name}_tokens_per_s")) for name in _PARALLEL),
             ratio,
             ", ".join(_number(row, name, "sent_bytes_per_token", "{:.0f}") for name in _TWO),
             ", ".join(_number(row, name, "utilisation", "{:.0%}") for name in _TWO),

@@ -20,10 +20,15 @@ from atomtrain.benchmarks.network_rows import (
 )
 from atomtrain.units import format_count
 
-METHODS = {"atom": "ATOM", "pipeline": "pipeline", "data_parallel": "data parallel"}
+METHODS = {
+    "atom": "ATOM",
+    "pipeline": "pipeline",
+    "data_parallel": "data parallel",
+    "swapped_parallel": "data parallel, swapped",
+}
 """Keys of a row, and what people call them."""
 _LOSSES = "time-to-loss"
-_WIDTHS = (14, 10, 16, 12, 12)
+_WIDTHS = (22, 10, 16, 12, 12)
 
 
 class MethodPanel(NamedTuple):
@@ -113,11 +118,17 @@ def _of_curves(curves: Sequence[Mapping[str, Any]]) -> list[LinkPanel]:
     keys = {label: name for name, label in METHODS.items()}
     return [
         LinkPanel(
-            link,
+            curve_link(next(c for c in curves if c["link"] == link)),
             {keys[c["method"]]: _method({**c, "curve": c}) for c in curves if c["link"] == link},
         )
         for link in dict.fromkeys(curve["link"] for curve in curves)
     ]
+
+
+def curve_link(curve: Mapping[str, Any]) -> str:
+    """Return the link of one of `time-to-loss`'s curves, and its ratio to what peers compute."""
+    told = f"\n{per_flop_name(curve)}" if "bits_per_flop" in curve else ""
+    return f"{curve['link']}{told}"
 
 
 def _measured(found: Mapping[str, Any] | None) -> bool:

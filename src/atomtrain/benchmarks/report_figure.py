@@ -13,6 +13,7 @@ from atomtrain.benchmarks.network_rows import (
     UNFINISHED,
     fair_ratio,
     network_results,
+    per_flop_name,
     rounds_finished,
 )
 from atomtrain.benchmarks.network_setup import gpu_flops_per_s
@@ -172,7 +173,9 @@ def _losses(axes: Any, results: Results) -> None:
     axes.set_title("Loss against time")
     curves = results.get("time-to-loss", {}).get("curves", [])
     for curve in curves:
-        axes.plot(curve["seconds"], curve["loss"], ".-", markersize=4, label=curve["name"])
+        ratio = f", {per_flop_name(curve)}" if "bits_per_flop" in curve else ""
+        label = f"{curve['name']}{ratio}"
+        axes.plot(curve["seconds"], curve["loss"], ".-", markersize=4, label=label)
     if not curves:
         _nothing(axes, "time-to-loss")
         return

@@ -23,7 +23,7 @@ Tokens per second of ATOM over those of the best pipeline of the same peers, eac
 round trip of {round_trip_ms:g} ms. **Simulated, but for the ratios in bold**, which come beside the
 simulated ones where as many real processes ran; [network.md](network.md) says what both sides are
 granted, what is measured, and how far simulation and measurement are apart. Below 1 the pipeline
-wins. `-`: the model fits no pipeline of so many of these devices; ATOM trains it on one.
+wins. `-`: the model fits no pipeline of so many of these devices; ATOM's plan fits one of them.
 
 The pipeline is an ideal one: bfloat16 or 8-bit activations, whichever is faster with what encoding
 them takes, all transfers behind computation, the best number of stages, and no cost for the
@@ -60,6 +60,8 @@ def page(result: Mapping[str, Any], networks: Sequence[Mapping[str, Any]] = ()) 
             *_ratios(rows, runs),
             "",
             *([_MARKED.format(peers=_or(sorted({peers for _, peers, _ in runs})))] if runs else []),
+            *_not_run(rows, runs),
+            "",
             *_goal(rows),
             "",
             *_where_a_pipeline_wins(rows),
@@ -118,6 +120,17 @@ def _ratios(rows: list[dict[str, Any]], runs: _Runs) -> Iterator[str]:
                 for (model, peers, rate), ratios in others
             )
             + "."
+        )
+
+
+def _not_run(rows: list[dict[str, Any]], runs: _Runs) -> Iterator[str]:
+    """Name the models of which there is no real run at all."""
+    models = dict.fromkeys(row["model"] for row in rows)
+    missing = [model for model in models if model not in {of for of, _, _ in runs}]
+    if missing:
+        yield (
+            f"**Not run for real, on any link: {', '.join(missing)}.** Their figures, on all of "
+            "this page, are simulated or planned."
         )
 
 

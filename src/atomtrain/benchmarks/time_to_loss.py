@@ -118,9 +118,10 @@ def _curves(
             _of_atom(setup, methods.atom.measure(link, speeds)),
             *_of_baselines(setup, methods, link, speeds, network, train_s),
         ]
-    bound = setup.peers * speeds.tokens_per_s(setup.model)
+    rate = speeds.tokens_per_s(setup.model)
     for curve in found:
-        curve["utilisation"] = curve["tokens_per_s"] / bound
+        curve["utilisation"] = curve["tokens_per_s"] / (setup.peers * rate)
+        curve["bits_per_flop"] = (link.bits_per_s or 0.0) / (rate * setup.model.flops_per_token)
         curve["link"], curve["link_bits_per_s"] = name, link.bits_per_s
         curve["round_trip_s"] = link.round_trip_s
         curve["name"] = f"{curve['method']}, {name}"
