@@ -101,10 +101,12 @@ class Session:
         return isinstance(self.recipe.sizes, HuggingFaceConfig)
 
     def close(self) -> None:
-        """Leave the swarm and release the engine."""
-        if self.swarm is not None:
-            self.swarm.leave()
-        self.engine.close()
+        """Leave the swarm and release the engine, even if leaving fails."""
+        try:
+            if self.swarm is not None:
+                self.swarm.leave()
+        finally:
+            self.engine.close()
 
 
 def open_session(options: TrainOptions, tell: Callable[[str], None] | None = None) -> Session:
