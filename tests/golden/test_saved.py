@@ -131,6 +131,23 @@ def test_offloading_needs_less_memory_than_keeping_and_recomputes_nothing() -> N
     assert peaks["offload"] < peaks["keep"]
 
 
+def test_what_is_offloaded_takes_no_memory_of_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large head needs most: all that was offloaded has left by then, and comes back after it."""
+    config = GPTConfig(layers=3, width=32, heads=1, head_width=32, vocabulary=2048, context=32)
+    tokens = torch.randint(2048, (2, 33))
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    bounds, measured, planned = (0, 1, 2, 3, 4), set(), set()
+    for how in ("recompute", "offload"):
+        activations: tuple[Activation, ...] = ("recompute", how, how, how, "recompute")
+        use_shape(monkeypatch, Shape(bounds, (*bounds, 5), 1, 1, activations=activations))
+        with swap(GPT(config), batch, micro_batches=2) as engine:
+            engine.step([batch] * 2)
+            assert engine.last is not None
+            measured.add(engine.last.device_peak_bytes)
+            planned.add(engine.plan.device_peak_bytes)
+    assert len(measured) == len(planned) == 1
+
+
 @pytest.mark.parametrize("how", ["recompute", "offload"])
 def test_long_sequences_in_little_memory(how: Activation) -> None:
     """Nothing grows with the square of the length: one matrix of attention is twice the budget."""

@@ -3,8 +3,8 @@
 The device holds slots, gradient buffers, resident blocks, the model's buffers, and what the
 busiest visit needs beside them: the values and gradients that stand at its cuts, and the workspace
 of one micro-batch; what kept segments save; and, from the first offloaded segment up and down again
-to it, the window of what is on its way to the host or back. Only what is kept grows with depth.
-The formulas of one visit are in `planning/visit_memory.py`.
+to it, but not at the turn, the window of what is on its way to the host or back. Only what is kept
+grows with depth. The formulas of one visit are in `planning/visit_memory.py`.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class MemoryModel:
                 kept -= own
             # Sent by this visit and those below it, or still to come back for them.
             moving = sum(n for layers, n in away.items() if layers[0] <= visit.layers[0])
+            if visit.phase is Phase.TURN:  # all has left before it, and comes back after it
+                moving = 0
             window = min(self.saved.window_bytes, moving)
             need = self.work_bytes(visit.phase, *visit.layers, shape.boundary, how, there)
             work = max(work, need + kept + window)

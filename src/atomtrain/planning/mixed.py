@@ -13,8 +13,8 @@ described by
 
 A later clock, a longer load and less room never make a plan better, so of two ways to a cut the one
 that is worse (or equal) in all of them can be forgotten; a way that still may keep can do all that
-one can that may not. The window of transfers is reserved from the turn to the lowest offloaded
-segment: ways with and without a window are apart.
+one can that may not. The window of transfers is reserved from below the turn to the lowest
+offloaded segment: ways with and without a window are apart.
 
 All ways to a cut are extended at once by all segments that end there, whatever these do.
 """
@@ -141,7 +141,7 @@ class Mixed:
         self._rest.settle(clocks, starts, self._most_load_s)
         ends_s = self._rest.ends_s(clocks, starts, below_turn=True)
         for window in (False, True)[: 1 + self.rooms.offloads]:
-            left = room.turn[starts] - window * self._window_bytes
+            left = room.turn[starts]  # the window is for the visits below
             rows = np.flatnonzero((ends_s <= below_s * SLACK) & (left >= 0))
             values = np.column_stack(
                 (

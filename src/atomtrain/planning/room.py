@@ -189,7 +189,7 @@ class Rooms:
         """Return whether there is any plan with this room."""
         here = Reach(self._layers)
         for window in (False, True):
-            here.keeping[int(window)] = room.turn - window * self.window_bytes
+            here.keeping[int(window)] = room.turn  # the window is for the visits below
         cuts = range(self._layers - 1, 0, -1)
         if self._segments is None:
             for cut in cuts:

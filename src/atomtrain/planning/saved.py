@@ -51,8 +51,9 @@ class SavedTensors:
     def window_bytes(self) -> int:
         """What may be on its way to the host, or back ahead of its use, at a time: as much as one
         micro-batch sends in the layer that sends most, so that a layer's work hides each transfer.
+        The last layer is always in the turn, which sends nothing.
         """
-        able = [i for i, cost in enumerate(self._costs.layers) if cost.saved.movable]
+        able = [i for i, cost in enumerate(self._costs.layers[:-1]) if cost.saved.movable]
         return max((self.of(i, i + 1).sent_bytes for i in able), default=0)
 
     def of(self, start: int, stop: int) -> Saved:

@@ -128,8 +128,7 @@ class Executor:
         for index, visit in enumerate(a_pass.visits):
             if visit.phase is Phase.TURN:
                 self._outbox.drain()  # backward counts on the memory
-                if training:
-                    self._graphs.turn(self._training.found, self._count)
+                self._graphs.offload.drain()
             if self.record is not None:
                 self.record.label = label_of(visit)
             tensors = self.slots.enter(index)
@@ -138,6 +137,8 @@ class Executor:
             with recorded_visit(self.record):
                 self._visit(visit, a_pass.routes.get(index), tensors)
                 self.slots.update(index)
+            if training and visit.phase is Phase.TURN:
+                self._graphs.turn(self._training.found, self._count)
             del tensors
             self.slots.leave(index)
             if self.visited is not None:

@@ -204,7 +204,8 @@ class Graphs:
         return self._waiting.pop((layers, micro_batch))
 
     def turn(self, downwards: Iterable[tuple[int, int]], micro_batches: int) -> None:
-        """Begin to bring back what is on the host, in the order in which backward wants it.
+        """The turn is over: begin to bring back what is on the host, in the order in which backward
+        wants it.
 
         Args:
             downwards: The segments whose graphs wait, in backward's order.

@@ -106,9 +106,7 @@ class Offload:
         return _Storage(host, saved)
 
     def turn(self, parcels: Sequence[Parcel]) -> None:
-        """All has been sent; begin to bring it back, in the order of the parcels."""
-        while self._leaving:
-            self._let_go()
+        """Begin to bring back what was sent, in the order of the parcels."""
         self._coming.extend(s for parcel in parcels for s in parcel.order())
         self._advance()
 
@@ -137,11 +135,10 @@ class Offload:
             self._pool.give(storage.host)
             storage.host = None
 
-    def clear(self) -> None:
-        """Drop what a failed step left."""
+    def drain(self) -> None:
+        """Let go of what is still leaving; compute waits for it."""
         while self._leaving:
             self._let_go()
-        self._coming.clear()
 
     def _advance(self) -> None:
         while self._coming:
