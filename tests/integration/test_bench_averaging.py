@@ -27,6 +27,12 @@ def test_rounds_on_loopback_have_the_right_mean() -> None:
     assert result["sent_bytes_per_peer"] > 2_800_000
     assert len(result["all_mesh_s"]) == 1
     assert result["times_the_mesh"] == result["round_s"] / result["mesh_s"]
+    assert result["times_the_streams"] == result["round_s"] / result["streams_s"]
+    costs = result["costs"]
+    assert {"sockets_s", "encryption_s", "hashing_s", "arithmetic_s", "event_loop_s"} < costs.keys()
+    del costs["other_threads_s"]  # perhaps none
+    assert all(0 < spent_s <= costs["all_s"] for spent_s in costs.values())
+    assert set(result["processor_s"]) == {"round", "streams", "mesh"}
     with pytest.raises(ConfigError):
         AveragingSetup(peers=1)
 

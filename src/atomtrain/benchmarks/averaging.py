@@ -7,6 +7,8 @@ round until the parameters hold the mean. On a slow link (namespaces with a rate
 floor is what 2 (K - 1) / K times the vector takes at the rate of a raw TCP stream in the same run.
 The *mesh* is what it takes when all peers send to all others at once over raw TCP, between the
 rounds: what this network and this machine allow, with nothing encrypted, added up or agreed on.
+*Streams* are the same over the encrypted channels that rounds use: what is above that is what peers
+compute and agree on. A last round, with clocks in it, tells what processors did (`costs`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,8 +126,7 @@ def _measure(
         progress(f"{where}: raw TCP {rate / 1e6:.1f} Mbit/s")
         _enter(ours, setup, hosts, link_bytes_per_s)
         _open_mesh(ours, setup, hosts)
-        our_rounds: list[Result] = []
-        mesh_s: list[float] = []
+        measured: dict[str, list[Result]] = {"rounds": [], "plain": [], "encrypted": []}
         their_rounds: dict[str, list[float]] = {}
         within_s = 20.0 + 20 * setup.moved_bytes / link_bytes_per_s
         with _Hivemind(setup, network, hosts, folder) as theirs:
@@ -134,17 +136,20 @@ def _measure(
                 for index in range(each + 1):
                     one = _round(ours, setup, within_s)
                     other_s = theirs.round_s(within_s)
-                    plain_s = _mesh_s(ours, setup, within_s)
+                    plain = _mesh(ours, "plain", setup, within_s)
+                    encrypted = _mesh(ours, "encrypted", setup, within_s)
                     text = f"ATOM {one['round_s']:.2f} s, hivemind {other_s or 0:.2f} s"
-                    text += f", plain streams {plain_s:.2f} s"
+                    text += f", streams {encrypted['mesh_s']:.2f} s, plain {plain['mesh_s']:.2f} s"
                     progress(f"{where}, parts of {part_bytes >> 10} KiB: {text}")
                     if index:
-                        our_rounds.append(one)
-                        mesh_s.append(plain_s)
+                        measured["rounds"].append(one)
+                        measured["plain"].append(plain)
+                        measured["encrypted"].append(encrypted)
                         if other_s is not None:
                             their_rounds.setdefault(str(part_bytes), []).append(other_s)
+        costs = _round(ours, setup, within_s, told_apart=True)["costs"]
         ours.tell_all("leave", _START_S)
-    return _result(setup, rate, our_rounds, their_rounds, mesh_s)
+    return {**_result(setup, rate, measured, their_rounds), "costs": costs}
 
 
 class _Hivemind:
@@ -205,15 +210,21 @@ def _open_mesh(ours: Peers, setup: AveragingSetup, hosts: list[str]) -> None:
     answers = ours.tell_all(
         "offer_mesh", _START_S, lambda rank: {"rank": rank, "address": hosts[rank]}
     )
-    addresses = [(host, answer["port"]) for host, answer in zip(hosts, answers, strict=True)]
+    addresses = {
+        kind: [(host, answer["ports"][kind]) for host, answer in zip(hosts, answers, strict=True)]
+        for kind in answers[0]["ports"]
+    }
     ours.tell_all("join_mesh", _START_S, addresses=addresses, elements=setup.elements)
 
 
-def _mesh_s(ours: Peers, setup: AveragingSetup, within_s: float) -> float:
-    answers = ours.tell_all(
-        "mesh", within_s, at_s=time.monotonic() + 0.5, moved_bytes=int(setup.moved_bytes)
-    )
-    return max(float(answer["mesh_s"]) for answer in answers)
+def _mesh(ours: Peers, kind: str, setup: AveragingSetup, within_s: float) -> Result:
+    moved_bytes = int(setup.moved_bytes)
+    at_s = time.monotonic() + 0.5
+    answers = ours.tell_all("mesh", within_s, at_s=at_s, kind=kind, moved_bytes=moved_bytes)
+    return {
+        "mesh_s": max(answer["mesh_s"] for answer in answers),
+        "processor_s": sum(answer["processor_s"] for answer in answers),
+    }
 
 
 def _enter(ours: Peers, setup: AveragingSetup, hosts: list[str], link_bytes_per_s: float) -> None:
@@ -228,40 +239,67 @@ def _enter(ours: Peers, setup: AveragingSetup, hosts: list[str], link_bytes_per_
     ours.tell_all("meet", _START_S, peers=setup.peers, patience_s=_START_S)
 
 
-def _round(peers: Peers, setup: AveragingSetup, within_s: float) -> Result:
-    """Have all peers average once; return the slowest one's time, checked for the right mean."""
+def _round(peers: Peers, setup: AveragingSetup, within_s: float, **how: Any) -> Result:
+    """Have all peers average once; return the slowest one's time, checked for the right mean.
+
+    Processor times are those of all peers together.
+    """
     answers = peers.tell_all(
-        "round", within_s + 30, at_s=time.monotonic() + 0.5, peers=setup.peers, patience_s=within_s
-    )
+        "round", within_s + 30, at_s=time.monotonic() + 0.5, peers=setup.peers,
+        patience_s=within_s, **how,
+    )  # fmt: skip
     checks = peers.tell_all("check", _START_S)
     errors = [float(check["error"]) for check in checks]
     right = all(error <= _ERROR_MAX for error in errors)  # false for NaN, too
     if not right or len({check.get("digest") for check in checks}) > 1:
         raise PeerError(f"{peers.method}: a wrong mean, off by {errors}")
-    return max(answers, key=lambda answer: float(answer["round_s"]))
+    slowest = max(answers, key=lambda answer: float(answer["round_s"]))
+    costs: Counter[str] = Counter()
+    for answer in answers:
+        costs.update(answer.get("costs", {}))
+    processor_s = sum(answer.get("processor_s", 0.0) for answer in answers)
+    return {**slowest, "processor_s": processor_s, "costs": dict(costs)}
 
 
 def _result(
     setup: AveragingSetup,
     rate: float,
-    ours: list[Result],
+    measured: dict[str, list[Result]],
     theirs: dict[str, list[float]],
-    mesh: list[float],
 ) -> Result:
-    round_s, mesh_s = statistics.median(one["round_s"] for one in ours), statistics.median(mesh)
+    ours = measured["rounds"]
+    all_round_s, round_processor_s = _columns(ours, "round_s")
+    all_mesh_s, mesh_processor_s = _columns(measured["plain"], "mesh_s")
+    all_streams_s, streams_processor_s = _columns(measured["encrypted"], "mesh_s")
+    round_s, mesh_s = statistics.median(all_round_s), statistics.median(all_mesh_s)
+    streams_s = statistics.median(all_streams_s)
     hivemind_s = min((statistics.median(times) for times in theirs.values()), default=None)
     floor_s = 8 * setup.moved_bytes / rate
     return {
         "round_s": round_s,
         "floor_s": floor_s,
         "mesh_s": mesh_s,
+        "streams_s": streams_s,
         "hivemind_round_s": hivemind_s,
         "link_bits_per_s": rate,
         "times_as_fast_as_hivemind": None if hivemind_s is None else hivemind_s / round_s,
         "times_the_floor": round_s / floor_s,
         "times_the_mesh": round_s / mesh_s,
+        "times_the_streams": round_s / streams_s,
+        "processor_s": {  # of all peers together
+            "round": round_processor_s,
+            "streams": streams_processor_s,
+            "mesh": mesh_processor_s,
+        },
         "sent_bytes_per_peer": max(one["sent_bytes"] for one in ours),
-        "all_round_s": [one["round_s"] for one in ours],
+        "all_round_s": all_round_s,
         "all_hivemind_round_s": theirs,
-        "all_mesh_s": mesh,
+        "all_mesh_s": all_mesh_s,
+        "all_streams_s": all_streams_s,
     }
+
+
+def _columns(rows: list[Result], name: str) -> tuple[list[float], float]:
+    """Return what the rows say of `name`, and their median of processor time."""
+    processor_s = statistics.median(row["processor_s"] for row in rows)
+    return [float(row[name]) for row in rows], processor_s

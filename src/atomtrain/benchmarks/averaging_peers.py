@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from atomtrain.benchmarks.averaging_costs import Costs
 from atomtrain.benchmarks.averaging_mesh import Mesh
+from atomtrain.benchmarks.averaging_streams import EncryptedMesh
 from atomtrain.benchmarks.network_worker import Reply
-from atomtrain.swarm import Manifest, Swarm, SwarmConfig
+from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
 from atomtrain.swarm.hivemind_parts import import_hivemind
 
 _BOUNDARY_S = 0.005
@@ -30,7 +32,7 @@ class AveragingPeer:
 
     def __init__(self) -> None:
         self._swarm: Swarm | None = None
-        self._mesh: Mesh | None = None
+        self._meshes: dict[str, Mesh] = {}
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
         return {
@@ -77,22 +79,23 @@ class AveragingPeer:
             return {"bits_per_s": 8 * probe_bytes / max(send(probe_bytes) - way_s, 1e-9)}
 
     def offer_mesh(self, address: str, rank: int) -> Reply:
-        """Be there for the others' plain streams; return the port."""
-        self._mesh = Mesh(rank, address)
-        return {"port": self._mesh.port}
+        """Be there for the others' streams, plain and encrypted; return the ports."""
+        self._meshes = {"plain": Mesh(rank, address), "encrypted": EncryptedMesh(rank, address)}
+        return {"ports": {kind: mesh.port for kind, mesh in self._meshes.items()}}
 
-    def join_mesh(self, addresses: list[tuple[str, int]], elements: int) -> Reply:
-        """Open plain streams to all others, as many as rounds of so many elements have."""
-        assert self._mesh is not None
-        self._mesh.connect(addresses, elements)
+    def join_mesh(self, addresses: dict[str, list[tuple[str, int]]], elements: int) -> Reply:
+        """Open streams to all others, as many as rounds of so many elements have."""
+        for kind, mesh in self._meshes.items():
+            mesh.connect(addresses[kind], elements)
         return {}
 
-    def mesh(self, at_s: float, moved_bytes: int) -> Reply:
+    def mesh(self, at_s: float, kind: str, moved_bytes: int) -> Reply:
         """Send and receive that much, at the same time as all others; return the seconds."""
-        assert self._mesh is not None
         time.sleep(max(0.0, at_s - time.monotonic()))
-        self._mesh.exchange(moved_bytes)
-        return {"mesh_s": time.monotonic() - at_s}
+        before_s = time.process_time()
+        self._meshes[kind].exchange(moved_bytes)
+        took_s = time.monotonic() - at_s
+        return {"mesh_s": took_s, "processor_s": time.process_time() - before_s}
 
     def enter(
         self,
@@ -139,25 +142,35 @@ class AveragingPeer:
             time.sleep(0.1)
         return {}
 
-    def round(self, at_s: float, peers: int, patience_s: float) -> Reply:
+    def round(self, at_s: float, peers: int, patience_s: float, told_apart: bool = False) -> Reply:
         """Change the vector, and average it with all others from `at_s` (monotonic clock) on.
 
-        Returns the seconds until the vector held the mean, and the round's own time.
+        Returns the seconds until the vector held the mean, the round's own and the processor's;
+        `told_apart`: what the processor did, too, which takes a little time itself.
         """
         self._expected = float(self._values[0]) + (peers + 1) / 2
         self._values.add_(self._rank + 1.0)
         time.sleep(max(0.0, at_s - time.monotonic()))
+        before_s = time.process_time()
+        with contextlib.ExitStack() as clocks:
+            costs = clocks.enter_context(Costs().of_round()) if told_apart else {}
+            report = self._averaged(at_s + patience_s, peers)
+            took_s = time.monotonic() - at_s
+        return {
+            "round_s": took_s,
+            "exchange_s": report.duration_s,
+            "processor_s": time.process_time() - before_s,
+            "sent_bytes": report.bytes_sent,
+            "costs": costs,
+        }
+
+    def _averaged(self, until_s: float, peers: int) -> RoundReport:
         steps, tokens = int(self._rank == 0), 1
-        while time.monotonic() < at_s + patience_s:
+        while time.monotonic() < until_s:
             for report in self._boundary(steps, tokens):
-                took_s = time.monotonic() - at_s
                 if report.outcome != "averaged" or len(report.contributors) != peers:
                     raise RuntimeError(f"a round {report.outcome}: {report.reason}")
-                return {
-                    "round_s": took_s,
-                    "exchange_s": report.duration_s,
-                    "sent_bytes": report.bytes_sent,
-                }
+                return report
             steps, tokens = 0, 0
             time.sleep(_BOUNDARY_S)
         raise TimeoutError("the round did not end")
@@ -175,14 +188,14 @@ class AveragingPeer:
 
     def leave(self) -> Reply:
         """Leave the run."""
-        if self._mesh is not None:
-            self._mesh.close()
+        for mesh in self._meshes.values():
+            mesh.close()
         if self._swarm is not None:
             self._swarm.leave(_LEAVE_S)
             self._swarm = None
         return {}
 
-    def _boundary(self, steps: int, tokens: int) -> Any:
+    def _boundary(self, steps: int, tokens: int) -> list[RoundReport]:
         assert self._swarm is not None
         return self._swarm.boundary(
             steps=steps, tokens=tokens, tokens_per_s=1.0, step_s=_BOUNDARY_S, access=self
