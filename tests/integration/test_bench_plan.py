@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 
 import pytest
 
@@ -20,7 +21,7 @@ TINY = PlanCase(
 
 
 def test_a_case_is_predicted_and_measured() -> None:
-    setup = PlanSetup(cases=(TINY,), steps=2, warmup_steps=1, threads=1)
+    setup = PlanSetup(cases=(TINY,), rounds=2, steps=2, warmup_steps=1, threads=1)
     result = plan.run(BenchmarkOptions(), setup)
     assert {"machine", "versions", "inputs", "cases"} <= set(result)
     (case,) = result["cases"]
@@ -32,21 +33,27 @@ def test_a_case_is_predicted_and_measured() -> None:
     share = case["predicted_step_s"] / case["measured_step_s"] - 1
     assert case["step_error_share"] == pytest.approx(share)
     assert result["largest_step_error_share"] == pytest.approx(abs(share))
-    assert len(case["steps_s"]) == 2
+    assert [len(timed) for timed in case["steps_s"]] == [2, 2]
+    timed = [step_s for timed in case["steps_s"] for step_s in timed]
+    assert case["measured_step_s"] == statistics.median(timed)
+    assert len(case["predictions_s"]) == 3
+    assert len(set(case["predictions_s"])) == 3  # each from a profile of its own
+    assert case["predicted_step_s"] == statistics.median(case["predictions_s"])
     json.dumps(result, allow_nan=False)
 
 
 def test_a_case_that_cannot_be_planned_says_so() -> None:
     impossible = dataclasses.replace(TINY, state_per_budget=1000.0)
     with pytest.raises(BenchmarkError, match="PlanError: no plan fits"):
-        plan.run(BenchmarkOptions(), PlanSetup(cases=(impossible,), steps=1, threads=1))
+        plan.run(BenchmarkOptions(), PlanSetup(cases=(impossible,), rounds=1, steps=1, threads=1))
 
 
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ConfigError, match="no cases"):
         PlanSetup(cases=())
-    with pytest.raises(ConfigError, match="steps must be at least 1"):
-        PlanSetup(cases=(TINY,), steps=0)
+    for name in ("rounds", "steps", "warmup_steps"):
+        with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
+            PlanSetup(cases=(TINY,), **{name: 0})
     with pytest.raises(ConfigError, match="width must be at least 1"):
         PlanCase(layers=1, width=0)
 

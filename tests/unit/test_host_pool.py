@@ -53,6 +53,17 @@ def test_a_full_slab_is_followed_by_another(device: Counting) -> None:
     assert len({buffer.data_ptr() for buffer in buffers}) == 9
 
 
+def test_what_is_left_of_a_slab_serves_smaller_buffers(device: Counting) -> None:
+    pool = HostPool(device)
+    quarter, small = SLAB_BYTES // 4, SLAB_BYTES // 16
+    buffers = [pool.take(size) for _ in range(4) for size in (quarter, quarter, quarter, small)]
+    buffers += [pool.take(small) for _ in range(12)]
+    assert device.sizes == [SLAB_BYTES] * 4
+    assert sum(buffer.numel() for buffer in buffers) == 4 * SLAB_BYTES
+    places = sorted((b.data_ptr(), b.data_ptr() + b.numel()) for b in buffers)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+
+
 def test_large_buffers_have_memory_of_their_own(device: Counting) -> None:
     pool = HostPool(device)
     pool.take(SLAB_BYTES), pool.take(3 * SLAB_BYTES)

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
-from atomtrain.models import PRESETS
+from atomtrain.models import GPT, PRESETS
+from atomtrain.models.lora_config import LoraConfig
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import GPUS, gpu, machine_for
 from atomtrain.planning.prospect import Workload
@@ -57,6 +59,18 @@ def test_a_hugging_face_configuration_is_a_model(tmp_path: Path) -> None:
     assert analysis.parameters == sum(p.numel() for p in analysis.chain.parameters)
     with pytest.raises(ConfigError, match="at most 64 tokens"):
         subject(str(folder), 65)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_matrices_in_few_bits_have_as_many_parameters(bits: int | None) -> None:
+    whole = subject("tiny")
+    assert isinstance(whole.model, GPT)
+    wide = [m for m in whole.model.modules() if isinstance(m, torch.nn.Linear)]
+    adapted = {id(m): m for m in wide if m is not whole.model.head}.values()
+    adapters = sum(2 * (m.in_features + m.out_features) for m in adapted)
+    before = whole.parameters
+    narrow = subject("tiny").with_adapters(LoraConfig(r=2, alpha=4, bits=bits))
+    assert narrow.parameters == before + adapters
 
 
 def test_a_configuration_that_makes_no_model_is_refused(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
-"""One case of the benchmark `plan`: profiled in the caller's process, trained in one of its own.
+"""One case of the benchmark `plan`, in a process of its own.
 
 `python -m atomtrain.benchmarks.plan_case JSON` trains and prints one JSON object.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 import atomtrain
-from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.benchmarks.checks import require_positive
 from atomtrain.benchmarks.common import Result
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.profiling import take_profile
 
 MicroBatches = list[dict[str, Tensor]]
@@ -56,65 +58,103 @@ class PlanCase:
         require_positive(self)
 
 
-def prepare(case: PlanCase, folder: Path) -> None:
-    """Profile the case's machine and layers into the cache under `folder`."""
-    model = _model(case)
-    example = _step_data(case)[0]
-    traced = chain_of(model, example)
-    inputs = traced.bind(example)
-    costs = layer_costs(traced.chain, inputs)
-    with _opened(case, model) as device:
-        take_profile(device, traced.chain, costs, inputs, folder=folder / "atomtrain" / "profiles")
+def measure_steps(case: PlanCase, rounds: int, steps: int, warmup_steps: int) -> Result:
+    """Profile and train by turns; return what each profile predicts, and what steps took.
+
+    The plan is made from the first profile, as any user's is; each round then trains some steps
+    and profiles again. A machine's speed changes while it is measured, and both see the same.
+    """
+    data = [_step_data(case) for _ in range(3)]
+    seconds: list[list[float]] = []
+    with _trained(case, data) as engine:
+        predicted = [engine.plan.step_s]
+        for _ in range(rounds):
+            # What a round's first step would have brought ahead for it was not: it does not count.
+            # The process's very first steps touch memory and wait for it, too.
+            for step in range(1 if seconds else warmup_steps):
+                engine.step(data[step % len(data)])
+            timed = []
+            for step in range(steps):
+                started_s = time.perf_counter()
+                engine.step(data[step % len(data)])
+                timed.append(time.perf_counter() - started_s)
+            seconds.append(timed)
+            engine.synchronize()
+            predicted.append(_predicted_again(engine, data[0][0]))
+        plan = engine.plan
+    return {
+        "predicted_step_s": statistics.median(predicted),
+        "measured_step_s": statistics.median(step_s for timed in seconds for step_s in timed),
+        "predictions_s": predicted,
+        "steps_s": seconds,
+        "bound": plan.bound,
+        "forward_segments": len(plan.forward_bounds) - 1,
+        "backward_segments": plan.segments,
+        "resident_blocks": len(plan.resident_blocks),
+        "device_blocks": len(plan.shape.device_blocks),
+        "recomputed_layers": plan.recomputed_layers,
+        "boundary": plan.boundary,
+    }
 
 
-def train(case: PlanCase, steps: int, warmup_steps: int) -> Result:
-    """Plan and train; return what was predicted and what was measured."""
+def measure_memory(case: PlanCase) -> Result:
+    """Train three steps; return the predicted peaks and the measured ones."""
     _warm_up()
     before_bytes = _memory_bytes("VmRSS")
-    model = _model(case)
     data = [_step_data(case) for _ in range(3)]
-    seconds: list[float] = []
     peak_bytes = 0
+    with _trained(case, data, touched=True) as engine:
+        _forget_peak()
+        for step, batches in enumerate(data):
+            engine.step(batches)
+            assert engine.last is not None
+            peak_bytes = max(peak_bytes, engine.last.device_peak_bytes)
+            if step + 2 == len(data):
+                # As a checkpoint does: what blocks updated on the device left there comes home.
+                engine.synchronize()
+        engine.synchronize()
+        host_bytes = _memory_bytes("VmHWM") - before_bytes
+        plan = engine.plan
+    return {
+        "predicted_device_peak_bytes": plan.device_peak_bytes,
+        "measured_device_peak_bytes": peak_bytes,
+        "predicted_host_peak_bytes": plan.host_bytes + plan.device_peak_bytes,
+        "measured_host_peak_bytes": host_bytes,
+        "device_budget_bytes": plan.device_memory_bytes,
+    }
+
+
+@contextmanager
+def _trained(
+    case: PlanCase, data: list[MicroBatches], *, touched: bool = False
+) -> Iterator[Engine]:
+    """Yield an engine of the case; `touched`: all pages of the host's buffers are there at once."""
+    model = _model(case)
     with _opened(case, model) as device:
-        _touch_host_memory(device)
-        engine = atomtrain.swap(
+        if touched:
+            _touch_host_memory(device)
+        with atomtrain.swap(
             model,
             data[0][0],
             optimizer=_adamw,
             device=device,
             options=atomtrain.Options(micro_batches=case.micro_batches),
+        ) as engine:
+            yield engine
+
+
+def _predicted_again(engine: Engine, micro_batch: dict[str, Tensor]) -> float:
+    """Return what a new profile predicts for the plan that the engine follows."""
+    planner, device = engine.planner, engine.device
+    with tempfile.TemporaryDirectory(prefix="atom-bench-plan-") as folder:
+        profile = take_profile(
+            device, planner.chain, planner.costs, micro_batch, folder=Path(folder)
         )
-        _forget_peak()
-        for step in range(warmup_steps + steps):
-            started_s = time.perf_counter()
-            engine.step(data[step % len(data)])
-            if step >= warmup_steps:
-                seconds.append(time.perf_counter() - started_s)
-            if step + 1 == warmup_steps:
-                # As a checkpoint does: what blocks updated on the device left there comes home.
-                engine.synchronize()
-            assert engine.last is not None
-            peak_bytes = max(peak_bytes, engine.last.device_peak_bytes)
-        engine.synchronize()
-        host_bytes = _memory_bytes("VmHWM") - before_bytes
-        plan = engine.plan
-        engine.close()
-    return {
-        "predicted_step_s": plan.step_s,
-        "measured_step_s": statistics.median(seconds),
-        "predicted_device_peak_bytes": plan.device_peak_bytes,
-        "measured_device_peak_bytes": peak_bytes,
-        "predicted_host_peak_bytes": plan.host_bytes + plan.device_peak_bytes,
-        "measured_host_peak_bytes": host_bytes,
-        "steps_s": seconds,
-        "device_budget_bytes": plan.device_memory_bytes,
-        "bound": plan.bound,
-        "forward_segments": len(plan.forward_bounds) - 1,
-        "backward_segments": plan.segments,
-        "resident_blocks": len(plan.resident_blocks),
-        "recomputed_layers": plan.recomputed_layers,
-        "boundary": plan.boundary,
-    }
+    machine = dataclasses.replace(
+        profile.machine, device_memory_bytes=planner.machine.device_memory_bytes
+    )
+    again = dataclasses.replace(planner, machine=machine, times=profile.times)
+    return max(span.end_s for span in again.spans(engine.plan))
 
 
 def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -198,7 +238,9 @@ def main() -> None:
     """Run one case as the command line says."""
     order: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(order["threads"])
-    result = train(PlanCase(**order["case"]), order["steps"], order["warmup_steps"])
+    case = PlanCase(**order["case"])
+    times = order["times"]
+    result = measure_memory(case) if times is None else measure_steps(case, **times)
     sys.stdout.write(json.dumps(result) + "\n")
 
 

@@ -18,6 +18,7 @@ from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.head import split_head
 from atomtrain.errors import ConfigError
+from atomtrain.models.counting import parameter_count
 from atomtrain.models.gpt import GPT
 from atomtrain.models.hugging_face import (
     CONFIG_FILE,
@@ -104,7 +105,7 @@ class Subject:
     @functools.cached_property
     def parameters(self) -> int:
         """Number of parameters, shared weights counted once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return parameter_count(self.model)
 
     def analyse(self, sequences: int) -> Analysis:
         """Return chain and costs of a micro-batch of so many sequences; each is analysed once.

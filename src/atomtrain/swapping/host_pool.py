@@ -6,7 +6,6 @@ cut from slabs, and large ones have pages of their own.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from atomtrain.swapping.device import Device
@@ -22,8 +21,9 @@ class HostPool:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._free: dict[int, list[Tensor]] = {}
-        self._slab = torch.empty(0, dtype=torch.uint8)
-        """What is left of the newest slab."""
+        self._slabs: list[Tensor] = []
+        """What is left of each slab: the next small buffer is cut from the first in which it fits,
+        since sizes differ by hundreds, and a slab may be left with nearly a quarter."""
         self.total_bytes = 0
         """Bytes of all buffers that were ever needed at once; none is given back."""
 
@@ -34,11 +34,12 @@ class HostPool:
         self.total_bytes += n_bytes
         if n_bytes > _LARGE_BYTES:
             return self._device.host_empty(n_bytes)
-        if n_bytes > self._slab.numel():
-            self._slab = self._device.host_empty(SLAB_BYTES)
-        buffer = self._slab[:n_bytes]
-        self._slab = self._slab[-(-n_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES :]
-        return buffer
+        index = next((i for i, s in enumerate(self._slabs) if s.numel() >= n_bytes), None)
+        slab = self._device.host_empty(SLAB_BYTES) if index is None else self._slabs.pop(index)
+        rest = slab[-(-n_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES :]
+        if rest.numel():
+            self._slabs.append(rest)
+        return slab[:n_bytes]
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back; nobody may use it any more."""

@@ -18,6 +18,7 @@ from atomtrain.analysis.head import split_head, with_head_of
 from atomtrain.data import Batch
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPTConfig
+from atomtrain.models.counting import parameter_count
 from atomtrain.planning.search import fits
 from atomtrain.planning.several import share_of
 from atomtrain.swapping.device import Device
@@ -58,9 +59,8 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
         return  # the planner knows what must be in memory then
     kind = recipe.precision, recipe.gradient_dtype
     each_bytes = host_bytes_per_parameter(recipe.optimizer, *kind)
-    parameters = trained = frozen_bytes = 0
+    trained = frozen_bytes = 0
     for parameter in outline.parameters():
-        parameters += parameter.numel()
         if parameter.requires_grad:
             trained += parameter.numel()
         else:
@@ -72,7 +72,7 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
         least_bytes = host_bytes_per_parameter(SMALLEST_STATE, *kind)
         would_fit = least_bytes * trained + frozen_bytes <= there_bytes
         raise PlanError(
-            f"training {recipe.model} ({format_count(parameters)} parameters) takes "
+            f"training {recipe.model} ({format_count(parameter_count(outline))} parameters) takes "
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
             f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters, "
             f"--disk FOLDER{f', or --optimizer {SMALLEST_STATE}' if would_fit else ''}"

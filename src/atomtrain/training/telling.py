@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atomtrain.events import EventLog
+from atomtrain.models.counting import parameter_count
 from atomtrain.reporting.trace import Account, write_trace
 from atomtrain.training.peering import pasted_address
 from atomtrain.training.plan_event import tell_plan
@@ -25,7 +26,7 @@ def announce(session: Session, events: EventLog) -> None:
         model=session.recipe.model,
         device=engine.device_name,
         device_memory_bytes=engine.device.memory_bytes,
-        parameters=engine.parameters,
+        parameters=parameter_count(session.model),
         state_bytes=engine.state_bytes,
         steps=session.recipe.steps,
         tokens_per_step=session.recipe.tokens_per_step,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomtrain.events import EventLog
+from atomtrain.models.counting import parameter_count
 from atomtrain.training.plan_event import tell_plan
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def tell_start(trainer: Trainer, events: EventLog) -> None:
         model=type(trainer.model).__name__,
         device=engine.device_name,
         device_memory_bytes=engine.device.memory_bytes,
-        parameters=engine.parameters,
+        parameters=parameter_count(trainer.model),
         state_bytes=engine.state_bytes,
         steps=trainer.course.steps,
     )
