@@ -98,6 +98,9 @@ def test_every_pipeline_learns_what_one_process_learns(
         )  # fmt: skip
         losses = [loss for reply in replies for loss in reply["losses"]]
         assert losses == pytest.approx(expected, abs=2e-3), candidate.name()
+        for reply in replies:
+            took_s = reply["ended_s"] - reply["started_s"]
+            assert 0 < STEPS * reply["compute_s"] < 1.1 * took_s
 
 
 def test_pipelines_side_by_side_learn_what_one_process_learns(peers: Peers) -> None:

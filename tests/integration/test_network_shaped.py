@@ -210,6 +210,7 @@ def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:
     assert row["data_parallel_tokens_per_s"] > 0
     assert row["swapped_parallel_tokens_per_s"] > 0
     assert all(trial["tokens_per_s"] for trial in row["pipeline"]["trials"])
+    assert all(min(trial["own_compute_s"]) > 0 for trial in row["pipeline"]["trials"])
     assert row["bits_per_flop"] == 1e8 / result["peer_flops_per_s"]
     assert row["atom"]["device_peak_bytes"] <= result["device_budget_bytes"]
     assert row["pipeline"]["device_peak_bytes"] <= result["device_budget_bytes"]

@@ -187,3 +187,22 @@ def test_rates_have_the_unit_that_people_would_use() -> None:
 def test_results_of_the_benchmark_are_found_by_their_names() -> None:
     names = ("network", "network-4-peers", "networks", "plan")
     assert list(network_results({name: {} for name in names})) == ["network", "network-4-peers"]
+
+
+def test_the_network_s_model_is_told_from_the_machine_s_moods() -> None:
+    result = json.loads((ROOT / "benchmarks/results/network-4-peers.json").read_text("utf-8"))
+    first, *_ = result["rows"]
+    trial, *_ = first["pipeline"]["trials"]
+    # Ten times as slow as just before, so what is predicted of that is less.
+    compute_s = [10 * stage_s for stage_s in trial["compute_s"]]
+    known = {**trial, "own_compute_s": compute_s}
+    pipeline = {**first["pipeline"], "trials": [known], "own_compute_s_of_both": [compute_s]}
+    rows = [{**first, "pipeline": pipeline}]
+    (case,) = [case for case in cases({**result, "rows": rows}) if case.kind == "our pipelines"]
+    assert case.knowing is not None
+    assert case.knowing < 0.95 * case.predicted
+    assert case.knowing_error_share == case.knowing / case.measured - 1
+    text = page([{**result, "rows": rows}])
+    assert "of these 1 are within 10%" in text
+    assert f"| {case.knowing_error_share:+.0%} |" in text
+    assert "is no prediction" not in page([RESULT | {"rows": [ROW]}])

@@ -257,6 +257,7 @@ def _pipeline_result(
     return {
         **_plain(fastest, tokens_per_step, bound),
         "tokens_per_s_of_both": [measured.tokens_per_s for measured in both],
+        "own_compute_s_of_both": [measured.compute_s for measured in both],
         "pipeline": search.best.name(),
         "step_sequences": search.sequences,
         "predicted_tokens_per_s": search.predicted_tokens_per_s,

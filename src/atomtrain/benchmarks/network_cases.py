@@ -12,7 +12,7 @@ result.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.network_model import ModelSetup
@@ -24,7 +24,8 @@ from atomtrain.simulation.link import PAYLOAD_SHARE
 from atomtrain.simulation.loss import CUBIC
 from atomtrain.simulation.swarm import SwarmLink, SwarmWork, simulate_swarm
 
-_CLOSE = 0.1
+CLOSE = 0.1
+"""An error up to which a prediction counts as right, as a share."""
 
 
 class Case(NamedTuple):
@@ -35,6 +36,10 @@ class Case(NamedTuple):
     predicted: float
     each: tuple[float, ...]
     """As measured, each time."""
+    knowing: float | None = None
+    """What is predicted of the times for which the processors computed in these very measurements;
+    `None`: the result does not hold them. It tells the model of the network from the machine's
+    moods, and is no prediction."""
 
     @property
     def measured(self) -> float:
@@ -54,7 +59,12 @@ class Case(NamedTuple):
     @property
     def close(self) -> bool:
         """Whether the prediction is within 10% of the measurement."""
-        return abs(self.error_share) <= _CLOSE
+        return abs(self.error_share) <= CLOSE
+
+    @property
+    def knowing_error_share(self) -> float | None:
+        """How far `knowing` was off, of what was measured."""
+        return None if self.knowing is None else self.knowing / self.measured - 1
 
     @property
     def kind(self) -> str:
@@ -114,7 +124,7 @@ def _round_s(result: Mapping[str, Any], row: Row, tokens_per_s: float) -> float:
 
 
 def _of_pipelines(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
-    pipeline = row.get("pipeline") or {"trials": []}
+    pipeline = row.get("pipeline") or {"trials": [], "step_sequences": 0}
     trials = [trial for trial in pipeline["trials"] if trial["tokens_per_s"]]
     if "speeds" not in result:
         for trial in trials:
@@ -132,14 +142,19 @@ def _of_pipelines(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
     )
     control = row.get("congestion_control") or result.get("congestion_control", CUBIC)
     way = way_of(link, control, row.get("probe"))
+    cores = result["machine"]["cores"]
+    tokens = pipeline["step_sequences"] * setup.sequence_tokens
     for trial in trials:
         name = trial["pipeline"]
-        step_s = predicted_again(
-            name, setup, result["peers"], speeds, way, result["machine"]["cores"],
-            trial.get("compute_s", ()),
-        )  # fmt: skip
-        tokens = pipeline["step_sequences"] * setup.sequence_tokens
-        yield Case(link_name(row), name, tokens / step_s, _measured(pipeline, trial))
+
+        def rate(compute_s: Sequence[float], name: str = name) -> float:
+            step_s = predicted_again(name, setup, result["peers"], speeds, way, cores, compute_s)
+            return float(tokens / step_s)
+
+        own = _own_compute_s(pipeline, trial)
+        knowing = statistics.fmean(rate(compute_s) for compute_s in own) if own else None
+        predicted = rate(trial.get("compute_s", ()))
+        yield Case(link_name(row), name, predicted, _measured(pipeline, trial), knowing)
 
 
 def _measured(pipeline: Mapping[str, Any], trial: Mapping[str, Any]) -> tuple[float, ...]:
@@ -149,3 +164,13 @@ def _measured(pipeline: Mapping[str, Any], trial: Mapping[str, Any]) -> tuple[fl
         # A trial that was long enough is the first of the two.
         rates += [rate for rate in pipeline["tokens_per_s_of_both"] if rate not in rates]
     return tuple(rates)
+
+
+def _own_compute_s(pipeline: Mapping[str, Any], trial: Mapping[str, Any]) -> list[Sequence[float]]:
+    """Return for how long each stage computed in each of these measurements; older: nothing."""
+    if "own_compute_s" not in trial:
+        return []
+    found = [trial["own_compute_s"]]
+    if trial["pipeline"] == pipeline["pipeline"]:
+        found += [each for each in pipeline["own_compute_s_of_both"] if each not in found]
+    return found

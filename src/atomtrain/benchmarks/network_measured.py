@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.network_worker import Reply
@@ -22,12 +23,26 @@ class Measured(NamedTuple):
     elapsed_s: float
     warm_up: int
     """Steps before these that trained too, and are counted in none of the others."""
+    compute_s: tuple[float, ...] = ()
+    """Of pipelines: what each stage's operations of a step took of a core meanwhile; of several
+    side by side the mean."""
 
     def plain(self) -> dict[str, Any]:
         """Return everything but the losses of the steps."""
         values = self._asdict()
         del values["losses"]
+        if not self.compute_s:
+            del values["compute_s"]
         return values
+
+
+def by_stage(replies: Sequence[Reply], pipelines: int) -> tuple[float, ...]:
+    """Return the seconds that each stage computed; of several pipelines the mean."""
+    stages = len(replies) // pipelines
+    return tuple(
+        statistics.fmean(reply["compute_s"] for reply in replies[stage::stages])
+        for stage in range(stages)
+    )
 
 
 def measured(replies: list[Reply], tokens_per_step: int, steps: int, warm_up: int) -> Measured:

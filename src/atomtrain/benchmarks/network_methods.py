@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from atomtrain.benchmarks.network_atom_method import (
     AtomMethod,
     patience_s,
 )
-from atomtrain.benchmarks.network_measured import Measured, measured
+from atomtrain.benchmarks.network_measured import Measured, by_stage, measured
 from atomtrain.benchmarks.network_peers import PeerError, Peers
 from atomtrain.benchmarks.network_setup import (
     UNSHAPED_BITS_PER_S,
@@ -53,7 +52,8 @@ class Search(NamedTuple):
     """The best one's trial."""
     trials: list[dict[str, Any]]
     """`pipeline`, `predicted_tokens_per_s` and `tokens_per_s` (`None`: it failed) of each, and
-    `compute_s`: what its ranks compute in a step, measured before."""
+    `compute_s`: what its ranks compute in a step, measured before, and `own_compute_s`, meanwhile.
+    """
 
 
 class Methods:
@@ -162,6 +162,7 @@ class Methods:
                     "predicted_tokens_per_s": predicted,
                     "compute_s": compute_s,
                     "tokens_per_s": found and found.tokens_per_s,
+                    "own_compute_s": found and found.compute_s,
                 }
             )
         if not ran:
@@ -257,12 +258,7 @@ class Methods:
 
         PyTorch's own schedules compute what ours do. Of pipelines side by side it is the mean.
         """
-        replies = self._dry("pipeline_compute", candidate, sequences)
-        stages = len(replies) // candidate.pipelines
-        return [
-            statistics.fmean(reply["compute_s"] for reply in replies[stage::stages])
-            for stage in range(stages)
-        ]
+        return [*by_stage(self._dry("pipeline_compute", candidate, sequences), candidate.pipelines)]
 
     def _dry(self, do: str, candidate: Candidate, sequences: int) -> list[Reply]:
         """Have all peers do something with a step of a pipeline that uses no network."""
@@ -295,4 +291,6 @@ class Methods:
             steps=steps,
             warm_up=warm_up,
         )
-        return measured(replies, sequences * self.setup.model.sequence_tokens, steps, warm_up)
+        tokens = sequences * self.setup.model.sequence_tokens
+        found = measured(replies, tokens, steps, warm_up)
+        return found._replace(compute_s=by_stage(replies, candidate.pipelines))

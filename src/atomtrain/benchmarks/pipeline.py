@@ -8,6 +8,7 @@ micro-batches in flight as hide the way there and back. What travels has 32, 16 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -107,6 +108,8 @@ class Stage:
                 none.
         """
         self.setup, self.plan, self.rank, self.ranks = setup, plan, rank, ranks
+        self.compute_s: list[float] = []
+        """What the operations of each step so far took of a core."""
         self._beside = beside
         self._first_rank = beside.first_rank if beside else 0
         self.chunks = len(plan.bounds) - 1
@@ -136,11 +139,13 @@ class Stage:
     def compute(self, batches: Sequence[Batch]) -> _StepRun:
         """Run a step's operations, which leave their gradients in the parameters."""
         run = _StepRun(self, batches)
+        started_s = time.thread_time()
         for op in self.plan.order:
             if op.backward:
                 run.backward(op)
             else:
                 run.forward(op)
+        self.compute_s.append(time.thread_time() - started_s)
         return run
 
     def _average(self, beside: Beside) -> None:

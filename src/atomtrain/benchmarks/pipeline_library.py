@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,8 @@ class LibraryStage:
             self._schedule = Schedule1F1B(stages[0], count, loss_fn=_loss)
         else:
             self._schedule = ScheduleInterleaved1F1B(list(stages), count, loss_fn=_loss)
+        self.compute_s: list[float] = []
+        """What the schedule's operations of each step so far took of a core."""
         self._first = rank == 0
         self._last = (chunks - 1) % ranks == rank
         self.optimizer = fused_adamw(
@@ -77,11 +80,13 @@ class LibraryStage:
         """Run one optimizer step; return the mean loss where the last chunk is, else `None`."""
         given = [torch.cat([batch["input_ids"] for batch in batches])] if self._first else []
         losses: list[Tensor] = []
+        started_s = time.thread_time()
         if self._last:
             labels = torch.cat([batch["labels"] for batch in batches])
             self._schedule.step(*given, target=labels, losses=losses, return_outputs=False)
         else:
             self._schedule.step(*given, return_outputs=False)
+        self.compute_s.append(time.thread_time() - started_s)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(torch.stack(losses).mean().detach()) if losses else None
