@@ -36,6 +36,21 @@ def test_of_plans_that_are_about_as_fast_the_leanest_is_taken(
     assert taken.device_peak_bytes < fastest.device_peak_bytes
 
 
+@pytest.mark.parametrize("link", [1e10, 5e9, 3e9])
+def test_memory_that_spares_waiting_is_used(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, link: float
+) -> None:
+    """Among plans of one kind less memory is worth a 500th of a step at most, not a hundredth."""
+    kind: dict[str, Any] = {
+        "host_layers": 0, "activations": "recompute", "boundary": "device", "device_blocks": (),
+        "segments": 4,
+    }  # fmt: skip
+    taken = plan(tiny, machine(link=link), **kind)
+    monkeypatch.setattr("atomtrain.planning.choice.AS_FAST", 0.0)
+    fastest = plan(tiny, machine(link=link), **kind)
+    assert fastest.step_s <= taken.step_s <= 1.002 * fastest.step_s
+
+
 def test_host_memory_may_be_used_to_the_last_byte(tiny: Any) -> None:
     fixed: dict[str, Any] = {
         "host_layers": 0, "activations": "recompute", "boundary": "device", "device_blocks": (),

@@ -23,7 +23,7 @@ from atomtrain.analysis.saved import SavedCost
 from atomtrain.errors import PlanError
 from atomtrain.planning import Layout, Machine, Plan, Request, Shape, make_plan
 from atomtrain.planning import choice as choice_module
-from atomtrain.planning.choice import Choice, fastest_of, leanest_of
+from atomtrain.planning.choice import AS_FAST, Choice, fastest_of, leanest_of
 from atomtrain.planning.costing import Costing, Given, Steps
 from atomtrain.planning.disk import KINDS, DiskRequest, OnDisk, choices, disk_use, two_moments
 from atomtrain.planning.least import least_device_bytes
@@ -339,6 +339,11 @@ def compare(problem: Problem, built: Built, request: Request) -> None:
         return
     equal = [choice for choice in fitting if choice.step_s <= limit_s]
     rank = min(rank_of(choice) for choice in equal)
+    if rank_of(fastest) == rank:
+        limit_s = (1 + AS_FAST) * fastest.step_s
+        if any(math.isclose(choice.step_s, limit_s, rel_tol=1e-9) for choice in fitting):
+            return
+        equal = [choice for choice in fitting if choice.step_s <= limit_s]
     leanest = leanest_of(space, fastest, limit_s, budget)
     assert rank_of(leanest) == rank
     expected = min(c.device_bytes for c in equal if rank_of(c) == rank)

@@ -22,6 +22,11 @@ from atomtrain.planning.slot_sizes import Mixing, Recomputing
 from atomtrain.planning.space import Family, Space
 from atomtrain.planning.tasks import Task, fastest, limits
 
+AS_FAST = 0.002
+"""Of plans that differ by less the leaner one is better. Less than what predictions miss by: of two
+plans that compute alike one waits longer, whatever the profile. And memory that a plan leaves is of
+little use, since the budget is the user's to give."""
+
 
 class Choice(NamedTuple):
     """A plan of the space."""
@@ -132,7 +137,8 @@ def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int)
     """Return the plan with the least device memory among those that take at most `limit_s`.
 
     Plans whose values wait on the device come first, then those that offload nothing: what goes
-    through the host takes its memory bandwidth even where the prediction hides it.
+    through the host takes its memory bandwidth even where the prediction hides it. If the fastest
+    plan is of the kind that comes first, the plan is as fast as that (`AS_FAST`).
 
     Args:
         space: The plans.
@@ -146,7 +152,7 @@ def leanest_of(space: Space, fastest: Choice, limit_s: float, device_bytes: int)
         if offload and not space.request.offload:
             continue
         if rank_of(fastest.shape) == rank:
-            best = fastest
+            best, limit_s = fastest, min(limit_s, (1 + AS_FAST) * fastest.step_s)
         # Those that hold least first: the others then end early. Blocks come early only where that
         # pays.
         families = [family for family in space.families if family.boundary == boundary]

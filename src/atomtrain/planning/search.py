@@ -3,7 +3,8 @@
 1. The least predicted step time among all plans that fit the device.
 2. Of the plans that are at most 1% slower, those whose values wait on the device if there are any;
    of these, those that offload nothing if there are any; and of these the one with the least
-   device memory.
+   device memory. If the fastest plan is among these, the one with the least memory of those that
+   are as fast, within 0.2%.
 
 Both are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`.
 """
@@ -18,7 +19,7 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
-from atomtrain.planning.choice import rank_of
+from atomtrain.planning.choice import AS_FAST, rank_of
 from atomtrain.planning.costing import Given
 from atomtrain.planning.disk import choices
 from atomtrain.planning.least import least_device_bytes
@@ -28,7 +29,8 @@ from atomtrain.planning.problem import Problem, problems_of
 from atomtrain.units import format_bytes, format_seconds
 
 _EQUAL = 0.01
-"""Predicted times that differ by less are equal: profiles are no better than that."""
+"""A plan may be so much slower than the fastest if less of it goes through the host: profiles are
+no better than that."""
 
 
 class TooSlowError(PlanError):
@@ -106,7 +108,7 @@ def _with_less_on_host(request: Request) -> list[Request]:
 
 
 def _best(problems: Sequence[Problem], machine: Machine, below_s: float) -> Plan:
-    """Return the fastest plan of several problems, with the least memory among equals."""
+    """Return the fastest plan of several problems, with the least memory among those as fast."""
     found, limit_s = [], below_s
     for problem in problems:
         fastest = problem.fastest(limit_s)
@@ -124,9 +126,11 @@ def _best(problems: Sequence[Problem], machine: Machine, below_s: float) -> Plan
         for problem, fastest, step_s in found
         if step_s <= limit_s
     ]
-    return min(
-        plans, key=lambda plan: (rank_of(plan.shape), plan.device_peak_bytes, plan.host_layers)
-    )
+    rank = min(rank_of(plan.shape) for plan in plans)
+    plans = [plan for plan in plans if rank_of(plan.shape) == rank]
+    limit_s = (1 + AS_FAST) * min(plan.step_s for plan in plans)
+    plans = [plan for plan in plans if plan.step_s <= limit_s]
+    return min(plans, key=lambda plan: (plan.device_peak_bytes, plan.host_layers))
 
 
 def fits(chain: Chain, costs: ChainCosts, device_memory_bytes: int, micro_batches: int) -> bool:

@@ -46,7 +46,7 @@ shares in [hardware.md](hardware.md), the partition and schedule are those of
 Parameters, gradients and AdamW's two moments are float32: 16 bytes a parameter on the host, which
 is what 2.8 TB for 175 billion parameters comes from. Matrix products are float32 too, without
 TF32, as PyTorch does by default. The device budget is 90% of the GPU's memory; among plans that
-are equally fast (within 1%) the one that needs least of it is taken. Each host has memory for the
+are as fast (within 0.2%) the one that needs least of it is taken. Each host has memory for the
 model, and the memory channels of a usual host that holds so much. Tokens a step (micro-batches x
 sequences in each) are what lets compute cover the link. Where a whole block, optimizer state
 included, fits the device and pays there, it stays there: small models train as without swapping.
