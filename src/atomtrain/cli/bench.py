@@ -65,10 +65,11 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     if arguments[:1] == ["report"]:
         return bench_report.run(arguments[1:])
+    width = max(map(len, REGISTRY))
     about = "Measure; each benchmark prints one result.\n\n" + "\n".join(
-        f"  {name:<10} {entry.help}" for name, entry in REGISTRY.items()
+        f"  {name:<{width}} {entry.help}" for name, entry in REGISTRY.items()
     )
-    about += "\n\n  report     a page with pictures, made of the results of the others"
+    about += f"\n\n  {'report':<{width}} a page with pictures, made of the results of the others"
     options = parse(
         BenchOptions,
         arguments,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import types
 import typing
@@ -14,12 +15,22 @@ from atomtrain.errors import ConfigError, nearest
 
 Options = TypeVar("Options")
 COMPLAINT = "atom: "
+_OURS = (
+    ("^the following arguments are required: (.*)", r"\1 is missing"),
+    ("^argument (.*): expected one argument$", r"\1 needs a value"),
+    ("^argument (.*): ignored explicit argument (.*)", r"\1 takes no value, \2 neither"),
+    ("^argument (.*): invalid int value: (.*)", r"\1 takes a whole number, not \2"),
+    ("^argument (.*): invalid float value: (.*)", r"\1 takes a number, not \2"),
+)
+"""What argparse says, and what it means to somebody who knows nothing of Python."""
 
 
 class Parser(argparse.ArgumentParser):
     """Reports mistakes as `ConfigError` instead of usage and exit."""
 
     def error(self, message: str) -> NoReturn:
+        for words, ours in _OURS:
+            message = re.sub(words, ours, message)
         hint = ""
         if "unrecognized arguments" in message:
             given = next((a for a in message.split() if a.startswith("-")), "").partition("=")[0]
