@@ -123,8 +123,18 @@ def test_the_report_of_what_does_not_fit_names_gpus_and_host_memory() -> None:
     model = subject("demo", 64)
     with pytest.raises(PlanError, match=r"--device-memory.*GPUs with memory enough: rtx-4060"):
         make_report(model, setting_of("rtx-3090", device_memory_bytes=1 << 20))
-    with pytest.raises(PlanError, match=r"raise --host-memory to at least 1GiB"):
+    with pytest.raises(PlanError, match=r"raise --host-memory to at least 1GiB; or hold fewer"):
         make_report(model, setting_of("rtx-3090", host_memory_bytes=1 << 20))
+
+
+def test_the_least_host_memory_is_not_that_of_the_fastest_plan() -> None:
+    forecast = forecaster(subject("demo", 64))
+    setting = setting_of("rtx-3090", device_memory_bytes=64 << 20)
+    found = least_fitting(setting, forecast)
+    assert found is not None
+    assert found.host_bytes < forecast(setting).plan.host_bytes
+    just = setting_of("rtx-3090", device_memory_bytes=64 << 20, host_memory_bytes=found.host_bytes)
+    assert forecast(just).plan.host_bytes <= found.host_bytes
 
 
 def test_without_transformers_the_extra_is_named(
