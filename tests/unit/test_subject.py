@@ -93,7 +93,7 @@ def test_every_preset_can_be_asked_for() -> None:
         assert subject(name).name == name
 
 
-def setting_of(name: str, **fields: int) -> Setting:
+def setting_of(name: str, **fields: float) -> Setting:
     card = gpu(name)
     machine = dataclasses.replace(machine_for(card, 64 * GIB), **fields)
     return Setting(machine=machine, workload=Workload(context_tokens=64), card=card)
@@ -117,6 +117,26 @@ def test_the_least_machine_that_fits_really_fits_and_the_next_smaller_does_not()
         else:
             with pytest.raises(PlanError):
                 forecast(setting)
+
+
+def test_with_state_on_disk_a_step_is_as_long_as_host_memory_allows() -> None:
+    model = subject("demo", 64)
+    forecast = forecaster(model)
+    disk = {"storage_read_bytes_per_s": 1e9, "storage_write_bytes_per_s": 1e9}
+    small = setting_of("rtx-3090", device_memory_bytes=64 << 20, **disk)
+    workload = Workload(context_tokens=64, disk=True, on_disk="parameters", micro_batch=1)
+    small = dataclasses.replace(small, workload=workload)
+    least = least_fitting(small, forecast)
+    assert least is not None
+    steps = []
+    for host_bytes in (least.host_bytes, least.host_bytes + (8 << 20), 2 * least.host_bytes):
+        machine = dataclasses.replace(small.machine, host_memory_bytes=host_bytes)
+        found = forecast(dataclasses.replace(small, machine=machine))
+        assert found.plan.host_bytes <= host_bytes
+        steps.append(found)
+    tokens = [found.tokens_per_step for found in steps]
+    assert tokens[0] == 64 < tokens[1] < tokens[2]
+    assert steps[0].tokens_per_s < steps[1].tokens_per_s < steps[2].tokens_per_s
 
 
 def test_the_report_of_what_does_not_fit_names_gpus_and_host_memory() -> None:

@@ -191,15 +191,79 @@ def prospect(
 ) -> Prospect:
     """Return the fastest plan over all sizes of micro-batches.
 
-    Sizes grow until one does not fit, is not faster than the one before by 1%, or leaves less
-    than that to gain: a larger micro-batch brings layers nearer to the device's rate, but moves
-    no less through the link. With `least_tokens_per_s` slower plans are not looked for.
+    Where the tokens of a step are free, they let compute cover the link and the disk, or are the
+    most whose waiting values host memory can hold. With `least_tokens_per_s` slower plans are not
+    looked for.
 
     Raises:
         PlanError: nothing fits, or nothing is so fast.
         ConfigError: a workload that cannot be.
     """
-    one_device, analyse = analyse, _shared(analyse, workload.devices)
+    analyse = _shared(analyse, workload.devices)
+
+    def planned(tokens: int | None) -> Prospect:
+        fixed = dataclasses.replace(workload, tokens_per_step=tokens)
+        return _fastest(analyse, compute, machine, fixed, least_tokens_per_s)
+
+    if workload.tokens_per_step is not None:
+        return planned(workload.tokens_per_step)
+    micro_batch = workload.micro_batch or workload.least_micro_batch
+    first = analyse(micro_batch)
+    sequences = _sequences(first, compute.estimate(first), machine, workload)
+    unit_tokens = workload.devices * workload.context_tokens
+    try:
+        best = planned(None)
+    except TooSlowError:
+        raise
+    except PlanError:
+        if sequences <= micro_batch:
+            raise
+        shortest = planned(micro_batch * unit_tokens)
+        return _longest(planned, shortest, sequences * unit_tokens)
+    if best.plan.disk_s <= best.plan.compute_s:
+        return best
+    # Compute covers the link, but not the disk.
+    more = math.ceil(best.plan.disk_s / (COMPUTE_SHARE * best.plan.compute_s))
+    try:
+        return planned(more * best.tokens_per_step)
+    except PlanError:
+        return _longest(planned, best, more * best.tokens_per_step)
+
+
+def _longest(
+    planned: Callable[[int], Prospect], shortest: Prospect, too_many_tokens: int
+) -> Prospect:
+    """Return the fastest of the plans seen while looking for the longest step that fits.
+
+    Steps are those of `shortest`, which fits, times powers of two, which micro-batches divide.
+    """
+    best = shortest
+    low, high = 0, math.ceil(math.log2(too_many_tokens / shortest.tokens_per_step))
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            found = planned(shortest.tokens_per_step << middle)
+        except PlanError:
+            high = middle
+        else:
+            low = middle
+            best = max(best, found, key=lambda each: each.tokens_per_s)
+    return best
+
+
+def _fastest(
+    analyse: Analyse,
+    compute: Compute,
+    machine: Machine,
+    workload: Workload,
+    least_tokens_per_s: float,
+) -> Prospect:
+    """Return the fastest plan over the sizes of micro-batches for one length of a step.
+
+    Sizes grow until one does not fit, is not faster than the one before by 1%, or leaves less
+    than that to gain: a larger micro-batch brings layers nearer to the device's rate, but moves
+    no less through the link.
+    """
     best: Prospect | None = None
     too_slow = 0
     first = analyse(workload.micro_batch or workload.least_micro_batch)
@@ -248,12 +312,6 @@ def prospect(
             break
     if best is None:
         raise TooSlowError(f"no plan has more than {least_tokens_per_s:.3g} tokens a second")
-    if workload.tokens_per_step is None and best.plan.disk_s > best.plan.compute_s:
-        # Compute covers the link, but not the disk.
-        more = math.ceil(best.plan.disk_s / (COMPUTE_SHARE * best.plan.compute_s))
-        tokens = more * best.tokens_per_step
-        covering = dataclasses.replace(workload, tokens_per_step=tokens)
-        return prospect(one_device, compute, machine, covering, least_tokens_per_s)
     return best
 
 
