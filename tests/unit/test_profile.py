@@ -11,7 +11,13 @@ from torch import nn
 
 import atomtrain
 from atomtrain.analysis import LayerTime, chain_of, layer_costs
-from atomtrain.analysis.profile import check_time, estimated_times, flops_per_s, layer_times
+from atomtrain.analysis.profile import (
+    check_time,
+    estimated_times,
+    flops_per_s,
+    layer_times,
+    usual_s,
+)
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.errors import AnalysisError, ConfigError
 from atomtrain.models import GPT, GPTConfig
@@ -55,6 +61,12 @@ def test_each_kind_of_layer_is_measured() -> None:
     for time in times.values():
         assert time.forward_s > 0
         assert time.backward_s > 0
+
+
+def test_what_often_takes_longer_counts_as_often_and_a_hiccup_little() -> None:
+    assert usual_s([0.01, 0.01, 0.01, 0.02]) == pytest.approx(0.0125)
+    assert usual_s([0.01] * 9 + [60.0]) == pytest.approx(0.012)
+    assert usual_s([0.0, 0.0]) == 0.0
 
 
 def test_only_the_kinds_asked_for_are_measured() -> None:

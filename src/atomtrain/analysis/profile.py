@@ -22,8 +22,10 @@ PROFILE_S = 2.0
 does."""
 LONGEST_S = 2.0
 """A layer that is expected to take longer is estimated from its FLOPs."""
-_ROUNDS = 15
+_ROUNDS = 40
 """The most measurements of each layer."""
+_HICCUP = 3.0
+"""A measurement counts for at most so many medians: what is longer is no part of usual steps."""
 _OVERHEAD_S = 2e-5
 """What an estimate adds for each pass of a layer: a few calls of torch."""
 
@@ -51,7 +53,10 @@ def layer_times(
     computing: Computing = contextlib.nullcontext,
     kinds: Sequence[str] | None = None,
 ) -> dict[str, LayerTime]:
-    """Return the seconds of each kind of layer, medians of measurements on the device.
+    """Return the seconds of each kind of layer, means of measurements on the device.
+
+    A step adds many calls up, so it takes what they take on average. A median would leave out what
+    other programs and the system take of the processor now and then.
 
     All kinds are measured once, then all again, and so on, so that a moment in which the machine
     is busy with something else spoils one measurement of several layers, not all of one.
@@ -85,12 +90,19 @@ def layer_times(
                 values = [_value(name, costs.values[name], inputs, device) for name in layer.reads]
                 known.append(_measure(layer, values, device, synchronize, computing))
     times = {
-        kind: LayerTime(*(statistics.median(seconds) for seconds in zip(*known, strict=True)))
+        kind: LayerTime(*(usual_s(seconds) for seconds in zip(*known, strict=True)))
         for kind, known in samples.items()
     }
     for layer, cost in _distinct(chain, costs, kinds):
         check_time(times[cost.kind], layer.name)
     return times
+
+
+def usual_s(seconds: Sequence[float]) -> float:
+    """Return the mean of measurements, in which none counts for more than three medians."""
+    middle_s = statistics.median(seconds)
+    most_s = max(middle_s, _HICCUP * middle_s)  # nonsense stays what it is, and is refused
+    return statistics.fmean(min(each_s, most_s) for each_s in seconds)
 
 
 def estimated_times(costs: ChainCosts, rate_flops_per_s: float) -> dict[str, LayerTime]:
