@@ -135,18 +135,19 @@ def _relayed(stall_s: float) -> tuple[Channel, socket.socket, socket.socket, Cha
     return sender, one_end, other_end, SecureChannel("one", other, keys, stall_s)
 
 
-def test_a_slow_link_is_not_a_dead_one() -> None:
-    """One frame takes many times the stall deadline; what counts is that something moves."""
+@pytest.mark.parametrize(("frames", "piece_bytes"), [(1, 4096), (12, 1 << 16)])
+def test_a_slow_link_is_not_a_dead_one(frames: int, piece_bytes: int) -> None:
+    """What is sent takes many times the stall deadline; what counts is that something moves."""
     loop, stall_s = _LateLoop(), 10.0
 
     async def scenario() -> None:
         sender, taken_from, given_to, receiver = _relayed(stall_s)
-        data = os.urandom(CHUNK_BYTES)
-        got = memoryview(bytearray(CHUNK_BYTES))
+        data = os.urandom(frames * CHUNK_BYTES)
+        got = memoryview(bytearray(len(data)))
         sending = asyncio.create_task(sender.send_bytes(data))
         receiving = asyncio.create_task(receiver.receive_into(got))
         while not receiving.done():
-            piece = await loop.sock_recv(taken_from, 4096)
+            piece = await loop.sock_recv(taken_from, piece_bytes)
             await loop.sock_sendall(given_to, piece)
             for _ in range(4):  # both ends have their turn
                 await asyncio.sleep(0)
@@ -180,7 +181,7 @@ def test_streams_share_an_upload_limit_and_take_turns() -> None:
     pacer = Pacer(10_000.0)
 
     async def scenario() -> list[float]:
-        pairs = [_relayed(1e6) for _ in range(2)]
+        pairs = [_relayed(0.1) for _ in range(2)]  # less than a turn takes
         begin_s = loop.time()
         ended_s = [0.0, 0.0]
         grants: list[int] = []

@@ -89,7 +89,7 @@ class FrameChannel(Channel):
 
     async def _frame(self) -> memoryview:
         """Return the next frame, valid until the next call; empty at the end of the stream."""
-        if not await self._gather(_LENGTH.size):
+        if self._stop - self._start < _LENGTH.size and not await self._gather(_LENGTH.size):
             return memoryview(b"")
         (length,) = _LENGTH.unpack_from(self._in, self._start)
         if not _TAG_BYTES < length <= CHUNK_BYTES + _TAG_BYTES:

@@ -26,6 +26,11 @@ class Pacer:
         self._free_s = 0.0
 
     @property
+    def limited(self) -> bool:
+        """Whether there is a limit now."""
+        return not math.isinf(self.limit_bytes_per_s)
+
+    @property
     def grant_bytes(self) -> int:
         """Ask for this many bytes at most."""
         grant_bytes = min(_GRANT_S * self.limit_bytes_per_s, _MOST_GRANT_BYTES)
@@ -33,7 +38,7 @@ class Pacer:
 
     async def turn(self, size_bytes: int) -> None:
         """Wait until `size_bytes` may go."""
-        if math.isinf(self.limit_bytes_per_s):
+        if not self.limited:
             return
         now_s = asyncio.get_running_loop().time()
         begin_s = max(now_s, self._free_s)

@@ -24,6 +24,8 @@ CHUNK_BYTES = 1 << 18
 """Bytes that a channel is handed in one go."""
 _DRAIN_BYTES = 1 << 14
 """Bytes after which a stream is asked whether it has room: slow links move it in seconds."""
+_LATE_SHARE = 0.05
+"""Of the stall deadline by which a stream may be given up late: so it need not be moved often."""
 _INBOX_MAX = 64
 """More unread messages than any protocol here sends; the rest waits in the stream."""
 _INBOX_S = 7200.0
@@ -133,13 +135,19 @@ class Channel(ABC):
         view = memoryview(data).cast("B")
         step = min(CHUNK_BYTES, self.pacer.grant_bytes)
         try:
-            for start in range(0, len(view), step):
-                chunk = view[start : start + step]
-                await self.pacer.turn(len(chunk))
-                async with asyncio.timeout(self._stall_s) as self._going:
+            async with asyncio.timeout(self._patience_s) as self._going:
+                for start in range(0, len(view), step):
+                    chunk = view[start : start + step]
+                    if self.pacer.limited:
+                        self._going.reschedule(None)  # a turn may take as long as it likes
+                        await self.pacer.turn(len(chunk))
+                        self._went()
                     await self._write(chunk)
+                    self._went()
         except (OSError, TimeoutError, RuntimeError) as error:
             raise self._lost(error) from error
+        finally:
+            self._going = None
         self.sent_bytes += len(view)
 
     async def receive_into(self, view: memoryview) -> None:
@@ -149,8 +157,17 @@ class Channel(ABC):
             LinkLost: the peer is gone, or nothing came for the stall deadline.
         """
         filled = 0
-        while filled < len(view):
-            filled += await self._read(view[filled : filled + CHUNK_BYTES], self._stall_s)
+        try:
+            async with asyncio.timeout(self._patience_s) as self._coming:
+                while filled < len(view):
+                    filled += self._counted(
+                        await self._read_into(view[filled : filled + CHUNK_BYTES])
+                    )
+                    self._came()
+        except (OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        finally:
+            self._coming = None
 
     async def receive_some(self, view: memoryview) -> int:
         """Wait, as long as it takes, for bytes; write them to `view`, return how many.
@@ -160,7 +177,6 @@ class Channel(ABC):
         Raises:
             LinkLost: the peer is gone.
         """
-        self._coming = None  # that of the last message has ended
         try:
             count = await self._read_into(view)
         except OSError as error:
@@ -170,7 +186,6 @@ class Channel(ABC):
 
     async def wait_closed(self, within_s: float) -> None:
         """Wait until the peer has read everything and closed; silence for `within_s` is as good."""
-        self._coming = None
         try:
             async with asyncio.timeout(within_s):
                 await self._read_into(memoryview(bytearray(1)))
@@ -187,9 +202,14 @@ class Channel(ABC):
     async def _read(self, view: memoryview, within_s: float) -> int:
         try:
             async with asyncio.timeout(within_s) as self._coming:
-                count = await self._read_into(view)
+                return self._counted(await self._read_into(view))
         except (OSError, TimeoutError) as error:
             raise self._lost(error) from error
+        finally:
+            self._coming = None
+
+    def _counted(self, count: int) -> int:
+        """Return how many bytes were read, of which there must be some."""
         if not count:
             raise LinkLost(f"peer {self.remote[-8:]} closed the stream")
         self.received_bytes += count
@@ -203,8 +223,15 @@ class Channel(ABC):
 
     def _start_again(self, deadline: asyncio.Timeout | None) -> None:
         """Bytes moved: a link may be as slow as it likes, as long as it is not dead."""
-        if deadline is not None and not deadline.expired():
-            deadline.reschedule(asyncio.get_running_loop().time() + self._stall_s)
+        if deadline is None or deadline.expired():
+            return
+        ends_s, now_s = deadline.when(), asyncio.get_running_loop().time()
+        if ends_s is None or ends_s < now_s + self._stall_s:
+            deadline.reschedule(now_s + self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        return (1.0 + _LATE_SHARE) * self._stall_s
 
     def _lost(self, error: BaseException) -> LinkLost:
         why = "nothing moved in time" if isinstance(error, TimeoutError) else str(error)
