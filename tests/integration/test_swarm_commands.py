@@ -159,7 +159,7 @@ def test_mistakes_are_told_in_one_line(
             (["swarm", "ping", nobody.partition("@")[2]], "names 0 runs"),
             (["swarm", "ping", nobody, "--identity", "missing"], "atom identity missing"),
             (["identity"], "FILE"),
-            (["identity", str(tmp_path / "bad")], "is no Ed25519 key"),
+            (["identity", str(tmp_path / "bad")], "name a file that is one, or one that is not"),
             (["identity", "/proc/nowhere/key"], "cannot be written"),
             (["doctor", "--port", "70000"], "--port must be"),
             (["train", "--identity", str(tmp_path / "bad"), "--run", "x"], "is no Ed25519 key"),

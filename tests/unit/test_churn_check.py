@@ -185,6 +185,15 @@ def test_who_left_before_it_trained_has_saved_nothing_to_compare(peer: Any) -> N
     assert (result["ended_by_themselves"], result["last_anchors_compared"]) == (1, 0)
 
 
+def test_who_still_saves_has_not_ended_by_itself(peer: Any, tmp_path: Path) -> None:
+    hanging, gone = StandIn("hanging", tmp_path / "hanging", "trains"), peer("gone", [])
+    for one in (hanging, gone):
+        one.folder.mkdir()
+        (one.folder / "peer.log").write_text("saving")
+    result = checked([hanging, gone], [])
+    assert (result["hung_at_the_end"], result["ended_by_themselves"]) == (1, 1)
+
+
 def test_the_first_request_to_end_is_noted_and_the_second_obeyed() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     for number in (signal.SIGTERM, signal.SIGINT):

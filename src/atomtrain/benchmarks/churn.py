@@ -14,6 +14,7 @@ What is measured, from the survivors' event streams:
   reads, was late at most. On a machine with nothing to spare it explains part of the above.
 - `longest_round_s`: longest time from a round's invitation to its decision, at any member.
 - `hangs`: stops of 30 s or more, and newcomers that had not averaged with others by the deadline.
+- `hung_at_the_end`: peers that had not saved and left two minutes after they were asked to.
 - `rejoin_s`, `averages_s`: median seconds from starting a newcomer's process to its first step, and
   to the end of the first round in which it averaged with others, importing packages included
   unless peers are so many that they are forks (see `ChurnSetup.crowded`).

@@ -59,8 +59,14 @@ def seen(
 
 
 def checked(peers: Sequence[ChurnPeer], left: Sequence[ChurnPeer]) -> Result:
-    """Return whether anything was wrong, once those in `left`, asked to, have left the run."""
-    failed = [p for p in peers if not p.killed and p not in left]
+    """Return whether anything was wrong, once those in `left`, asked to, have left the run.
+
+    Who still runs did not save and leave in time: it hangs.
+    """
+    hung = [p for p in peers if not p.killed and p not in left and p.running]
+    for peer in hung:
+        progress(f"{peer.name} has not saved and left: {peer.last_words()}")
+    failed = [p for p in peers if not p.killed and p not in left and p not in hung]
     for peer in failed:
         progress(f"{peer.name} ended by itself: {peer.last_words()}")
     differing = disagreements(peers)
@@ -80,4 +86,5 @@ def checked(peers: Sequence[ChurnPeer], left: Sequence[ChurnPeer]) -> Result:
         "last_anchors_compared": anchors.compared,
         "last_anchors_unequal": anchors.unequal,
         "ended_by_themselves": len(failed),
+        "hung_at_the_end": len(hung),
     }

@@ -65,8 +65,8 @@ class Identity:
             if data == identity.encode():
                 return identity
         raise ConfigError(
-            f"{path} is no Ed25519 key in libp2p's format; remove it, and make one with "
-            f"'atom identity {path}'"
+            f"{path} is no Ed25519 key in libp2p's format; name a file that is one, or one that "
+            "is not there yet and make it with 'atom identity FILE'"
         )
 
     @classmethod
