@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+from matplotlib.figure import Figure
+
 from atomtrain.benchmarks import benchmark
-from atomtrain.benchmarks.network_panels import all_panels, link_panels, text
+from atomtrain.benchmarks.network_figure import draw_bars
+from atomtrain.benchmarks.network_panels import METHODS, all_panels, link_panels, text
 
 CURVE = {"seconds": [1.0, 2.0], "tokens": [10, 20], "loss": [5.0, 3.0]}
 METHOD = {"tokens_per_s": 1000.0, "sent_bytes_per_token": 90.4, "utilisation": 0.5, "curve": CURVE}
@@ -73,3 +77,16 @@ def test_both_results_are_drawn(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert entry.text(result)
     assert benchmark("swap").text({}) is None
+
+
+@pytest.mark.parametrize("rows", [1, 4, 12])
+def test_the_legend_hides_no_bar(rows: int) -> None:
+    """However long they are: here all are as long as the axis."""
+    row = {**ROW, **dict.fromkeys(METHODS, METHOD)}
+    figure = Figure(figsize=(5.0, 1.2 + 0.5 * rows), layout="constrained")
+    axes = figure.subplots()
+    draw_bars(axes, link_panels({"peers": 2, "rows": [row] * rows}), "utilisation", "title")
+    figure.draw_without_rendering()
+    hidden = axes.get_legend().get_window_extent()
+    assert len(axes.patches) == rows * len(METHODS)
+    assert not any(hidden.overlaps(bar.get_window_extent()) for bar in axes.patches)

@@ -60,7 +60,7 @@ def draw_bars(
     axes.set_yticks(range(len(panels)), [panel.name for panel in panels], fontsize=_SMALL)
     axes.tick_params(labelleft=named)
     if named:
-        axes.invert_yaxis()
+        axes.set_ylim(len(panels) - 0.5, -2.4)  # downwards; the legend's place is above all bars
     axes.set_title(title, fontsize=_SMALL + 2)
     axes.set_xlabel("no bar: left out or failed")
     if key == "utilisation":
@@ -69,7 +69,7 @@ def draw_bars(
         axes.set_xscale("log")
     axes.grid(visible=True, axis="x", linewidth=0.3)
     if drawn:
-        axes.legend(fontsize=_SMALL)
+        axes.legend(fontsize=_SMALL, loc="upper center", ncols=2)
 
 
 def draw_losses(axes: Any, panel: LinkPanel) -> None:

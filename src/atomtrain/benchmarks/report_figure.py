@@ -38,7 +38,8 @@ def draw_report(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     bars_inches = max(_HEIGHT_INCHES, _BAR_INCHES * len(all_panels(results)))
-    heights = (max(_HEIGHT_INCHES + _LEGEND_INCHES, bars_inches), bars_inches, _HEIGHT_INCHES)
+    tall = _HEIGHT_INCHES + _LEGEND_INCHES
+    heights = (max(tall, bars_inches), bars_inches, tall)
     figure = Figure(figsize=(_WIDTH_INCHES, sum(heights)), layout="constrained")
     axes = figure.subplots(3, 2, height_ratios=heights)
     _ratios(axes[0][0], results)
@@ -180,7 +181,7 @@ def _losses(axes: Any, results: Results) -> None:
         _nothing(axes, "time-to-loss")
         return
     axes.set(xlabel="seconds", ylabel="loss of samples never seen")
-    axes.legend(fontsize=_SMALL)
+    axes.legend(fontsize=_SMALL, loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 
 def _nothing(axes: Any, names: str) -> None:
