@@ -141,6 +141,22 @@ def test_ping_says_where_the_way_ends_and_why(
             assert needed in said.out
 
 
+def test_ping_goes_on_with_the_next_address(
+    founder: Swarm, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = ("--run-key", run_folder.parent / "key")
+    with socket.socket() as idle:
+        idle.bind(("127.0.0.1", 0))
+        closed = f"/ip4/127.0.0.1/tcp/{idle.getsockname()[1]}/p2p/{STRANGER}"
+        both = f"looked-at@{closed},looked-at@{founder.address}"
+        said = Said(capsys, "swarm", "ping", both, *key)
+        assert said.code == 0
+        assert said.out.index("FAIL TCP") < said.out.index(f"{founder.address}:") < len(said.out)
+        found = Said(capsys, "swarm", "ping", both, *key, "--json").json
+    assert (found["reached"], found["address"]) == (True, founder.address)
+    assert [one["address"] for one in found["failed"]] == [closed]
+
+
 def test_mistakes_are_told_in_one_line(
     founder: Swarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,7 +58,10 @@ class StatusOptions:
 class PingOptions:
     """What a user can say to `atom swarm ping`."""
 
-    address: str = option(None, "RUN@ADDRESS, as the peer prints it.", "ADDRESS")
+    address: str = option(
+        None, "RUN@ADDRESS, as the peer prints it (several with commas: up to one that answers).",
+        "ADDRESS",
+    )  # fmt: skip
     run_key: Path | None = _KEY
     identity: Path | None = _IDENTITY
     json: bool = option(False, "Print exactly one JSON object instead of lines.")
@@ -111,21 +114,27 @@ def _ping(arguments: Sequence[str]) -> int:
         positional=("address",),
     )  # fmt: skip
     run_name, addresses = pasted_addresses(options.address)
-    from atomtrain.swarm.addresses import place_of
     from atomtrain.swarm.probe import diagnose
 
-    place_of(addresses[0])
     config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
         from atomtrain.swarm.hivemind_parts import import_hivemind
 
         import_hivemind()
 
-    found = asyncio.run(diagnose(config, addresses[0]))
+    failed: list[Diagnosis] = []
+    for address in addresses:
+        found = asyncio.run(diagnose(config, address))
+        if not options.json:
+            about = f"{address}:\n" if len(addresses) > 1 else ""
+            sys.stdout.write(shown(about + _lines(found)))
+        if found.reached:
+            break
+        failed.append(found)
     if options.json:
-        sys.stdout.write(json.dumps({**asdict(found), "reached": found.reached}) + "\n")
-    else:
-        sys.stdout.write(shown(_lines(found)))
+        others = [asdict(one) for one in failed if one is not found]
+        result = {**asdict(found), "reached": found.reached, "failed": others}
+        sys.stdout.write(json.dumps(result) + "\n")
     return 0 if found.reached else 1
 
 
