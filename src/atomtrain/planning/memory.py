@@ -27,9 +27,17 @@ from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.planning.updating import UpdateModel, two_moments
 from atomtrain.planning.visit_memory import visit_bytes
 
-PROCESS_BYTES = 8 << 20
-"""What a process takes on the host beside tensors: stacks and heaps of its threads, Python's
-objects, the caller's micro-batches. Measured 2 to 6 MiB (benchmark `plan`)."""
+_PROCESS_BYTES = 4608 << 10
+_LAYER_BYTES = 460 << 10
+"""Measured (benchmark `plan`, chains of 6 to 26 layers): at most 15 MiB in all, with the longest
+chain. What was allocated in small pieces to analyse and plan it leaves holes in the C library's
+heap, 11 MiB there, over which each step then scatters graphs and hand-overs of 4 MiB."""
+
+
+def process_bytes(layers: int) -> int:
+    """Return what a process takes on the host beside tensors: stacks and heaps of its threads,
+    Python's objects, the caller's micro-batches; grows with the chain's length."""
+    return _PROCESS_BYTES + layers * _LAYER_BYTES
 
 
 class Sizes(NamedTuple):
@@ -146,7 +154,7 @@ class MemoryModel:
         # large as the weights.
         waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
         waiting += sum(cost.parameter_bytes for cost in self._costs.layers[:first])
-        return self.state_bytes + self._devices * waiting + PROCESS_BYTES
+        return self.state_bytes + self._devices * waiting + process_bytes(len(self._costs.layers))
 
     @property
     def state_bytes(self) -> int:
