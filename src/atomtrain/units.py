@@ -108,3 +108,8 @@ def format_count(value: float) -> str:
             digits = 3 if abs(value) < 999.5 * limit else 15
             return f"{value / limit:.{digits}g}{unit}"
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
+
+
+def counted(count: int, noun: str, ending: str = "s") -> str:
+    """Return for example `"1 slot"` or `"2 slots"`."""
+    return f"{count} {noun}{'' if count == 1 else ending}"

@@ -11,7 +11,7 @@ from atomtrain.errors import PlanError, nearest
 from atomtrain.planning.disk import DiskRequest, OnDisk
 from atomtrain.planning.shape import ACTIVATIONS, Activation, Boundary, Shape
 from atomtrain.planning.updating import UpdateModel
-from atomtrain.units import format_bytes, format_seconds
+from atomtrain.units import counted, format_bytes, format_seconds
 
 DAY_S = 86_400.0
 
@@ -184,11 +184,11 @@ class Plan:
     def describe(self) -> str:
         """Return the plan as a few lines for people."""
         where = "on the device" if self.boundary == "device" else "on the host"
-        buffers = "buffer" if self.gradient_buffers == 1 else "buffers"
         lines = [
-            f"segments   {self.segments} (layers {_sizes(self.backward_bounds)}), {self.slots} "
-            f"slots of {format_bytes(self.slot_bytes)}, {self.gradient_buffers} gradient "
-            f"{buffers}, activations between segments wait {where}",
+            f"segments   {self.segments} (layers {_sizes(self.backward_bounds)}), "
+            f"{counted(self.slots, 'slot')} of {format_bytes(self.slot_bytes)}, "
+            f"{counted(self.gradient_buffers, 'gradient buffer')}, activations between "
+            f"segments wait {where}",
         ]
         if self.forward_bounds[:-1] != self.backward_bounds[:-2]:
             lines.append(
@@ -196,7 +196,8 @@ class Plan:
                 f"{_sizes((*self.forward_bounds, self.backward_bounds[-1]))})"
             )
         if self.host_layers:
-            lines.append(f"on host    the first {self.host_layers} layers: only rows are loaded")
+            layers = counted(self.host_layers, "layer")
+            lines.append(f"on host    the first {layers}: only rows are loaded")
         if self.resident_blocks:
             lines.append(f"resident   blocks {_listed(self.resident_blocks)}")
         if self.device_blocks:
@@ -214,8 +215,9 @@ class Plan:
                 f"{format_bytes(self.device_memory_bytes)}",
                 f"host       {format_bytes(self.host_bytes)}",
                 *disk,
-                f"step       {format_seconds(self.step_s)} predicted for {self.micro_batches} "
-                f"micro-batches: compute {format_seconds(self.compute_s)}, load "
+                f"step       {format_seconds(self.step_s)} predicted for "
+                f"{counted(self.micro_batches, 'micro-batch', 'es')}: compute "
+                f"{format_seconds(self.compute_s)}, load "
                 f"{format_seconds(self.load_s)}, unload {format_seconds(self.unload_s)}, update "
                 f"{format_seconds(self.update_s)}{busy}; bound by {self.bound}",
             )
