@@ -51,6 +51,8 @@ WORDS: dict[str, dict[str, str]] = {
         "/mnt/nvme": "disk", "4001": "0",
     },
     "simulate": {"1000": "6", "600": "4"},
+    # Peers, each of which starts two processes.
+    "bench": {"4": "2"},
 }  # fmt: skip
 """Words of commands that are replaced, by the command's name; `*` is any."""
 

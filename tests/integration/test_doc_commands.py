@@ -15,6 +15,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from doc_place import (
     shrunk,
     write_recipe,
 )
+from network_inputs import SMALLEST
 from test_swarm_commands import wait_patiently
 from waiting import PATIENCE_S
 
@@ -52,6 +54,7 @@ COMMANDS = {
     ]
     for page in PAGES
 }
+SHORT = replace(SMALLEST, model=replace(SMALLEST.model, layers=2), micro_batches=(8,), trials=2)
 ADDRESSES = {word for word, changed in WORDS["*"].items() if changed == "ADDRESS"}
 
 
@@ -105,8 +108,11 @@ def test_commands_run(page: str, place: Path, capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_commands_that_need_namespaces_run(
-    line: str, place: Path, capsys: pytest.CaptureFixture[str]
+    line: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the sizes of `--quick` where the page says that; else with none that take longer."""
+    if "--quick" not in line:
+        monkeypatch.setattr("atomtrain.benchmarks.network.QUICK", SHORT)
     run(shrunk(command_of(line) or (), ""), place, capsys)
 
 

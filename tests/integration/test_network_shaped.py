@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from network_inputs import SMALLEST
 from waiting import PATIENCE_S, wait_until
 
 from atomtrain.benchmarks import network
 from atomtrain.benchmarks.common import BenchmarkOptions
-from atomtrain.benchmarks.network_model import ModelSetup
-from atomtrain.benchmarks.network_setup import NetworkSetup
 from atomtrain.benchmarks.shaping import Link, Network, congestion_control
 
 pytestmark = pytest.mark.root
@@ -182,24 +181,8 @@ def running(pid: int) -> bool:
 
 
 def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:
-    setup = NetworkSetup(
-        model=ModelSetup(
-            layers=4, width=64, vocabulary=64, sequence_tokens=16, sequences_per_peer=32
-        ),
-        spare_share=3.5,
-        micro_batches=(4, 8),
-        links=(Link(bits_per_s=1e8, round_trip_s=0.01, loss_share=0.001),),
-        stand_ins=(),
-        local_steps=4,
-        trials=6,
-        trial_s=0.1,
-        window_s=0.5,
-        settle_s=1.0,
-        alone_s=0.5,
-        longest_window_s=3.0,
-    )
     kept = tmp_path / "network.json"
-    result = network.run(BenchmarkOptions(out=kept), setup)
+    result = network.run(BenchmarkOptions(out=kept), SMALLEST)
     (row,) = result["rows"]
     assert row["errors"] == []
     assert (row["link_bits_per_s"], row["loss_share"]) == (1e8, 0.001)
