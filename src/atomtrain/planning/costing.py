@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,8 +67,8 @@ class Steps:
     disk: DiskUse | None = None
     """Which state is on disk, of the same chain; `None`: nothing."""
     clips: bool = False
-    """Whether no update begins before all gradients have arrived; with state on disk they then go
-    on in the next forward."""
+    """Whether no update begins before all gradients have arrived; they go on in the next
+    forward."""
     updates: UpdateModel | None = None
     """What the optimizer takes; `None` is AdamW."""
 
@@ -91,8 +91,7 @@ class Costing:
         self._segments = segments_of(chain, costs)
         self._updated = (steps.updates or two_moments(chain)).of_blocks(chain, layout)
         on_disk = disk.on_disk if disk is not None else ()
-        self.disk = self._disk_work(disk, steps.clips) if disk is not None and on_disk else None
-        """What updates take where state is on disk."""
+        self._disk, self._clips = disk if on_disk else None, steps.clips
         self.traffic = Traffic(layout, self._updated, steps.host_layers)
         """What visits move."""
         self._sizes: dict[frozenset[int], Array] = {}
@@ -104,7 +103,7 @@ class Costing:
             forward_s=between(self.layer_forward_s),
             backward_s=between(self.layer_backward_s),
             crossing=micro_batches * np.array(self._segments.crossing_bytes, float),
-            disk=self.disk,
+            later=steps.clips,
             parameters_on_disk="parameters" in on_disk,
             offloaded=functools.cache(functools.partial(_offloaded, self._segments, micro_batches)),
             remade=micro_batches * between([c.saved.remade_traffic_bytes for c in costs.layers]),
@@ -113,12 +112,14 @@ class Costing:
     def step(self, shape: Shape) -> StepTime:
         """Return the predicted step of a shape."""
         visits = training_visits(shape)
-        return predict(visits, self.visit_times(shape, visits), self.disk)
+        return predict(visits, self.visit_times(shape, visits), self.disk_work(shape.device_blocks))
 
     def spans(self, shape: Shape) -> list[Span]:
         """Return the spans of the predicted step of a shape."""
         visits = training_visits(shape)
-        return step_spans(visits, self.visit_times(shape, visits), self.disk)
+        return step_spans(
+            visits, self.visit_times(shape, visits), self.disk_work(shape.device_blocks)
+        )
 
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
@@ -156,16 +157,26 @@ class Costing:
             )
         return self._tables[key]
 
-    def _disk_work(self, use: DiskUse, clips: bool) -> DiskWork:
-        """Return what all updates take."""
+    def disk_work(self, on_device: Collection[int] = ()) -> DiskWork | None:
+        """Return what all updates take, if they go on in the next forward or state is on disk.
+
+        Args:
+            on_device: Blocks that are updated on the device, when their gradients are complete.
+        """
+        use, clips = self._disk, self._clips
+        host = (b.host_work for i, b in enumerate(self._updated) if i not in on_device)
+        update_s = sum(host) / self.machine.update_parameters_per_s
+        if use is None:
+            if not clips:
+                return None
+            return DiskWork(0.0, update_s, 0.0, ahead_s=0.0, blocks=0, clips=True)
         read_rate, write_rate = self.machine.storage_rates
         share, n_bytes = self.machine.storage_both_ways_share, sum(map(sum, use.blocks))
         # In backward parameters are read for the device too.
         loads = sum(block.parameters for block in use.blocks)
-        worked = sum(block.host_work for block in self._updated)
         return DiskWork(
             read_s=(n_bytes + loads * (not clips)) / (share * read_rate),
-            update_s=worked / self.machine.update_parameters_per_s,
+            update_s=update_s,
             write_s=n_bytes / (share * write_rate),
             ahead_s=sum(use.slots) / read_rate,
             blocks=sum(1 for block in use.blocks if sum(block)),

@@ -66,7 +66,7 @@ class Mixed:
         self._kept, self._window_bytes = self.rooms.kept, self.rooms.window_bytes
         self._turn = space.costing.table(Phase.TURN, family.place, load=True)
         self._visits = Visits(space.costing, family)
-        self._disk = space.costing.disk
+        self._disk = space.costing.disk_work(family.place.on_device)
         self._backlog_s = 0.0 if self._disk is None else self._disk.backlog_s
         self._clocks = self._new_clocks(0.0)
         ahead, back = space.costing.layer_forward_s, space.costing.layer_backward_s

@@ -73,8 +73,8 @@ class Optimum:
         self._backward = costing.table(Phase.BACKWARD, place, load=True)
         self._hit = costing.table(Phase.BACKWARD, place, load=False)
         self._layers = len(costing.layer_forward_s)
-        self._disk = costing.disk
-        self._backlog_s = 0.0 if costing.disk is None else costing.disk.backlog_s
+        self._disk = costing.disk_work(place.on_device)
+        self._backlog_s = 0.0 if self._disk is None else self._disk.backlog_s
         self._clocks = self._new_clocks(0.0)
         self._starts: dict[bytes, Forward] = {}
         self._ahead_s = np.concatenate(([0.0], np.cumsum(costing.layer_forward_s)))

@@ -342,32 +342,37 @@ def _most_to_gain(costs: ChainCosts, times: Mapping[str, LayerTime], flops_per_s
 
 
 def covering_tokens(
-    analysis: Analysis, times: Mapping[str, LayerTime], machine: Machine, micro_batch_tokens: int
+    analysis: Analysis,
+    times: Mapping[str, LayerTime],
+    machine: Machine,
+    micro_batch_tokens: int,
+    *,
+    clips: bool = False,
 ) -> int:
     """Return the least tokens of a step with which compute has 95% of it, by the lower bounds.
 
     With c seconds of compute a micro-batch, n of them take at least `max(n c_f, P / load)` for
     forward and `max(n c_b, P / load, P / unload, N / update)` for backward; P bytes and N
-    parameters. Their sum is compared with `n (c_f + c_b)`.
+    parameters. Their sum is compared with `n (c_f + c_b)`. With clipping the updates are
+    forward's to wait for.
     """
     forward_s = sum(times[layer.kind].forward_s for layer in analysis.costs.layers)
     backward_s = sum(times[layer.kind].backward_s for layer in analysis.costs.layers)
     if not (forward_s > 0 and backward_s > 0):
         return micro_batch_tokens
     load_s = analysis.parameter_bytes / machine.load_bytes_per_s
-    back_s = max(
-        load_s,
-        analysis.parameter_bytes / machine.unload_bytes_per_s,
-        analysis.update_work / machine.update_parameters_per_s,
-    )
+    back_s = max(load_s, analysis.parameter_bytes / machine.unload_bytes_per_s)
+    update_s = analysis.update_work / machine.update_parameters_per_s
+    ahead_s = max(load_s, update_s) if clips else load_s
+    back_s = back_s if clips else max(back_s, update_s)
 
     def covered(n: float) -> bool:
         compute_s = n * (forward_s + backward_s)
-        bound_s = max(n * forward_s, load_s) + max(n * backward_s, back_s)
+        bound_s = max(n * forward_s, ahead_s) + max(n * backward_s, back_s)
         return compute_s >= COMPUTE_SHARE * bound_s
 
     # The share grows with n; both maxima have their kinks below `high`.
-    low, high = 0.0, max(load_s / forward_s, back_s / backward_s)
+    low, high = 0.0, max(ahead_s / forward_s, back_s / backward_s)
     while high - low > 0.001 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if covered(middle) else (middle, high)
@@ -382,7 +387,7 @@ def _sequences(
     if workload.tokens_per_step is not None:
         return workload.tokens_per_step // context // workload.devices
     micro_batch = workload.micro_batch or workload.least_micro_batch
-    tokens = covering_tokens(analysis, times, machine, micro_batch * context)
+    tokens = covering_tokens(analysis, times, machine, micro_batch * context, clips=workload.clips)
     sequences = -(-tokens // context)
     return -(-sequences // micro_batch) * micro_batch
 

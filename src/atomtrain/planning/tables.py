@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.schedule import Phase
 from atomtrain.planning.shape import Activation, Boundary
-from atomtrain.planning.timeline import DiskWork, VisitTime
+from atomtrain.planning.timeline import VisitTime
 from atomtrain.planning.traffic import Moved
 from atomtrain.planning.updating import ADAMW_BYTES
 
@@ -43,7 +43,8 @@ class Basis:
     """The same of recomputing and backward."""
     crossing: Array
     """Bytes of all micro-batches' values at each cut."""
-    disk: DiskWork | None
+    later: bool
+    """Whether all updates come after the step."""
     parameters_on_disk: bool
     offloaded: Callable[[], Offloaded]
     remade: Array
@@ -110,8 +111,11 @@ class VisitTable:
     @cached_property
     def update_s(self) -> Array:
         """Seconds of the host's updates, unless they all come after the step."""
-        later = self._basis.disk is not None and self._basis.disk.clips
-        return self._nothing if later else self._updated / self._machine.update_parameters_per_s
+        return (
+            self._nothing
+            if self._basis.later
+            else self._updated / self._machine.update_parameters_per_s
+        )
 
     @cached_property
     def return_s(self) -> Array:

@@ -42,7 +42,8 @@ class VisitTime(NamedTuple):
 
 
 class DiskWork(NamedTuple):
-    """What updates of a step take where state is on disk, for all blocks together."""
+    """What updates of a step take, for all blocks together, where state is on disk, or where they
+    wait for the norm of all gradients and go on in the next forward."""
 
     read_s: float
     update_s: float
@@ -137,7 +138,7 @@ def step_spans(
     Args:
         visits: Of a training step.
         times: The seconds of each visit.
-        disk: What updates take where state is on disk.
+        disk: What updates take where they go on in the next forward, or state is on disk.
     """
     spans: list[Span] = []
     done: list[float] = []
@@ -158,8 +159,9 @@ def step_spans(
         start = max(compute, ready)
         if visit.phase is Phase.TURN and disk is not None and disk.clips:
             start = max(start, disk.backlog_s)
+            whole = visit._replace(phase=Phase.FORWARD, layers=(0, visit.layers[1]))
             for one, length_s in _updating(disk):
-                add(one, visit, 0.0, length_s)
+                add(one, whole, 0.0, length_s)
         if visit.gradient is not None:
             start = max(start, released.get(visit.gradient, 0.0))
         for stream, length_s in (("fetch", time.fetch_s), ("save", time.save_s)):
@@ -184,7 +186,9 @@ def step_spans(
 
 def _updating(disk: DiskWork) -> list[tuple[StreamName, float]]:
     """Return the streams that updates keep busy, and for how long."""
-    return [("read", disk.read_s), ("update", disk.update_s), ("write", disk.write_s)]
+    lengths: list[tuple[StreamName, float]]
+    lengths = [("read", disk.read_s), ("update", disk.update_s), ("write", disk.write_s)]
+    return [(stream, length_s) for stream, length_s in lengths if length_s > 0]
 
 
 def label_of(visit: Visit) -> str:

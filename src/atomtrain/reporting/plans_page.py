@@ -48,8 +48,10 @@ is what 2.8 TB for 175 billion parameters comes from. Matrix products are float3
 TF32, as PyTorch does by default. The device budget is 90% of the GPU's memory; among plans that
 are as fast (within 0.2%) the one that needs least of it is taken. Each host has memory for the
 model, and the memory channels of a usual host that holds so much. Tokens a step (micro-batches x
-sequences in each) are what lets compute cover the link. Where a whole block, optimizer state
-included, fits the device and pays there, it stays there: small models train as without swapping.
+sequences in each) are what lets compute cover the link, and the host's updates: gradients are
+clipped, as `atom train` does, so updates go on in the next forward. Where a whole block, optimizer
+state included, fits the device and pays there, it stays there: small models train as without
+swapping.
 What forward saves for backward is kept, sent to the host or computed again, whichever is best for
 each segment ([activations.md](activations.md)).
 """
@@ -190,7 +192,7 @@ def _host_bytes(model: Subject, card: Gpu) -> int:
 def _report(model: Subject, card: Gpu, dtype: str = "fp32") -> Report | PlanError:
     setting = Setting(
         machine=machine_for(card, _host_bytes(model, card)),
-        workload=Workload(context_tokens=model.context_tokens),
+        workload=Workload(context_tokens=model.context_tokens, clips=True),
         card=card,
         dtype=dtype,
     )
