@@ -223,7 +223,8 @@ def test_no_thread_survives_its_engine(how: str) -> None:
     assert engine_threads() == before
 
 
-def test_random_faults_never_hang() -> None:
+def test_random_faults_never_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atomtrain.planning.space._BOUNDARIES", ("host",))
     source = random.Random(7)
     example = tokens(1, 4)
     for _ in range(6):
@@ -233,6 +234,7 @@ def test_random_faults_never_hang() -> None:
             "slots": source.randint(1, 3),
             "clip_norm": source.choice([None, 1.0]),
             "micro_batches": 2,
+            "activations": "recompute",  # every stream has jobs
         }
         engine = swap(gpt(2), example, inject=fault, **options)
         with pytest.raises((StreamError, FaultError)):

@@ -72,7 +72,7 @@ def test_two_devices_learn_what_one_learns(place: Path) -> None:
 def test_a_micro_batch_is_found_that_keeps_both_busy(place: Path) -> None:
     assert train("small", "--sequences", "4", "--vocabulary", "300", "--device", TWO) == 0
     (planned,) = events(place, "small", "plan")
-    assert "predicted for 1 micro-batches" in planned["text"]
+    assert "predicted for 1 micro-batch:" in planned["text"]
 
 
 def test_packing_of_running_text(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,7 +245,7 @@ def test_init_asks_again_after_a_wrong_answer(
     shown = capsys.readouterr()
     assert [line.partition(":")[0] for line in shown.err.splitlines()] == ["atom"] * 6
     for said in ("Did you mean 'pretrain-small'", "Did you mean 'tiny'", "not 'many'", "not '0'",
-                 "'lots' is not a size", "'3' bytes is too little"):  # fmt: skip
+                 "'lots' is not a size", "memory of 3 is too little"):  # fmt: skip
         assert said in shown.err
     assert "note: *.txt matches no file" in shown.out
     assert "Train a GPT of 125 million parameters" in shown.out, "says what recipes are for"

@@ -111,11 +111,17 @@ class VisitTable:
     @cached_property
     def update_s(self) -> Array:
         """Seconds of the host's updates, unless they all come after the step."""
-        return (
-            self._nothing
-            if self._basis.later
-            else self._updated / self._machine.update_parameters_per_s
-        )
+        return self._nothing if self._basis.later else self._updates_s
+
+    @cached_property
+    def later_s(self) -> Array:
+        """Seconds of the host's updates if they all come after the step."""
+        return self._updates_s if self._basis.later else self._nothing
+
+    @property
+    def _updates_s(self) -> Array:
+        updates_s: Array = self._updated / self._machine.update_parameters_per_s
+        return updates_s
 
     @cached_property
     def return_s(self) -> Array:

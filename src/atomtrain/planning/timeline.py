@@ -34,6 +34,8 @@ class VisitTime(NamedTuple):
     return_s: float = 0.0
     """Part of `fetch_s`: what was saved in forward and waited on the host. The link brings it
     before the parameters of the visit after."""
+    later_s: float = 0.0
+    """The host's updates that wait for the norm of all gradients, and go on in the next forward."""
 
     @property
     def visit_s(self) -> float:
@@ -159,9 +161,12 @@ def step_spans(
         start = max(compute, ready)
         if visit.phase is Phase.TURN and disk is not None and disk.clips:
             start = max(start, disk.backlog_s)
-            whole = visit._replace(phase=Phase.FORWARD, layers=(0, visit.layers[1]))
-            for one, length_s in _updating(disk):
-                add(one, whole, 0.0, length_s)
+            add("read", visit, 0.0, disk.read_s)
+            add("write", visit, 0.0, disk.write_s)
+            updated = 0.0  # what the step before left, in forward's order
+            for one, lasting in reversed(list(zip(visits, times, strict=True))):
+                if one.gradient is not None:
+                    updated = add("update", one, updated, lasting.later_s)
         if visit.gradient is not None:
             start = max(start, released.get(visit.gradient, 0.0))
         for stream, length_s in (("fetch", time.fetch_s), ("save", time.save_s)):
@@ -175,20 +180,14 @@ def step_spans(
         if visit.gradient is not None:
             unload = add("unload", visit, max(unload, compute), time.unload_s)
             released[visit.gradient] = unload
-            update = add("update", visit, max(update, unload), time.update_s)
+            if disk is None or not disk.clips:
+                update = add("update", visit, max(update, unload), time.update_s)
             first = unload if visit.phase is Phase.TURN else first
     if disk is not None and not disk.clips:
         ends = max(update + disk.last_s, first + disk.working_s)
         add("read", visits[-1], max(0.0, first - disk.ahead_s), disk.read_s)
         add("write", visits[-1], ends - disk.write_s, disk.write_s)
     return spans
-
-
-def _updating(disk: DiskWork) -> list[tuple[StreamName, float]]:
-    """Return the streams that updates keep busy, and for how long."""
-    lengths: list[tuple[StreamName, float]]
-    lengths = [("read", disk.read_s), ("update", disk.update_s), ("write", disk.write_s)]
-    return [(stream, length_s) for stream, length_s in lengths if length_s > 0]
 
 
 def label_of(visit: Visit) -> str:
