@@ -311,7 +311,8 @@ class Network:
         assert self._relay.stdout is not None
         if self._relay.stdout.readline() != b"ready\n":
             raise ConfigError(
-                "cannot add a delay: /dev/net/tun cannot be used; load the kernel module tun"
+                "cannot add a delay: /dev/net/tun cannot be used; load the kernel module tun, or "
+                "let this user open it"
             )
         for host in range(self.hosts):
             _run([*switch, "ip", "link", "add", f"d{host}", "type", "bridge"])

@@ -139,7 +139,10 @@ def _write(tap: int, frame: bytes) -> None:
 
 def main() -> None:
     """Open the taps, say so, and relay."""
-    taps = [open_tap(f"t{port}") for port in range(int(sys.argv[1]))]
+    try:
+        taps = [open_tap(f"t{port}") for port in range(int(sys.argv[1]))]
+    except OSError:  # whoever started this says what it means
+        sys.exit(1)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     relay(taps, sys.stdin.fileno())
