@@ -207,15 +207,15 @@ def prospect(
 
     if workload.tokens_per_step is not None:
         return planned(workload.tokens_per_step)
-    micro_batch = workload.micro_batch or workload.least_micro_batch
-    first = analyse(micro_batch)
-    sequences = _sequences(first, compute.estimate(first), machine, workload)
-    unit_tokens = workload.devices * workload.context_tokens
     try:
         best = planned(None)
     except TooSlowError:
         raise
     except PlanError:
+        micro_batch = workload.micro_batch or workload.least_micro_batch
+        first = analyse(micro_batch)
+        sequences = _sequences(first, compute.estimate(first), machine, workload)
+        unit_tokens = workload.devices * workload.context_tokens
         if sequences <= micro_batch:
             raise
         shortest = planned(micro_batch * unit_tokens)
