@@ -122,6 +122,7 @@ def way_of(
         one_way_s=link.round_trip_s / 2,
         burst_s=link.burst_s,
         loss_share=link.loss_share,
+        congestion_control=congestion_control,
     )
 
 

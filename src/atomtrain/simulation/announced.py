@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atomtrain.simulation.link import Lanes, PipelineLink
+from atomtrain.simulation.link import Lanes, PipelineLink, mean_step_s
 from atomtrain.simulation.pipeline import Op
 
 _ANNOUNCEMENT_BYTES = 120
@@ -55,7 +55,7 @@ def run_programs(
 ) -> float:
     """Return the seconds until all ranks have done what their programs say; rank r holds chunks
     r, r + K, ... of K ranks."""
-    return _Run(programs, boundary_bytes, link).run()
+    return mean_step_s(_Run(programs, boundary_bytes, link).run, link)
 
 
 def actions_1f1b(work: AnnouncedWork, rank: int) -> list[Action]:
@@ -110,7 +110,7 @@ class _Run:
     ) -> None:
         self.programs, self.boundary_bytes = programs, boundary_bytes
         self.lanes = Lanes(len(programs), link)
-        self.place = [0] * len(programs)
+        self.place: list[int] = []
         self.posted: set[Op] = set()
         self.announced: set[Op] = set()
         self.sent: set[Op] = set()
@@ -121,8 +121,12 @@ class _Run:
         self.end_s = 0.0
 
     def run(self) -> float:
+        """Run one more step; return when it ends."""
+        self.place = [0] * len(self.programs)
+        for known in (self.posted, self.announced, self.sent, self.arrived):
+            known.clear()
         for rank in range(len(self.programs)):
-            self._later(0.0, "go", rank)
+            self._later(self.end_s, "go", rank)
         while self.events:
             now_s, _, what, rank, op = heapq.heappop(self.events)
             if what == "go":

@@ -3,21 +3,25 @@
 A direction of a link carries one message at a time. A shaped link is a *token bucket*: while it is
 idle it saves up what it may pass at once later, up to a burst, so short messages with pauses
 between them take less time than the rate says. Packets that get lost are sent again, and what came
-behind them on the same connection waits (`loss.recovery_s`).
+behind them on the same connection waits (`loss.recovery_s`); with BBR that also slows down what
+comes later (`bbr`).
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atomtrain.simulation.loss import recovery_s
+from atomtrain.simulation.bbr import BbrConnection
+from atomtrain.simulation.loss import BBR, CUBIC, recovery_s
 
 PAYLOAD_SHARE = 0.955
 """What Ethernet, IP and TCP headers leave of a link's rate, with packets of 1500 bytes."""
 BOTH_WAYS_SHARE = 1448 / (1514 + 66 / 2)
 """What is left where as much comes as goes: every other packet's acknowledgement goes, too."""
+_LOSSY_STEPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,8 @@ class PipelineLink:
     """An idle link saves up what it carries in this time, and passes that at once."""
     loss_share: float = 0.0
     """Of packets, each lost by itself; 0 to below 1. The rate is what is left of it then."""
+    congestion_control: str = CUBIC
+    """Of the connections, by Linux's name; where packets get lost it says how BBR's are paced."""
 
 
 class Sent(NamedTuple):
@@ -40,6 +46,24 @@ class Sent(NamedTuple):
     left_s: float
     """When both ends' links are free for the next one."""
     arrived_s: float
+
+
+def mean_step_s(run: Callable[[], float], link: PipelineLink) -> float:
+    """Return the seconds of a step over connections that are open already.
+
+    Where packets get lost it is the mean of several, since chance differs, after a first one, in
+    which connections find their rate.
+
+    Args:
+        run: Runs one more step and returns when it ends, counted from the first one's start.
+        link: As the steps have it.
+    """
+    first_s = run()
+    if not link.loss_share:
+        return first_s
+    for _ in range(_LOSSY_STEPS - 1):
+        last_s = run()
+    return (last_s - first_s) / (_LOSSY_STEPS - 1)
 
 
 class Lanes:
@@ -56,6 +80,7 @@ class Lanes:
         self._behind_s: dict[tuple[int, int], float] = {}
         """When the last message of each connection had arrived."""
         self._chance = random.Random(0)
+        self._bbr: dict[tuple[int, int], BbrConnection] = {}
 
     def free_s(self, source: int, target: int) -> float:
         """Return from when on a message could leave."""
@@ -71,10 +96,21 @@ class Lanes:
         self._down_s[target] = max(self._down_s[target], saved_s) + takes_s
         left_s = max(start_s, self.free_s(source, target))
         arrived_s = left_s + link.one_way_s
-        if link.loss_share:
+        if link.loss_share and link.congestion_control == BBR:
+            arrived_s = max(arrived_s, self._paced(source, target).send(message_bytes, start_s))
+        elif link.loss_share:
             arrived_s += recovery_s(
                 message_bytes, link.loss_share, 2 * link.one_way_s, self._chance
             )
             arrived_s = max(arrived_s, self._behind_s.get((source, target), 0.0))
             self._behind_s[source, target] = arrived_s
         return Sent(left_s, arrived_s)
+
+    def _paced(self, source: int, target: int) -> BbrConnection:
+        link, key = self.link, (source, target)
+        if key not in self._bbr:
+            full_bits_per_s = link.bits_per_s / (1 - link.loss_share)
+            self._bbr[key] = BbrConnection(
+                full_bits_per_s, 2 * link.one_way_s, link.loss_share, self._chance
+            )
+        return self._bbr[key]

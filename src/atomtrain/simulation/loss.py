@@ -4,7 +4,8 @@ Each loss halves the window (CUBIC: takes 0.3 of it), so the window that is left
 with the share that is lost, and a window goes out once in each round trip. Reno's average is that
 of Mathis et al. 1997 (ACM CCR 27(3), equation 3); CUBIC's that of RFC 9438, section 5.1, and never
 below Reno's, as its own rules make sure. BBR does not look at losses (Cardwell et al. 2016, ACM
-Queue 14(5): full rate up to several percent).
+Queue 14(5): full rate up to several percent), as long as it always has something to send: what it
+makes of messages with pauses is in `bbr`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atomtrain.errors import ConfigError
-from atomtrain.simulation.link import Lanes, PipelineLink
+from atomtrain.simulation.link import Lanes, PipelineLink, mean_step_s
 from atomtrain.simulation.pipeline import Op, PipelineWork
 
 
@@ -21,6 +21,8 @@ def replay(
     work: PipelineWork, link: PipelineLink, orders: Sequence[Sequence[Op]], cores: float
 ) -> float:
     """Return the seconds of a step in which every rank keeps to its order.
+
+    Where packets get lost it is the mean of several steps over the same connections.
 
     Args:
         work: Times of operations on a core of their own; `in_flight` counts for nothing, the orders
@@ -38,7 +40,7 @@ def replay(
             f"{len(orders)} orders for {work.ranks} ranks on {cores:g} cores; give one for each "
             "rank, and more than 0 cores"
         )
-    return _Replay(work, link, orders, cores).run()
+    return mean_step_s(_Replay(work, link, orders, cores).run, link)
 
 
 class _Transfer(NamedTuple):
@@ -56,16 +58,19 @@ class _Replay:
         self.lanes = Lanes(work.ranks, link)
         self.last = len(work.forward_s) - 1
         self.now_s = 0.0
-        self.place = [0] * work.ranks
+        self.place: list[int] = []
         self.left_s: list[float | None] = [None] * work.ranks
         """Of each rank's running operation, on a core of its own; `None`: it waits."""
-        self.ready = {Op(False, 0, index) for index in range(work.micro_batches)}
+        self.ready: set[Op] = set()
         self.queue: list[_Transfer] = []
         self.arrivals: list[tuple[float, Op]] = []
         self.sent: list[float] = []
         """When transfers end: a link is free then."""
 
     def run(self) -> float:
+        """Run one more step; return when it ends."""
+        self.place = [0] * self.work.ranks
+        self.ready = {Op(False, 0, index) for index in range(self.work.micro_batches)}
         left = sum(len(order) for order in self.orders)
         while left:
             self._begin()
