@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from atomtrain.benchmarks import plan
 from atomtrain.benchmarks.common import BenchmarkOptions
 from atomtrain.benchmarks.plan import BenchmarkError, PlanSetup
 from atomtrain.benchmarks.plan_case import PlanCase
+from atomtrain.cli import bench
 from atomtrain.errors import ConfigError
 
 TINY = PlanCase(
@@ -65,3 +67,21 @@ def test_the_contract_has_its_dozen_cases() -> None:
     assert len({case.link_bytes_per_s for case in cases}) >= 6
     assert len({case.width for case in cases}) >= 6
     assert len(plan.QUICK.cases) < len(cases)
+
+
+def test_cases_can_be_chosen(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    run = []
+
+    def row(case: PlanCase, *_: Any) -> dict[str, Any]:
+        run.append(case)
+        return {}
+
+    monkeypatch.setattr(plan, "_run_case", row)
+    monkeypatch.setattr(plan, "_sentence", lambda _: "")
+    monkeypatch.setattr(plan, "_summary", lambda _: {})
+    assert bench.run(["plan", "--case", "3", "--case", "14", "--json"]) == 0
+    assert run == [plan.FULL.cases[2], plan.FULL.cases[13]]
+    capsys.readouterr()
+    for number in ("0", "15"):
+        with pytest.raises(ConfigError, match=f"--case {number} does not exist; .* from 1 to 14"):
+            bench.run(["plan", "--case", number])

@@ -88,7 +88,9 @@ REGISTRY: dict[str, Benchmark] = {
         takes=("device", "device_memory"),
     ),
     "plan": Benchmark(
-        "atomtrain.benchmarks.plan", "predicted against measured step time and memory peaks"
+        "atomtrain.benchmarks.plan",
+        "predicted against measured step time and memory peaks",
+        takes=("case",),
     ),
     "load": Benchmark(
         "atomtrain.benchmarks.load", "memory and time of reading a Hugging Face model's weights"

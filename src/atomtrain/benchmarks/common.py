@@ -51,6 +51,8 @@ class BenchmarkOptions:
     """`cpu` or `cuda`, for benchmarks that take it; `None` is the benchmark's choice."""
     device_memory: str | None = None
     """Budget on the device, such as `8GiB`."""
+    case: tuple[int, ...] = ()
+    """Numbers of the cases that `plan` runs, from 1; none: all."""
 
     def __post_init__(self) -> None:
         if self.links not in LINKS:

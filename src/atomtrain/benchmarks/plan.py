@@ -1,10 +1,10 @@
 """Predictions against reality: step time, device peak and host peak of many plans.
 
 Each case is a model, a budget and a link. A fresh process profiles, plans and trains as any user's.
-Then it profiles and trains again, by turns, since a machine's speed changes by tens of percent
+Then it times layers and trains again, by turns, since a machine's speed changes by tens of percent
 within seconds. What is compared:
 
-- *Step time*: the median of what all these profiles predict for the plan, with the median of the
+- *Step time*: the median of what all these times predict for the plan, with the median of the
   timed steps. `predictions_s` has each, the first of them the one that a user would have seen.
 - *Device peak*: the plan's prediction with the most that the emulated device had in use; it counts
   every storage.
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,8 @@ class PlanSetup:
     """Inputs of the benchmark."""
 
     cases: tuple[PlanCase, ...]
-    rounds: int = 4
-    """How often steps and a profile take turns; at least 1."""
+    rounds: int = 3
+    """How often steps and times of layers take turns; at least 1."""
     steps: int = 3
     """Timed steps of a round; at least 1."""
     warmup_steps: int = 2
@@ -126,14 +126,15 @@ def run(options: BenchmarkOptions, setup: PlanSetup | None = None) -> Result:
     """Measure, and return the keys of the benchmarks' contract and the inputs.
 
     Args:
-        options: `quick` runs fewer and smaller cases.
+        options: `quick` runs fewer and smaller cases; `case` names those to run, from 1.
         setup: Inputs of one's own.
 
     Raises:
+        ConfigError: there is no such case.
         PlanError: a case's budget is too small for its model.
         BenchmarkError: a case's process failed.
     """
-    setup = setup or (QUICK if options.quick else FULL)
+    setup = _chosen(setup or (QUICK if options.quick else FULL), options.case)
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     rows = []
@@ -149,6 +150,18 @@ def run(options: BenchmarkOptions, setup: PlanSetup | None = None) -> Result:
         "inputs": asdict(setup),
         **description(),
     }
+
+
+def _chosen(setup: PlanSetup, numbers: Sequence[int]) -> PlanSetup:
+    """Return a setup with the cases of these numbers only, from 1; none: all."""
+    if not numbers:
+        return setup
+    for number in numbers:
+        if not 1 <= number <= len(setup.cases):
+            raise ConfigError(
+                f"--case {number} does not exist; choose a number from 1 to {len(setup.cases)}"
+            )
+    return replace(setup, cases=tuple(setup.cases[number - 1] for number in numbers))
 
 
 def _run_case(case: PlanCase, setup: PlanSetup, folder: Path) -> Result:

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from atomtrain.models import GPT, GPTConfig
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.engine import Engine
-from atomtrain.swapping.profiling import take_profile
+from atomtrain.swapping.profiling import measured_times
 
 MicroBatches = list[dict[str, Tensor]]
 
@@ -59,10 +58,10 @@ class PlanCase:
 
 
 def measure_steps(case: PlanCase, rounds: int, steps: int, warmup_steps: int) -> Result:
-    """Profile and train by turns; return what each profile predicts, and what steps took.
+    """Time layers and train by turns; return what each predicts, and what steps took.
 
-    The plan is made from the first profile, as any user's is; each round then trains some steps
-    and profiles again. A machine's speed changes while it is measured, and both see the same.
+    The plan is made from a whole profile, as any user's is; each round then trains some steps and
+    times the layers again. A machine's speed changes while it is measured, and both see the same.
     """
     data = [_step_data(case) for _ in range(3)]
     seconds: list[list[float]] = []
@@ -144,16 +143,14 @@ def _trained(
 
 
 def _predicted_again(engine: Engine, micro_batch: dict[str, Tensor]) -> float:
-    """Return what a new profile predicts for the plan that the engine follows."""
-    planner, device = engine.planner, engine.device
-    with tempfile.TemporaryDirectory(prefix="atom-bench-plan-") as folder:
-        profile = take_profile(
-            device, planner.chain, planner.costs, micro_batch, folder=Path(folder)
-        )
-    machine = dataclasses.replace(
-        profile.machine, device_memory_bytes=planner.machine.device_memory_bytes
-    )
-    again = dataclasses.replace(planner, machine=machine, times=profile.times)
+    """Return what is predicted for the plan that the engine follows, with layers timed anew.
+
+    Rates of link, disk and optimizer stay those of the first profile: layers are what most of the
+    time is spent on, and on what changes with the processor's speed.
+    """
+    planner = engine.planner
+    times = measured_times(engine.device, planner.chain, planner.costs, micro_batch)
+    again = dataclasses.replace(planner, times=times)
     return max(span.end_s for span in again.spans(engine.plan))
 
 

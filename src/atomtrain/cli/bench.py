@@ -59,6 +59,9 @@ class BenchOptions:
     device_memory: str | None = option(
         None, "With offloaders: budget on the device, such as 8GiB.", "SIZE"
     )
+    case: tuple[int, ...] = option(
+        (), "With plan: run this case only, from 1; may be repeated.", "NUMBER"
+    )
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -94,6 +97,7 @@ def run(arguments: Sequence[str]) -> int:
         at_once=options.at_once,
         device=options.device,
         device_memory=options.device_memory,
+        case=options.case,
     )
     result = entry.run(settings)
     report(result, json=options.json, out=options.out, text=entry.text(result))

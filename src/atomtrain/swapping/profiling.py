@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -141,18 +141,36 @@ def _measure(
     missing = [kind for kind, key in keys.items() if cache.time(key) is None]
     if missing:
         watch = Watch()
-        times = layer_times(
-            chain,
-            costs,
-            inputs,
-            device.torch_device,
-            device.synchronize,
-            computing=_computing(device),
-            kinds=missing,
-        )
-        for kind, layer_time in times.items():
+        for kind, layer_time in measured_times(device, chain, costs, inputs, missing).items():
             cache.put_time(keys[kind], layer_time, watch.crowded_share())
     device.trim()
+
+
+def measured_times(
+    device: Device,
+    chain: Chain,
+    costs: ChainCosts,
+    inputs: Mapping[str, Any],
+    kinds: Sequence[str] | None = None,
+) -> dict[str, LayerTime]:
+    """Return the seconds of kinds of layers, measured now.
+
+    Args:
+        device: Idle, and nothing of the model on it, or what is there leaves room for a layer.
+        chain: With real parameters; they are not changed.
+        costs: Of the chain.
+        inputs: One micro-batch, by the chain's input names.
+        kinds: Which to measure; `None` is all.
+    """
+    return layer_times(
+        chain,
+        costs,
+        inputs,
+        device.torch_device,
+        device.synchronize,
+        computing=_computing(device),
+        kinds=kinds,
+    )
 
 
 def _measure_machine(cache: ProfileCache, device: Device) -> None:
