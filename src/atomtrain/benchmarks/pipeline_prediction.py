@@ -168,7 +168,7 @@ def simulated(
         )
         step = simulate_step(work, replace(way, loss_share=0.0))
         step_s = step.step_s
-        if crowd > 1 or way.loss_share or real is not costs:
+        if shape.peers > 2 or crowd > 1 or way.loss_share or real is not costs:
             work = replace(work, forward_s=real.forward_s, backward_s=real.backward_s)
             step_s = replay(work, way, step.orders, cores)
         found.append(

@@ -88,23 +88,45 @@ class Lanes:
 
     def send(self, source: int, target: int, message_bytes: float, now_s: float) -> Sent:
         """Send as soon as the links are free; calls for the same link come in the order of time."""
-        link = self.link
         start_s = max(now_s, self.free_s(source, target))
-        takes_s = 8 * message_bytes / link.bits_per_s
-        saved_s = start_s - link.burst_s
+        self._take(source, target, message_bytes, start_s)
+        left_s = max(start_s, self.free_s(source, target))
+        return Sent(left_s, self._arrived_s(source, target, message_bytes, start_s, left_s))
+
+    def up_free_s(self, source: int) -> float:
+        """Return from when on a rank could send a piece."""
+        return self._up_s[source]
+
+    def send_piece(self, source: int, target: int, piece_bytes: float, now_s: float) -> Sent:
+        """Send as soon as the source's link is free; the piece may have to wait at the target's.
+
+        `Sent.left_s` is then when the source's link is free again.
+        """
+        start_s = max(now_s, self._up_s[source])
+        self._take(source, target, piece_bytes, start_s)
+        left_s = max(start_s, self._up_s[source])
+        down_s = max(left_s, self._down_s[target])
+        return Sent(left_s, self._arrived_s(source, target, piece_bytes, start_s, down_s))
+
+    def _take(self, source: int, target: int, sent_bytes: float, start_s: float) -> None:
+        takes_s = 8 * sent_bytes / self.link.bits_per_s
+        saved_s = start_s - self.link.burst_s
         self._up_s[source] = max(self._up_s[source], saved_s) + takes_s
         self._down_s[target] = max(self._down_s[target], saved_s) + takes_s
-        left_s = max(start_s, self.free_s(source, target))
+
+    def _arrived_s(
+        self, source: int, target: int, sent_bytes: float, start_s: float, left_s: float
+    ) -> float:
+        """Return when what has left by `left_s` is there, with what was lost of it."""
+        link = self.link
         arrived_s = left_s + link.one_way_s
         if link.loss_share and link.congestion_control == BBR:
-            arrived_s = max(arrived_s, self._paced(source, target).send(message_bytes, start_s))
-        elif link.loss_share:
-            arrived_s += recovery_s(
-                message_bytes, link.loss_share, 2 * link.one_way_s, self._chance
-            )
+            return max(arrived_s, self._paced(source, target).send(sent_bytes, start_s))
+        if link.loss_share:
+            arrived_s += recovery_s(sent_bytes, link.loss_share, 2 * link.one_way_s, self._chance)
             arrived_s = max(arrived_s, self._behind_s.get((source, target), 0.0))
             self._behind_s[source, target] = arrived_s
-        return Sent(left_s, arrived_s)
+        return arrived_s
 
     def _paced(self, source: int, target: int) -> BbrConnection:
         link, key = self.link, (source, target)
