@@ -44,6 +44,24 @@ def test_three_peers_average_and_agree() -> None:
     run_virtual(scenario)
 
 
+def test_peers_of_very_different_speed_average_all_that_they_learn() -> None:
+    async def scenario() -> None:
+        simulation = Simulation((50, 31), seed=1)
+        for name, step_s in (("fast", 0.1), ("fast too", 0.1), ("slow", 1.0)):
+            await simulation.add(name, step_s)
+        await asyncio.sleep(60)
+        slow = simulation.peers["slow"].reports
+        together = [r for r in slow if r.outcome == "averaged" and len(r.contributors) == 3]
+        assert len(together) > 20
+        weights = [dict(zip(r.contributors, r.weights, strict=True)) for r in together]
+        share = sum(one["slow"] for one in weights) / sum(sum(one.values()) for one in weights)
+        assert 0.03 < share < 0.07, "of 21 steps one is the slow peer's"
+        assert await _settle(simulation, 20)
+        assert simulation.check_means() > 60
+
+    run_virtual(scenario)
+
+
 def test_rounds_that_hold_progress_back_lose_nothing() -> None:
     async def scenario() -> None:
         simulation = Simulation((50, 31), seed=1, overlap_weight=0.5, outer_momentum=0.5)
