@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 import time
@@ -52,6 +53,7 @@ def layer_times(
     synchronize: Synchronize,
     computing: Computing = contextlib.nullcontext,
     kinds: Sequence[str] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, LayerTime]:
     """Return the seconds of each kind of layer, means of measurements on the device.
 
@@ -69,6 +71,7 @@ def layer_times(
         synchronize: Blocks until the device is idle.
         computing: Context in which layers run, as in training.
         kinds: Which to measure; `None` is all.
+        clock: What is read before and after a pass, in seconds.
 
     Raises:
         AnalysisError: a layer's time is no number; names the layer.
@@ -76,6 +79,7 @@ def layer_times(
     samples: dict[str, list[LayerTime]] = {}
     rate = flops_per_s(device, synchronize)
     estimates = estimated_times(costs, rate)
+    timed = functools.partial(_timed, synchronize=synchronize, clock=clock)
     gpus = [device] if device.type == "cuda" else []
     ends_s = time.perf_counter() + PROFILE_S
     with torch.random.fork_rng(gpus):
@@ -88,7 +92,7 @@ def layer_times(
                 if known and time.perf_counter() > ends_s:
                     continue
                 values = [_value(name, costs.values[name], inputs, device) for name in layer.reads]
-                known.append(_measure(layer, values, device, synchronize, computing))
+                known.append(_measure(layer, values, device, computing, timed))
     times = {
         kind: LayerTime(*(usual_s(seconds) for seconds in zip(*known, strict=True)))
         for kind, known in samples.items()
@@ -168,8 +172,8 @@ def _measure(
     layer: Layer,
     values: Sequence[Any],
     device: torch.device,
-    synchronize: Synchronize,
     computing: Computing,
+    timed: Callable[[Callable[[], Any]], float],
 ) -> LayerTime:
     tensors = {
         name: parameter.detach().to(device).requires_grad_(parameter.requires_grad)
@@ -199,12 +203,16 @@ def _measure(
     with computing():
         # The first run of each kind chooses kernels and touches memory.
         both()
-        return LayerTime(_timed(forward, synchronize), _timed(both, synchronize))
+        return LayerTime(timed(forward), timed(both))
 
 
-def _timed(work: Callable[[], Any], synchronize: Synchronize) -> float:
+def _timed(
+    work: Callable[[], Any],
+    synchronize: Synchronize,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     synchronize()
-    started_s = time.perf_counter()
+    started_s = clock()
     work()
     synchronize()
-    return time.perf_counter() - started_s
+    return clock() - started_s

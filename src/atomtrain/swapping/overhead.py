@@ -1,4 +1,9 @@
-"""Measures what compute spends beside layers: a model of next to nothing is really trained."""
+"""Measures what compute spends beside layers: a model of next to nothing is really trained.
+
+What is measured is the computing thread's own processor time. A step of next to nothing mostly
+waits, for threads to wake and for whatever else runs on the machine, and the waits of real steps
+are part of the plan's timeline.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,6 @@ from atomtrain.planning.shape import Activation, Shape
 from atomtrain.swapping.emulated import EmulatedDevice
 
 _LAYERS = 6
-_PRODUCTS = 6
-"""Twelve parameters a layer, as a block of a transformer has: each is prepared at each visit."""
 _WIDTH = 16
 _MICRO_BATCHES = 4
 _WARMUP_STEPS = 2
@@ -93,13 +96,19 @@ def _sample(activation: Activation) -> Sample:
     ) as engine:
         seconds = []
         for _ in range(_WARMUP_STEPS + _STEPS):
-            started_s = time.perf_counter()
+            started_s = time.thread_time()
             engine.step([example] * _MICRO_BATCHES)
-            seconds.append(time.perf_counter() - started_s)
+            seconds.append(time.thread_time() - started_s)
         engine.synchronize()  # the last step's updates write what is timed next
         shape = engine.plan.shape
         times = layer_times(
-            traced.chain, costs, inputs, torch.device("cpu"), lambda: None, StorageTracker
+            traced.chain,
+            costs,
+            inputs,
+            torch.device("cpu"),
+            lambda: None,
+            StorageTracker,
+            clock=time.thread_time,
         )
     layers_s = 0.0
     visits = training_visits(shape)
@@ -125,4 +134,11 @@ def offloaded_storages(shape: Shape, chain: Chain, costs: ChainCosts) -> int:
 
 
 def _layer() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_PRODUCTS)))
+    """Return what a block of a transformer consists of: as many parameters, each of which is
+    prepared at each visit, and operations that are done again where saved tensors are sent."""
+
+    def product() -> nn.Module:
+        return nn.Linear(_WIDTH, _WIDTH)
+
+    norms = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+    return nn.Sequential(norms[0], product(), product(), norms[1], product(), nn.GELU(), product())
