@@ -149,8 +149,9 @@ class AtomPeer:
         """Train from `begin_s` until `until_s` (this machine's monotonic clock).
 
         Steps that begin before `start_s` are not counted; `before_steps` is their number, with the
-        steps when the engine was opened. `upload` is the limit on what is sent, in bytes a second;
-        0: none. Until a round has ended it goes on, but only to `round_until_s`.
+        steps when the engine was opened. `compute_s` is what a step's computation took of a core:
+        what others have of it does not count. `upload` is the limit on what is sent, in bytes a
+        second; 0: none. Until a round has ended it goes on, but only to `round_until_s`.
         """
         if self._swarm is not None:
             self._swarm.limit_upload(upload or math.inf)
@@ -161,6 +162,7 @@ class AtomPeer:
             before_steps += 1
         self.engine.synchronize()
         before_bytes, started_s = sent_bytes(), time.monotonic()
+        before_core_s = time.thread_time()
         reports: list[RoundReport] = []
         losses: list[float] = []
         wait_s = 0.0
@@ -174,7 +176,7 @@ class AtomPeer:
             assert self.engine.last is not None
             wait_s += self.engine.last.link_wait_s
         self.engine.synchronize()
-        ended_s = time.monotonic()
+        ended_s, core_s = time.monotonic(), time.thread_time() - before_core_s
         averaged = _averaged(reports)
         assert self.engine.last is not None
         return {
@@ -183,6 +185,7 @@ class AtomPeer:
             "before_steps": before_steps,
             "steps": len(losses),
             "step_s": (ended_s - started_s) / len(losses),
+            "compute_s": core_s / len(losses),
             "tokens": len(losses) * self._tokens,
             "sent_bytes": sent_bytes() - before_bytes,
             "rounds": dict(Counter(report.outcome for report in reports)),

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.common import progress
 from atomtrain.benchmarks.network_peers import Peers
@@ -36,6 +36,15 @@ BEFORE_STEPS = "before_steps"
 def patience_s(expected_s: float) -> float:
     """Return how long an answer that should take `expected_s` is waited for."""
     return 30.0 + LATE_FACTOR * expected_s
+
+
+class _Alone(NamedTuple):
+    """What the peers do each for itself, all at once."""
+
+    tokens_per_s: float
+    """Of all of them."""
+    compute_s: float
+    """What a step's computation takes of a core."""
 
 
 class AtomMethod:
@@ -113,8 +122,8 @@ class AtomMethod:
         alone.append(self._alone(peers))
         return {**self._result(replies, predicted, link), **_beside(alone, _rate(replies))}
 
-    def _alone(self, peers: Peers) -> float | None:
-        """Return the tokens per second of all peers, none in a swarm; `None`: not wanted."""
+    def _alone(self, peers: Peers) -> _Alone | None:
+        """Have all peers train, none in a swarm; `None`: not wanted."""
         alone_s = self.setup.alone_s
         if not alone_s:
             return None
@@ -128,7 +137,7 @@ class AtomMethod:
             until_s=begin_s + alone_s,
             least_steps=2,
         )
-        return _rate(replies)
+        return _Alone(_rate(replies), _compute_s(replies))
 
     def _enter(self, peers: Peers, index: int, join: str | None, shared: dict[str, Any]) -> str:
         address = self.network.address(index)
@@ -190,6 +199,7 @@ class AtomMethod:
             "sent_bytes_per_token": sum(reply["sent_bytes"] for reply in replies) / tokens,
             "window_s": max(trained_s),
             "steps": sum(reply["steps"] for reply in replies),
+            "compute_s": _compute_s(replies),
             "rounds_averaged": max(reply["averaged"] for reply in replies),
             "rounds": dict(sum((Counter(r["rounds"]) for r in replies), Counter())),
             "reasons": sorted({reason for reply in replies for reason in reply["reasons"]}),
@@ -281,8 +291,19 @@ def _rate(replies: list[Reply]) -> float:
     return float(sum(r["tokens"] / (r["ended_s"] - r["started_s"]) for r in replies))
 
 
-def _beside(alone: list[float | None], together: float) -> dict[str, float | None]:
+def _compute_s(replies: list[Reply]) -> float:
+    """Return what the computation of a step took of a core, on average."""
+    return statistics.fmean(reply["compute_s"] for reply in replies)
+
+
+def _beside(alone: list[_Alone | None], together: float) -> dict[str, float | None]:
     """Return what peers alone would train, and the share of it that the swarm does."""
-    known = [rate for rate in alone if rate is not None]
-    mean = statistics.fmean(known) if known else None
-    return {"alone_tokens_per_s": mean, "share_of_alone": together / mean if mean else None}
+    known = [each for each in alone if each is not None]
+    if not known:
+        return {"alone_tokens_per_s": None, "share_of_alone": None, "alone_compute_s": None}
+    mean = statistics.fmean(each.tokens_per_s for each in known)
+    return {
+        "alone_tokens_per_s": mean,
+        "share_of_alone": together / mean,
+        "alone_compute_s": statistics.fmean(each.compute_s for each in known),
+    }

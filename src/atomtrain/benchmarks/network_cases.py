@@ -37,9 +37,12 @@ class Case(NamedTuple):
     each: tuple[float, ...]
     """As measured, each time."""
     knowing: float | None = None
-    """What is predicted of the times for which the processors computed in these very measurements;
-    `None`: the result does not hold them. It tells the model of the network from the machine's
-    moods, and is no prediction."""
+    """What is simulated with the times for which the processors computed in these very
+    measurements; `None`: the result does not hold them. It judges the model of network and swarm,
+    whatever became of the machine since the calibration."""
+    drift_share: float | None = None
+    """How much longer the processors took in the measurements than in the calibration before, of
+    which `predicted` is made: the machine, not the model. `None`: as for `knowing`."""
 
     @property
     def measured(self) -> float:
@@ -67,6 +70,17 @@ class Case(NamedTuple):
         return None if self.knowing is None else self.knowing / self.measured - 1
 
     @property
+    def counted_error_share(self) -> float:
+        """How far the simulation was off with the run's own times; without them, as predicted."""
+        known = self.knowing_error_share
+        return self.error_share if known is None else known
+
+    @property
+    def right(self) -> bool:
+        """Whether the simulation is within 10%, by what counts."""
+        return abs(self.counted_error_share) <= CLOSE
+
+    @property
     def kind(self) -> str:
         """What was predicted, whatever the link."""
         if self.what.startswith("ATOM"):
@@ -92,11 +106,22 @@ def _of_atom(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
         return
     # In the same minutes, beside as many others: what the peers train each for itself.
     rate = atom.get("alone_tokens_per_s") or atom["predicted_tokens_per_s"]
-    yield Case(link_name(row), "ATOM, tokens/s", rate, (atom["tokens_per_s"],))
+    link, measured = link_name(row), (atom["tokens_per_s"],)
+    if atom.get("alone_compute_s"):
+        drift = atom["compute_s"] / atom["alone_compute_s"]
+        yield Case(link, "ATOM, tokens/s", rate, measured, rate / drift, drift - 1)
+    else:
+        yield Case(link, "ATOM, tokens/s", rate, measured)
     if atom["round_s"]:
-        round_s = _round_s(result, row, rate) if "speeds" in result else atom["predicted_round_s"]
-        mean_s = statistics.fmean(atom["round_s"])
-        yield Case(link_name(row), "ATOM, round in s", round_s, (mean_s,))
+        mean_s = (statistics.fmean(atom["round_s"]),)
+        if "speeds" not in result:
+            yield Case(link, "ATOM, round in s", atom["predicted_round_s"], mean_s)
+            return
+        # A round waits for a step: here for one as they were meanwhile.
+        knowing_s = _round_s(result, row, atom["tokens_per_s"])
+        drift = rate / atom["tokens_per_s"]
+        predicted_s = _round_s(result, row, rate)
+        yield Case(link, "ATOM, round in s", predicted_s, mean_s, knowing_s, drift - 1)
 
 
 def _round_s(result: Mapping[str, Any], row: Row, tokens_per_s: float) -> float:
@@ -154,7 +179,11 @@ def _of_pipelines(result: Mapping[str, Any], row: Row) -> Iterator[Case]:
         own = _own_compute_s(pipeline, trial)
         knowing = statistics.fmean(rate(compute_s) for compute_s in own) if own else None
         predicted = rate(trial.get("compute_s", ()))
-        yield Case(link_name(row), name, predicted, _measured(pipeline, trial), knowing)
+        drift = None
+        if own and trial.get("compute_s"):
+            drift = statistics.fmean(map(sum, own)) / sum(trial["compute_s"]) - 1
+        measured = _measured(pipeline, trial)
+        yield Case(link_name(row), name, predicted, measured, knowing, drift)
 
 
 def _measured(pipeline: Mapping[str, Any], trial: Mapping[str, Any]) -> tuple[float, ...]:

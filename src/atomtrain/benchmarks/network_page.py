@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atomtrain.benchmarks.network_cases import CLOSE, Case, cases
+from atomtrain.benchmarks.network_cases import Case, cases
 from atomtrain.benchmarks.network_curves import smoothed
 from atomtrain.benchmarks.network_rows import (
     UNFINISHED,
@@ -53,6 +53,15 @@ given time. What averaging costs, with each side at its own best rate, is in
 | link | for each FLOP | method | seconds | tokens | loss | ATOM was there after | \
 loss, equal tokens | ATOM's |
 |---|---|---|---|---|---|---|---|---|"""
+_COLUMNS = """\
+*Predicted before* is today's simulation of what was measured before the run: layers on a core of
+their own, what each stage of a pipeline computes without the network, what ATOM's peers train each
+for itself just before and after, and the link's rate both ways at once. *Times in the run* says how
+much longer the same computation took of the processors while the run was measured: stages'
+operations of a step, or ATOM's steps. That is the machine, whose speed changes from minute to
+minute; of ATOM's steps it is also what averaging takes of the cores. *Off by with these* is the
+same simulation with these times: it is no prediction, and judges the model of network, pipeline and
+swarm."""
 _BRACKETS = f"""\
 In brackets, and in no figure quoted elsewhere: *{UNFINISHED}* while ATOM was measured, so its peers
 trained each for itself; or *disturbed*, that is, something else had the machine's cores, for ATOM
@@ -196,32 +205,37 @@ def _simulated(results: Sequence[Result]) -> Iterator[str]:
         kinds.setdefault(case.kind, []).append(case)
     yield "## Simulated and measured"
     yield ""
-    close = sum(case.close for _, case in found)
+    right = sum(case.right for _, case in found)
+    own = [case for _, case in found if case.knowing is not None]
     yield (
-        "Predictions are made again with today's simulation, of what was measured apart from what "
-        "they predict: layers on a core of their own, cores, what ATOM's peers train each for "
-        "itself just before and after, and in newer results what the stages of each pipeline "
-        "compute without the network, and the link's rate both ways at once. "
-        f"**{close} of {len(found)} are within 10% of what was measured:**"
+        f"**{right} of {len(found)} are within 10% of what was measured**, with the times of the "
+        f"very run where a result holds them ({len(own)}), else with those of just before; "
+        f"{sum(case.close for _, case in found)} with those of just before alone."
     )
     yield ""
+    yield _COLUMNS
+    yield ""
     yield from _apart([case for _, case in found if len(case.each) > 1])
-    yield from _known([case for _, case in found if case.knowing is not None])
+    yield from _known(own)
     yield "| what | within 10% | of | furthest off |"
     yield "|---|---|---|---|"
     for name, alike in kinds.items():
-        worst = max((case.error_share for case in alike), key=abs)
-        yield f"| {name} | {sum(c.close for c in alike)} | {len(alike)} | {worst:+.0%} |"
+        worst = max((case.counted_error_share for case in alike), key=abs)
+        yield f"| {name} | {sum(c.right for c in alike)} | {len(alike)} | {worst:+.0%} |"
     yield ""
-    yield "Every one of them, misses in bold:"
+    yield "Every one of them, what counts as a miss in bold:"
     yield ""
-    yield "| peers | link | what | predicted | measured | off by | knowing its times |"
-    yield "|---|---|---|---|---|---|---|"
+    yield (
+        "| peers | link | what | predicted before | measured | off by | times in the run | "
+        "off by with these |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
     for peers, case in found:
-        off = f"{case.error_share:+.0%}"
+        before = f"{case.error_share:+.0%}"
         yield (
             f"| {peers} | {case.link} | {case.what} | {case.predicted:.4g} | {_told(case)} | "
-            f"{off if case.close else f'**{off}**'} | {_knowing(case)} |"
+            f"{before if case.right or case.knowing is not None else f'**{before}**'} | "
+            f"{_share(case.drift_share)} | {_knowing(case)} |"
         )
 
 
@@ -238,22 +252,25 @@ def _apart(cases: Sequence[Case]) -> Iterator[str]:
 
 
 def _known(cases: Sequence[Case]) -> Iterator[str]:
-    """Say how far the model of the network alone is off, where processors' times are known."""
+    """Say how far predictions and the model alone are off, where the run's times are known."""
     if cases:
-        shares = [abs(case.knowing_error_share or 0.0) for case in cases]
-        close = sum(share <= CLOSE for share in shares)
-        alike = sum(case.close for case in cases)
+        close = sum(case.right for case in cases)
+        drifted = [abs(case.drift_share) for case in cases if case.drift_share is not None]
+        largest = f", {max(drifted):.0%} at most" if drifted else ""
         yield (
-            "*Knowing its times* is no prediction: it takes for how long each stage computed in "
-            "the very measurement, and so tells the model of the network from a machine that is "
-            f"faster or slower a minute later. {close} of these {len(cases)} are within 10%, of "
-            f"their predictions {alike}."
+            f"Of the {len(cases)} with times of the run {close} are within 10% with these, "
+            f"{sum(case.close for case in cases)} as predicted before. From before to the run "
+            f"times changed by {statistics.median(drifted or [0.0]):.0%} (median){largest}."
         )
         yield ""
 
 
 def _knowing(case: Case) -> str:
-    share = case.knowing_error_share
+    share = _share(case.knowing_error_share)
+    return share if case.right or case.knowing is None else f"**{share}**"
+
+
+def _share(share: float | None) -> str:
     return "-" if share is None else f"{share:+.0%}"
 
 

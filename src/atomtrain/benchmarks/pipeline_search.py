@@ -18,6 +18,7 @@ from atomtrain.benchmarks.pipeline_prediction import Candidate, Shape, simulated
 from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.errors import PlanError
 from atomtrain.simulation.link import PipelineLink
+from atomtrain.simulation.loss import CUBIC
 
 _CHUNKS = (1, 2)
 _WIRES = ("bfloat16", "int8")
@@ -31,11 +32,13 @@ def candidates(
 ) -> list[Candidate]:  # fmt: skip
     """Return what fits, best prediction first; the library's schedules are not among them.
 
-    All peers share the `cores`.
+    All peers share the `cores`. How BBR paces connections is left out: packet by packet for every
+    candidate the search would take minutes, and what is best is measured among several anyway.
 
     Raises:
         PlanError: nothing fits the budget; says what the smallest would need.
     """
+    way = replace(way, congestion_control=CUBIC)
     found = [
         candidate
         for pipelines in range(1, peers // 2 + 1)

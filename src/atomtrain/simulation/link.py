@@ -51,15 +51,15 @@ class Sent(NamedTuple):
 def mean_step_s(run: Callable[[], float], link: PipelineLink) -> float:
     """Return the seconds of a step over connections that are open already.
 
-    Where packets get lost it is the mean of several, since chance differs, after a first one, in
-    which connections find their rate.
+    With BBR where packets get lost it is the mean of several, since chance differs, after a first
+    one, in which connections find their rate.
 
     Args:
         run: Runs one more step and returns when it ends, counted from the first one's start.
         link: As the steps have it.
     """
     first_s = run()
-    if not link.loss_share:
+    if not link.loss_share or link.congestion_control != BBR:
         return first_s
     for _ in range(_LOSSY_STEPS - 1):
         last_s = run()

@@ -31,7 +31,7 @@ def replay(
 ) -> float:
     """Return the seconds of a step in which every rank keeps to its order.
 
-    Where packets get lost it is the mean of several steps over the same connections.
+    With BBR where packets get lost it is the mean of several steps over the same connections.
 
     Args:
         work: Times of operations on a core of their own; `in_flight` counts for nothing, the orders
