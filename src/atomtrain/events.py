@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +14,8 @@ from typing import Any, TextIO
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
+SILENT_S = 10.0
+"""How long nothing was added to a file whose writer has gone: copies of a folder have no writer."""
 
 
 class EventLog:
@@ -18,6 +23,8 @@ class EventLog:
 
     Every event has `time_s` (Unix time), `event` (its kind) and the fields given to `emit`, whose
     names carry their units. Thread-safe. Listeners run on the emitting thread and must not block.
+    While the log is open its file is locked (shared), so that `is_abandoned` tells a writer that
+    was killed from one that is at work.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -26,6 +33,9 @@ class EventLog:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
+            with contextlib.suppress(OSError):  # a file system without locks
+                # Waits for who looks whether there is a lock, which takes microseconds.
+                fcntl.flock(self._file, fcntl.LOCK_SH)
             if _ends_in_mid_line(path):
                 self._file.write("\n")  # so that the broken line costs only itself
         self._listeners: list[Listener] = []
@@ -51,6 +61,19 @@ class EventLog:
             if self._file is not None:
                 self._file.close()
                 self._file = None
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return whether nobody on this machine has the log open, nor wrote to it of late.
+
+    Never where the file system has no locks. Every event that was written is in the file by then.
+    """
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return time.time() - os.fstat(file.fileno()).st_mtime > SILENT_S
+    except OSError:
+        return False
 
 
 def read_events(path: Path) -> Iterator[Event]:

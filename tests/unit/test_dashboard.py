@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from atomtrain.dashboard.history import MOST_STEPS, PeerHistory, clean
 from atomtrain.dashboard.source import FolderSource, Message, SwarmTable
 from atomtrain.errors import ConfigError
-from atomtrain.events import EventLog
+from atomtrain.events import SILENT_S, EventLog
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
@@ -127,6 +130,35 @@ def test_peers_of_a_run_that_has_ended_train_no_more(tmp_path: Path) -> None:
     logs["a"].emit("run_started")
     tell("a", 2.0)
     assert states() == {"a": "training", "b": "completed", "elsewhere": "training"}
+
+
+def test_a_peer_that_was_killed_is_lost_until_it_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "peer-0" / "events.jsonl"
+
+    def lie_still() -> None:
+        long_ago_s = time.time() - SILENT_S - 1
+        os.utime(path, (long_ago_s, long_ago_s))
+
+    log = EventLog(path)
+    log.emit("step", step=1)
+    source = FolderSource(tmp_path)
+    assert len(source.poll()) == 1
+    lie_still()
+    assert source.poll() == [], "a long step"
+    log.close()  # as the kernel does for who is killed
+    ((_, body),) = source.poll()
+    assert [event["event"] for event in body["events"]] == ["peer_lost"]
+    assert source.histories["peer-0"].ended == "lost"
+    assert source.poll() == [], "told once"
+    with contextlib.closing(EventLog(path)) as again:
+        again.emit("run_started")
+        source.poll()
+        assert source.histories["peer-0"].ended is None
+        again.emit("run_finished", reason="completed")
+    lie_still()
+    source.poll()
+    assert source.histories["peer-0"].ended == "completed"
+    assert source.poll() == []
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"peers": 3}', '{"time_s": 1, "peers": {}}', "{"])

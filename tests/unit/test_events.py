@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import PATIENCE_S
 
-from atomtrain.events import Event, EventLog, read_events
+from atomtrain.events import SILENT_S, Event, EventLog, is_abandoned, read_events
 
 
 def kinds(path: Path) -> list[str]:
@@ -44,6 +48,37 @@ def test_listeners_hear_what_is_written_and_go_on_after_close(tmp_path: Path) ->
     assert [event["event"] for event in heard] == ["middle", "late"]
     assert kinds(path) == ["early", "middle"]
     assert list(read_events(path))[1] == heard[0]
+
+
+WRITER = """
+import pathlib, sys, time
+from atomtrain.events import EventLog
+log = EventLog(pathlib.Path(sys.argv[1]))
+log.emit("step")
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_log_is_abandoned_when_its_writer_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    long_ago_s = time.time() - SILENT_S - 1
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=-1) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"written\n"
+        os.utime(path, (long_ago_s, long_ago_s))
+        assert not is_abandoned(path), "however long it says nothing"
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(PATIENCE_S)
+    assert is_abandoned(path)
+    os.utime(path)
+    assert not is_abandoned(path), "somebody elsewhere may add to it"
+    os.utime(path, (long_ago_s, long_ago_s))
+    again = EventLog(path)
+    assert not is_abandoned(path)
+    again.close()
+    assert is_abandoned(path)
+    assert not is_abandoned(tmp_path / "gone.jsonl")
 
 
 def test_without_a_path_only_listeners_are_told() -> None:

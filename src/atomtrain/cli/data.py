@@ -73,6 +73,12 @@ def run(arguments: Sequence[str]) -> int:
     samples = found.pop("samples")
     for name, value in found.items():
         sys.stdout.write(f"{name.replace('_', ' '):<18}{value}\n")
+    longest = found.get("longest_context", options.context)
+    if 0 < longest < options.context:
+        sys.stdout.write(
+            f"\ntoo little text for sequences of {options.context} tokens: "
+            f"give --context {longest} or less, or more text\n"
+        )
     for number, sample in enumerate(samples):
         sys.stdout.write(f"\nexample {number}:\n{sample}\n")
     return 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from atomtrain.dashboard.history import PeerHistory, clean
 from atomtrain.errors import ConfigError
-from atomtrain.events import Event
+from atomtrain.events import Event, is_abandoned
 from atomtrain.training.files import EVENTS_FILE, SWARM_FILE
 from atomtrain.training.tail import EventTail
 
 _MOST_SWARM_BYTES = 64 << 20
+_KILLED = "its process ended without a word"
 _UNKNOWN = "unknown"
 """State of a peer that is elsewhere, when all that told of it have ended."""
 
@@ -75,8 +77,7 @@ class FolderSource:
         messages = []
         newest = self._told
         for name, folder in self._peer_folders().items():
-            tail = self._tails.setdefault(name, EventTail(folder / EVENTS_FILE))
-            if added := tail.read():
+            if added := self._new_events(name, folder / EVENTS_FILE):
                 history = self.histories.setdefault(name, PeerHistory())
                 for event in added:
                     history.apply(event)
@@ -99,6 +100,17 @@ class FolderSource:
         return {
             path.parent.name: path.parent for path in sorted(self._folder.glob(f"*/{EVENTS_FILE}"))
         }
+
+    def _new_events(self, name: str, path: Path) -> list[Event]:
+        """Return what a peer has told since the last call, and that it is lost if it was killed."""
+        tail = self._tails.setdefault(name, EventTail(path))
+        history = self.histories.get(name)
+        # Looked at before the file is read: what is read then is all that there will be.
+        abandoned = history is not None and history.ended is None and is_abandoned(path)
+        added = tail.read()
+        if abandoned and not added:
+            return [{"time_s": time.time(), "event": "peer_lost", "reason": _KILLED}]
+        return added
 
     def _poll_swarm(self, name: str, path: Path) -> None:
         """Take in the table of peers that one peer sees, if it is new and the newest there is."""

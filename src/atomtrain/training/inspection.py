@@ -37,6 +37,8 @@ def inspect(
             "held_out_tokens": len(tokens.held_out),
             "train_bytes": tokens.train_bytes,
             "sequences": windows_per_epoch(len(tokens.train), context),
+            # Both parts need a sequence, and the last one's label.
+            "longest_context": max(0, min(len(tokens.train), len(tokens.held_out)) - 1),
             "samples": [tokenizer.decode(shown)][:samples],
         }
     assert isinstance(text.material, ExampleMaterial | PairMaterial)
