@@ -53,3 +53,16 @@ def test_its_end_is_seen_here() -> None:
         assert waiting.poll() is None
         waiting.send_signal(signal.SIGKILL)
         assert waiting.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_what_a_program_leaves_behind_is_no_child_of_who_started_it() -> None:
+    orphan = """
+import os, time
+parent = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    print(os.getppid())
+"""
+    done = forks.run([sys.executable, "-c", orphan], PATIENCE_S)
+    assert int(done.stdout) != os.getpid(), "nobody here would ever wait for it"

@@ -11,6 +11,7 @@ process that asked for it if nothing else ends it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -28,6 +29,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
 
 _READY = (
@@ -80,8 +82,6 @@ class _Nursery:
     """The process that has everything imported, as seen from who asks for forks."""
 
     def __init__(self) -> None:
-        # Forks are forks of forks; as their parents end at once, they become ours.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.owner = os.getpid()
         self._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
@@ -91,13 +91,30 @@ class _Nursery:
                 pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL, process_group=0,
             )  # fmt: skip
         self._connection.settimeout(600.0)
+        self._one_at_a_time = threading.Lock()
 
     def fork(self, order: dict[str, Any], files: list[int]) -> int:
         """Start a program with `files` as its standard ones; return its process id."""
-        socket.send_fds(self._connection, [json.dumps(order).encode()], files)
-        answer = self._connection.recv(_MESSAGE_BYTES)
+        with self._one_at_a_time, _adopting():
+            socket.send_fds(self._connection, [json.dumps(order).encode()], files)
+            answer = self._connection.recv(_MESSAGE_BYTES)
         assert answer, "the process that forks has ended"
         return int(answer)
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Become the parent of what loses its own: forks are forks of forks whose parents end at once.
+
+    Not for longer: what programs leave behind when they end would come to us, too, and stay as
+    zombies, since nobody here knows of it.
+    """
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 _NURSERIES: list[_Nursery] = []
