@@ -173,17 +173,25 @@ def test_peers_say_what_a_step_computes_without_the_network(peers: Peers, speeds
     parts = MODEL.layers + 2
 
     def computed(cut: int) -> list[float]:
-        """Return seconds of each peer, of which the first has so many parts of the model."""
-        replies = peers.tell_all(
-            "pipeline_compute", PATIENCE_S, lambda rank: {"rank": rank},
-            model=MODEL.to_json(), plan={**best.plan(), "bounds": [0, cut, parts]},
-            sequences=SEQUENCES, ranks=2,
-        )  # fmt: skip
-        return [reply["compute_s"] for reply in replies]
+        """Return seconds of each peer, of which the first has so many parts of the model.
+
+        They are the least of several: what other programs take only adds to them.
+        """
+        measured = [
+            peers.tell_all(
+                "pipeline_compute", PATIENCE_S, lambda rank: {"rank": rank},
+                model=MODEL.to_json(), plan={**best.plan(), "bounds": [0, cut, parts]},
+                sequences=SEQUENCES, ranks=2,
+            )
+            for _ in range(5)
+        ]  # fmt: skip
+        return [min(replies[rank]["compute_s"] for replies in measured) for rank in range(2)]
 
     # All layers but the embedding, or but the head, lie with one of the two.
-    assert 2 * computed(1)[0] < computed(1)[1]
-    assert computed(parts - 1)[0] > 2 * computed(parts - 1)[1]
+    little_s, much_s = computed(1)
+    assert 2 * little_s < much_s
+    much_s, little_s = computed(parts - 1)
+    assert much_s > 2 * little_s
 
 
 def test_the_link_is_probed_one_way_and_both(peers: Peers) -> None:

@@ -65,7 +65,7 @@ def test_what_is_one_is_told_as_one(chain_and_costs) -> None:
     ones = {"slots": 1, "gradient_buffers": 1, "micro_batches": 1, "host_layers": 1}
     made = plan(chain_and_costs, machine(), host_layers=0)
     text = dataclasses.replace(made, **ones).describe()
-    for words in ("1 slot of", "1 gradient buffer,", "1 micro-batch:", "the first 1 layer:"):
+    for words in ("1 slot of", "1 gradient buffer,", "1 micro-batch:", "the first layer:"):
         assert words in text
     text = dataclasses.replace(made, **{name: 2 for name in ones}).describe()
     for words in ("2 slots of", "2 gradient buffers,", "2 micro-batches:", "the first 2 layers:"):

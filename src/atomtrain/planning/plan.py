@@ -196,7 +196,7 @@ class Plan:
                 f"{_sizes((*self.forward_bounds, self.backward_bounds[-1]))})"
             )
         if self.host_layers:
-            layers = counted(self.host_layers, "layer")
+            layers = "layer" if self.host_layers == 1 else f"{self.host_layers} layers"
             lines.append(f"on host    the first {layers}: only rows are loaded")
         if self.resident_blocks:
             lines.append(f"resident   blocks {_listed(self.resident_blocks)}")
