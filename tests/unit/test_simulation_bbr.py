@@ -65,6 +65,13 @@ def test_messages_arrive_in_their_order_and_never_sooner_than_the_link_allows() 
         before_s = arrived_s
 
 
+@pytest.mark.parametrize("bits_per_s", [1e5, 1e6, 1e7])
+def test_what_waits_in_a_slow_link_s_queue_is_not_taken_for_lost(bits_per_s: float) -> None:
+    slow = BbrConnection(bits_per_s, TRIP_S, 0.01, random.Random(1))
+    arrived_s = [slow.send(4_000, 0.004 * index) for index in range(200)][-1]
+    assert 1.0 <= arrived_s / (8 * 200 * 4_000 / bits_per_s) <= 1.5
+
+
 def test_a_pipeline_waits_for_bbr_where_packets_get_lost() -> None:
     work = PipelineWork(
         ranks=2,

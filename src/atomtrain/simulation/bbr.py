@@ -176,6 +176,8 @@ class BbrConnection:
     def _happen(self, event: _Event, sent: _Sent) -> None:
         if event.what == "acknowledged":
             self._acknowledged(event.packet, sent)
+        elif event.packet not in self._losses:
+            return  # it waits in the link's queue: senders' time-outs have that in them
         elif event.what == "late" or next(reversed(self._flight)) == event.packet:
             self._lose(event.packet)
 
