@@ -26,6 +26,7 @@ FAST = Machine(
     device_memory_bytes=1 << 30,
     host_memory_bytes=1 << 34,
 )
+ESTIMATED = LayerTime(1e-3, 3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,9 @@ def shape(model) -> Shape:
     return Shape(bounds[:-1], bounds, 2, 1)
 
 
-def step(model, shape: Shape, **rates: float) -> StepTime:
+def step(model, shape: Shape, time: LayerTime = ESTIMATED, **rates: float) -> StepTime:
     chain, costs = model
-    times = {cost.kind: LayerTime(1e-3, 3e-3) for cost in costs.layers}
+    times = {cost.kind: time for cost in costs.layers}
     machine, steps = dataclasses.replace(FAST, **rates), Steps(micro_batches=MICRO_BATCHES)
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
     return Costing(given, Layout(chain), steps).step(shape)
@@ -99,6 +100,20 @@ def test_what_is_made_again_takes_from_compute_in_backward(model, shape: Shape) 
     extra_s = step(model, mixed, **slow).compute_s - step(model, mixed).compute_s
     assert extra_s == pytest.approx(MICRO_BATCHES * again / 28e6, rel=1e-4)
     assert step(model, shape, **slow) == step(model, shape)
+
+
+def test_what_offloading_takes_is_measured_or_estimated_but_not_both(model, shape: Shape) -> None:
+    mixed = shape._replace(activations=("offload", "keep", "recompute"))
+    rates = {"compute_s_per_offloaded_storage": 1e-3, "device_update_parameters_per_s": 1e6}
+    measured, half = LayerTime(1e-3, 3e-3, 0.25, 0.5), LayerTime(1e-3, 3e-3, 0.25, None)
+    extra_s = step(model, mixed, measured).compute_s - step(model, mixed).compute_s
+    offloaded_layers = mixed.backward_bounds[1]
+    assert extra_s == pytest.approx(MICRO_BATCHES * offloaded_layers * (0.25 + 0.5))
+    assert step(model, mixed, measured, **rates).compute_s == pytest.approx(
+        step(model, mixed, measured).compute_s, rel=1e-6
+    )
+    assert step(model, mixed, half, **rates) == step(model, mixed, **rates)
+    assert step(model, shape, measured) == step(model, shape)
 
 
 def test_a_link_that_both_directions_share_is_slower(model, shape: Shape) -> None:

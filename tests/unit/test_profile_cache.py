@@ -152,6 +152,14 @@ def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
     assert again.update("v") is None
 
 
+def test_what_offloading_takes_is_kept(tmp_path: Path) -> None:
+    time = LayerTime(1.0, 2.0, 0.25, 0.5)
+    cache = filled(tmp_path)
+    cache.put_time("a", time)
+    cache.save()
+    assert ProfileCache(tmp_path, KEY).time("a") == time
+
+
 def change(data: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = path.split("/")
     for name in parents:

@@ -43,6 +43,25 @@ class LayerTime(NamedTuple):
     """Without a graph."""
     backward_s: float
     """Forward with a graph (recomputing), then backward."""
+    offload_forward_s: float | None = None
+    """What forward takes more if what it saves goes to the host; `None`: not measured."""
+    offload_backward_s: float | None = None
+    """What backward takes more then, making again included; `None`: not measured."""
+
+    @property
+    def known(self) -> list[float]:
+        """Those of the figures that there are."""
+        return [seconds for seconds in self if seconds is not None]
+
+    def scaled(self, factor: float) -> LayerTime:
+        """Return the same where everything takes `factor` times as long."""
+        ahead_s, back_s = self.offload_forward_s, self.offload_backward_s
+        return LayerTime(
+            factor * self.forward_s,
+            factor * self.backward_s,
+            None if ahead_s is None else factor * ahead_s,
+            None if back_s is None else factor * back_s,
+        )
 
 
 def layer_times(
@@ -85,16 +104,19 @@ def layer_times(
     with torch.random.fork_rng(gpus):
         for _ in range(_ROUNDS):
             for layer, cost in _distinct(chain, costs, kinds):
-                if sum(estimates[cost.kind]) > LONGEST_S:
+                if sum(estimates[cost.kind][:2]) > LONGEST_S:
                     samples[cost.kind] = [estimates[cost.kind]]
                     continue
                 known = samples.setdefault(cost.kind, [])
                 if known and time.perf_counter() > ends_s:
                     continue
-                values = [_value(name, costs.values[name], inputs, device) for name in layer.reads]
+                values = example_values(layer, costs, inputs, device)
                 known.append(_measure(layer, values, device, computing, timed))
     times = {
-        kind: LayerTime(*(usual_s(seconds) for seconds in zip(*known, strict=True)))
+        kind: LayerTime(
+            usual_s([time.forward_s for time in known]),
+            usual_s([time.backward_s for time in known]),
+        )
         for kind, known in samples.items()
     }
     for layer, cost in _distinct(chain, costs, kinds):
@@ -126,7 +148,7 @@ def check_time(time: LayerTime, layer: str) -> None:
     Raises:
         AnalysisError: it is negative or not finite; names the layer.
     """
-    for seconds in time:
+    for seconds in time.known:
         if not (isinstance(seconds, int | float) and seconds >= 0 and math.isfinite(seconds)):
             raise AnalysisError(
                 f"the profile says that layer {layer!r} takes {seconds} s, which is no duration; "
@@ -152,6 +174,13 @@ def _distinct(
         if kinds is None or cost.kind in kinds:
             first.setdefault(cost.kind, (layer, cost))
     return list(first.values())
+
+
+def example_values(
+    layer: Layer, costs: ChainCosts, inputs: Mapping[str, Any], device: torch.device
+) -> list[Any]:
+    """Return what a layer reads: of the micro-batch what it gets of that, else random numbers."""
+    return [_value(name, costs.values[name], inputs, device) for name in layer.reads]
 
 
 def _value(name: str, spec: ValueSpec, inputs: Mapping[str, Any], device: torch.device) -> Any:

@@ -26,7 +26,7 @@ from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit, training_visits
 from atomtrain.planning.segments import Segments, segments_of
 from atomtrain.planning.shape import Activation, Boundary, Shape
-from atomtrain.planning.tables import Basis, Offloaded, VisitTable
+from atomtrain.planning.tables import Basis, Offloaded, Offloading, VisitTable
 from atomtrain.planning.timeline import DiskWork, Span, StepTime, VisitTime, predict, step_spans
 from atomtrain.planning.traffic import Traffic, between
 from atomtrain.planning.updating import UpdateModel, two_moments
@@ -107,6 +107,7 @@ class Costing:
             parameters_on_disk="parameters" in on_disk,
             offloaded=functools.cache(functools.partial(_offloaded, self._segments, micro_batches)),
             remade=micro_batches * between([c.saved.remade_traffic_bytes for c in costs.layers]),
+            offloading=_offloading(costs, per_layer, micro_batches),
         )
 
     def step(self, shape: Shape) -> StepTime:
@@ -217,11 +218,26 @@ def _offloaded(segments: Segments, micro_batches: int) -> Offloaded:
     return Offloaded(micro_batches * segments.sent_bytes, micro_batches * segments.sent_storages)
 
 
+def _offloading(
+    costs: ChainCosts, times: Sequence[LayerTime], micro_batches: int
+) -> Offloading | None:
+    """Return what compute spends on offloading each segment, if each layer that can was measured;
+    the last one never is offloaded."""
+    forward_s, backward_s = [], []
+    for index, (cost, time) in enumerate(zip(costs.layers, times, strict=True)):
+        able = cost.saved.movable and index + 1 < len(times)
+        if able and (time.offload_forward_s is None or time.offload_backward_s is None):
+            return None
+        forward_s.append(micro_batches * (time.offload_forward_s or 0.0))
+        backward_s.append(micro_batches * (time.offload_backward_s or 0.0))
+    return Offloading(between(forward_s), between(backward_s))
+
+
 def _checked(times: Mapping[str, LayerTime], kind: str, name: str) -> LayerTime:
     if kind not in times:
         raise PlanError(f"there is no time for layer {name!r} (kind {kind!r}); profile it first")
     time = times[kind]
-    for seconds in time:
+    for seconds in time.known:
         if not (seconds >= 0 and math.isfinite(seconds)):
             raise PlanError(
                 f"the time of layer {name!r} is {seconds} s; it must be at least 0 and finite"

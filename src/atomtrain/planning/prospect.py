@@ -338,7 +338,7 @@ def _disk_request(analysis: Analysis, workload: Workload) -> DiskRequest | None:
 def _most_to_gain(costs: ChainCosts, times: Mapping[str, LayerTime], flops_per_s: float) -> float:
     """Return how much slower the layers are than by their FLOPs alone, at the device's rate."""
     least_s = sum(2 * c.forward_flops + c.backward_flops for c in costs.layers) / flops_per_s
-    return sum(sum(times[c.kind]) for c in costs.layers) / least_s if least_s else math.inf
+    return sum(sum(times[c.kind][:2]) for c in costs.layers) / least_s if least_s else math.inf
 
 
 def covering_tokens(

@@ -30,6 +30,14 @@ class Offloaded(NamedTuple):
     storages: Array
 
 
+class Offloading(NamedTuple):
+    """What compute spends on offloading each segment in all micro-batches, measured,
+    `[start, stop]`."""
+
+    forward_s: Array
+    backward_s: Array
+
+
 @dataclass(frozen=True, kw_only=True)
 class Basis:
     """What the tables of a search are made from."""
@@ -50,6 +58,8 @@ class Basis:
     remade: Array
     """Bytes that backward of all micro-batches reads and writes to make again what was not sent,
     `[start, stop]`."""
+    offloading: Offloading | None
+    """`None`: it is estimated from storages and from what is made again."""
 
 
 class VisitTable:
@@ -174,6 +184,9 @@ class VisitTable:
             away = basis.offloaded()
             byte_s = machine.compute_s_per_copied_byte + machine.compute_s_per_offloaded_byte
             compute_s = compute_s + byte_s * away.n_bytes
+            if basis.offloading is not None:
+                measured = basis.offloading
+                return compute_s + (measured.backward_s if self._backward else measured.forward_s)
             compute_s = compute_s + machine.compute_s_per_offloaded_storage * away.storages
             if self._backward:  # at the rate at which the device passes over memory in an update
                 compute_s = compute_s + basis.remade / (ADAMW_BYTES * machine.device_update_rate)

@@ -96,10 +96,7 @@ def times_of_all(
     if len(devices) == 1 or not isinstance(devices[0], EmulatedDevice):
         return times
     taking_turns = max(1.0, len(devices) * torch.get_num_threads() / (os.cpu_count() or 1))
-    return {
-        kind: LayerTime(taking_turns * time.forward_s, taking_turns * time.backward_s)
-        for kind, time in times.items()
-    }
+    return {kind: time.scaled(taking_turns) for kind, time in times.items()}
 
 
 def machine_of_all(machine: Machine, devices: Sequence[Device]) -> Machine:

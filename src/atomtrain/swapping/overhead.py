@@ -114,11 +114,11 @@ def _sample(activation: Activation) -> Sample:
     visits = training_visits(shape)
     for visit in visits:
         for cost in costs.layers[slice(*visit.layers)]:
-            forward_s, backward_s = times[cost.kind]
+            taken = times[cost.kind]
             if visit.gradient is None:
-                layers_s += forward_s
+                layers_s += taken.forward_s
             else:
-                layers_s += backward_s - forward_s * visit.finds
+                layers_s += taken.backward_s - taken.forward_s * visit.finds
     return Sample(
         step_s=statistics.median(seconds[_WARMUP_STEPS:]) / _MICRO_BATCHES,
         layers_s=layers_s,

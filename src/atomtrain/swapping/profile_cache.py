@@ -31,7 +31,7 @@ from atomtrain.planning.machine import Machine
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.emulated import EmulatedDevice
 
-VERSION = 7
+VERSION = 8
 """Of the file's form, and of what its figures mean."""
 KEPT_S = 7 * 24 * 3600.0
 """Measurements older than this are made again: drivers, cooling and neighbours change."""
@@ -148,7 +148,7 @@ class ProfileCache:
     def time(self, key: str) -> LayerTime | None:
         """Return the time of a layer, or `None` if it is not known."""
         entry = self._layers.get(key)
-        return None if entry is None else LayerTime(entry["forward_s"], entry["backward_s"])
+        return None if entry is None else _time_of(entry)
 
     def put_time(self, key: str, layer_time: LayerTime, crowded_share: float = 0.0) -> None:
         """Keep the time of a layer, and what others had of the processor meanwhile."""
@@ -243,11 +243,15 @@ class ProfileCache:
         for name, entry in data["layers"].items():
             _fresh(entry, 0.0)
             _check_share(entry)
-            check_time(LayerTime(entry["forward_s"], entry["backward_s"]), name)
+            check_time(_time_of(entry), name)
         for name, entry in data["updates"].items():
             _fresh(entry, 0.0)
             if not 0 < float(entry["share"]) < math.inf:
                 raise ValueError(f"the update {name} takes {entry['share']!r}")
+
+
+def _time_of(entry: Mapping[str, Any]) -> LayerTime:
+    return LayerTime(*(entry[name] for name in LayerTime._fields))
 
 
 def _machine_of(entry: Mapping[str, Any], device_bytes: int, host_bytes: int) -> Machine:

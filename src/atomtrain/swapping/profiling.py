@@ -25,6 +25,7 @@ from atomtrain.swapping.machines import (
     host_memory_bytes,
     measure_machine,
 )
+from atomtrain.swapping.offload_times import with_offloading
 from atomtrain.swapping.profile_cache import (
     ProfileCache,
     layer_key,
@@ -162,7 +163,7 @@ def measured_times(
         inputs: One micro-batch, by the chain's input names.
         kinds: Which to measure; `None` is all.
     """
-    return layer_times(
+    times = layer_times(
         chain,
         costs,
         inputs,
@@ -171,6 +172,8 @@ def measured_times(
         computing=_computing(device),
         kinds=kinds,
     )
+    # A GPU computes while its host hands over.
+    return with_offloading(times, chain, costs, inputs) if _emulated(device) else times
 
 
 def _measure_machine(cache: ProfileCache, device: Device) -> None:
@@ -180,13 +183,17 @@ def _measure_machine(cache: ProfileCache, device: Device) -> None:
         cache.put_machine(measure_machine(device, cache.path.parent), watch.crowded_share())
 
 
+def _emulated(device: Device) -> bool:
+    return isinstance(device, EmulatedDevice)
+
+
 def _computing(device: Device) -> Callable[[], AbstractContextManager[Any]]:
     """Return the context in which layers run in training.
 
     The emulated device's accounting is part of what its layers take. Its budget is not enforced
     here: a layer that exceeds it gets a `PlanError`, which says what would do.
     """
-    if isinstance(device, EmulatedDevice):
+    if _emulated(device):
         return StorageTracker
     return device.computing
 

@@ -1,0 +1,178 @@
+"""What offloading takes of compute, measured on the real layers by way of the engine's own graphs.
+
+Where compute itself packs and unpacks what is saved, and makes again what is not sent, that is a
+good part of a narrow layer's time, and no formula knows how fast each operation is. As in
+`swapping/overhead.py` the computing thread's own processor time counts: waits are in the plan's
+timeline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomtrain.analysis.chain import Chain, Layer
+from atomtrain.analysis.costs import ChainCosts, LayerCost
+from atomtrain.analysis.profile import LONGEST_S, LayerTime, example_values, usual_s
+from atomtrain.planning.saved import SavedTensors
+from atomtrain.swapping.compiled import CompiledLayer
+from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.graphs import WaitingGraph, Where
+from atomtrain.swapping.host_pool import HostPool
+from atomtrain.swapping.offload import Offload
+
+_ROUNDS = 10
+_MOST_S = 1.0
+"""After so long no further round begins."""
+_UNLIMITED_BYTES = 1 << 62
+_LINK_BYTES_PER_S = 1e11
+_ALIGNED_BYTES = 64
+
+
+class _Sample(NamedTuple):
+    """Seconds of one micro-batch in a layer, forward without a graph, recomputing and backward, and
+    the same where what is saved waits on the host."""
+
+    forward_s: float
+    both_s: float
+    offloaded_forward_s: float
+    offloaded_backward_s: float
+
+
+def with_offloading(
+    times: Mapping[str, LayerTime], chain: Chain, costs: ChainCosts, inputs: Mapping[str, Any]
+) -> dict[str, LayerTime]:
+    """Return the times with what offloading adds to them on the emulated device.
+
+    Layers that cannot be offloaded, and those that take too long to be measured, stay as they are.
+
+    Args:
+        times: Of kinds of layers.
+        chain: With real parameters; they are not changed.
+        costs: Of the chain.
+        inputs: One micro-batch, by the chain's input names.
+    """
+    able: dict[str, tuple[Layer, LayerCost]] = {}
+    for layer, cost in zip(chain.layers[:-1], costs.layers[:-1], strict=True):
+        known = times.get(cost.kind)
+        if known is not None and cost.saved.movable and sum(known[:2]) <= LONGEST_S:
+            able.setdefault(cost.kind, (layer, cost))
+    window_bytes = SavedTensors(chain, costs).window_bytes
+    samples: dict[str, list[_Sample]] = {kind: [] for kind in able}
+    device = EmulatedDevice(_UNLIMITED_BYTES, _LINK_BYTES_PER_S)
+    try:
+        with torch.random.fork_rng([]):
+            benches = {
+                kind: _Bench(
+                    layer,
+                    example_values(layer, costs, inputs, device.torch_device),
+                    device,
+                    window_bytes,
+                )
+                for kind, (layer, _) in able.items()
+            }
+            ends_s = time.perf_counter() + _MOST_S
+            for number in range(1 + _ROUNDS):
+                for kind, bench in benches.items():
+                    samples[kind].append(bench.sample())
+                if number and time.perf_counter() > ends_s:
+                    break
+    finally:
+        device.close()
+    # The first sample touches memory.
+    return {**times, **{kind: _added(times[kind], of[1:]) for kind, of in samples.items()}}
+
+
+def _added(known: LayerTime, samples: Sequence[_Sample]) -> LayerTime:
+    forward_s, both_s, away_s, back_s = (usual_s(each) for each in zip(*samples, strict=True))
+    return known._replace(
+        offload_forward_s=max(0.0, away_s - forward_s),
+        offload_backward_s=max(0.0, back_s - (both_s - forward_s)),
+    )
+
+
+class _Bench:
+    """A layer with parameters in a slot, as in the engine."""
+
+    def __init__(
+        self, layer: Layer, values: Sequence[Any], device: EmulatedDevice, window_bytes: int
+    ) -> None:
+        self._layer, self._device = layer, device
+        self._values = dict(zip(layer.reads, values, strict=True))
+        self._offload = Offload(device, HostPool(device), window_bytes)
+        parameters = layer.parameters
+        aligned = [-(-p.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for p in parameters.values()]
+        self._slot = torch.empty(sum(aligned), dtype=torch.uint8)
+        self._tensors: dict[str, Tensor] = {}
+        for (name, parameter), place in zip(
+            parameters.items(), self._slot.split(aligned), strict=True
+        ):
+            tensor = place[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            tensor.copy_(parameter.detach())
+            tensor.requires_grad_(parameter.requires_grad)
+            if tensor.requires_grad:
+                # As in training, where all but a step's first micro-batch add to what is there.
+                tensor.grad = torch.zeros_like(tensor)
+            self._tensors[name] = tensor
+        buffers = {name: buffer.detach().clone() for name, buffer in layer.buffers.items()}
+        self._tensors.update(buffers)
+        staying = frozenset(b.untyped_storage()._cdata for b in buffers.values())
+        self._where = Where(self._slot, staying, frozenset())
+
+    def sample(self) -> _Sample:
+        """Run the layer in both ways, one after the other."""
+        plain = iter(self._plain())
+        offloaded = iter(self._offloaded())
+        return _Sample(
+            self._timed(plain), self._timed(plain), self._timed(offloaded), self._timed(offloaded)
+        )
+
+    def _timed(self, parts: Iterator[None]) -> float:
+        with self._device.computing():
+            started_s = time.thread_time()
+            next(parts)
+            return time.thread_time() - started_s
+
+    def _plain(self) -> Iterator[None]:
+        with torch.no_grad():
+            self._run(self._values)
+        yield
+        with torch.enable_grad():
+            written = self._run(self._values)
+            roots = [v for v in written.values() if isinstance(v, Tensor) and v.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        for value in self._values.values():
+            if isinstance(value, Tensor):
+                value.grad = None
+        yield
+
+    def _offloaded(self) -> Iterator[None]:
+        parcel = self._offload.parcel()
+        graph = WaitingGraph(self._where, parcel)
+
+        def run(taken: Mapping[str, Any]) -> dict[str, Any]:
+            with nullcontext() if isinstance(self._layer, CompiledLayer) else graph.layer():
+                return self._run(taken)
+
+        taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}
+        needs = {n for n, v in self._values.items() if isinstance(v, Tensor) and v.requires_grad}
+        written = graph.run(taken, needs.__contains__, run, self._layer.writes)
+        yield
+        self._offload.drain()
+        self._offload.turn([parcel])
+        graph.backward(
+            self._slot,
+            lambda name: name in written,
+            lambda name: torch.ones_like(written[name]),
+        )
+        yield
+
+    def _run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        taken = [values[name] for name in self._layer.reads]
+        return dict(zip(self._layer.writes, self._layer.run(self._tensors, taken), strict=True))

@@ -1,0 +1,99 @@
+"""What offloading takes is measured on real layers, by way of the engine's own graphs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from test_profile import parts, small_gpt
+
+from atomtrain.analysis import LayerTime
+from atomtrain.analysis.profile import LONGEST_S
+from atomtrain.swapping import offload_times
+from atomtrain.swapping.crew import times_of_all
+from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.offload import Parcel
+from atomtrain.swapping.offload_times import with_offloading
+from atomtrain.swapping.profiling import measured_times
+
+FAST = LayerTime(1e-3, 3e-3)
+
+
+def measured(base: LayerTime = FAST) -> tuple[Any, dict[str, LayerTime]]:
+    chain, costs, inputs = parts(small_gpt(3))
+    times = {cost.kind: base for cost in costs.layers}
+    before = [p.detach().clone() for p in chain.parameters]
+    found = with_offloading(times, chain, costs, inputs)
+    for parameter, value in zip(chain.parameters, before, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.grad is None
+    return costs, found
+
+
+def test_layers_that_may_be_offloaded_are_measured() -> None:
+    costs, times = measured()
+    able = {cost.kind for cost in costs.layers[:-1] if cost.saved.movable}
+    assert able < set(times)
+    for kind, found in times.items():
+        assert found[:2] == FAST[:2]
+        assert len(found.known) == (4 if kind in able else 2)
+        assert all(seconds >= 0 for seconds in found.known)
+
+
+def test_what_takes_longer_on_the_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processor time: waits are in the plan's timeline."""
+    pack, unpack, spent_s = Parcel.pack, Parcel.unpack, 2e-3
+
+    def busy(until_s: float) -> None:
+        while time.thread_time() < until_s:
+            pass
+
+    def slow_pack(*arguments: Any) -> Any:
+        busy(time.thread_time() + spent_s)
+        return pack(*arguments)
+
+    def slow_unpack(*arguments: Any) -> Any:
+        time.sleep(spent_s)
+        return unpack(*arguments)
+
+    monkeypatch.setattr(offload_times, "_MOST_S", 0.0)
+    monkeypatch.setattr(Parcel, "pack", slow_pack)
+    monkeypatch.setattr(Parcel, "unpack", slow_unpack)
+    costs, times = measured()
+    block = max(costs.layers[:-1], key=lambda cost: cost.saved.sent)
+    found = times[block.kind]
+    assert found.offload_forward_s is not None
+    assert found.offload_backward_s is not None
+    assert found.offload_forward_s > spent_s * block.saved.sent
+    assert found.offload_backward_s < spent_s * block.saved.sent
+
+
+def test_layers_that_take_long_are_not_measured() -> None:
+    _, times = measured(LayerTime(LONGEST_S, LONGEST_S))
+    assert all(found.offload_forward_s is None for found in times.values())
+
+
+def test_the_profile_of_the_emulated_device_has_it() -> None:
+    chain, costs, inputs = parts(small_gpt(3))
+    device = EmulatedDevice(1 << 28, 1e9)
+    try:
+        times = measured_times(device, chain, costs, inputs)
+    finally:
+        device.close()
+    assert len(times[costs.layers[1].kind].known) == 4
+
+
+def test_devices_that_take_turns_take_longer_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [EmulatedDevice(1 << 20, 1e9) for _ in range(2)]
+    monkeypatch.setattr("atomtrain.swapping.crew.os.cpu_count", torch.get_num_threads)
+    try:
+        times = {"a": LayerTime(1.0, 2.0, 0.25, 0.5), "b": LayerTime(1.0, 2.0)}
+        assert times_of_all(times, devices) == {
+            "a": LayerTime(2.0, 4.0, 0.5, 1.0),
+            "b": LayerTime(2.0, 4.0),
+        }
+    finally:
+        for device in devices:
+            device.close()
