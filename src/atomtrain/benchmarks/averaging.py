@@ -3,8 +3,9 @@
 Each peer is a process of its own. On loopback rounds of ATOM and of hivemind's averager take turns
 in the same run, both encrypted and without a codec; of hivemind's the time is counted from where
 its group has been found, with the best of several part sizes; of ATOM's from the proposal of the
-round until the parameters hold the mean. On a slow link (namespaces with a rate and a delay) the
-floor is what 2 (K - 1) / K times the vector takes at the rate of a raw TCP stream in the same run.
+round until the parameters hold the mean, for which the caller waits as hivemind's does. On a slow
+link (namespaces with a rate and a delay) the floor is what 2 (K - 1) / K times the vector takes at
+the rate of a raw TCP stream in the same run.
 The *mesh* is what it takes when all peers send to all others at once over raw TCP, between the
 rounds: what this network and this machine allow, with nothing encrypted, added up or agreed on.
 *Streams* are the same over the encrypted channels that rounds use: what is above that is what peers

@@ -18,7 +18,8 @@ from atomtrain.benchmarks.network_worker import Reply
 from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
 from atomtrain.swarm.hivemind_parts import import_hivemind
 
-_BOUNDARY_S = 0.005
+_BOUNDARY_S = 0.05
+"""At most from one boundary to the next, while the trainer waits for a round."""
 _LEAVE_S = 3.0
 _WARM_UP_BYTES = 4 << 20
 _CHUNK_BYTES = 1 << 20
@@ -172,7 +173,8 @@ class AveragingPeer:
                     raise RuntimeError(f"a round {report.outcome}: {report.reason}")
                 return report
             steps, tokens = 0, 0
-            time.sleep(_BOUNDARY_S)
+            assert self._swarm is not None
+            self._swarm.wait(_BOUNDARY_S)
         raise TimeoutError("the round did not end")
 
     def check(self) -> Reply:

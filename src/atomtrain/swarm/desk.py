@@ -1,7 +1,8 @@
 """The desk between the training thread and the network thread.
 
 The network side leaves requests (a snapshot, an anchor to merge); the training thread serves them
-at its next boundary, between two steps, and leaves its progress. Nobody waits for the other here.
+at its next boundary, between two steps, and leaves its progress. Nobody has to wait for the other
+here; a trainer that has nothing else to do can.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Desk:
         self.store = store
         self._on_boundary = on_boundary
         self._lock = threading.RLock()
+        self._news = threading.Event()  # changed under the lock
         self._wanted: dict[int, tuple[torch.Tensor, Callable[[Snapshot], None]]] = {}
         self._merges: deque[tuple[Merge, RoundReport]] = deque()
         self._reports: deque[RoundReport] = deque(maxlen=1000)
@@ -91,6 +93,7 @@ class Desk:
         """
         with self._lock:
             self._wanted[fragment] = (into, deliver)
+            self._news.set()
 
     def take_spare(self, elements: int) -> torch.Tensor | None:
         """Return memory of that size that an earlier snapshot has left, if there is some."""
@@ -112,11 +115,13 @@ class Desk:
         """Have an anchor merged at the next boundary, and reported then."""
         with self._lock:
             self._merges.append((merge, report))
+            self._news.set()
 
     def report(self, report: RoundReport) -> None:
         """Leave a report without a merge."""
         with self._lock:
             self._reports.append(report)
+            self._news.set()
 
     def grouped(self, fragment: int) -> bool:
         """Say whether one of several groups made the anchor the fragment has, or will have."""
@@ -146,6 +151,7 @@ class Desk:
                 tokens_per_s,
                 step_s,
             )
+            self._news.clear()
             merges = self._merge_all(access)
             for fragment, (into, deliver) in self._wanted.items():
                 lent = access.view(fragment)
@@ -158,6 +164,10 @@ class Desk:
             self._reports.clear()
         self._on_boundary(steps, merges)
         return reports
+
+    def wait(self, within_s: float) -> bool:
+        """Wait for something that the next boundary will do or report; say whether there is."""
+        return self._news.wait(within_s)
 
     def merge_now(self, merge: Merge, access: FragmentAccess) -> None:
         """Merge at once; for the training thread itself."""

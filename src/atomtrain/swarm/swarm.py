@@ -211,6 +211,14 @@ class Swarm:
             steps=steps, tokens=tokens, tokens_per_s=tokens_per_s, step_s=step_s, access=access
         )
 
+    def wait(self, within_s: float) -> bool:
+        """Wait until the next boundary has something to copy, merge or report; say whether it has.
+
+        For a trainer that has nothing to do until a round ends: crossing boundaries again and again
+        takes the processor from the round.
+        """
+        return self._desk.wait(within_s)
+
     def settle(
         self, access: FragmentAccess, stop: Callable[[], bool] = lambda: False
     ) -> list[RoundReport]:

@@ -159,7 +159,8 @@ class Loop:
         )
         while together and session.swarm.awaited and not self._stop:
             # This peer's part is given; what it learnt meanwhile would be of old parameters.
-            time.sleep(_WAIT_S)
+            if not session.swarm.wait(_WAIT_S):
+                continue
             reports += session.swarm.boundary(
                 steps=0,
                 tokens=0,
