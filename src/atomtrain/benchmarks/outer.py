@@ -31,18 +31,19 @@ POISONS: dict[str, Poison] = {
 class Case:
     """A comparison of both sides, each at the best learning rate of the grid in docs/quality.md."""
 
-    steps: int = 1600
+    steps: int = 3200
     local_steps: int = 4
-    swarm_learning_rate: float = 12e-3
+    swarm_learning_rate: float = 7e-3
     alone_learning_rate: float = 6e-3
     seeds: int = 1
 
 
 CASES = (
     Case(seeds=3),
-    Case(local_steps=20),
-    Case(steps=400, alone_learning_rate=9e-3),
-    Case(steps=400, local_steps=20, alone_learning_rate=9e-3),
+    Case(steps=1600, swarm_learning_rate=12e-3),
+    Case(steps=1600, local_steps=20, swarm_learning_rate=12e-3),
+    Case(steps=400, swarm_learning_rate=12e-3, alone_learning_rate=9e-3),
+    Case(steps=400, local_steps=20, swarm_learning_rate=12e-3, alone_learning_rate=9e-3),
 )
 
 
