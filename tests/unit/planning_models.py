@@ -22,13 +22,18 @@ def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
     def plan(planner: Planner, micro_batches: int) -> Plan:
         layout = Layout(planner.chain)
         shape.check(len(planner.chain.layers), layout.blocks)
-        updates = planner.updates
-        memory = MemoryModel(planner.chain, planner.costs, layout, micro_batches, updates)
-        steps = Steps(micro_batches=micro_batches, updates=updates)
+        memory = memory_of(planner, micro_batches)
+        steps = Steps(micro_batches=micro_batches, updates=planner.updates)
         costing = Costing(planner.given, layout, steps)
         return plan_of(shape, memory, costing, planner.machine)
 
     monkeypatch.setattr(Planner, "plan", plan)
+
+
+def memory_of(planner: Planner, micro_batches: int) -> MemoryModel:
+    """Return what tells the memory that shapes of a planner's model need."""
+    layout = Layout(planner.chain)
+    return MemoryModel(planner.chain, planner.costs, layout, micro_batches, planner.updates)
 
 
 def random_shape(

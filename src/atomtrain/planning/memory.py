@@ -32,12 +32,17 @@ _LAYER_BYTES = 460 << 10
 """Measured (benchmark `plan`, chains of 6 to 26 layers): at most 15 MiB in all, with the longest
 chain. What was allocated in small pieces to analyse and plan it leaves holes in the C library's
 heap, 11 MiB there, over which each step then scatters graphs and hand-overs of 4 MiB."""
+_SENT_STORAGE_BYTES = 14 << 10
+"""Of each storage that an offloaded segment sends, beside its bytes, until backward comes for it.
+Measured in the same chains: its share of the graph that waits, 10 KiB (62 KiB of a transformer
+block's six), and the page that its host buffer begins or ends within."""
 
 
-def process_bytes(layers: int) -> int:
+def process_bytes(layers: int, sent_storages: int) -> int:
     """Return what a process takes on the host beside tensors: stacks and heaps of its threads,
-    Python's objects, the caller's micro-batches; grows with the chain's length."""
-    return _PROCESS_BYTES + layers * _LAYER_BYTES
+    Python's objects, the caller's micro-batches; grows with the chain's length, and with what all
+    micro-batches send to the host."""
+    return _PROCESS_BYTES + layers * _LAYER_BYTES + sent_storages * _SENT_STORAGE_BYTES
 
 
 class Sizes(NamedTuple):
@@ -154,7 +159,15 @@ class MemoryModel:
         # large as the weights.
         waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
         waiting += sum(cost.parameter_bytes for cost in self._costs.layers[:first])
-        return self.state_bytes + self._devices * waiting + process_bytes(len(self._costs.layers))
+        process = process_bytes(len(self._costs.layers), self._devices * self.sent_storages(shape))
+        return self.state_bytes + self._devices * waiting + process
+
+    def sent_storages(self, shape: Shape) -> int:
+        """Return how many storages of offloaded segments all micro-batches send to the host."""
+        sent = [
+            self.saved.of(*layers).sent for layers, how in shape.waiting.items() if how == "offload"
+        ]
+        return self.micro_batches * sum(sent)
 
     @property
     def state_bytes(self) -> int:
