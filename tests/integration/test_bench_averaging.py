@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,43 @@ def test_rounds_on_loopback_have_the_right_mean() -> None:
     assert set(result["processor_s"]) == {"round", "streams", "mesh"}
     with pytest.raises(ConfigError):
         AveragingSetup(peers=1)
+
+
+class _Scripted:
+    """Peers whose rounds end with means that are off by what the script says."""
+
+    method = "hivemind"
+
+    def __init__(self, *errors: float) -> None:
+        self.errors, self.told = list(errors), list[str]()
+
+    def tell_all(self, command: str, *_: object, **__: object) -> list[dict[str, float]]:
+        self.told.append(command)
+        if command == "check":
+            return [{"error": 0.0}, {"error": self.errors.pop(0)}]
+        return [{"round_s": 2.0}, {"round_s": 3.0}]
+
+
+def _hivemind(peers: _Scripted) -> averaging._Hivemind:
+    theirs = averaging._Hivemind(AveragingSetup(peers=2, part_bytes=()), None, [], Path())
+    theirs._peers = peers  # type: ignore[assignment]
+    return theirs
+
+
+def test_a_wrong_mean_of_hivemind_is_counted_and_its_round_made_again() -> None:
+    peers = _Scripted(1.5, 0.0, 0.0)
+    theirs = _hivemind(peers)
+    assert theirs.round_s(1.0) == 3.0
+    assert theirs.wrong_rounds == 1
+    # New averagers warm up by a round that does not count.
+    assert [each for each in peers.told if each in ("average", "round")] == [
+        "round", "average", "round", "round",
+    ]  # fmt: skip
+
+
+def test_means_of_hivemind_that_stay_wrong_end_the_benchmark() -> None:
+    with pytest.raises(averaging.WrongMeanError, match=r"off by \[0.0, 1.5\]"):
+        _hivemind(_Scripted(1.5, 1.5, 0.0, 1.5)).round_s(1.0)
 
 
 def test_replicas_learn_and_poison_does_little() -> None:

@@ -28,6 +28,7 @@ from atomtrain.benchmarks.shaping import Link, Network
 from atomtrain.errors import ConfigError
 
 _START_S = 90.0
+_TRIES = 3
 _LOOPBACK = "127.0.0.1"
 _PATIENT_BYTES_PER_S = 2e7
 """What deadlines on loopback are based on: no round shall run into one."""
@@ -150,7 +151,16 @@ def _measure(
                             their_rounds.setdefault(str(part_bytes), []).append(other_s)
         costs = _round(ours, setup, within_s, told_apart=True)["costs"]
         ours.tell_all("leave", _START_S)
-    return {**_result(setup, rate, measured, their_rounds), "costs": costs}
+        wrong = theirs.wrong_rounds
+    return {
+        **_result(setup, rate, measured, their_rounds),
+        "hivemind_wrong_rounds": wrong,
+        "costs": costs,
+    }
+
+
+class WrongMeanError(PeerError):
+    """A round ended without an error, but not with the mean of what the peers had."""
 
 
 class _Hivemind:
@@ -161,6 +171,9 @@ class _Hivemind:
     ) -> None:
         self._setup = setup
         self._peers: Peers | None = None
+        self._part_bytes = 0
+        self.wrong_rounds = 0
+        """Rounds that ended with a mean that was not the mean; they were made again."""
         if setup.part_bytes:
             self._peers = Peers("hivemind", network, setup.peers, folder, group=True)
             self._start(self._peers, hosts)
@@ -175,7 +188,8 @@ class _Hivemind:
                     self._peers.tell_all("leave", _START_S)
 
     def open(self, part_bytes: int) -> None:
-        """Have averagers that send parts of this size."""
+        """Have new averagers that send parts of this size."""
+        self._part_bytes = part_bytes
         if self._peers is not None:
             self._peers.tell_all(
                 "average", _START_S, lambda rank: {"rank": rank},
@@ -183,11 +197,33 @@ class _Hivemind:
             )  # fmt: skip
 
     def round_s(self, within_s: float) -> float | None:
-        """Average once; return the seconds, or None if it is not to be measured."""
+        """Average once; return the seconds, or None if it is not to be measured.
+
+        Now and then some members are left without the mean, and are told of no failure. Such a
+        round has no time: new averagers make it again, after one round to warm up as all have.
+
+        Raises:
+            WrongMeanError: the mean was wrong `_TRIES` times in a row.
+        """
         if self._peers is None:
             return None
-        self._peers.tell_all("assemble", within_s + 30, patience_s=within_s)
-        return float(_round(self._peers, self._setup, within_s)["round_s"])
+        wrong = 0
+        while True:
+            try:
+                if wrong:
+                    self.open(self._part_bytes)
+                    self._average(self._peers, within_s)
+                return self._average(self._peers, within_s)
+            except WrongMeanError as error:
+                wrong += 1
+                self.wrong_rounds += 1
+                if wrong == _TRIES:
+                    raise
+                progress(f"{error}; made again")
+
+    def _average(self, peers: Peers, within_s: float) -> float:
+        peers.tell_all("assemble", within_s + 30, patience_s=within_s)
+        return float(_round(peers, self._setup, within_s)["round_s"])
 
     def _start(self, peers: Peers, hosts: list[str]) -> None:
         try:
@@ -244,6 +280,9 @@ def _round(peers: Peers, setup: AveragingSetup, within_s: float, **how: Any) -> 
     """Have all peers average once; return the slowest one's time, checked for the right mean.
 
     Processor times are those of all peers together.
+
+    Raises:
+        WrongMeanError: some peer has another mean than the right one.
     """
     answers = peers.tell_all(
         "round", within_s + 30, at_s=time.monotonic() + 0.5, peers=setup.peers,
@@ -253,7 +292,7 @@ def _round(peers: Peers, setup: AveragingSetup, within_s: float, **how: Any) -> 
     errors = [float(check["error"]) for check in checks]
     right = all(error <= _ERROR_MAX for error in errors)  # false for NaN, too
     if not right or len({check.get("digest") for check in checks}) > 1:
-        raise PeerError(f"{peers.method}: a wrong mean, off by {errors}")
+        raise WrongMeanError(f"{peers.method}: a wrong mean, off by {errors}")
     slowest = max(answers, key=lambda answer: float(answer["round_s"]))
     costs: Counter[str] = Counter()
     for answer in answers:
