@@ -18,5 +18,6 @@ SMALLEST = NetworkSetup(
     window_s=0.5,
     settle_s=1.0,
     alone_s=0.5,
+    turns=3,
     longest_window_s=3.0,
 )

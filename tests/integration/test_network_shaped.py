@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +207,8 @@ def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:
         assert 0 < row[method]["utilisation"] <= 1.5
     alone = row["atom"]["alone_tokens_per_s"]
     assert row["atom"]["share_of_alone"] == row["atom_tokens_per_s"] / alone
+    assert row["atom"]["share_of_alone"] == statistics.median(row["atom"]["shares_of_alone"])
+    assert len(row["atom"]["shares_of_alone"]) == SMALLEST.turns
     assert json.loads(kept.read_text()) == {**json.loads(json.dumps(result)), "complete": False}
     # A pipeline sends activations: far more for a token than averaging now and then.
     assert row["pipeline"]["sent_bytes_per_token"] > 2 * MODEL_BYTES_PER_TOKEN

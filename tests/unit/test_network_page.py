@@ -118,6 +118,16 @@ def test_a_pipeline_that_was_too_slow_for_full_steps_is_told() -> None:
     assert largest_ratio([{**ROW, "full_step_ratio": 2.2}]) == 2.2
 
 
+def test_a_share_of_several_turns_is_told_with_its_spread() -> None:
+    def told(**atom: object) -> str:
+        return page([{**RESULT, "rows": [{**ROW, "atom": {**ROW["atom"], **atom}}]}])  # type: ignore[dict-item]
+
+    assert "| 0.95 |" in told(share_of_alone=0.95, shares_of_alone=[0.95])
+    assert "| 0.95 (0.91 to 1.02) |" in told(
+        share_of_alone=0.95, shares_of_alone=[0.91, 0.95, 1.02]
+    )
+
+
 def test_a_result_s_command_is_told_and_names_its_section() -> None:
     def told(inputs: dict[str, object], **more: object) -> str:
         return command({**RESULT, "inputs": {"links": [1], "stand_ins": [1], **inputs}, **more})

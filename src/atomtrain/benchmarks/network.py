@@ -71,7 +71,7 @@ from atomtrain.units import format_count
 _LEARNING_RATE = 1e-3
 """For text; of random tokens nothing can be learnt."""
 _NOT_ASKED = "not asked for"
-_ALONE_TIMES = 3.0
+_ALONE_TIMES, _ALONE_TURNS = 2.0, 5
 _QUIET_LOAD = 0.5
 """Processes that want a core, on average over a minute, beside which measurements still hold."""
 
@@ -105,8 +105,9 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
         setup = replace(setup, links=ALONE_LINKS, stand_ins=(), baselines=False)
     if options.links == "alone":
         # All there is to tell are two rates a few percent apart, on cores that are not steadier.
-        longer = {name: _ALONE_TIMES * getattr(setup, name) for name in ("window_s", "alone_s")}
-        setup = replace(setup, **longer)
+        window_s, alone_s = (_ALONE_TIMES * each for each in (setup.window_s, setup.alone_s))
+        turns = 1 if options.quick else _ALONE_TURNS
+        setup = replace(setup, window_s=window_s, alone_s=alone_s, turns=turns)
     started_s = time.monotonic()
     load = os.getloadavg()[0]
     if load > _QUIET_LOAD:
@@ -322,8 +323,10 @@ def _sentence(row: Result) -> str:
 
     ratio = "" if row["ratio"] is None else f", ratio {row['ratio']:.2f}"
     ratio += "" if row["rounds_finished"] else ", no round finished"
-    share = (row.get("atom") or {}).get("share_of_alone")
-    alone = "" if share is None else f" ({share:.2f} of as many alone)"
+    atom = row.get("atom") or {}
+    share, turns = atom.get("share_of_alone"), len(atom.get("shares_of_alone", []))
+    middle = f", the middle one of {turns}" if turns > 1 else ""
+    alone = "" if share is None else f" ({share:.2f} of as many alone{middle})"
     asked = (row.get("data_parallel") or {}).get("left_out") != _NOT_ASKED
     pipeline = f", pipeline {rate(row['pipeline_tokens_per_s'])}" if asked else ""
     return f"{link_name(row)}: ATOM {rate(row['atom_tokens_per_s'])}{alone}{pipeline}{ratio}"

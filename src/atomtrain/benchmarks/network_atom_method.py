@@ -77,11 +77,25 @@ class AtomMethod:
 
         Before and after, all peers train at the same time too, but each for itself. They share the
         cores as in the swarm, so `share_of_alone` is what averaging leaves. The swarm starts from
-        the weights that every method starts from.
+        the weights that every method starts from. With several turns the one with the middle share
+        is returned, and `shares_of_alone` are those of all.
         """
         peers = self._ready(speeds)
-        setup = self.setup
         alone = [self._alone(peers)]
+        turns: list[Reply] = []
+        for _ in range(self.setup.turns):
+            together = self._together(peers, link, speeds)
+            alone.append(self._alone(peers))
+            turns.append({**together, **_beside(alone[-2:], together["tokens_per_s"])})
+        if not self.setup.alone_s:
+            return turns[0]
+        shares = [turn["share_of_alone"] for turn in turns]
+        middle = turns[shares.index(statistics.median_low(shares))]
+        return {**middle, "shares_of_alone": shares}
+
+    def _together(self, peers: Peers, link: Link, speeds: Speeds) -> Reply:
+        """Have all peers train as a swarm of a new run, on `link`."""
+        setup = self.setup
         if not self._fresh:
             assert self._open_size is not None
             self._open(peers, speeds, self._open_size)
@@ -119,8 +133,7 @@ class AtomMethod:
         )
         self.network.shape(Link(bits_per_s=None))
         peers.tell_all("leave", START_S)
-        alone.append(self._alone(peers))
-        return {**self._result(replies, predicted, link), **_beside(alone, _rate(replies))}
+        return self._result(replies, predicted, link)
 
     def _alone(self, peers: Peers) -> _Alone | None:
         """Have all peers train, none in a swarm; `None`: not wanted."""

@@ -166,7 +166,6 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     marks = _marks(rows)
     for index, row in enumerate(rows):
-        share = (row.get("atom") or {}).get("share_of_alone")
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         if (full := row.get("full_step_ratio")) is not None:
             ratio += f" ({full:.0f} to full steps, simulated)"
@@ -178,7 +177,7 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
             per_flop_name(row),
             meant(row),
             _count(row["atom_tokens_per_s"]),
-            "-" if share is None else f"{share:.2f}",
+            _share_of_alone(row.get("atom") or {}),
             str(rounds_finished(row)) if row["atom_tokens_per_s"] else "-",
             _count(row["pipeline_tokens_per_s"]),
             ", ".join(_count(row.get(f"{name}_tokens_per_s")) for name in _PARALLEL),
@@ -187,6 +186,14 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
             ", ".join(_number(row, name, "utilisation", "{:.0%}") for name in _TWO),
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def _share_of_alone(atom: Row) -> str:
+    if (share := atom.get("share_of_alone")) is None:
+        return "-"
+    shares = atom.get("shares_of_alone", [])
+    spread = f" ({min(shares):.2f} to {max(shares):.2f})" if len(shares) > 1 else ""
+    return f"{share:.2f}{spread}"
 
 
 def _number(row: Row, method: str, key: str, form: str) -> str:

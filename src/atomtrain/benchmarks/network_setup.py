@@ -90,6 +90,8 @@ class NetworkSetup:
     """Least length of a measurement."""
     alone_s: float = 8.0
     """Least length of the one in which ATOM's peers train each for itself."""
+    turns: int = 1
+    """Measurements of ATOM as a swarm on each link, each between two of its peers alone."""
     settle_s: float = 6.0
     """ATOM trains so long before it is measured."""
     longest_window_s: float = 240.0
@@ -105,6 +107,11 @@ class NetworkSetup:
     def __post_init__(self) -> None:
         if self.peers < 2:
             raise ConfigError(f"a network needs at least 2 peers, not {self.peers}")
+        if self.turns < 1 or (self.turns > 1 and not self.alone_s):
+            raise ConfigError(
+                f"turns must be at least 1, and more than 1 take alone_s, not {self.turns} and "
+                f"{self.alone_s:g} s"
+            )
         if self.spare_share <= 0:
             raise ConfigError(f"spare_share must be above 0, not {self.spare_share}")
         sequences = self.model.sequences_per_peer
