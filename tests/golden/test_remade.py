@@ -20,13 +20,14 @@ from swapped import (
 )
 from torch import Tensor, nn
 
-from atomtrain.analysis import chain_of, layer_costs
-from atomtrain.analysis.saved import SavedCost
+from atomtrain.analysis import LayerCost, chain_of, layer_costs
+from atomtrain.analysis.remade import Making
 from atomtrain.optimizers import AdamW
 from atomtrain.planning import Shape
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 WIDTH = 12
+BOTH = pytest.mark.parametrize("remakes", [True, False])
 
 
 @pytest.fixture(autouse=True)
@@ -138,19 +139,22 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("bounds", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 4, 7), (0, 3, 6), (0, 1, 6)])
 @pytest.mark.parametrize("slots", [1, 3])
+@BOTH
 def test_bits_of_odd_models(
-    monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, ...], slots: int
+    monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, ...], slots: int, remakes: bool
 ) -> None:
-    offloaded = ("offload",) * (len(bounds) - 1)
-    shape = Shape(bounds, (*bounds, 8), slots, 1, activations=(*offloaded, "recompute"))
-    use_shape(monkeypatch, shape)
+    how: Any = (*("offload",) * (len(bounds) - 1), "recompute")
+    use_shape(monkeypatch, Shape(bounds, (*bounds, 8), slots, 1, activations=how, remakes=remakes))
     steps = [pairs([6, 6, 5], WIDTH) for _ in range(2)]
     check(model(), steps, loss_of=sequential_loss, loss=regression, inject=random_delays(slots))
 
 
-def test_bits_of_memory_that_is_seen_in_two_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Shape((0, 1, 2), (0, 1, 2, 3), 2, 1, activations=("offload", "offload", "recompute"))
-    use_shape(monkeypatch, shape)
+@BOTH
+def test_bits_of_memory_that_is_seen_in_two_types(
+    monkeypatch: pytest.MonkeyPatch, remakes: bool
+) -> None:
+    how: Any = ("offload", "offload", "recompute")
+    use_shape(monkeypatch, Shape((0, 1, 2), (0, 1, 2, 3), 2, 1, activations=how, remakes=remakes))
     network = nn.Sequential(nn.Linear(WIDTH, WIDTH), Rotating(), nn.Linear(WIDTH, 3))
     steps = [pairs([6, 6], WIDTH) for _ in range(2)]
     check(network, steps, loss_of=sequential_loss, loss=regression)
@@ -164,6 +168,31 @@ def test_bits_of_long_chains_of_cheap_operations(monkeypatch: pytest.MonkeyPatch
     check(network, steps, loss_of=sequential_loss, loss=regression)
 
 
+@pytest.mark.parametrize("of", [ByHand, Chains])
+def test_where_all_is_sent_nothing_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, of: type[nn.Module]
+) -> None:
+    """It takes host memory instead, as much as is predicted."""
+    how: Any = ("offload", "offload", "recompute")
+    host_bytes, made = [], []
+    result = Making.result
+    monkeypatch.setattr(Making, "result", lambda *args: made.append(args) or result(*args))
+    for remakes in (True, False):
+        shape = Shape((0, 1, 2), (0, 1, 2, 3), 2, 1, activations=how, remakes=remakes)
+        use_shape(monkeypatch, shape)
+        network = nn.Sequential(nn.Linear(WIDTH, WIDTH), of(), nn.Linear(WIDTH, 3))
+        step = pairs([6, 6], WIDTH)
+        with swap(network, step[0], AdamW, micro_batches=2, loss=regression) as engine:
+            assert engine.plan.remakes is remakes
+            made.clear()
+            engine.step(step)
+            assert bool(made) is remakes
+            host_bytes.append((engine.plan.host_bytes, engine._executor.pool.total_bytes))
+    (remaking, little), (sending, much) = host_bytes
+    assert little < much
+    assert sending - remaking >= much - little
+
+
 def test_bits_of_bfloat16() -> None:
     steps, losses = token_batches(2, steps=2), []
     for how in ("recompute", "offload"):
@@ -175,11 +204,11 @@ def test_bits_of_bfloat16() -> None:
     assert losses[0] == losses[1]
 
 
-def saved_by(layer: nn.Module, example: Tensor) -> SavedCost:
+def cost_of(layer: nn.Module, example: Tensor) -> LayerCost:
     width = example.shape[-1]
     whole = nn.Sequential(nn.Linear(width, width), layer, nn.Linear(width, 3))
     traced = chain_of(whole, (example, torch.zeros(1)), torch.sum)
-    return layer_costs(traced.chain, traced.bind((example, torch.zeros(1)))).layers[1].saved
+    return layer_costs(traced.chain, traced.bind((example, torch.zeros(1)))).layers[1]
 
 
 def test_what_a_block_sends() -> None:
@@ -188,7 +217,8 @@ def test_what_a_block_sends() -> None:
     batch = token_batches(1)[0][0]
     network = deep_gpt(0.0, tied=False)
     traced = chain_of(network, batch, None)
-    saved = layer_costs(traced.chain, traced.bind(batch)).layers[1].saved
+    cost = layer_costs(traced.chain, traced.bind(batch)).layers[1]
+    saved = cost.saved
     row = 4 * batch["input_ids"].numel() * 16
     assert saved.reads == (True,), "the first normalisation's input"
     assert saved.sent_bytes == row * (1 + 3 + 1 + 4) + row * 2 // 16
@@ -197,11 +227,17 @@ def test_what_a_block_sends() -> None:
     assert saved.sent == 5
     # Both normalisations (with their weights and biases) and the activation function, once each.
     assert saved.remade_traffic_bytes == 2 * remade + stats + 4 * 4 * 16
+    # Or all of it: what normalisations found about rows, and three results.
+    whole = cost.all_sent
+    assert whole is not None
+    assert whole.sent_bytes == whole.inner_bytes == saved.inner_bytes
+    assert whole.sent == saved.sent + 4 + 3
+    assert whole.remade_traffic_bytes == 0
 
 
 def test_what_a_gate_sends() -> None:
     rows, item = 7, 4
-    saved = saved_by(ByHand(), torch.randn(rows, WIDTH))
+    saved = cost_of(ByHand(), torch.randn(rows, WIDTH)).saved
     # Its input is a value; inside, gate and factor.
     assert saved.reads == (True,)
     assert saved.sent_bytes == item * rows * 2 * 20

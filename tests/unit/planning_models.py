@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from atomtrain.planning import Layout, Plan, Shape
-from atomtrain.planning.costing import Costing, Steps
+from atomtrain.planning.costing import Costing, Given, Steps
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.problem import plan_of
 from atomtrain.planning.shape import ACTIVATIONS, Activation
@@ -22,18 +22,23 @@ def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
     def plan(planner: Planner, micro_batches: int) -> Plan:
         layout = Layout(planner.chain)
         shape.check(len(planner.chain.layers), layout.blocks)
-        memory = memory_of(planner, micro_batches)
+        memory = memory_of(planner, micro_batches, shape)
         steps = Steps(micro_batches=micro_batches, updates=planner.updates)
-        costing = Costing(planner.given, layout, steps)
+        costing = Costing(_given(planner, shape), layout, steps)
         return plan_of(shape, memory, costing, planner.machine)
 
     monkeypatch.setattr(Planner, "plan", plan)
 
 
-def memory_of(planner: Planner, micro_batches: int) -> MemoryModel:
-    """Return what tells the memory that shapes of a planner's model need."""
-    layout = Layout(planner.chain)
-    return MemoryModel(planner.chain, planner.costs, layout, micro_batches, planner.updates)
+def memory_of(planner: Planner, micro_batches: int, shape: Shape) -> MemoryModel:
+    """Return what tells the memory that a shape of a planner's model needs."""
+    given = _given(planner, shape)
+    layout = Layout(given.chain)
+    return MemoryModel(given.chain, given.costs, layout, micro_batches, planner.updates)
+
+
+def _given(planner: Planner, shape: Shape) -> Given:
+    return planner.given if shape.remakes else planner.given.sending_all()
 
 
 def random_shape(
@@ -74,6 +79,7 @@ def random_shape(
         tuple(activations),
         tuple(device),
         tuple(early),
+        source.random() < 0.5,
     )
 
 

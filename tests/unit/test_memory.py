@@ -82,7 +82,7 @@ def test_random_shapes_of_plans_need_what_was_predicted(
         assert measured >= least * engine.plan.device_peak_bytes
         engine.synchronize()
         host = host_bytes_of(engine)
-        sent = memory_of(engine.planner, micro_batches).sent_storages(shape)
+        sent = memory_of(engine.planner, micro_batches, shape).sent_storages(shape)
         process = process_bytes(len(engine.planner.chain.layers), sent)
         predicted = engine.plan.host_bytes - process
         assert host <= predicted

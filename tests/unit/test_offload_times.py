@@ -38,7 +38,7 @@ def test_layers_that_may_be_offloaded_are_measured() -> None:
     assert able < set(times)
     for kind, found in times.items():
         assert found[:2] == FAST[:2]
-        assert len(found.known) == (4 if kind in able else 2)
+        assert len(found.known) == (6 if kind in able else 2)
         assert all(seconds >= 0 for seconds in found.known)
 
 
@@ -68,6 +68,12 @@ def test_what_takes_longer_on_the_way_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert found.offload_backward_s is not None
     assert found.offload_forward_s > spent_s * block.saved.sent
     assert found.offload_backward_s < spent_s * block.saved.sent
+    # More storages go where nothing is made again.
+    assert block.all_sent is not None
+    assert found.send_forward_s is not None
+    assert found.send_backward_s is not None
+    assert found.send_forward_s > spent_s * block.all_sent.sent > spent_s * block.saved.sent
+    assert found.send_backward_s < spent_s * block.all_sent.sent
 
 
 def test_layers_that_take_long_are_not_measured() -> None:
@@ -82,16 +88,16 @@ def test_the_profile_of_the_emulated_device_has_it() -> None:
         times = measured_times(device, chain, costs, inputs)
     finally:
         device.close()
-    assert len(times[costs.layers[1].kind].known) == 4
+    assert len(times[costs.layers[1].kind].known) == 6
 
 
 def test_devices_that_take_turns_take_longer_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [EmulatedDevice(1 << 20, 1e9) for _ in range(2)]
     monkeypatch.setattr("atomtrain.swapping.crew.os.cpu_count", torch.get_num_threads)
     try:
-        times = {"a": LayerTime(1.0, 2.0, 0.25, 0.5), "b": LayerTime(1.0, 2.0)}
+        times = {"a": LayerTime(1.0, 2.0, 0.25, 0.5, 1.5, 3.0), "b": LayerTime(1.0, 2.0)}
         assert times_of_all(times, devices) == {
-            "a": LayerTime(2.0, 4.0, 0.5, 1.0),
+            "a": LayerTime(2.0, 4.0, 0.5, 1.0, 3.0, 6.0),
             "b": LayerTime(2.0, 4.0),
         }
     finally:

@@ -61,6 +61,19 @@ def test_a_plan_is_json_and_is_readable(chain_and_costs) -> None:
         assert word in text
 
 
+def test_plans_from_before_there_was_a_choice_make_again(chain_and_costs) -> None:
+    made = plan(chain_and_costs, machine(), host_layers=0, activations="offload", segments=3)
+    assert "offload" in made.activations
+    assert made.remakes
+    data = made.to_json()
+    del data["remakes"]
+    assert Plan.from_json(data) == made
+    whole = Plan.from_json({**data, "remakes": False})
+    assert not whole.shape.remakes
+    assert "offloaded whole" in whole.describe()
+    assert "offloaded whole" not in made.describe()
+
+
 def test_what_is_one_is_told_as_one(chain_and_costs) -> None:
     ones = {"slots": 1, "gradient_buffers": 1, "micro_batches": 1, "host_layers": 1}
     made = plan(chain_and_costs, machine(), host_layers=0)

@@ -153,7 +153,7 @@ def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
 
 
 def test_what_offloading_takes_is_kept(tmp_path: Path) -> None:
-    time = LayerTime(1.0, 2.0, 0.25, 0.5)
+    time = LayerTime(1.0, 2.0, 0.25, 0.5, 0.125, 0.375)
     cache = filled(tmp_path)
     cache.put_time("a", time)
     cache.save()

@@ -130,6 +130,9 @@ class Built(NamedTuple):
     on_disk: OnDisk
     clips: bool
 
+    def sending_all(self) -> Built:
+        return self._replace(costs=self.costs.sending_all())
+
     def space(self, request: Request) -> Space:
         layout = Layout(self.chain)
         disk = disk_use(self.chain, layout, two_moments(self.chain), self.on_disk)
@@ -172,6 +175,12 @@ def build(problem: Problem) -> Built:
                     forward_bytes=kind.out_bytes + kind.work_bytes,
                     backward_bytes=2 * kind.work_bytes, movable=kind.movable,
                     remade_traffic_bytes=kind.remade_traffic_bytes,
+                ),
+                all_sent=None if kind.sent_share == 1 else SavedCost(
+                    inner_bytes=kind.kept_bytes, sent_bytes=kind.kept_bytes, sent=2,
+                    reads=kind.saved[:1], writes=kind.saved[1:],
+                    forward_bytes=kind.out_bytes + kind.work_bytes,
+                    backward_bytes=2 * kind.work_bytes, movable=kind.movable,
                 ),
             )
         )  # fmt: skip
@@ -357,7 +366,8 @@ def compare(problem: Problem, built: Built, request: Request) -> None:
 def test_what_is_found_is_planned(problem: Problem) -> None:
     built = build(problem)
     request = Request(micro_batches=problem.micro_batches, host_layers=0)
-    least = least_device_bytes(built.space(request))
+    spaces = [one.space(request) for one in (built, built.sending_all())]
+    least = min(map(least_device_bytes, spaces))
     machine = built.machine.__class__(
         **{**built.machine.to_json(), "device_memory_bytes": max(1, least)}
     )
@@ -367,6 +377,58 @@ def test_what_is_found_is_planned(problem: Problem) -> None:
     assert made.on_disk == problem.on_disk
     assert made.device_peak_bytes == least
     assert made.step_s >= max(made.compute_s, made.load_s, made.unload_s, made.update_s) * 0.999
+
+
+@settings(deadline=None, max_examples=30)
+@given(problems(most_layers=3), st.sampled_from([None, "offload"]))
+def test_all_is_sent_where_that_is_faster(problem: Problem, pinned: Activation | None) -> None:
+    """Brute force over plans that make something again, and those that send it."""
+    built = build(problem._replace(on_disk=(), clips=False))
+    given: dict[str, Any] = {"resident": (), "device_blocks": (), "slots": 2}
+    request = Request(micro_batches=problem.micro_batches, activations=pinned, **given)
+    remaking, sending = (
+        choices_of(one.space(request), one, request) for one in (built, built.sending_all())
+    )
+    sizes = sorted(choice.device_bytes for choice in (*remaking, *sending))
+    if not sizes:
+        return
+    budget = int(sizes[0] + problem.memory_share * (sizes[-1] - sizes[0]))
+    remaking_s, sending_s = (
+        min((c.step_s for c in choices if c.device_bytes <= budget), default=math.inf)
+        for choices in (remaking, sending)
+    )
+    if math.isclose(1.01 * sending_s, remaking_s, rel_tol=1e-9):
+        return
+    machine = dataclasses.replace(built.machine, device_memory_bytes=budget)
+    made = make_plan(built.chain, built.costs, built.times, machine, request)
+    assert made.remakes is (1.01 * sending_s > remaking_s)
+    best_s = remaking_s if made.remakes else sending_s
+    assert made.step_s <= 1.01 * best_s * (1 + 1e-9)
+    assert made.device_peak_bytes <= budget
+
+
+@pytest.mark.parametrize(("bytes_per_s", "remakes"), [(1e5, False), (4e3, True)])
+def test_what_is_made_again_is_sent_where_the_link_has_room(
+    bytes_per_s: float, remakes: bool
+) -> None:
+    """Making it again takes half as long as forward; so does sending it over the slow link."""
+    kind = Kind(64, 0.1, 0.3, 64, 64, 640, (True, False), True, 0.5, 42_000)
+    rates = bytes_per_s, bytes_per_s, 1e4
+    built = build(Problem((kind,) * MOST_KINDS, (0, 1, 2, 3), (), 2, *rates, 0.0, 1.0))
+    request = Request(micro_batches=2, activations="offload")
+
+    def made(host_memory_bytes: int = 1 << 40) -> Plan:
+        machine = dataclasses.replace(built.machine, host_memory_bytes=host_memory_bytes)
+        return make_plan(built.chain, built.costs, built.times, machine, request)
+
+    free = made()
+    assert "offload" in free.activations
+    assert free.remakes is remakes
+    if not remakes:  # nor where host memory has none
+        again = made(free.host_bytes - 1)
+        assert again.remakes
+        assert again.host_bytes < free.host_bytes
+        assert again.step_s > 1.01 * free.step_s
 
 
 @settings(deadline=None, max_examples=20)

@@ -14,7 +14,7 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.planning import segments
 from atomtrain.planning.host import host_choices, without
-from atomtrain.planning.segments import segments_of
+from atomtrain.planning.segments import segments_of, sending_all
 from atomtrain.reporting.subject import subject
 
 
@@ -30,6 +30,21 @@ def test_segments_are_made_once_for_a_chain_and_its_costs() -> None:
     first = segments_of(chain, costs)
     assert segments_of(chain, costs) is first
     assert segments_of(chain, ChainCosts(*costs)) is not first
+
+
+def test_the_view_in_which_all_is_sent_is_made_once_and_gone_with_the_chain() -> None:
+    analysis = subject("tiny", 16).analyse(1)
+    chain, costs = analysis.chain, analysis.costs
+    sending = sending_all(chain, costs)
+    assert sending_all(chain, costs) is sending
+    assert sending.chain.layers == chain.layers
+    assert not sending.costs.remakes
+    assert segments_of(*sending).sent_bytes.sum() > segments_of(chain, costs).sent_bytes.sum()
+    key = id(sending.chain)
+    assert key in segments._KNOWN
+    del analysis, chain, costs, sending
+    gc.collect()
+    assert key not in segments._KNOWN
 
 
 def test_nothing_is_left_of_chains_that_are_gone() -> None:

@@ -54,6 +54,9 @@ class LayerCost:
     """Forward draws random numbers."""
     saved: SavedCost
     """What backward needs of forward."""
+    all_sent: SavedCost | None = None
+    """The same if an offloaded layer sends all of it and makes nothing again; `None`: it makes
+    nothing again anyway."""
 
 
 class ValueSpec(NamedTuple):
@@ -87,6 +90,19 @@ class ChainCosts(NamedTuple):
 
     layers: tuple[LayerCost, ...]
     values: Mapping[str, ValueSpec]
+
+    @property
+    def remakes(self) -> bool:
+        """Whether any layer makes something again where it is offloaded."""
+        return any(layer.all_sent is not None for layer in self.layers)
+
+    def sending_all(self) -> ChainCosts:
+        """Return the costs of the same chain where offloaded layers make nothing again."""
+        layers = [
+            dataclasses.replace(layer, saved=layer.all_sent or layer.saved, all_sent=None)
+            for layer in self.layers
+        ]
+        return ChainCosts(tuple(layers), self.values)
 
 
 # Tensors, submodules and hooks of every module.
@@ -248,6 +264,9 @@ def _measure(
                 backward_bytes = tracker.peak_bytes - before_bytes - kept_bytes - seed_bytes
             backward_flops = flops.get_total_flops() - forward_flops
         saved = _measure_saved(layer, tensors, arguments)
+        all_sent = None
+        if saved.sent_bytes < saved.inner_bytes:
+            all_sent = _measure_saved(layer, tensors, arguments, remake=False)
     parameters = {id(p): p for p in layer.parameters.values()}.values()
     buffers = {id(b): b for b in layer.buffers.values()}.values()
     cost = LayerCost(
@@ -265,16 +284,24 @@ def _measure(
         changes_buffers=changes,
         random=tracker.random,
         saved=saved,
+        all_sent=all_sent,
     )
     return cost, out
 
 
 def _measure_saved(
-    layer: Layer, tensors: Mapping[str, Tensor], arguments: Sequence[Any]
+    layer: Layer,
+    tensors: Mapping[str, Tensor],
+    arguments: Sequence[Any],
+    *,
+    remake: bool = True,
 ) -> SavedCost:
-    """Run the layer once more; what it saves leaves at once and comes back when it is needed."""
+    """Run the layer once more; what it saves leaves at once and comes back when it is needed.
+
+    Without `remake` all of it comes back, and nothing is made again.
+    """
     tracker = StorageTracker()
-    watcher = SavedWatcher(list(tensors.values()))
+    watcher = SavedWatcher(list(tensors.values()), remake=remake)
     for value in arguments:
         if isinstance(value, Tensor):
             value.grad = None

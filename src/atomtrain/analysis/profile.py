@@ -47,6 +47,11 @@ class LayerTime(NamedTuple):
     """What forward takes more if what it saves goes to the host; `None`: not measured."""
     offload_backward_s: float | None = None
     """What backward takes more then, making again included; `None`: not measured."""
+    send_forward_s: float | None = None
+    """What forward takes more if all of it goes to the host and nothing is made again; `None`: not
+    measured."""
+    send_backward_s: float | None = None
+    """What backward takes more then; `None`: not measured."""
 
     @property
     def known(self) -> list[float]:
@@ -55,12 +60,17 @@ class LayerTime(NamedTuple):
 
     def scaled(self, factor: float) -> LayerTime:
         """Return the same where everything takes `factor` times as long."""
-        ahead_s, back_s = self.offload_forward_s, self.offload_backward_s
+        forward_s, backward_s, *offloading = self
         return LayerTime(
-            factor * self.forward_s,
-            factor * self.backward_s,
-            None if ahead_s is None else factor * ahead_s,
-            None if back_s is None else factor * back_s,
+            factor * forward_s,
+            factor * backward_s,
+            *(None if seconds is None else factor * seconds for seconds in offloading),
+        )
+
+    def sending_all(self) -> LayerTime:
+        """Return the same where offloading makes nothing again."""
+        return self._replace(
+            offload_forward_s=self.send_forward_s, offload_backward_s=self.send_backward_s
         )
 
 

@@ -9,7 +9,7 @@ again from the rest (`analysis/remade.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -85,22 +85,23 @@ class _Away:
 class SavedWatcher:
     """Lets a layer's saved tensors go at once, and brings each storage back for its first use.
 
-    Used on fake tensors, inside the tracker that counts them. What can be made again is.
+    Used on fake tensors, inside the tracker that counts them.
     """
 
-    def __init__(self, own: Sequence[Tensor]) -> None:
-        """`own` are parameters and buffers, which stay."""
+    def __init__(self, own: Sequence[Tensor], *, remake: bool = True) -> None:
+        """`own` are parameters and buffers, which stay; with `remake` what can be made again is."""
         self._own = {tensor.untyped_storage()._cdata for tensor in own}
         self._known = LiveStorages[_Storage | Remade]()
         self._sent: list[_Storage] = []
         self._remade: list[tuple[Remade, int]] = []
         self._recipes = Recipes(self._find)
+        self._noting: AbstractContextManager[Any] = self._recipes if remake else nullcontext()
         self._traffic, self._remaking = _Traffic(), False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Give the context in which the layer runs."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._recipes:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._noting:
             yield
 
     def is_saved(self, value: Any) -> bool:

@@ -24,7 +24,7 @@ from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit, training_visits
-from atomtrain.planning.segments import Segments, segments_of
+from atomtrain.planning.segments import Segments, segments_of, sending_all
 from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.planning.tables import Basis, Offloaded, Offloading, VisitTable
 from atomtrain.planning.timeline import DiskWork, Span, StepTime, VisitTime, predict, step_spans
@@ -44,6 +44,12 @@ class Given:
     times: Mapping[str, LayerTime]
     """Of each kind of layer, for one micro-batch."""
     machine: Machine
+
+    def sending_all(self) -> Given:
+        """Return the same for plans whose offloaded segments make nothing again."""
+        chain, costs = sending_all(self.chain, self.costs)
+        times = {kind: time.sending_all() for kind, time in self.times.items()}
+        return Given(chain=chain, costs=costs, times=times, machine=self.machine)
 
 
 class Place(NamedTuple):
@@ -202,6 +208,8 @@ def spans_of(
         clips: As in the plan's request.
         updates: As in the plan's request.
     """
+    if not plan.remakes:
+        given = given.sending_all()
     layout = Layout(given.chain)
     steps = Steps(
         micro_batches=plan.micro_batches,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from atomtrain.errors import PlanError, nearest
@@ -83,6 +83,9 @@ class Plan:
     early_blocks: tuple[int, ...]
     """Those of the other resident blocks that come ahead of their first user, in equal pieces with
     each layer of forward."""
+    remakes: bool = True
+    """Whether offloaded segments make again in backward what cheap operations can, or send all that
+    they save to the host. Plans written before there was a choice made it again."""
     host_layers: int
     """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]
@@ -135,6 +138,7 @@ class Plan:
             self.activations,
             self.device_blocks,
             self.early_blocks,
+            self.remakes,
         )
 
     @property
@@ -165,11 +169,12 @@ class Plan:
         Raises:
             PlanError: a key is missing or unknown, or the shape is impossible.
         """
-        known = [field.name for field in fields(cls)]
+        known = {field.name: field for field in fields(cls)}
         for key in data:
             if key not in known:
                 raise PlanError(f"a plan has no {key!r}.{nearest(key, known)}")
-        if missing := [name for name in known if name not in data]:
+        needed = [name for name, field in known.items() if field.default is MISSING]
+        if missing := [name for name in needed if name not in data]:
             raise PlanError(f"the plan lacks {missing[0]!r}; write it with Plan.to_json")
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
@@ -236,7 +241,8 @@ def disk_text(plan: Plan) -> str:
 
 def saved_text(shape: Shape) -> str:
     """Return what happens to what forward saves, as text such as `layers 0 to 3 recomputed`."""
-    words = {"recompute": "recomputed", "keep": "kept", "offload": "offloaded"}
+    offloaded = "offloaded" if shape.remakes else "offloaded whole"
+    words = {"recompute": "recomputed", "keep": "kept", "offload": offloaded}
     runs: list[tuple[str, int, int]] = []
     for layers in list(itertools.pairwise(shape.backward_bounds))[:-1]:
         word = words[shape.waiting.get(layers, "recompute")]

@@ -20,9 +20,20 @@ from atomtrain.planning.updating import two_moments
 
 
 class Problem:
-    """The plans with a number of leading layers on the host."""
+    """The plans with a number of leading layers on the host, whose offloaded segments make
+    something again or all send everything."""
 
-    def __init__(self, given: Given, request: Request, host_layers: int, on_disk: OnDisk) -> None:
+    def __init__(
+        self,
+        given: Given,
+        request: Request,
+        host_layers: int,
+        on_disk: OnDisk,
+        *,
+        remakes: bool = True,
+    ) -> None:
+        """`given` is what goes with `remakes`."""
+        self.remakes = remakes
         chain, costs, machine = given.chain, given.costs, given.machine
         self.host_layers, self._whole, self._machine = host_layers, chain, machine
         self.chain, rest_costs = without(chain, costs, host_layers)
@@ -74,8 +85,10 @@ class Problem:
 
     def plan(self, choice: Choice) -> Plan:
         """Return the plan of the whole chain."""
-        plan = plan_of(choice.shape, self.memory, self.costing, self._machine)
-        shape = whole_shape(choice.shape, self._whole, self.chain, self.host_layers)
+        offloads = "offload" in choice.shape.activations
+        shape = choice.shape._replace(remakes=self.remakes or not offloads)
+        plan = plan_of(shape, self.memory, self.costing, self._machine)
+        shape = whole_shape(shape, self._whole, self.chain, self.host_layers)
         return dataclasses.replace(
             plan,
             **shape._asdict(),
@@ -88,7 +101,8 @@ class Problem:
 
 
 def problems_of(given: Given, request: Request, on_disk: OnDisk = ()) -> list[Problem]:
-    """Return the problems of a request, one for each number of layers that may run on the host.
+    """Return the problems of a request, one for each number of layers that may run on the host, and
+    the same where offloaded segments make nothing again, if any makes something.
 
     Raises:
         PlanError: the request cannot be met.
@@ -111,7 +125,11 @@ def problems_of(given: Given, request: Request, on_disk: OnDisk = ()) -> list[Pr
         counts = [0]  # their blocks are those of all layers
     fewest = request.segments or 1
     counts = [n for n in counts if n == counts[0] or len(given.chain.layers) - n >= fewest]
-    return [Problem(given, request, n, on_disk) for n in counts]
+    problems = [Problem(given, request, n, on_disk) for n in counts]
+    if request.offload and request.activations in (None, "offload") and given.costs.remakes:
+        sending = given.sending_all()
+        problems += [Problem(sending, request, n, on_disk, remakes=False) for n in counts]
+    return problems
 
 
 def _check_request(space: Space, layout: Layout) -> None:

@@ -6,7 +6,10 @@
    device memory. If the fastest plan is among these, the one with the least memory of those that
    are as fast, within 0.2%.
 
-Both are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`.
+3. Offloaded segments make again in backward what cheap operations can, unless plans in which they
+   send everything are more than 1% faster (and host memory can hold it).
+
+All are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
-from atomtrain.planning.choice import AS_FAST, rank_of
+from atomtrain.planning.choice import AS_FAST, Choice, rank_of
 from atomtrain.planning.costing import Given
 from atomtrain.planning.disk import choices
 from atomtrain.planning.least import least_device_bytes
@@ -108,18 +112,48 @@ def _with_less_on_host(request: Request) -> list[Request]:
 
 
 def _best(problems: Sequence[Problem], machine: Machine, below_s: float) -> Plan:
-    """Return the fastest plan of several problems, with the least memory among those as fast."""
+    """Return the fastest plan of several problems, with the least memory among those as fast.
+
+    All that is saved is sent only where that is faster by more than plans can be told apart, and
+    host memory can hold it.
+    """
+    remaking = _fastest([problem for problem in problems if problem.remakes], below_s)
+    limit_s = min((each.step_s for each in remaking), default=math.inf) / (1 + _EQUAL)
+    sending = [problem for problem in problems if not problem.remakes]
+    found = [some for some in (_fastest(sending, min(limit_s, below_s)), remaking) if some]
+    if not found:
+        if below_s < math.inf:
+            raise TooSlowError(f"no plan takes less than {format_seconds(below_s)} a step")
+        raise _does_not_fit(problems, machine)
+    plan = _leanest(found[0])
+    if plan.host_bytes > machine.host_memory_bytes and len(found) > 1:
+        return _leanest(found[1])
+    return plan
+
+
+class _Fastest(NamedTuple):
+    """A fastest plan of a problem."""
+
+    problem: Problem
+    choice: Choice
+    step_s: float
+
+
+def _fastest(problems: Sequence[Problem], below_s: float) -> list[_Fastest]:
+    """Return the fastest plans of those problems that have one below a time, and about as fast as
+    that of any other."""
     found, limit_s = [], below_s
     for problem in problems:
         fastest = problem.fastest(limit_s)
         if fastest is not None:
             step_s = fastest.step_s + problem.host_s
-            found.append((problem, fastest, step_s))
+            found.append(_Fastest(problem, fastest, step_s))
             limit_s = min(limit_s, (1 + _EQUAL) * step_s)
-    if not found:
-        if below_s < math.inf:
-            raise TooSlowError(f"no plan takes less than {format_seconds(below_s)} a step")
-        raise _does_not_fit(problems, machine)
+    return found
+
+
+def _leanest(found: Sequence[_Fastest]) -> Plan:
+    """Return the plan with the least memory among those as fast as the fastest."""
     limit_s = (1 + _EQUAL) * min(step_s for _, _, step_s in found)
     plans = [
         problem.plan(problem.leanest(fastest, limit_s))

@@ -6,6 +6,7 @@ however often they are planned for.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ Array = NDArray[np.float64]
 
 
 class Rest(NamedTuple):
-    """What is left of a chain for the device."""
+    """What is left of a chain for the device, or another view of it."""
 
     chain: Chain
     costs: ChainCosts
@@ -64,6 +65,8 @@ class Segments:
         self._inputs: dict[int, list[int]] = {}
         self.rests: dict[int, Rest] = {}
         """What is left without so many leading layers, as far as it was asked for."""
+        self.all_sent: Rest | None = None
+        """The same layers where offloading makes nothing again, if it was asked for."""
 
     def of(self, start: int, stop: int) -> SegmentBytes:
         """Return what the memory of visits to layers `start` to `stop` follows from."""
@@ -160,6 +163,15 @@ class _Known(NamedTuple):
 
 _KNOWN: dict[int, _Known] = {}
 """By the `id` of each chain that lives."""
+
+
+def sending_all(chain: Chain, costs: ChainCosts) -> Rest:
+    """Return a chain of the same layers, with their costs where offloading makes nothing again;
+    made when it is first asked for."""
+    segments = segments_of(chain, costs)
+    if segments.all_sent is None:
+        segments.all_sent = Rest(dataclasses.replace(chain), costs.sending_all())
+    return segments.all_sent
 
 
 def segments_of(chain: Chain, costs: ChainCosts) -> Segments:

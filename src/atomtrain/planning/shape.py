@@ -42,6 +42,9 @@ class Shape(NamedTuple):
     early_blocks: tuple[int, ...] = ()
     """Those of the other resident blocks that come ahead of their first user, in equal pieces with
     each layer of forward."""
+    remakes: bool = True
+    """Whether offloaded segments make again in backward what cheap operations can, or send all that
+    they save to the host."""
 
     @property
     def segments(self) -> int:

@@ -69,9 +69,12 @@ class Executor:
         self._staying = self.slots.storages | self.buffers.storages
         self._training = Pass(chain, training_visits(plan.shape), plan)
         self._evaluation = Pass(chain, evaluation_visits(plan.shape), plan)
-        window_bytes = SavedTensors(chain, costs).window_bytes
+        planned = costs if plan.remakes else costs.sending_all()
+        window_bytes = SavedTensors(chain, planned).window_bytes
         self._graphs = Graphs(Offload(device, self.pool, window_bytes))
-        self._compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
+        # Compiled layers would run operation by operation if these were watched.
+        compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
+        self._remakes = plan.remakes and not compiled
         self._losses: list[Tensor] = []
         self._count = self._of = 0
         self.record: Record | None = None
@@ -220,8 +223,7 @@ class Executor:
         )
         parcel = self._graphs.offload.parcel() if visit.activation == "offload" else None
         graph = WaitingGraph(where, parcel)
-        # Compiled layers would run operation by operation if these were watched.
-        around = nullcontext if self._compiled else graph.layer
+        around = graph.layer if self._remakes else nullcontext
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,

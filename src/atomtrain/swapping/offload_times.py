@@ -42,6 +42,9 @@ class _Sample(NamedTuple):
     both_s: float
     offloaded_forward_s: float
     offloaded_backward_s: float
+    sent_forward_s: float
+    """Where nothing is made again."""
+    sent_backward_s: float
 
 
 def with_offloading(
@@ -62,7 +65,10 @@ def with_offloading(
         known = times.get(cost.kind)
         if known is not None and cost.saved.movable and sum(known[:2]) <= LONGEST_S:
             able.setdefault(cost.kind, (layer, cost))
-    window_bytes = SavedTensors(chain, costs).window_bytes
+    windows = {
+        remakes: SavedTensors(chain, costs if remakes else costs.sending_all()).window_bytes
+        for remakes in (True, False)
+    }
     samples: dict[str, list[_Sample]] = {kind: [] for kind in able}
     device = EmulatedDevice(_UNLIMITED_BYTES, _LINK_BYTES_PER_S)
     try:
@@ -72,7 +78,7 @@ def with_offloading(
                     layer,
                     example_values(layer, costs, inputs, device.torch_device),
                     device,
-                    window_bytes,
+                    windows,
                 )
                 for kind, (layer, _) in able.items()
             }
@@ -89,10 +95,13 @@ def with_offloading(
 
 
 def _added(known: LayerTime, samples: Sequence[_Sample]) -> LayerTime:
-    forward_s, both_s, away_s, back_s = (usual_s(each) for each in zip(*samples, strict=True))
+    usual = _Sample(*(usual_s(each) for each in zip(*samples, strict=True)))
+    backward_s = usual.both_s - usual.forward_s
     return known._replace(
-        offload_forward_s=max(0.0, away_s - forward_s),
-        offload_backward_s=max(0.0, back_s - (both_s - forward_s)),
+        offload_forward_s=max(0.0, usual.offloaded_forward_s - usual.forward_s),
+        offload_backward_s=max(0.0, usual.offloaded_backward_s - backward_s),
+        send_forward_s=max(0.0, usual.sent_forward_s - usual.forward_s),
+        send_backward_s=max(0.0, usual.sent_backward_s - backward_s),
     )
 
 
@@ -100,11 +109,17 @@ class _Bench:
     """A layer with parameters in a slot, as in the engine."""
 
     def __init__(
-        self, layer: Layer, values: Sequence[Any], device: EmulatedDevice, window_bytes: int
+        self,
+        layer: Layer,
+        values: Sequence[Any],
+        device: EmulatedDevice,
+        windows: Mapping[bool, int],
     ) -> None:
+        """`windows` are the bytes of the window, where something is made again and where not."""
         self._layer, self._device = layer, device
         self._values = dict(zip(layer.reads, values, strict=True))
-        self._offload = Offload(device, HostPool(device), window_bytes)
+        pool = HostPool(device)
+        self._offloads = {remakes: Offload(device, pool, n) for remakes, n in windows.items()}
         parameters = layer.parameters
         aligned = [-(-p.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for p in parameters.values()]
         self._slot = torch.empty(sum(aligned), dtype=torch.uint8)
@@ -125,12 +140,9 @@ class _Bench:
         self._where = Where(self._slot, staying, frozenset())
 
     def sample(self) -> _Sample:
-        """Run the layer in both ways, one after the other."""
-        plain = iter(self._plain())
-        offloaded = iter(self._offloaded())
-        return _Sample(
-            self._timed(plain), self._timed(plain), self._timed(offloaded), self._timed(offloaded)
-        )
+        """Run the layer in all ways, one after the other."""
+        ways = self._plain(), self._offloaded(remakes=True), self._offloaded(remakes=False)
+        return _Sample(*(self._timed(way) for way in ways for _ in range(2)))
 
     def _timed(self, parts: Iterator[None]) -> float:
         with self._device.computing():
@@ -152,20 +164,22 @@ class _Bench:
                 value.grad = None
         yield
 
-    def _offloaded(self) -> Iterator[None]:
-        parcel = self._offload.parcel()
+    def _offloaded(self, *, remakes: bool) -> Iterator[None]:
+        offload = self._offloads[remakes]
+        parcel = offload.parcel()
         graph = WaitingGraph(self._where, parcel)
 
         def run(taken: Mapping[str, Any]) -> dict[str, Any]:
-            with nullcontext() if isinstance(self._layer, CompiledLayer) else graph.layer():
+            watched = remakes and not isinstance(self._layer, CompiledLayer)
+            with graph.layer() if watched else nullcontext():
                 return self._run(taken)
 
         taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}
         needs = {n for n, v in self._values.items() if isinstance(v, Tensor) and v.requires_grad}
         written = graph.run(taken, needs.__contains__, run, self._layer.writes)
         yield
-        self._offload.drain()
-        self._offload.turn([parcel])
+        offload.drain()
+        offload.turn([parcel])
         graph.backward(
             self._slot,
             lambda name: name in written,

@@ -129,7 +129,7 @@ def _sample(activation: Activation) -> Sample:
 
 def offloaded_storages(shape: Shape, chain: Chain, costs: ChainCosts) -> int:
     """Return how many storages of a micro-batch wait on the host for backward."""
-    saved = SavedTensors(chain, costs)
+    saved = SavedTensors(chain, costs if shape.remakes else costs.sending_all())
     return sum(saved.of(*layers).sent for layers, how in shape.waiting.items() if how == "offload")
 
 
