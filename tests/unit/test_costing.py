@@ -113,6 +113,16 @@ def test_what_offloading_takes_is_measured_or_estimated_but_not_both(model, shap
         step(model, mixed, measured).compute_s, rel=1e-6
     )
     assert step(model, mixed, half, **rates) == step(model, mixed, **rates)
+    # Copies of what is offloaded went on while it was measured; those of parameters did not.
+    copying = {"compute_s_per_copied_byte": 1e-6}
+
+    def copied_s(*time: LayerTime) -> float:
+        slow, fast = (step(model, mixed, *time, **rate).compute_s for rate in (copying, {}))
+        return slow - fast
+
+    moved = SavedTensors(*model).of(0, offloaded_layers)
+    each_way_s = MICRO_BATCHES * 1e-6 * moved.sent_bytes
+    assert copied_s() - copied_s(measured) == pytest.approx(2 * each_way_s)
     assert step(model, shape, measured) == step(model, shape)
 
 

@@ -415,7 +415,7 @@ def test_what_is_made_again_is_sent_where_the_link_has_room(
     kind = Kind(64, 0.1, 0.3, 64, 64, 640, (True, False), True, 0.5, 42_000)
     rates = bytes_per_s, bytes_per_s, 1e4
     built = build(Problem((kind,) * MOST_KINDS, (0, 1, 2, 3), (), 2, *rates, 0.0, 1.0))
-    request = Request(micro_batches=2, activations="offload")
+    request = Request(micro_batches=2, activations="offload", segments=4, resident=())
 
     def made(host_memory_bytes: int = 1 << 40) -> Plan:
         machine = dataclasses.replace(built.machine, host_memory_bytes=host_memory_bytes)

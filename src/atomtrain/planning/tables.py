@@ -182,12 +182,14 @@ class VisitTable:
         )
         if self._activation == "offload":
             away = basis.offloaded()
-            byte_s = machine.compute_s_per_copied_byte + machine.compute_s_per_offloaded_byte
-            compute_s = compute_s + byte_s * away.n_bytes
-            if basis.offloading is not None:
+            compute_s = compute_s + machine.compute_s_per_offloaded_byte * away.n_bytes
+            if basis.offloading is not None:  # with the copies beside it
                 measured = basis.offloading
                 return compute_s + (measured.backward_s if self._backward else measured.forward_s)
-            compute_s = compute_s + machine.compute_s_per_offloaded_storage * away.storages
+            compute_s = compute_s + (
+                machine.compute_s_per_copied_byte * away.n_bytes
+                + machine.compute_s_per_offloaded_storage * away.storages
+            )
             if self._backward:  # at the rate at which the device passes over memory in an update
                 compute_s = compute_s + basis.remade / (ADAMW_BYTES * machine.device_update_rate)
         return compute_s

@@ -27,8 +27,9 @@ from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.offload import Offload
 
 _ROUNDS = 10
-_MOST_S = 1.0
-"""After so long no further round begins."""
+_MOST_S = 3.0
+"""After so long no further round begins. Whether something is made again or sent is a matter of a
+few percent of a layer's time, which one or two rounds do not tell."""
 _UNLIMITED_BYTES = 1 << 62
 _LINK_BYTES_PER_S = 1e11
 _ALIGNED_BYTES = 64
