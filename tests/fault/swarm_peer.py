@@ -11,9 +11,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import mmap
+import os
 import random
 import resource
 import signal
+import struct
 import sys
 import threading
 import time
@@ -69,6 +72,20 @@ def set_clock(off_s: float) -> None:
         time.time = lambda: right() + off_s  # type: ignore[assignment]
 
 
+def follow_clocks(file: Path) -> None:
+    """Have this process's clocks be ahead by what a file says, from moment to moment.
+
+    It holds two float64, in seconds: of the time of day, and of the clock that nobody sets.
+    """
+    from atomtrain.swarm import clock
+
+    with file.open("rb") as opened:
+        ahead_s = mmap.mmap(opened.fileno(), 16, prot=mmap.PROT_READ)
+    day, steady = time.time, clock._steady_s
+    time.time = lambda: day() + struct.unpack("dd", ahead_s)[0]  # type: ignore[assignment]
+    clock._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
+
+
 def misbehave(kind: str) -> None:
     """Have this process do harm to rounds, or to its own files, from now on."""
     from atomtrain.swarm.exchange import Exchange
@@ -100,6 +117,61 @@ def misbehave(kind: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
+STAGES = (
+    "invited", "contributing", "reducing", "answering", "exchanged", "deciding", "merging",
+)  # fmt: skip
+"""Moments of a round, in their order, at which `fall_at` has a process fall."""
+
+
+def fall_at(stage: str, number: int) -> None:
+    """Have this process get a signal, once, when it is at that point of a round.
+
+    It has been invited; is about to encode a contribution; has all contributions to a slice, and no
+    mean; has sent a slice's mean to one member; has all means, and has not told the leader; leads,
+    and has told its decision to one member; has heard the decision, and changed nothing.
+    """
+    from atomtrain.swarm.anchor_store import AnchorStore
+    from atomtrain.swarm.exchange import Exchange
+    from atomtrain.swarm.leading import Leading
+    from atomtrain.swarm.membering import Membering
+    from atomtrain.swarm.messages import Commit
+    from atomtrain.swarm.owning import OwnedSlice
+    from atomtrain.swarm.timing import RoundTiming
+
+    once = threading.Lock()
+    answer, send = OwnedSlice.answer, Leading._send
+
+    def fall() -> None:
+        if once.acquire(blocking=False):
+            os.kill(os.getpid(), number)
+
+    async def fall_after_answer(self: OwnedSlice, channel: Any) -> None:
+        await answer(self, channel)
+        fall()
+
+    async def fall_while_telling(self: Leading, outgoing: Any) -> None:
+        if any(isinstance(message, Commit) for _, message in outgoing):
+            await send(self, outgoing[:1])
+            fall()
+            outgoing = outgoing[1:]
+        await send(self, outgoing)
+
+    if stage == "answering":
+        OwnedSlice.answer = fall_after_answer  # type: ignore[method-assign]
+    elif stage == "deciding":
+        Leading._send = fall_while_telling  # type: ignore[method-assign]
+    else:
+        owner, name = {
+            "invited": (Membering, "_enter"),
+            "contributing": (Exchange, "_encode_change"),
+            "reducing": (OwnedSlice, "_close"),
+            "exchanged": (RoundTiming, "observe"),
+            "merging": (AnchorStore, "merge"),
+        }[stage]
+        before = getattr(owner, name)
+        setattr(owner, name, lambda *given: (fall(), before(*given))[1])
+
+
 def flood(swarm: Swarm) -> None:
     """Open streams to all others as fast as can be, and say nothing on them."""
     context = swarm._service.context
@@ -115,6 +187,17 @@ def flood(swarm: Swarm) -> None:
     swarm._thread.submit(open_all())
 
 
+def begin(fault: str, swarm: Swarm) -> None:
+    """Have a fault from now on; `kill at STAGE` and `stop at STAGE` are some, too."""
+    signal_name, _, stage = fault.partition(" at ")
+    if stage:
+        fall_at(stage, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[signal_name])
+    elif fault == "flood":
+        flood(swarm)
+    else:
+        misbehave(fault)
+
+
 def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
@@ -126,7 +209,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     while not ended.is_set():
         if fault and fault_file.exists():
             say("fault", fault=fault)
-            flood(swarm) if fault == "flood" else misbehave(fault)
+            begin(fault, swarm)
             step_s, fault = (20 * step_s if fault == "slow" else step_s), ""
         time.sleep(step_s)
         vectors.step(settings["target"])
@@ -162,6 +245,8 @@ def linger(swarm: Swarm, for_s: float) -> None:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     set_clock(settings.get("clock_off_s", 0.0))
+    if "clocks" in settings:
+        follow_clocks(Path(settings["clocks"]))
     logging.basicConfig(level=settings.get("log", "WARNING"))
     torch.set_num_threads(1)
     try:

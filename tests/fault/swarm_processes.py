@@ -76,6 +76,14 @@ class PeerProcess:
         self.peer_id, self.daemon = ready["peer_id"], ready["daemon"]
         return str(ready["address"])
 
+    def state(self) -> str:
+        """Return what the kernel says of the process: R, S, T (stopped), Z (dead), or X: gone."""
+        try:
+            told = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return "X"
+        return told.rsplit(")", 1)[1].split()[0]
+
     def signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
 

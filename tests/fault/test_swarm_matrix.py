@@ -1,6 +1,6 @@
 """Every fault against every role, with real processes: the others go on, and hold the same.
 
-Takes ten minutes, so it runs on request only: `pytest -m matrix tests/fault`. Every member of a
+Takes long, so it runs on request only: `pytest -m matrix tests/fault`. Every member of a
 round contributes to all slices and reduces some: `corrupt` and `replay` spoil what a peer
 contributes, `false mean` what it reduces, the others hit both. The two roles differ in whom a fault
 hits: the peer that founded the run, and through which all came, or one that joined.
@@ -13,9 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from swarm_peer import STAGES
 from swarm_processes import PeerProcess, wait_same_anchors
+from waiting import wait_until
 
 pytestmark = pytest.mark.matrix
+OUTSIDE = ("kill", "stop", "restart", "clock")
 SENT = ("corrupt", "replay", "false mean", "flood", "slow", "full disk")
 
 
@@ -26,7 +29,7 @@ class Trio:
         settings = {"target": 1.0, "expiry_s": 4.0, "round_floor_s": 2.0}
         self.start_fault = folder / "start"
         start = str(self.start_fault)
-        sick = {"fault": fault, "fault_file": start} if fault in SENT else {}
+        sick = {} if fault in OUTSIDE else {"fault": fault, "fault_file": start}
         sick |= {"clock_off_s": 3600.0} if fault == "clock" else {}
         sick |= {"identity": str(folder / "key"), "peers_file": str(folder / "peers.json")}
         first = PeerProcess(**settings, **(sick if role == "founder" else {}))
@@ -62,7 +65,7 @@ class Trio:
 
 
 @pytest.mark.parametrize("role", ["founder", "newcomer"])
-@pytest.mark.parametrize("fault", ["kill", "stop", "restart", "clock", *SENT])
+@pytest.mark.parametrize("fault", [*OUTSIDE, *SENT])
 def test_fault(peers: list[PeerProcess], tmp_path: Path, fault: str, role: str) -> None:
     trio = Trio(peers, role, tmp_path, fault)
     victim = trio.victim
@@ -86,6 +89,22 @@ def test_fault(peers: list[PeerProcess], tmp_path: Path, fault: str, role: str) 
     if fault in ("slow", "full disk", "clock", "flood"):
         trio.wait_averaged({victim, *trio.healthy})
     trio.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_at_every_stage(peers: list[PeerProcess], tmp_path: Path, fault: str, stage: str) -> None:
+    """A process falls in the middle of a round, as contributor, owner of slices or leader."""
+    trio = Trio(peers, "newcomer", tmp_path, f"{fault} at {stage}")
+    victim = trio.victim
+    trio.start_fault.touch()
+    wait_until(lambda: victim.state() in "TXZ", victim.state)
+    trio.check()
+    if fault == "stop":
+        time.sleep(10.0)  # longer than records live
+        victim.signal(signal.SIGCONT)
+        trio.wait_averaged({victim, *trio.healthy})
+        trio.check()
 
 
 def test_wrong_key(peers: list[PeerProcess], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import selectors
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -55,9 +56,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._jumping.now_s
 
 
-def run_virtual(work: Callable[[], Awaitable[ResultT]]) -> ResultT:
+def run_virtual(work: Callable[[], Awaitable[ResultT]], loop: VirtualLoop | None = None) -> ResultT:
     """Run a coroutine on a virtual clock."""
-    loop = VirtualLoop()
+    loop = loop or VirtualLoop()
     try:
         return loop.run_until_complete(work())
     finally:
@@ -82,8 +83,16 @@ class Simulation:
     """Peers, their network, and a record of all that was averaged."""
 
     def __init__(
-        self, elements: tuple[int, ...], seed: int, delay_s: float = 0.02, **rules: Any
+        self,
+        elements: tuple[int, ...],
+        seed: int,
+        delay_s: float = 0.02,
+        *,
+        clock: Callable[[], float] | None = None,
+        **rules: Any,
     ) -> None:
+        """`clock`: the time that is the same for all peers, else the loop's."""
+        self.clock = clock
         self.random = random.Random(seed)
         self.network = MemoryNetwork(lambda: self.random.uniform(0, delay_s), stall_s=3.0)
         self.manifest = Manifest(
@@ -187,6 +196,16 @@ class Simulation:
         decode_span(self._codec, encode_span(self._codec, contribution), out)
         return out
 
+    async def settle(self, within_s: float) -> bool:
+        """Stop training, and wait until all peers hold the same anchors."""
+        for peer in self.peers.values():
+            peer.training = False
+        for _ in range(int(within_s)):
+            await asyncio.sleep(1)
+            if self.agree():
+                return True
+        return False
+
     def agree(self) -> bool:
         """Say whether all living peers hold the same anchors."""
         return len({peer.service.context.desk.store.stamps() for peer in self.peers.values()}) == 1
@@ -219,8 +238,9 @@ class SimulatedPeer:
             config,
             simulation.manifest,
             MemoryTransport(network, name),
-            MemoryDirectory(network, name),
+            MemoryDirectory(network, name, simulation.clock),
             InlineThread(),  # type: ignore[arg-type]
+            simulation.clock or time.time,
         )
         self._task: asyncio.Task[None] | None = None
         self._record()

@@ -27,7 +27,6 @@ _READ = 3
 _START_S = 15.0
 _ANSWER_S = 3.0
 _GREETINGS = 3
-_CLOCK_TOLERATED_S = 1.0
 
 
 class NobodyIntroduces(SwarmError):  # noqa: N818 - an event of every day, not an error of ours
@@ -75,8 +74,7 @@ class DhtDirectory:
         """
         from hivemind.dht.node import DHTNode
 
-        if abs(clock.offset_s) > _CLOCK_TOLERATED_S:
-            follow_clock(clock)
+        follow_clock(clock)
         reader = RecordReader(admission.run)
         try:
             async with asyncio.timeout(_START_S):
@@ -212,10 +210,11 @@ def record_validator(admission: Admission, clock: Callable[[], float], reader: R
 
 
 def follow_clock(clock: SwarmClock) -> None:
-    """Have hivemind's hash table reckon in the swarm's time, where this machine's is another.
+    """Have hivemind's hash table reckon in the swarm's time.
 
-    hivemind takes the time of day everywhere for the swarm's, and gives no other way in. It counts
-    for the whole process: all runs in it should be of one time.
+    hivemind takes the time of day everywhere for the swarm's. That may be off, and somebody may
+    set it while a run goes on: all records would expire at once. It gives no other way in. It
+    counts for the whole process: all runs in it should be of one time.
     """
     from hivemind.dht import node, protocol, routing
     from hivemind.utils import timed_storage

@@ -7,6 +7,7 @@ as the kernel does for a killed process.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -59,6 +60,10 @@ class _Pipe:
                 pipe._closed = True
                 pipe._under_way.clear()
                 pipe.reader.feed_eof()
+
+
+def _loop_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _no_delay() -> float:
@@ -175,6 +180,7 @@ class MemoryTransport:
         self.identity = network.identities.get(peer_id) or Identity.create()
         self._network = network
         self._handler: Handler | None = None
+        self._context = contextvars.copy_context()
         self._channels: list[tuple[Channel, _Pipe]] = []
         self._tasks: set[asyncio.Future[None]] = set()
         network.transports[peer_id] = self
@@ -185,8 +191,9 @@ class MemoryTransport:
         return self._network.hidden is None
 
     async def serve(self, handler: Handler) -> None:
-        """Run `handler` for each incoming stream."""
+        """Run `handler` for each incoming stream, in the context of whoever calls this."""
         self._handler = handler
+        self._context = contextvars.copy_context()
 
     async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
         """Return a new stream; raises `LinkLost` if either side is cut off."""
@@ -229,9 +236,13 @@ class MemoryTransport:
             entry for entry in self._channels if not which(self.peer_id, entry[0].remote)
         ]
 
-    def _spawn(self, channel: Channel) -> None:
+    async def _handle(self, channel: Channel) -> None:
         assert self._handler is not None
-        task = asyncio.ensure_future(self._handler(channel))
+        await self._handler(channel)
+
+    def _spawn(self, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._handle(channel), context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -239,20 +250,23 @@ class MemoryTransport:
 class MemoryDirectory:
     """Membership records of a `MemoryNetwork`."""
 
-    def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
-        """Attach a peer."""
+    def __init__(
+        self, network: MemoryNetwork, peer_id: str, clock: Callable[[], float] | None = None
+    ) -> None:
+        """Attach a peer; `clock` tells the time that is the same for all, else the loop does."""
         self._network = network
         self._peer_id = peer_id
+        self._clock = clock or _loop_s
 
     async def publish(self, record: bytes, expiry_s: float) -> None:
         """Store this peer's record, unless it is cut off."""
         if self._peer_id in self._network.transports:
-            expires_s = asyncio.get_running_loop().time() + expiry_s
+            expires_s = self._clock() + expiry_s
             self._network.table(self._peer_id)[self._peer_id] = (record, expires_s)
 
     async def records(self) -> dict[str, bytes]:
         """Return the records that have not expired."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         table = self._network.table(self._peer_id)
         return {k: data for k, (data, end_s) in table.items() if end_s > now_s}
 
