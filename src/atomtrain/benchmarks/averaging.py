@@ -10,6 +10,7 @@ The *mesh* is what it takes when all peers send to all others at once over raw T
 rounds: what this network and this machine allow, with nothing encrypted, added up or agreed on.
 *Streams* are the same over the encrypted channels that rounds use: what is above that is what peers
 compute and agree on. A last round, with clocks in it, tells what processors did (`costs`).
+On loopback rounds of ATOM over Gloo follow, neither encrypted nor judged (`gloo_round_s`).
 """
 
 from __future__ import annotations
@@ -152,8 +153,13 @@ def _measure(
         costs = _round(ours, setup, within_s, told_apart=True)["costs"]
         ours.tell_all("leave", _START_S)
         wrong = theirs.wrong_rounds
+        gloo_s = []
+        if network is None:
+            _enter(ours, setup, hosts, link_bytes_per_s, "gloo")
+            gloo_s = [_round(ours, setup, within_s)["round_s"] for _ in range(rounds + 1)][1:]
+            ours.tell_all("leave", _START_S)
     return {
-        **_result(setup, rate, measured, their_rounds),
+        **_result(setup, rate, measured, their_rounds, gloo_s),
         "hivemind_wrong_rounds": wrong,
         "costs": costs,
     }
@@ -264,13 +270,19 @@ def _mesh(ours: Peers, kind: str, setup: AveragingSetup, within_s: float) -> Res
     }
 
 
-def _enter(ours: Peers, setup: AveragingSetup, hosts: list[str], link_bytes_per_s: float) -> None:
+def _enter(
+    ours: Peers,
+    setup: AveragingSetup,
+    hosts: list[str],
+    link_bytes_per_s: float,
+    transport: str = "streams",
+) -> None:
     within_s = _START_S + 4 * setup.bytes * setup.peers / link_bytes_per_s
     join = None
     for index in range(setup.peers):
         answer = ours.tell(
             index, "enter", within_s, address=hosts[index], join=join, elements=setup.elements,
-            rank=index, wire="float32", link_bytes_per_s=link_bytes_per_s,
+            rank=index, wire="float32", link_bytes_per_s=link_bytes_per_s, transport=transport,
         )  # fmt: skip
         join = join or answer["address"]
     ours.tell_all("meet", _START_S, peers=setup.peers, patience_s=_START_S)
@@ -306,6 +318,7 @@ def _result(
     rate: float,
     measured: dict[str, list[Result]],
     theirs: dict[str, list[float]],
+    gloo_s: list[float],
 ) -> Result:
     ours = measured["rounds"]
     all_round_s, round_processor_s = _columns(ours, "round_s")
@@ -321,6 +334,7 @@ def _result(
         "mesh_s": mesh_s,
         "streams_s": streams_s,
         "hivemind_round_s": hivemind_s,
+        "gloo_round_s": statistics.median(gloo_s) if gloo_s else None,
         "link_bits_per_s": rate,
         "times_as_fast_as_hivemind": None if hivemind_s is None else hivemind_s / round_s,
         "times_the_floor": round_s / floor_s,
@@ -334,6 +348,7 @@ def _result(
         "sent_bytes_per_peer": max(one["sent_bytes"] for one in ours),
         "all_round_s": all_round_s,
         "all_hivemind_round_s": theirs,
+        "all_gloo_round_s": gloo_s,
         "all_mesh_s": all_mesh_s,
         "all_streams_s": all_streams_s,
     }

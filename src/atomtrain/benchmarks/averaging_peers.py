@@ -106,6 +106,7 @@ class AveragingPeer:
         rank: int,
         wire: str,
         link_bytes_per_s: float,
+        transport: str = "streams",
     ) -> Reply:
         """Found a run on this host's address, or join one; return the address for others."""
         config = SwarmConfig(
@@ -114,6 +115,7 @@ class AveragingPeer:
             join=() if join is None else (join,),
             local_steps_per_round=1,
             wire=wire,
+            transport=transport,
             slowest_link_bytes_per_s=link_bytes_per_s,
             connect_s=_PATIENCE_S,
             stall_s=_PATIENCE_S,
@@ -192,6 +194,7 @@ class AveragingPeer:
         """Leave the run."""
         for mesh in self._meshes.values():
             mesh.close()
+        self._meshes = {}
         if self._swarm is not None:
             self._swarm.leave(_LEAVE_S)
             self._swarm = None

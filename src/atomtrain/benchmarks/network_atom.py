@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -9,15 +10,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import atomtrain
+from atomtrain.benchmarks.codec_costs import CodecTime
 from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
 from atomtrain.benchmarks.network_worker import Reply, sent_bytes
 from atomtrain.errors import PlanError
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
+from atomtrain.swarm.agenda import MEASURED
 from atomtrain.swarm.desk import RoundReport
 from atomtrain.swarm.hivemind_parts import import_hivemind
 from atomtrain.swarm.leading import exchange_bytes
 from atomtrain.swarm.records import TRAINING
-from atomtrain.training.peering import EngineFragments
+from atomtrain.training.peering import EngineFragments, most_fragments
 
 _LEAVE_S = 3.0
 _LOOK_S = 0.1
@@ -32,6 +35,8 @@ class AtomPeer:
         self._step = 0
         self.engine: Any = None
         self._swarm: Swarm | None = None
+        self._codec_time = CodecTime()
+        self._watching = contextlib.ExitStack()
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
         return {
@@ -98,11 +103,19 @@ class AtomPeer:
         local_steps: int,
         wire: str,
         link_bytes_per_s: float,
+        count_codecs: bool = False,
     ) -> Reply:
         """Found a run of `peers` on this host's address, or join one.
 
-        Returns the address for others, and what an exchange of each fragment takes.
+        `local_steps` may be `MEASURED`. With `count_codecs` what wire formats take of the processor
+        is told by `train`. Returns the address for others, and what an exchange of each fragment
+        takes.
         """
+        if local_steps == MEASURED:  # fragments as `atom train` makes them then
+            most = most_fragments(self.engine, local_steps)
+            self.fragments = EngineFragments(self.engine, most=most)
+        if count_codecs:
+            self._watching.enter_context(self._codec_time.counted())
         config = SwarmConfig(
             run=run,
             listen_host=address,
@@ -150,8 +163,10 @@ class AtomPeer:
 
         Steps that begin before `start_s` are not counted; `before_steps` is their number, with the
         steps when the engine was opened. `compute_s` is what a step's computation took of a core:
-        what others have of it does not count. `upload` is the limit on what is sent, in bytes a
-        second; 0: none. Until a round has ended it goes on, but only to `round_until_s`.
+        what others have of it does not count; `processor_s` is that of all threads. `codec_s` is
+        what wire formats took in all steps together, if counted. `upload` is the limit on what is
+        sent, in bytes a second; 0: none. Until a round has ended it goes on, but only to
+        `round_until_s`.
         """
         if self._swarm is not None:
             self._swarm.limit_upload(upload or math.inf)
@@ -162,7 +177,8 @@ class AtomPeer:
             before_steps += 1
         self.engine.synchronize()
         before_bytes, started_s = sent_bytes(), time.monotonic()
-        before_core_s = time.thread_time()
+        before_core_s, before_all_s = time.thread_time(), time.process_time()
+        before_codec_s = self._codec_time.spent_s
         reports: list[RoundReport] = []
         losses: list[float] = []
         wait_s = 0.0
@@ -177,6 +193,7 @@ class AtomPeer:
             wait_s += self.engine.last.link_wait_s
         self.engine.synchronize()
         ended_s, core_s = time.monotonic(), time.thread_time() - before_core_s
+        all_s = time.process_time() - before_all_s
         averaged = _averaged(reports)
         assert self.engine.last is not None
         return {
@@ -186,6 +203,9 @@ class AtomPeer:
             "steps": len(losses),
             "step_s": (ended_s - started_s) / len(losses),
             "compute_s": core_s / len(losses),
+            "processor_s": all_s / len(losses),
+            "codec_s": self._codec_time.spent_s - before_codec_s,
+            "steps_per_round": self._steps_per_round(),
             "tokens": len(losses) * self._tokens,
             "sent_bytes": sent_bytes() - before_bytes,
             "rounds": dict(Counter(report.outcome for report in reports)),
@@ -204,7 +224,15 @@ class AtomPeer:
         if self._swarm is not None:
             self._swarm.leave(_LEAVE_S)
             self._swarm = None
+            self._watching.close()
+            self.fragments = EngineFragments(self.engine)
         return {}
+
+    def _steps_per_round(self) -> int | None:
+        """Return this peer's steps from one round to the next as they are now; None: alone."""
+        if self._swarm is None:
+            return None
+        return self._swarm._service.context.agenda.steps_per_fragment
 
     @property
     def _tokens(self) -> int:

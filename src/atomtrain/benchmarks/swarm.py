@@ -4,6 +4,9 @@ Peers in namespaces of their own, joined by links of a given rate, train the sam
 by turns alone and as a swarm (`local`, low-bit wire). All train at the same time in all windows, so
 they share the machine's cores alike. Each window as a swarm is compared with the mean of the two
 alone around it; the figure is the median, and its spread says what it is worth.
+
+Then they train with each wire format, at the pace that a run takes by default: what encoding,
+decoding and error feedback take of the processor, as a share of what a step alone takes of it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,8 @@ from atomtrain.benchmarks.network_model import ModelSetup
 from atomtrain.benchmarks.network_peers import Peers
 from atomtrain.benchmarks.shaping import Link, Network
 from atomtrain.errors import ConfigError
+from atomtrain.swarm.agenda import MEASURED
+from atomtrain.swarm.codec import CODEC_NAMES
 
 _START_S = 120.0
 
@@ -42,6 +47,10 @@ class SwarmSetup:
     window_s: float = 25.0
     turns: int = 5
     """Windows as a swarm; one more alone."""
+    codecs: tuple[str, ...] = CODEC_NAMES
+    """Wire formats whose processor time is measured."""
+    codec_settle_s: float = 60.0
+    """Training before each wire format's window: until two rounds have told the pace."""
 
     def __post_init__(self) -> None:
         if self.peers < 2 or self.window_s <= 0 or self.turns < 1:
@@ -59,6 +68,8 @@ QUICK = SwarmSetup(
     settle_s=2.0,
     window_s=4.0,
     turns=1,
+    codecs=("int4",),
+    codec_settle_s=2.0,
 )
 
 
@@ -90,12 +101,16 @@ def run(options: BenchmarkOptions, setup: SwarmSetup | None = None) -> Result:
             together.append(_window(peers, setup, "as a swarm"))
             peers.tell_all("leave", _START_S)
             alone.append(_window(peers, setup, "alone"))
-    return {**_result(alone, together), "inputs": asdict(setup), **description()}
+        codecs = {wire: _codec_window(peers, setup, network, wire) for wire in setup.codecs}
+    costs = codec_costs(alone, codecs)
+    return {**_result(alone, together), **costs, "inputs": asdict(setup), **description()}
 
 
-def _window(peers: Peers, setup: SwarmSetup, what: str) -> list[Result]:
+def _window(
+    peers: Peers, setup: SwarmSetup, what: str, settle_s: float | None = None
+) -> list[Result]:
     begin_s = time.monotonic() + 0.5
-    start_s = begin_s + setup.settle_s
+    start_s = begin_s + (setup.settle_s if settle_s is None else settle_s)
     until_s = start_s + setup.window_s
     replies = peers.tell_all(
         "train", until_s - begin_s + _START_S,
@@ -105,13 +120,24 @@ def _window(peers: Peers, setup: SwarmSetup, what: str) -> list[Result]:
     return replies
 
 
-def _enter(peers: Peers, setup: SwarmSetup, network: Network, run: str) -> None:
+def _codec_window(peers: Peers, setup: SwarmSetup, network: Network, wire: str) -> list[Result]:
+    """Train with a wire format at the pace that measurements give; return what peers tell."""
+    paced = replace(setup, wire=wire, local_steps=MEASURED)
+    _enter(peers, paced, network, f"bench-{wire}", count_codecs=True)
+    replies = _window(peers, paced, wire, setup.codec_settle_s)
+    peers.tell_all("leave", _START_S)
+    return replies
+
+
+def _enter(
+    peers: Peers, setup: SwarmSetup, network: Network, run: str, *, count_codecs: bool = False
+) -> None:
     join = None
     for index in range(setup.peers):
         reply = peers.tell(
             index, "enter", _START_S, run=run, peers=setup.peers,
             address=network.address(index), join=join, local_steps=setup.local_steps,
-            link_bytes_per_s=setup.link_bits_per_s / 16, wire=setup.wire,
+            link_bytes_per_s=setup.link_bits_per_s / 16, wire=setup.wire, count_codecs=count_codecs,
         )  # fmt: skip
         join = join or reply["address"]
 
@@ -147,3 +173,24 @@ def _result(alone: list[list[Result]], together: list[list[Result]]) -> Result:
         "round_s": statistics.median(times_s) if times_s else None,
         "outcomes": outcomes,
     }
+
+
+def codec_costs(alone: list[list[Result]], codecs: dict[str, list[Result]]) -> Result:
+    """Return what each wire format takes of a step's processor time, of what the peers told.
+
+    A step is one of those alone: what the formats take is no part of it.
+    """
+    step_s = statistics.mean(reply["processor_s"] for window in alone for reply in window)
+    found = {}
+    for wire, replies in codecs.items():
+        codec_s = sum(reply["codec_s"] for reply in replies)
+        rounds = sum(reply["averaged"] for reply in replies)
+        steps = sum(reply["steps"] for reply in replies)
+        paces = [reply["steps_per_round"] for reply in replies]
+        found[wire] = {
+            "processor_share": codec_s / steps / step_s if rounds else None,
+            "processor_s_per_round": codec_s / rounds if rounds else None,
+            "rounds_per_peer": rounds / len(replies),
+            "steps_per_round": statistics.median(paces),
+        }
+    return {"step_processor_s": step_s, "codecs": found}

@@ -104,7 +104,11 @@ class Snapshot:
             change = values.clone() if out is None else out.copy_(values)
         else:
             change = torch.sub(values, self.anchor.values[start:stop], out=out)
-        return change if self.residual is None else change.add_(self.residual[start:stop])
+        return change if self.residual is None else self._with_residual(change, span)
+
+    def _with_residual(self, change: torch.Tensor, span: Span) -> torch.Tensor:
+        assert self.residual is not None
+        return change.add_(self.residual[span.start : span.stop])
 
 
 @dataclass(frozen=True)

@@ -270,12 +270,16 @@ class Exchange:
         square = square_of(values) or 0.0
         data = codec.encode(values)
         if snapshot.lost is not None:
-            sent = torch.empty_like(values)
-            codec.decode(data, sent)
-            lost = torch.sub(values, sent, out=snapshot.lost[piece.start : piece.stop])
-            if self._bases is not None:  # lost after the step: as a change it counts that much less
-                lost.div_(self._setup.update.gain)
+            self._keep_lost(values, data, snapshot.lost[piece.start : piece.stop])
         return data, square
+
+    def _keep_lost(self, values: torch.Tensor, data: memoryview, into: torch.Tensor) -> None:
+        """Write what encoding has lost of a piece."""
+        sent = torch.empty_like(values)
+        self._setup.codec.decode(data, sent)
+        lost = torch.sub(values, sent, out=into)
+        if self._bases is not None:  # lost after the step: as a change it counts that much less
+            lost.div_(self._setup.update.gain)
 
     async def _receive_mean(self, channel: Channel, index: int) -> SliceMean | None:
         header = await channel.receive(Mean, self._begin.exchange_s)
