@@ -408,6 +408,24 @@ def test_the_folder_of_a_killed_peer_is_removed_by_the_next(
     assert not [*tmp_path.iterdir()]
 
 
+def test_folders_that_are_somebody_elses_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atomtrain.swarm.runtime_folder._PATH_BYTES_MAX", 200)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = ("results", "unfinished", "empty")
+    results, unfinished, empty = (tmp_path / f"atom-swarm-{name}" for name in names)
+    for folder in (results, unfinished, empty):
+        folder.mkdir()
+    (results / "figures.json").write_text("{}")
+    (unfinished / ".lock").touch()
+    for folder in (results, unfinished, empty):
+        os.utime(folder, (0, 0))
+    RuntimeFolder().close()
+    assert [*tmp_path.iterdir()] == [results]
+    assert (results / "figures.json").exists()
+
+
 def test_halves_of_a_cut_network_go_on_and_grow_together() -> None:
     """Stated rule: of two anchors the one that more tokens went into is everybody's."""
 

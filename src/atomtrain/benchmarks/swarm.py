@@ -82,7 +82,7 @@ def run(options: BenchmarkOptions, setup: SwarmSetup | None = None) -> Result:
     """
     setup = setup or (QUICK if options.quick else SwarmSetup())
     with (
-        tempfile.TemporaryDirectory(prefix="atom-swarm-") as folder,
+        tempfile.TemporaryDirectory(prefix="atom-bench-swarm-") as folder,
         Network(setup.peers) as network,
         Peers("atom", network, setup.peers, Path(folder)) as peers,
     ):

@@ -55,8 +55,9 @@ def _remove_forgotten(base: Path) -> None:
 def _is_forgotten(folder: Path) -> bool:
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR)
-    except FileNotFoundError:
-        return time.time() - folder.stat().st_mtime > _UNLOCKED_S
+    except FileNotFoundError:  # it is being made, half removed, or somebody else's
+        ours = all(entry.is_socket() or entry.name == f".{_LOCK}" for entry in folder.iterdir())
+        return ours and time.time() - folder.stat().st_mtime > _UNLOCKED_S
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
