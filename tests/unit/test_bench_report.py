@@ -54,7 +54,8 @@ NETWORK = {
         },
     ],
     "peers": 2,
-    "inputs": {"gpu": "rtx-3090", "links": [[1e8, 0.0]], "stand_ins": [{}]},
+    "asked": {"links": "all", "link": []},
+    "inputs": {"gpu": "rtx-3090"},
     "machine": {"processor": "A <processor>", "cores": 2, "os": "Linux 6"},
 }
 SIMULATION = {
@@ -64,7 +65,8 @@ SIMULATION = {
         for rate in (1e8, 1e9)
     ]
 }
-LOSS = {"curves": [{"name": "ATOM, slow", "seconds": [1.0, 2.0], "loss": [5.0, 4.0]}]}
+CURVE = {"name": "ATOM, slow", "seconds": [1.0, 2.0], "loss": [5.0, 4.0]}
+LOSS = {"curves": [{**CURVE, "bits_per_flop": 1e-4}]}
 
 
 def test_page_and_picture_hold_the_results(

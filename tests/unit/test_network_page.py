@@ -52,7 +52,8 @@ RESULT = {
     "machine": {"cores": 2, "processor": "one"},
     "load_average_before": 0.1,
     "peer_flops_per_s": 3e10,
-    "inputs": {"links": [[1e8, 0.05]], "stand_ins": [{}]},
+    "asked": {"links": "all", "link": []},
+    "inputs": {},
 }
 
 
@@ -129,20 +130,21 @@ def test_a_share_of_several_turns_is_told_with_its_spread() -> None:
 
 
 def test_a_result_s_command_is_told_and_names_its_section() -> None:
-    def told(inputs: dict[str, object], **more: object) -> str:
-        return command({**RESULT, "inputs": {"links": [1], "stand_ins": [1], **inputs}, **more})
+    def told(links: str, *link: str) -> tuple[str, str]:
+        result = {**RESULT, "asked": {"links": links, "link": list(link)}, "rows": [ROW]}
+        return command(result), next(line for line in page([result]).splitlines() if "##" in line)
 
-    assert told({}) == "atom bench network --peers 2 --json"
-    assert "--links plain" in told({"stand_ins": []})
-    assert "--links stand-ins" in told({"links": []})
-    assert "--links alone" in told({"stand_ins": [], "baselines": False})
-    asked = {"links": "all", "link": ["1Mbit/s,1%", "2Mbit/s"]}
-    assert told({}, asked=asked) == (
-        "atom bench network --peers 2 --link 1Mbit/s,1% --link 2Mbit/s --json"
+    always = "atom bench network --peers 2"
+    assert told("all") == (f"{always} --json", "## 2 peers on 2 cores")
+    assert told("plain") == (f"{always} --links plain --json", "## 2 peers on 2 cores: plain links")
+    assert told("alone") == (
+        f"{always} --links alone --json",
+        "## 2 peers on 2 cores: the swarm against its peers alone",
     )
-    assert "cores: further links" in page([{**RESULT, "asked": asked, "rows": [ROW]}])
-    alone = {**RESULT, "inputs": {"links": [1], "stand_ins": [], "baselines": False}}
-    assert "cores: the swarm against its peers alone" in page([{**alone, "rows": [ROW]}])
+    assert told("all", "1Mbit/s,1%", "2Mbit/s") == (
+        f"{always} --link 1Mbit/s,1% --link 2Mbit/s --json",
+        "## 2 peers on 2 cores: further links",
+    )
 
 
 def test_both_kinds_of_data_parallelism_are_told() -> None:
@@ -173,15 +175,6 @@ def test_losses_are_told_link_by_link() -> None:
     text = page([{"peers": 2, "train_s": 100.0, "curves": curves, "reached": [reached]}])
     assert "| slow | 2.5 bits/MFLOP | ATOM | 2 | 2k | 3.00 | - | - | - |" in text
     assert "| slow | 2.5 bits/MFLOP | pipeline | 2 | 2k | 3.50 | 1 s | 3.50 | 3.00 |" in text
-
-
-def test_unequal_budgets_of_an_older_version_are_told() -> None:
-    older = {**RESULT, "device_budget_bytes": 10, "pipeline_device_budget_bytes": 25}
-    assert "had 2.5 times the memory" in page([{**older, "rows": [ROW]}])
-    assert "older version" not in page([{**RESULT, "rows": [ROW]}])
-    four = {**RESULT, "peers": 4}
-    assert "one chain of all peers" in page([{**four, "rows": [ROW]}])
-    assert "older version" not in page([{**four, "rows": [{**ROW, "full_step_ratio": None}]}])
 
 
 def test_rates_have_the_unit_that_people_would_use() -> None:

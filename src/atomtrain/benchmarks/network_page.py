@@ -29,8 +29,6 @@ from atomtrain.benchmarks.network_rows import (
 from atomtrain.units import format_count
 
 Result = Mapping[str, Any]
-_SEVERAL = 4
-"""Peers from which on there can be several pipelines."""
 _TWO = ("atom", "pipeline")
 _PARALLEL = ("data_parallel", "swapped_parallel")
 _INTRODUCTION = """\
@@ -89,19 +87,6 @@ def _section(result: Result) -> Iterator[str]:
         f"{result['load_average_before']:.1f} before; a peer computes "
         f"{result['peer_flops_per_s'] / 1e9:.1f} GFLOP/s."
     )
-    if "pipeline_device_budget_bytes" in result:
-        more = result["pipeline_device_budget_bytes"] / result["device_budget_bytes"]
-        yield (
-            f"**An older version:** a pipeline's devices had {more:.1f} times the memory of ATOM's "
-            "there; now all have the same, and ATOM's micro-batch is searched for."
-        )
-    compared = [row for row in result["rows"] if row["ratio"] is not None]
-    if result["peers"] >= _SEVERAL and compared and "full_step_ratio" not in compared[0]:
-        yield (
-            "**An older version:** its pipeline was one chain of all peers. Shorter chains side by "
-            "side, which are searched for now, are predicted to be up to 1.4 times as fast where "
-            "activations decide, and ratios as much smaller."
-        )
     yield ""
     yield from _rows(result["rows"])
 
@@ -131,7 +116,7 @@ def _losses(result: Result) -> Iterator[str]:
             ours = f"{found['atom_loss_at_equal_tokens']:.2f}"
         cells = [
             curve["link"],
-            per_flop_name(curve) if "bits_per_flop" in curve else "-",
+            per_flop_name(curve),
             curve["method"],
             f"{curve['seconds'][-1]:.0f}",
             format_count(curve["tokens"][-1]),

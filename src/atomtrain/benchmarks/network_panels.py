@@ -127,8 +127,7 @@ def _of_curves(curves: Sequence[Mapping[str, Any]]) -> list[LinkPanel]:
 
 def curve_link(curve: Mapping[str, Any]) -> str:
     """Return the link of one of `time-to-loss`'s curves, and its ratio to what peers compute."""
-    told = f"\n{per_flop_name(curve)}" if "bits_per_flop" in curve else ""
-    return f"{curve['link']}{told}"
+    return f"{curve['link']}\n{per_flop_name(curve)}"
 
 
 def _measured(found: Mapping[str, Any] | None) -> bool:

@@ -85,12 +85,7 @@ def meant(row: Row) -> str:
 
 def command(result: Mapping[str, Any]) -> str:
     """Return the command that measured a result."""
-    told = result["inputs"]
-    asked = result.get("asked")
-    if asked is None:  # an older result, which does not say
-        links = "all" if told["stand_ins"] else "plain"
-        links = links if told["links"] else "stand-ins"
-        asked = {"links": links if told.get("baselines", True) else "alone", "link": []}
+    asked = result["asked"]
     links = "" if asked["links"] == "all" else f" --links {asked['links']}"
     links += "".join(f" --link {link}" for link in asked["link"])
     return f"atom bench network --peers {result['peers']}{links} --json"

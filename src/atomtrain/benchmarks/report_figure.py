@@ -174,8 +174,7 @@ def _losses(axes: Any, results: Results) -> None:
     axes.set_title("Loss against time")
     curves = results.get("time-to-loss", {}).get("curves", [])
     for curve in curves:
-        ratio = f", {per_flop_name(curve)}" if "bits_per_flop" in curve else ""
-        label = f"{curve['name']}{ratio}"
+        label = f"{curve['name']}, {per_flop_name(curve)}"
         axes.plot(curve["seconds"], curve["loss"], ".-", markersize=4, label=label)
     if not curves:
         _nothing(axes, "time-to-loss")

@@ -125,7 +125,7 @@ def _command(name: str, result: Mapping[str, Any]) -> str:
     if not known:
         return "Measured"
     benchmark = max(known, key=len)
-    if benchmark == "network" and "inputs" in result:
+    if benchmark == "network" and "asked" in result:
         return f"<code>{html.escape(command(result))}</code>"
     return f"<code>atom bench {html.escape(benchmark)} --json</code>"
 

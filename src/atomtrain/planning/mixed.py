@@ -140,9 +140,9 @@ class Mixed:
         clocks = self._clocks.after_turn(self._turn, starts, self._layers, np.zeros(starts.size))
         self._rest.settle(clocks, starts, self._most_load_s)
         ends_s = self._rest.ends_s(clocks, starts, below_turn=True)
-        for window in (False, True)[: 1 + self.rooms.offloads]:
-            left = room.turn[starts]  # the window is for the visits below
-            rows = np.flatnonzero((ends_s <= below_s * SLACK) & (left >= 0))
+        left = room.turn[starts]
+        rows = np.flatnonzero(ends_s <= below_s * SLACK)
+        for window in (False, True)[: 1 + self.rooms.offloads]:  # it is for the visits below
             values = np.column_stack(
                 (
                     clocks[rows],
