@@ -111,6 +111,7 @@ def runs(trained: Path, workplace: Path) -> Path:
         (["train", *TINY, "--device", "cuda:x"], "cuda:NUMBER"),
         (["train", *TINY, "--device", "emulated:fast"], "4GiB/s"),
         (["bench", "swop"], "Did you mean 'swap'?"),
+        (["bench", "repotr"], "Did you mean 'report'?"),
         (["bench"], "atom: NAME is missing."),
         (["train", *TINY, "--device-memory", "lots"], "--device-memory"),
         (["train", *TINY, "--device-memory", "-4MiB"], "--device-memory"),

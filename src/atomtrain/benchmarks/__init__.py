@@ -11,7 +11,7 @@ from atomtrain.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from atomtrain.benchmarks.common import BenchmarkOptions
 
-__all__ = ["REGISTRY", "Benchmark", "benchmark"]
+__all__ = ["NAMES", "REGISTRY", "Benchmark", "benchmark"]
 
 
 class Benchmark(NamedTuple):
@@ -124,6 +124,10 @@ REGISTRY: dict[str, Benchmark] = {
 }
 
 
+NAMES = (*REGISTRY, "report")
+"""What may follow `atom bench`; `report` makes a page of results of the others."""
+
+
 def benchmark(name: str) -> Benchmark:
     """Return a benchmark by name.
 
@@ -134,6 +138,5 @@ def benchmark(name: str) -> Benchmark:
         return REGISTRY[name]
     except KeyError:
         raise ConfigError(
-            f"there is no benchmark {name!r}.{nearest(name, REGISTRY)} "
-            f"Benchmarks: {', '.join(REGISTRY)}"
+            f"there is no benchmark {name!r}.{nearest(name, NAMES)} Benchmarks: {', '.join(NAMES)}"
         ) from None
