@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,20 @@ def set_clock(off_s: float) -> None:
     """Have this process believe another time of day."""
     right = time.time
     if off_s:
-        time.time = lambda: right() + off_s  # type: ignore[assignment]
+        tell_time(lambda: right() + off_s)
+
+
+def tell_time(now: Callable[[], float]) -> None:
+    """Put a time of day in place of the machine's, also where it was imported before."""
+    from atomtrain.swarm.hivemind_parts import import_hivemind
+
+    time.time = now  # type: ignore[assignment]
+    import_hivemind()
+    from hivemind.dht import node, protocol, routing
+    from hivemind.utils import timed_storage
+
+    for module in (node, protocol, routing, timed_storage):
+        module.get_dht_time = now
 
 
 def follow_clocks(file: Path) -> None:
@@ -82,7 +96,7 @@ def follow_clocks(file: Path) -> None:
     with file.open("rb") as opened:
         ahead_s = mmap.mmap(opened.fileno(), 16, prot=mmap.PROT_READ)
     day, steady = time.time, clock._steady_s
-    time.time = lambda: day() + struct.unpack("dd", ahead_s)[0]  # type: ignore[assignment]
+    tell_time(lambda: day() + struct.unpack("dd", ahead_s)[0])
     clock._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
 
 
