@@ -67,6 +67,8 @@ class DeviceUpdates:
         self._current = {block: _Current() for block in blocks}
         self._pending: list[_Pending] = []
         self._norms: dict[int, Tensor] = {}
+        self._leaving: list[Tensor] = []
+        """Norms on their way to the host: compute may not have their memory again before."""
         count = sum(len(updates.members(block)) for block in blocks)
         self._norm_buffer = device.host_empty(_NORM_BYTES * count)
         updates.on_device = frozenset(blocks)
@@ -117,7 +119,7 @@ class DeviceUpdates:
             for index, (key, norm) in enumerate(self._norms.items())
         }
         copies = [Copy(places[key], norm) for key, norm in self._norms.items()]
-        self._norms = {}
+        self._leaving, self._norms = list(self._norms.values()), {}
         job = _each(copies, self._device.copy_out)
         event = self._device.unload.submit(job, [self._device.mark()], "norms of gradients")
         self._updates.deciding.measured(places, event)
@@ -127,6 +129,7 @@ class DeviceUpdates:
         if not self._pending:
             return
         self._device.hold(self._updates.deciding.decided)
+        self._leaving = []
         for pending in self._pending:
             self._update(pending, self._updates.deciding.decision)
         self._pending = []
