@@ -51,7 +51,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def untied_gpt() -> GPT:
     torch.manual_seed(0)
     model = GPT(CONFIG)
-    model.head.weight = nn.Parameter(0.02 * torch.randn(1024, 256))
+    model.head.weight = nn.Parameter(0.02 * torch.randn(CONFIG.vocabulary, CONFIG.width))
     return model
 
 
@@ -59,7 +59,7 @@ def batches(micro_batches: int) -> list[list[dict[str, Tensor]]]:
     torch.manual_seed(1)
 
     def batch() -> dict[str, Tensor]:
-        tokens = torch.randint(1024, (4, 129))
+        tokens = torch.randint(CONFIG.vocabulary, (4, CONFIG.context + 1))
         return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 
     return [[batch() for _ in range(micro_batches)] for _ in range(STEPS)]

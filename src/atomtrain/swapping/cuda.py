@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomtrain.errors import ConfigError, StreamError
+from atomtrain.errors import ConfigError, DeviceMemoryError, StreamError
 from atomtrain.swapping.disk_file import aligned_empty
 from atomtrain.swapping.streams import Event, Inject, Job, Stream
 from atomtrain.swapping.tracing import Record
+from atomtrain.units import format_bytes
 
 _ROUNDING_BYTES = 64 << 20
 _PIECE_BYTES = 32 << 20
@@ -206,8 +207,16 @@ class CudaDevice:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute):
-            yield
+        try:
+            with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute):
+                yield
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition("\n")[0]
+            raise DeviceMemoryError(
+                f"the device budget of {format_bytes(self.memory_bytes)} is exceeded, or others "
+                f"use {self.name} too ({reason}); raise --device-memory or use smaller "
+                "micro-batches"
+            ) from error
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
@@ -234,7 +243,7 @@ class CudaDevice:
                 "limit of locked memory (ulimit -l unlimited) or choose a smaller model"
             )
         # Unpinned before the memory itself is freed: the storage's finalizer runs first.
-        weakref.finalize(tensor.untyped_storage(), _unregister, address)
+        weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
         return tensor
 
     def copy_in(self, target: Tensor, source: Tensor) -> None:
@@ -300,8 +309,3 @@ def _copy(target: Tensor, source: Tensor) -> None:
     elements = _PIECE_BYTES // source.element_size()
     for to, of in zip(target.split(elements), source.split(elements), strict=True):
         to.copy_(of, non_blocking=True)
-
-
-def _unregister(address: int) -> None:
-    runtime = torch.cuda.cudart()
-    runtime.cudaHostUnregister(address)

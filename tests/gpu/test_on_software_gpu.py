@@ -1,0 +1,111 @@
+"""The swap engine on GPUs in software: the tests of real ones, and some that need no speed.
+
+They run where there is no GPU. See `software_gpu` for what that shows, and what not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import test_cuda
+import torch
+from software_gpu import SoftwareGpus, installed
+from test_cuda import (  # noqa: F401  collected here again
+    _same_bits,
+    adamw,
+    assert_equal,
+    batches,
+    late_copies,
+    late_jobs,
+    test_a_closed_engine_leaves_the_gpu_as_it_was,
+    test_every_partition_gives_the_same_bits,
+    test_pinned_host_memory_has_the_exact_size_up_to_pages,
+    test_random_delays_change_nothing,
+    test_small_pinned_buffers_and_long_copies,
+    test_what_forward_saves_waits_and_changes_nothing,
+    train,
+    untied_gpt,
+)
+from torch import Tensor
+
+import atomtrain
+from atomtrain.analysis.costs import layer_costs
+from atomtrain.errors import DeviceMemoryError
+from atomtrain.models import GPT, GPTConfig
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.backends.cuda.is_built(), reason="a real torch.cuda is not to be replaced"
+    ),
+    pytest.mark.usefixtures("assumed_times"),
+]
+SMALL = GPTConfig(
+    layers=6, width=32, heads=2, head_width=16, vocabulary=64, context=16, dropout=0.1
+)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train a model that the processor computes quickly."""
+    monkeypatch.setattr(test_cuda, "CONFIG", SMALL)
+    monkeypatch.setattr(test_cuda, "STEPS", 2)
+    # torch's fake tensors are on a GPU only where it has CUDA.
+    monkeypatch.setattr(
+        "atomtrain.swapping.opening.layer_costs",
+        lambda chain, inputs, _: layer_costs(chain, inputs, "cpu"),
+    )
+
+
+@pytest.fixture(autouse=True)
+def gpus(small: None) -> Iterator[SoftwareGpus]:
+    """Two GPUs, on which nothing may happen without order."""
+    with installed(count=2) as made:
+        yield made
+    assert made.reports == []
+
+
+def trained(device: str = "cuda:0", **options: Any) -> tuple[dict[str, Tensor], atomtrain.Engine]:
+    """Train; return the parameters, and the engine, which is closed."""
+    model, steps = untied_gpt(), batches(3)
+    torch.manual_seed(2)
+    with atomtrain.swap(
+        model, steps[0][0], optimizer=adamw, device=device, device_memory="64MiB",
+        options=atomtrain.Options(**{"micro_batches": 3, "host_layers": 0, **options}),
+    ) as engine:  # fmt: skip
+        for step in steps:
+            engine.step(step)
+        return {name: value.clone() for name, value in engine.state_dict().items()}, engine
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+def test_updates_on_the_gpu(clip_norm: float | None) -> None:
+    """Resident blocks stay there, with their moments."""
+    expected, _ = trained(clip_norm=clip_norm, optimizer_on_device=False, segments=1)
+    found, engine = trained(clip_norm=clip_norm, optimizer_on_device=True)
+    assert engine.plan.device_blocks
+    assert_equal(found, expected)
+
+
+def test_two_gpus_share_a_step() -> None:
+    found = [
+        trained("cuda:0,cuda:1", segments=segments, optimizer_on_device=False)[0]
+        for segments in (2, 8)
+    ]
+    assert_equal(*found)
+
+
+def test_a_budget_that_is_exceeded_says_what_to_do() -> None:
+    ids = torch.randint(64, (1, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    options = atomtrain.Options(segments=4, host_layers=0, optimizer_on_device=False)
+    with atomtrain.swap(
+        GPT(SMALL), batch, optimizer=adamw, device="cuda", device_memory="80MiB", options=options
+    ) as engine:
+        engine.step([batch])
+        torch.cuda.set_per_process_memory_fraction(
+            torch.cuda.memory_allocated() / torch.cuda.mem_get_info()[1]
+        )
+        with pytest.raises(DeviceMemoryError, match="raise --device-memory or use smaller"):
+            engine.step([batch])
