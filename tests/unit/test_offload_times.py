@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from test_profile import parts, small_gpt
+from torch import nn
 
 from atomtrain.analysis import LayerTime
 from atomtrain.analysis.profile import LONGEST_S
@@ -79,6 +81,27 @@ def test_what_takes_longer_on_the_way_counts(monkeypatch: pytest.MonkeyPatch) ->
 def test_layers_that_take_long_are_not_measured() -> None:
     _, times = measured(LayerTime(LONGEST_S, LONGEST_S))
     assert all(found.offload_forward_s is None for found in times.values())
+
+
+def test_copies_of_one_kind_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    made = []
+
+    class Counted(offload_times._Bench):
+        def __init__(self, *arguments: Any) -> None:
+            assert not alive
+            super().__init__(*arguments)
+            alive.add(self)
+            made.append(None)
+
+    monkeypatch.setattr(offload_times, "_Bench", Counted)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(size, size + 4), nn.GELU()) for size in (4, 8, 12, 16))
+    )
+    chain, costs, inputs = parts(model, torch.ones(3, 4), torch.sum)
+    with_offloading({cost.kind: FAST for cost in costs.layers}, chain, costs, inputs)
+    assert len(made) >= 3
+    assert not alive
 
 
 def test_the_profile_of_the_emulated_device_has_it() -> None:

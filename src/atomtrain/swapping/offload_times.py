@@ -28,8 +28,9 @@ from atomtrain.swapping.offload import Offload
 
 _ROUNDS = 10
 _MOST_S = 3.0
-"""After so long no further round begins. Whether something is made again or sent is a matter of a
-few percent of a layer's time, which one or two rounds do not tell."""
+"""Of all kinds together; after its share of this no further round of a kind begins. Whether
+something is made again or sent is a matter of a few percent of a layer's time, which one or two
+rounds do not tell."""
 _UNLIMITED_BYTES = 1 << 62
 _LINK_BYTES_PER_S = 1e11
 _ALIGNED_BYTES = 64
@@ -70,29 +71,28 @@ def with_offloading(
         remakes: SavedTensors(chain, costs if remakes else costs.sending_all()).window_bytes
         for remakes in (True, False)
     }
-    samples: dict[str, list[_Sample]] = {kind: [] for kind in able}
+    found = dict(times)
     device = EmulatedDevice(_UNLIMITED_BYTES, _LINK_BYTES_PER_S)
     try:
         with torch.random.fork_rng([]):
-            benches = {
-                kind: _Bench(
-                    layer,
-                    example_values(layer, costs, inputs, device.torch_device),
-                    device,
-                    windows,
-                )
-                for kind, (layer, _) in able.items()
-            }
-            ends_s = time.perf_counter() + _MOST_S
-            for number in range(1 + _ROUNDS):
-                for kind, bench in benches.items():
-                    samples[kind].append(bench.sample())
-                if number and time.perf_counter() > ends_s:
-                    break
+            # One after the other: each is measured on copies of its parameters.
+            for kind, (layer, _) in able.items():
+                values = example_values(layer, costs, inputs, device.torch_device)
+                bench = _Bench(layer, values, device, windows)
+                found[kind] = _added(times[kind], _samples(bench, _MOST_S / len(able)))
+                del bench, values
     finally:
         device.close()
-    # The first sample touches memory.
-    return {**times, **{kind: _added(times[kind], of[1:]) for kind, of in samples.items()}}
+    return found
+
+
+def _samples(bench: _Bench, most_s: float) -> list[_Sample]:
+    bench.sample()  # touches memory
+    samples: list[_Sample] = []
+    ends_s = time.perf_counter() + most_s
+    while not samples or (len(samples) < _ROUNDS and time.perf_counter() < ends_s):
+        samples.append(bench.sample())
+    return samples
 
 
 def _added(known: LayerTime, samples: Sequence[_Sample]) -> LayerTime:
