@@ -17,7 +17,8 @@ from atomtrain.errors import PlanError
 from atomtrain.models import GPT, preset
 from atomtrain.planning import Layout, Machine, Plan, Request, make_plan
 from atomtrain.planning.choice import AS_FAST
-from atomtrain.planning.disk import DiskRequest, two_moments
+from atomtrain.planning.costing import Given, spans_of
+from atomtrain.planning.disk import DiskRequest, on_disk_up_to, two_moments
 from atomtrain.planning.disks import DISKS
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.search import TooSlowError
@@ -159,6 +160,34 @@ def test_layers_run_on_the_host_where_that_is_better(chain_and_costs) -> None:
         equal = [made for made in both if made.step_s <= (1 + AS_FAST) * least_s]
         assert best in equal
         assert best.device_peak_bytes == min(made.device_peak_bytes for made in equal)
+
+
+@pytest.mark.parametrize("on_disk", ["nothing", "moments", "parameters"])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("host_layers", [0, 1])
+def test_spans_end_with_the_step(
+    chain_and_costs, host_layers: int, clips: bool, on_disk: str
+) -> None:
+    """Also where layers run on the host, before the device begins and after it is done."""
+    chain, costs = chain_and_costs
+    on = dataclasses.replace(
+        machine("2MiB", 1e8), host_copy_bytes_per_s=1e9,
+        storage_read_bytes_per_s=2e8, storage_write_bytes_per_s=1e8,
+    )  # fmt: skip
+    states = two_moments(chain)
+    disk = DiskRequest(states=states, on_disk=on_disk_up_to(on_disk))
+    made = plan(chain_and_costs, on, host_layers=host_layers, clips=clips, disk=disk)
+    times = {layer.kind: LayerTime(1e-3, 3e-3) for layer in costs.layers}
+    given = Given(chain=chain, costs=costs, times=times, machine=on)
+    spans = spans_of(made, given, states=states, clips=clips)
+    assert max(span.end_s for span in spans) == pytest.approx(made.step_s)
+    first, last = spans[0], spans[-1]
+    assert ((first.stream, first.label) == ("update", "forward 0")) == (host_layers == 1)
+    if host_layers:
+        device = [span for span in spans[1:-1] if span.end_s > span.start_s]
+        assert 0 == first.start_s < first.end_s <= min(span.start_s for span in device)
+        assert last.label == "backward 0"
+        assert last.start_s == max(span.end_s for span in device) < last.end_s
 
 
 def test_resident_blocks_are_not_fixed_with_layers_on_the_host(chain_and_costs) -> None:

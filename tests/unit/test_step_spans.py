@@ -16,7 +16,7 @@ from atomtrain.swapping.options import Options
 CONFIG = GPTConfig(layers=5, width=32, heads=2, head_width=16, vocabulary=97, context=16)
 
 
-def engine_of(clip_norm: float | None = None) -> Engine:
+def engine_of(clip_norm: float | None = None, host_layers: int | None = None) -> Engine:
     torch.manual_seed(0)
     return atomtrain.swap(
         GPT(CONFIG),
@@ -29,6 +29,7 @@ def engine_of(clip_norm: float | None = None) -> Engine:
             segments=4,
             slots=2,
             clip_norm=clip_norm,
+            host_layers=host_layers,
             profile=False,
             optimizer_on_device=False,
         ),
@@ -40,9 +41,12 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.parametrize("host_layers", [0, 1])
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
-def test_a_step_has_the_spans_that_were_predicted(clip_norm: float | None) -> None:
-    with engine_of(clip_norm) as engine:
+def test_a_step_has_the_spans_that_were_predicted(
+    clip_norm: float | None, host_layers: int
+) -> None:
+    with engine_of(clip_norm, host_layers) as engine:
         engine.recording = True
         engine.step([batch(1), batch(2)])
         measured, predicted = engine.last_spans(), engine.predicted_spans()
@@ -51,6 +55,8 @@ def test_a_step_has_the_spans_that_were_predicted(clip_norm: float | None) -> No
         wanted = {span.label for span in predicted if span.stream == stream}
         assert wanted, stream
         assert {label for s, label in labels if s == stream} == wanted, stream
+        if host_layers:
+            assert ("forward 0" in wanted) == ("backward 0" in wanted) == (stream == "update")
     # Each visit computes once, and loads what the schedule says.
     for stream in ("compute", "unload"):
         assert Counter(s.label for s in measured if s.stream == stream) == Counter(

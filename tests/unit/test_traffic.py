@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis import Chain, Layer, chain_of, layer_costs
 from atomtrain.planning.disk import disk_use
-from atomtrain.planning.host import host_choices, host_s
+from atomtrain.planning.host import HostTime, host_choices, host_time
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.traffic import Traffic, between
@@ -134,11 +134,15 @@ def test_what_a_step_takes_longer_with_layers_on_the_host() -> None:
     )  # fmt: skip
     nothing = disk_use(chain, Layout(chain), {}, ())
     rest = machine, 5, nothing, two_moments(chain)
-    assert host_s(chain, costs, 0, *rest) == 0.0
-    # Three passes over the table's gradient, six over the rows, each of five times; 800 updates.
-    moved_bytes = 5 * (3 * 3200 + 6 * 192)
-    assert host_s(chain, costs, 1, *rest) == pytest.approx(moved_bytes / 1e4 + 0.8)
+    assert host_time(chain, costs, 0, *rest) == HostTime(0.0, 0.0)
+    # Three passes over the rows, and in backward as many over the table's gradient, each of five
+    # times; 800 updates.
+    ahead_bytes = 5 * 3 * 192
+    back_bytes = ahead_bytes + 5 * 3 * 3200
+    found = host_time(chain, costs, 1, *rest)
+    assert found == pytest.approx((ahead_bytes / 1e4, back_bytes / 1e4 + 0.8))
+    assert found.step_s == sum(found)
     unmeasured = dataclasses.replace(machine, host_copy_bytes_per_s=None)
-    assert host_s(chain, costs, 1, unmeasured, *rest[1:]) == pytest.approx(
-        moved_bytes / (28 * 1e3) + 0.8
+    assert host_time(chain, costs, 1, unmeasured, *rest[1:]) == pytest.approx(
+        (ahead_bytes / (28 * 1e3), back_bytes / (28 * 1e3) + 0.8)
     )

@@ -20,6 +20,7 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.disk import DiskUse, States, disk_use
+from atomtrain.planning.host import HostTime, host_time, without
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan
@@ -27,7 +28,15 @@ from atomtrain.planning.schedule import Phase, Visit, training_visits
 from atomtrain.planning.segments import Segments, segments_of, sending_all
 from atomtrain.planning.shape import Activation, Boundary, Shape
 from atomtrain.planning.tables import Basis, Offloaded, Offloading, VisitTable
-from atomtrain.planning.timeline import DiskWork, Span, StepTime, VisitTime, predict, step_spans
+from atomtrain.planning.timeline import (
+    DiskWork,
+    Span,
+    StepTime,
+    VisitTime,
+    label_of_layers,
+    predict,
+    step_spans,
+)
 from atomtrain.planning.traffic import Traffic, between
 from atomtrain.planning.updating import UpdateModel, two_moments
 
@@ -96,6 +105,9 @@ class Costing:
         self.layer_backward_s = [micro_batches * time.backward_s for time in per_layer]
         self._segments = segments_of(chain, costs)
         self._updated = (steps.updates or two_moments(chain)).of_blocks(chain, layout)
+        self._host_only = {
+            block for block in range(layout.blocks) if not layout.users(block, steps.host_layers)
+        }
         on_disk = disk.on_disk if disk is not None else ()
         self._disk, self._clips = disk if on_disk else None, steps.clips
         self.traffic = Traffic(layout, self._updated, steps.host_layers)
@@ -171,7 +183,8 @@ class Costing:
             on_device: Blocks that are updated on the device, when their gradients are complete.
         """
         use, clips = self._disk, self._clips
-        host = (b.host_work for i, b in enumerate(self._updated) if i not in on_device)
+        others = self._host_only.union(on_device)
+        host = (b.host_work for i, b in enumerate(self._updated) if i not in others)
         update_s = sum(host) / self.machine.update_parameters_per_s
         if use is None:
             if not clips:
@@ -210,15 +223,44 @@ def spans_of(
     """
     if not plan.remakes:
         given = given.sending_all()
-    layout = Layout(given.chain)
+    chain, costs, count = given.chain, given.costs, plan.host_layers
+    layout, rest = Layout(chain), without(chain, costs, count).chain
     steps = Steps(
         micro_batches=plan.micro_batches,
-        host_layers=plan.host_layers,
-        disk=disk_use(given.chain, layout, states or {}, plan.on_disk),
+        host_layers=count,
+        disk=disk_use(rest, Layout(rest), states or {}, plan.on_disk),
         clips=clips,
         updates=updates,
     )
-    return Costing(given, layout, steps).spans(plan.shape)
+    spans = Costing(given, layout, steps).spans(plan.shape)
+    if not count:
+        return spans
+    aside = host_time(
+        chain,
+        costs,
+        count,
+        given.machine,
+        plan.micro_batches,
+        disk_use(chain, layout, states or {}, plan.on_disk),
+        updates or two_moments(chain),
+    )
+    return _with_host(spans, aside, count)
+
+
+def _with_host(spans: Sequence[Span], aside: HostTime, host_layers: int) -> list[Span]:
+    """Return the spans of a step with those of its layers on the host: the device waits for their
+    forward, and the next step for their update."""
+    begun_s = aside.forward_s
+    later = [s._replace(start_s=s.start_s + begun_s, end_s=s.end_s + begun_s) for s in spans]
+    ends_s = max(span.end_s for span in later)
+    forward, backward = (
+        label_of_layers(phase, (0, host_layers)) for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    return [
+        Span("update", forward, 0.0, begun_s),
+        *later,
+        Span("update", backward, ends_s, ends_s + aside.backward_s),
+    ]
 
 
 def _offloaded(segments: Segments, micro_batches: int) -> Offloaded:

@@ -6,6 +6,8 @@ gets a gradient. So plans with layers on the host are searched for like all othe
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts, LayerCost
 from atomtrain.planning.disk import DiskUse
@@ -18,8 +20,8 @@ from atomtrain.planning.updating import ADAMW_BYTES, UpdateModel
 _DENSE_GRADIENT_PASSES = 3
 """An embedding's backward writes a gradient of the whole matrix, which is then added: it is written
 once and read once, the sum is read and written, of which one overlaps."""
-_ROWS_PASSES = 6
-"""Rows are read and written, copied out, and so are their gradients."""
+_ROWS_PASSES = 3
+"""Rows are read, written and copied out, and so are their gradients."""
 
 
 def host_choices(chain: Chain, costs: ChainCosts) -> list[int]:
@@ -69,7 +71,21 @@ def blocks_of_host(chain: Chain, rest: Chain, of_rest: Layout, host_layers: int)
     return frozenset(b for b, start, stop in ranges if any(start <= o < stop for o in offsets))
 
 
-def host_s(
+class HostTime(NamedTuple):
+    """What a step takes longer for layers on the host."""
+
+    forward_s: float = 0.0
+    """Before the device's first visit."""
+    backward_s: float = 0.0
+    """After its last one: backward, and then the update."""
+
+    @property
+    def step_s(self) -> float:
+        """Of the whole step."""
+        return self.forward_s + self.backward_s
+
+
+def host_time(
     chain: Chain,
     costs: ChainCosts,
     host_layers: int,
@@ -77,23 +93,34 @@ def host_s(
     micro_batches: int,
     disk: DiskUse,
     updates: UpdateModel,
-) -> float:
-    """Return what a step takes longer: the host's forward, backward and, after them, the update."""
+) -> HostTime:
+    """Return what a step takes longer for its leading layers on the host.
+
+    Args:
+        chain: The whole model.
+        costs: Of all its layers.
+        host_layers: How many of them run on the host.
+        machine: Rates of the host.
+        micro_batches: Of a step.
+        disk: Of the whole chain.
+        updates: What the optimizer takes.
+    """
     if not host_layers:
-        return 0.0
+        return HostTime()
     layers = costs.layers[:host_layers]
     update_rate = machine.update_parameters_per_s
     bytes_per_s = machine.host_copy_bytes_per_s or ADAMW_BYTES * update_rate
     dense = _DENSE_GRADIENT_PASSES * sum(cost.parameter_bytes for cost in layers)
     written = sum(costs.values[name].n_bytes for name in chain.writes(0, host_layers))
-    moved_s = micro_batches * (dense + _ROWS_PASSES * written) / bytes_per_s
+    rows_s = micro_batches * _ROWS_PASSES * written / bytes_per_s
+    dense_s = micro_batches * dense / bytes_per_s
     on_disk_s = 0.0
     if disk.on_disk:
         n_bytes = sum(sum(block) for block in disk.blocks[:host_layers])
         on_disk_s = sum(n_bytes / rate for rate in machine.storage_rates)
     used = {id(p) for layer in chain.layers[:host_layers] for p in layer.parameters.values()}
     work = sum(one.host_work for key, one in updates.parameters.items() if key in used)
-    return moved_s + on_disk_s + work / update_rate
+    return HostTime(rows_s, rows_s + dense_s + on_disk_s + work / update_rate)
 
 
 def whole_shape(shape: Shape, chain: Chain, rest: Chain, host_layers: int) -> Shape:

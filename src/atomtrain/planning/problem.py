@@ -8,7 +8,7 @@ from atomtrain.errors import PlanError
 from atomtrain.planning.choice import Choice, fastest_of, leanest_of
 from atomtrain.planning.costing import Costing, Given, Steps
 from atomtrain.planning.disk import OnDisk, disk_use
-from atomtrain.planning.host import blocks_of_host, host_choices, host_s, whole_shape, without
+from atomtrain.planning.host import blocks_of_host, host_choices, host_time, whole_shape, without
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.memory import MemoryModel
@@ -63,7 +63,8 @@ class Problem:
         self._all = MemoryModel(
             chain, costs, whole_layout, count, updates, self._disk, request.devices
         )
-        self.host_s = host_s(chain, costs, host_layers, machine, count, self._disk, updates)
+        aside = host_time(chain, costs, host_layers, machine, count, self._disk, updates)
+        self.host_s = aside.step_s
         _check_request(self.space, layout)
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from atomtrain.planning.schedule import Phase, Visit
+from atomtrain.planning.shape import Layers
 
 StreamName = Literal["compute", "load", "unload", "update", "fetch", "save", "read", "write"]
 
@@ -192,6 +193,10 @@ def step_spans(
 
 def label_of(visit: Visit) -> str:
     """Return phase and layers of a visit, for people."""
-    start, stop = visit.layers
-    layers = str(start) if stop == start + 1 else f"{start}-{stop - 1}"
-    return f"{visit.phase.value} {layers}"
+    return label_of_layers(visit.phase, visit.layers)
+
+
+def label_of_layers(phase: Phase, layers: Layers) -> str:
+    """Return a phase and its layers, for people."""
+    start, stop = layers
+    return f"{phase.value} {start if stop == start + 1 else f'{start}-{stop - 1}'}"

@@ -20,7 +20,7 @@ from atomtrain.planning.plan import Plan
 from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
 from atomtrain.planning.shape import Layers
-from atomtrain.planning.timeline import label_of
+from atomtrain.planning.timeline import label_of, label_of_layers
 from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.buffers import DeviceBuffers
 from atomtrain.swapping.carried import Carried, Outbox, Saved, leaf_of
@@ -35,7 +35,7 @@ from atomtrain.swapping.randomness import Randomness
 from atomtrain.swapping.routes import Pass, Route
 from atomtrain.swapping.slots import Slots, Tensors
 from atomtrain.swapping.store import HostStore
-from atomtrain.swapping.tracing import Record, recorded_visit
+from atomtrain.swapping.tracing import Record, recorded_on_host, recorded_visit
 
 Values = Mapping[str, Any]
 """A micro-batch: the chain's inputs by name."""
@@ -147,6 +147,8 @@ class Executor:
             if self.visited is not None:
                 self.visited(visit)
         if self._plan.host_layers and training:
+            if self.record is not None:
+                self.record.label = label_of_layers(Phase.BACKWARD, self._host.layers)
             self._host.backward([self._gradients_for_host(i) for i in range(self._count)])
         self._values.clear()
         self._gradients.clear()
@@ -157,7 +159,7 @@ class Executor:
         # The host writes into buffers of the pool at once, in no stream's order: whatever fetched
         # from them in an evaluation just before must be through.
         self._device.synchronize()
-        with self._device.on_host():
+        with self._device.on_host(), recorded_on_host(self.record, self._host.layers):
             results = self._host.forward(micro_batches, training)
         for index, result in enumerate(results):
             for name, (value, buffer) in result.items():

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from atomtrain.planning.timeline import Span, StreamName
+from atomtrain.planning.schedule import Phase
+from atomtrain.planning.shape import Layers
+from atomtrain.planning.timeline import Span, StreamName, label_of_layers
 
 
 class Record:
@@ -62,3 +64,14 @@ def recorded_visit(record: Record | None) -> Iterator[None]:
     label, start = record.label, record.device_now()
     yield
     record.add("compute", label, start, record.device_now())
+
+
+@contextmanager
+def recorded_on_host(record: Record | None, layers: Layers) -> Iterator[None]:
+    """Note how long the caller's thread is busy with forward of layers on the host."""
+    if record is None:
+        yield
+        return
+    start = record.host_now()
+    yield
+    record.add("update", label_of_layers(Phase.FORWARD, layers), start, record.host_now())
