@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from atomtrain.benchmarks import plan
+import atomtrain
+from atomtrain.benchmarks import plan, plan_case
 from atomtrain.benchmarks.common import BenchmarkOptions
 from atomtrain.benchmarks.plan import BenchmarkError, PlanSetup
 from atomtrain.benchmarks.plan_case import PlanCase
 from atomtrain.cli import bench
 from atomtrain.errors import ConfigError
+from atomtrain.swapping.options import Options
 
 TINY = PlanCase(
     layers=3, width=32, vocabulary=64, sequence_tokens=8, micro_batches=2, state_per_budget=2,
@@ -48,6 +50,25 @@ def test_a_case_that_cannot_be_planned_says_so() -> None:
     impossible = dataclasses.replace(TINY, state_per_budget=1000.0)
     with pytest.raises(BenchmarkError, match="PlanError: no plan fits"):
         plan.run(BenchmarkOptions(), PlanSetup(cases=(impossible,), rounds=1, steps=1, threads=1))
+
+
+@pytest.mark.parametrize("host_layers", [0, 1])
+def test_the_device_is_idle_while_layers_on_the_host_run_backward(host_layers: int) -> None:
+    case = dataclasses.replace(TINY, vocabulary=1024)
+    options = Options(micro_batches=2, host_layers=host_layers, profile=False)
+    with atomtrain.swap(
+        plan_case._model(case),
+        plan_case._step_data(case)[0],
+        optimizer=plan_case._adamw,
+        device="emulated",
+        options=options,
+    ) as engine:
+        beside_bytes = plan_case._device_bytes_at_host_peak(engine)
+        weights_bytes = host_layers * engine.planner.costs.layers[0].parameter_bytes
+        assert engine.plan.host_layers == host_layers
+        peak_bytes = engine.plan.device_peak_bytes
+    assert peak_bytes - weights_bytes <= beside_bytes <= peak_bytes
+    assert (beside_bytes < peak_bytes) == bool(host_layers)
 
 
 def test_nonsense_is_refused() -> None:

@@ -9,9 +9,11 @@ within seconds. What is compared:
 - *Device peak*: the plan's prediction with the most that the emulated device had in use; it counts
   every storage.
 - *Host peak*: the plan's host bytes with the growth of the process's resident set over training.
-  The emulated device's memory is host memory, so both sides contain the device's peak. All pages of
-  the host's buffers are touched first, as pinned memory is there from its start, and a step follows
-  after all state came to the host, as for a checkpoint: that is what a plan reserves memory for.
+  The emulated device's memory is host memory, so both sides contain what is on the device then: its
+  peak, or less while layers on the host, for which it waits, run backward. All pages of
+  buffers are touched first, as a GPU's memory and what is pinned are there from their start (a slot
+  is as large as the largest segment, whichever is in it), and a step follows after all state came
+  to the host, as for a checkpoint: that is what a plan reserves memory for.
 
 Prediction errors are shares of the measured value: above 0 the plan promised too much use.
 """

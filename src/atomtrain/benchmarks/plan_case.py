@@ -24,6 +24,8 @@ from atomtrain.benchmarks.checks import require_positive
 from atomtrain.benchmarks.common import Result
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
+from atomtrain.planning.layout import Layout
+from atomtrain.planning.memory import MemoryModel
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_device
 from atomtrain.swapping.engine import Engine
@@ -91,6 +93,7 @@ def measure_steps(case: PlanCase, rounds: int, steps: int, warmup_steps: int) ->
         "backward_segments": plan.segments,
         "resident_blocks": len(plan.resident_blocks),
         "device_blocks": len(plan.shape.device_blocks),
+        "host_layers": plan.host_layers,
         "recomputed_layers": plan.recomputed_layers,
         "boundary": plan.boundary,
     }
@@ -113,11 +116,11 @@ def measure_memory(case: PlanCase) -> Result:
                 engine.synchronize()
         engine.synchronize()
         host_bytes = _memory_bytes("VmHWM") - before_bytes
-        plan = engine.plan
+        plan, beside_bytes = engine.plan, _device_bytes_at_host_peak(engine)
     return {
         "predicted_device_peak_bytes": plan.device_peak_bytes,
         "measured_device_peak_bytes": peak_bytes,
-        "predicted_host_peak_bytes": plan.host_bytes + plan.device_peak_bytes,
+        "predicted_host_peak_bytes": plan.host_bytes + beside_bytes,
         "measured_host_peak_bytes": host_bytes,
         "device_budget_bytes": plan.device_memory_bytes,
     }
@@ -127,11 +130,11 @@ def measure_memory(case: PlanCase) -> Result:
 def _trained(
     case: PlanCase, data: list[MicroBatches], *, touched: bool = False
 ) -> Iterator[Engine]:
-    """Yield an engine of the case; `touched`: all pages of the host's buffers are there at once."""
+    """Yield an engine of the case; `touched`: all pages of its buffers are there at once."""
     model = _model(case)
     with _opened(case, model) as device:
         if touched:
-            _touch_host_memory(device)
+            _touch_memory(device)
         with atomtrain.swap(
             model,
             data[0][0],
@@ -152,6 +155,18 @@ def _predicted_again(engine: Engine, micro_batch: dict[str, Tensor]) -> float:
     times = measured_times(engine.device, planner.chain, planner.costs, micro_batch)
     again = dataclasses.replace(planner, times=times)
     return max(span.end_s for span in again.spans(engine.plan))
+
+
+def _device_bytes_at_host_peak(engine: Engine) -> int:
+    """Return what is on the device, less what is not on the host, when both together are most.
+
+    Either a visit runs on the device, or backward of layers on the host.
+    """
+    plan, planner = engine.plan, engine.planner
+    layout = Layout(planner.chain)
+    memory = MemoryModel(planner.chain, planner.costs, layout, plan.micro_batches, planner.updates)
+    aside_bytes = memory.host_backward_bytes(plan.host_layers)
+    return max(plan.device_peak_bytes - aside_bytes, memory.held_bytes(plan.shape))
 
 
 def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -208,14 +223,18 @@ def _warm_up() -> None:
             engine.step(_step_data(case))
 
 
-def _touch_host_memory(device: Device) -> None:
-    """Make all pages of the host's buffers be there at once, as a GPU's pinned memory is."""
-    empty = device.host_empty
+def _touch_memory(device: Device) -> None:
+    """Make all pages of buffers be there at once, as a GPU's pinned memory and its own are."""
+    host_empty, empty = device.host_empty, device.empty
 
-    def touched(n_bytes: int) -> Tensor:
-        return empty(n_bytes).zero_()
+    def touched_on_host(n_bytes: int) -> Tensor:
+        return host_empty(n_bytes).zero_()
 
-    device.host_empty = touched  # type: ignore[method-assign]
+    def touched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return empty(shape, dtype).zero_()
+
+    device.host_empty = touched_on_host  # type: ignore[method-assign]
+    device.empty = touched  # type: ignore[method-assign]
 
 
 def _memory_bytes(field: str) -> int:

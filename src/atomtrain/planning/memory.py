@@ -155,12 +155,18 @@ class MemoryModel:
         """Return parameters, gradients, optimizer state, waiting values, and the rest."""
         first = shape.host_layers
         waiting = self._waiting_bytes(shape)
-        # Gradients on their way to layers on the host, and what those make of one of them: as
-        # large as the weights.
+        # Gradients on their way to layers on the host.
         waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
-        waiting += sum(cost.parameter_bytes for cost in self._costs.layers[:first])
+        waiting += self.host_backward_bytes(first)
         process = process_bytes(len(self._costs.layers), self._devices * self.sent_storages(shape))
         return self.state_bytes + self._devices * waiting + process
+
+    def host_backward_bytes(self, host_layers: int) -> int:
+        """Return what backward of layers on the host makes of one gradient: as much as the weights.
+
+        Then no visit runs on the device: backward is over, and the next forward waits for it.
+        """
+        return sum(cost.parameter_bytes for cost in self._costs.layers[:host_layers])
 
     def sent_storages(self, shape: Shape) -> int:
         """Return how many storages of offloaded segments all micro-batches send to the host."""
