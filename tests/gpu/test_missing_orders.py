@@ -6,6 +6,8 @@ usually early enough, is found in most orders of work, or reported as an access 
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from test_on_software_gpu import small  # noqa: F401
 from torch import Tensor
 
 from atomtrain.planning.shape import Activation
-from atomtrain.swapping import cuda, offload
+from atomtrain.swapping import carried, cuda, offload, planner
 from atomtrain.swapping.cuda import CudaDevice, _CudaEvent, _CudaStream
 from atomtrain.swapping.streams import Event, Job
 
@@ -31,19 +33,32 @@ SEEDS = range(4)
 Change = Callable[[pytest.MonkeyPatch], None]
 
 
+def late_updates(stream: str) -> None:
+    """Hold up the host, which otherwise waits for unloads before anybody else could."""
+    if stream == "update":
+        time.sleep(0.05)
+
+
 def outcome(
     seed: int, activations: Activation, change: Change
 ) -> tuple[list[float] | None, dict[str, Tensor], list[str]]:
     """Train with a change; return losses (`None` if that failed), parameters and reports."""
     with pytest.MonkeyPatch.context() as patch:
         change(patch)
+        # So small a model's values would stay on the device.
+        patch.setattr(planner, "Request", functools.partial(planner.Request, boundary="host"))
         gpus = None
         try:
             with installed(seed=seed) as gpus:
                 losses, state, _ = train(
-                    untied_gpt(), 8, clip_norm=None, slots=3, activations=activations
+                    untied_gpt(),
+                    8,
+                    late_updates,
+                    clip_norm=None,
+                    slots=3,
+                    activations=activations,
                 )
-        except Exception:  # noqa: BLE001  a mistake may show in any way
+        except RuntimeError:  # as the executor and the GPU tell it
             losses, state = None, {}
         assert gpus is not None
         return losses, state, gpus.reports
@@ -115,6 +130,11 @@ def marks_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaDevice, "mark", mark)
 
 
+def frees_what_is_saved(patch: pytest.MonkeyPatch) -> None:
+    """Values leave the device before they are on the host."""
+    patch.setattr(carried.Outbox, "drain", lambda box: box._leaving.clear())
+
+
 def frees_what_is_offloaded(patch: pytest.MonkeyPatch) -> None:
     """Saved tensors leave the device before they are on the host."""
 
@@ -135,6 +155,7 @@ CASES: dict[str, tuple[Activation, Change]] = {
     "compute does not wait for fetches": ("recompute", unordered("fetch")),
     "compute does not wait for saves": ("recompute", unordered("save")),
     "loads do not wait for compute": ("recompute", heedless("load")),
+    "fetches do not wait for saves": ("recompute", heedless("fetch")),
     "unloads do not wait for compute": ("recompute", heedless("unload")),
     "saves do not wait for compute": ("recompute", heedless("save")),
     "offload: compute does not wait for fetches": ("offload", unordered("fetch")),
@@ -143,6 +164,7 @@ CASES: dict[str, tuple[Activation, Change]] = {
     "events are recorded too early": ("recompute", recorded_too_early),
     "updates do not wait for gradients": ("recompute", host_does_not_wait),
     "compute is not recorded": ("recompute", marks_nothing),
+    "values are freed too early": ("recompute", frees_what_is_saved),
     "offloaded tensors are freed too early": ("offload", frees_what_is_offloaded),
     "no event orders anything": ("recompute", order_forgotten),
 }

@@ -84,6 +84,7 @@ class Blocks:
         assert key not in self._blocks
         self._made += 1
         block = Block(self._made, device, queue, storage, self._report)
+        block.accesses.allocated(queue.number, queue.clock, storage.nbytes())
         self._memories[device.index].take(block.counted_bytes)
         self._blocks[key] = block
         # torch keeps one object for a storage as long as the storage lives. The memory may go in

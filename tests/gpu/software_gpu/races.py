@@ -49,6 +49,10 @@ class Accesses:
         number = task.queue.number
         self._last[_Key(number, writes, used)] = task.clock[number], what
 
+    def allocated(self, owner: int, known: Clock, size: int) -> None:
+        """Take note that the memory may be in use by what its stream was given before."""
+        self._last[_Key(owner, True, Range(0, size))] = known.get(owner, 0), "its allocation"
+
     def check_freed(self, owner: int, known: Clock) -> None:
         """Report what may still use the memory when a later allocation of its stream gets it."""
         for key, (count, earlier) in self._last.items():
