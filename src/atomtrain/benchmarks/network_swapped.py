@@ -8,8 +8,7 @@ before it are still computed, and several are under way at once, as in `Distribu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ import torch.distributed as dist
 
 import atomtrain
 from atomtrain.benchmarks.network_model import Batch, ModelSetup, fused_adamw
-from atomtrain.planning.shape import Layers
 from atomtrain.swapping.engine import Engine
-from atomtrain.swapping.parts import Part
 from atomtrain.swapping.streams import Event, Stream
 
 
@@ -45,7 +42,6 @@ class SwappedParallel:
             optimizer=lambda ps: fused_adamw(ps, setup.learning_rate),
             device=f"emulated:{int(device_link_bytes_per_s)}B/s",
             device_memory=device_memory_bytes,
-            # What is updated on the device has no gradient on the host.
             options=atomtrain.Options(micro_batches=len(example), optimizer_on_device=False),
         )
         self._averaging = Averaging(self._engine)
@@ -59,7 +55,6 @@ class SwappedParallel:
 
     def step(self, batches: Sequence[Batch]) -> float:
         """Run one step of all ranks; updates may go on. Return this rank's loss."""
-        self._averaging.begin_step()
         return self._engine.step(batches)
 
     def wait(self) -> None:
@@ -68,54 +63,27 @@ class SwappedParallel:
 
 
 class Averaging:
-    """Stands between an engine's gradients and its updates: these wait for the means of all ranks.
-
-    All ranks must average the same blocks in the same order, the last layer's first: whatever their
-    plans are, backward makes them so.
-    """
+    """Takes the mean of each block's gradients over all ranks, before the block's update."""
 
     def __init__(self, engine: Engine) -> None:
         """Average what the engine's steps make from now on."""
-        updates, self._store = engine._updates, engine._store
-        self._pass_on = updates.arrived
         # Collectives begin on the one and end on the other, so the next begins meanwhile.
         self._starting, self._ending = Stream("averaging"), Stream("averaged")
-        self._works: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._last = self._store.layout.blocks
-        updates.arrived = self._arrived  # type: ignore[method-assign]
-        updates.divisible = _indivisible  # type: ignore[method-assign]
-
-    def begin_step(self) -> None:
-        """Expect the last block again."""
-        self._last = self._store.layout.blocks
+        engine.combine_gradients(self._combine)
 
     def close(self) -> None:
         """End the threads; the engine must be closed."""
         self._starting.close()
         self._ending.close()
 
-    def _arrived(
-        self, layers: Layers, blocks: Iterable[int], event: Event, touched: set[int]
-    ) -> None:
-        """Average blocks once `event` is done, and have the engine wait for that instead."""
-        for block in sorted(blocks, reverse=True):
-            assert block < self._last, "ranks might average unlike blocks"
-            self._last = block
-            started = self._starting.submit(partial(self._start, block), [event])
-            ended = self._ending.submit(partial(self._end, block), [started])
-            self._pass_on(layers, [block], ended, touched)
+    def _combine(self, gradient: torch.Tensor, complete: Sequence[Event]) -> Event:
+        flat, works = gradient.view(torch.float32), list[Any]()
 
-    def _start(self, block: int) -> None:
-        start, stop = self._store.layout.gradient_range(block)
-        flat = self._store.gradients[start:stop].view(torch.float32)
-        self._works[block] = dist.all_reduce(flat, async_op=True), flat
+        def start() -> None:
+            works.append(dist.all_reduce(flat, async_op=True))
 
-    def _end(self, block: int) -> None:
-        work, flat = self._works.pop(block)
-        work.wait()
-        flat.div_(dist.get_world_size())
+        def end() -> None:
+            works[0].wait()
+            flat.div_(dist.get_world_size())
 
-
-def _indivisible(block: int) -> Sequence[Part]:
-    """Return no parts of a block: it is averaged, and so updated, as a whole."""
-    return ()
+        return self._ending.submit(end, [self._starting.submit(start, complete)])

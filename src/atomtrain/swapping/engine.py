@@ -24,6 +24,7 @@ from atomtrain.swapping.disk_placement import DiskTraffic
 from atomtrain.swapping.engine_state import EngineState
 from atomtrain.swapping.loss_scale import LossScale
 from atomtrain.swapping.tracing import Record
+from atomtrain.swapping.updates import Combining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,38 @@ class Engine(EngineState):
         with self._guarded():
             self._updates.scale_of_loss()
         return self._updates.deciding.loss_scale
+
+    def combine_gradients(self, combine: Combining) -> None:
+        """Have something done to each block's gradient before its update, such as taking its mean
+        over several hosts; with clipping it counts towards the norm as it is then.
+
+        Args:
+            combine: Called in each step once for each block, without waiting: takes the block's
+                gradient (bytes on the host, to be changed in place) and the events after which it
+                is complete, and returns the event after which it is what the update shall see.
+                The order of blocks follows from the model alone, whatever the plan: the last
+                layer's is first.
+
+        Raises:
+            ConfigError: there are several devices, blocks may be updated on the device, or
+                gradients have no place of their own on the host.
+        """
+        if len(self.devices) > 1:
+            raise ConfigError(
+                f"gradients of {len(self.devices)} devices are already added up by the engine; "
+                "combine those of engines with one device each"
+            )
+        if self.planner.options.optimizer_on_device is not False:
+            raise ConfigError(
+                "gradients are combined on the host, where all blocks have to be updated; give "
+                "Options(optimizer_on_device=False)"
+            )
+        if not self._store.keeps_gradients:
+            raise ConfigError(
+                f"gradients are not gathered on the host where the device is {self.device.name!r}; "
+                "choose one with memory of its own, such as 'emulated'"
+            )
+        self._updates.combining = combine
 
     def last_spans(self) -> tuple[Span, ...]:
         """Return what each stream did in the last step, in seconds from any common zero.

@@ -28,6 +28,9 @@ from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
 from atomtrain.swapping.workers import worker_for
 
+Combining = Callable[[Tensor, Sequence[Event]], Event]
+"""See `Engine.combine_gradients`."""
+
 
 class Updates:
     """Owns the optimizer state and the thread that applies it."""
@@ -85,6 +88,8 @@ class Updates:
         self.updated: list[Event] = [finished() for _ in self._blocks]
         self.on_device: frozenset[int] = frozenset()
         """Blocks that are updated there, not here."""
+        self.combining: Combining | None = None
+        """What is done to each block's gradient before its update."""
         self.hyperparameters: Sequence[Mapping[str, Any]] = []
         """Of each group, as they were when the step began."""
         self._arrivals = Arrivals(self._blocks)
@@ -138,9 +143,12 @@ class Updates:
     ) -> None:
         """Take note that a segment's gradients are on the host once `event` is done."""
         label = "" if self.stream.record is None else self.stream.record.label
-        for block in self._arrivals.note(layers, blocks, event, touched):
+        complete = self._arrivals.note(layers, blocks, event, touched)
+        if self.combining is not None:  # in one order, whatever the segments are
+            complete.sort(key=self._order.index, reverse=True)
+        for block in complete:
             self._labels[block] = label
-            after = self.arrivals_of(block)
+            after = self._combined(block)
             if not self.waits:
                 self.updated[block] = self._submit(block, Decision(), after)
                 self._submitted.add(block)
@@ -154,7 +162,7 @@ class Updates:
 
     def divisible(self, block: int) -> Sequence[Part]:
         """Return the parts in which a block may be updated; none if only as a whole."""
-        if self.waits or not steps_parameter_by_parameter(self.optimizer):
+        if self.waits or self.combining or not steps_parameter_by_parameter(self.optimizer):
             return ()
         if self.disk is not None and self.disk.has(block):
             return ()
@@ -283,6 +291,14 @@ class Updates:
         if self.waits:
             return [block for block in self._order if block not in self.on_device]
         return self._arrivals.order(deliveries)
+
+    def _combined(self, block: int) -> Sequence[Event]:
+        """Return the events after which a complete block may be updated."""
+        after = self.arrivals_of(block)
+        start, stop = self._store.layout.gradient_range(block)
+        if self.combining is None or start == stop:  # nothing of the block is trained
+            return after
+        return [self.combining(self._store.gradients[start:stop], after)]
 
     def _submit(
         self,
