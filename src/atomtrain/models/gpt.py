@@ -31,6 +31,13 @@ class GPTOutput(NamedTuple):
     logits: Tensor | None
 
 
+class Past(NamedTuple):
+    """What a block keeps of the tokens that it has seen, to go on from there."""
+
+    key: Tensor  # [B, H, T, K]
+    value: Tensor  # [B, H, T, K]
+
+
 class Embedding(nn.Module):
     """Token and position embedding: `[B, T]` token ids to `[B, T, D]`."""
 
@@ -73,14 +80,33 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, documents: Tensor | None = None) -> Tensor:
         attended = self._attention(self.attention_norm(hidden), documents)
         hidden = hidden + self.dropout(attended)
-        mlp = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh"))
+        mlp = self._mlp(hidden)
         out: Tensor = hidden + self.dropout(mlp)
         return out
 
-    def _attention(self, hidden: Tensor, documents: Tensor | None) -> Tensor:
+    def continued(self, hidden: Tensor, past: Past | None) -> tuple[Tensor, Past]:
+        """Run in evaluation on the first tokens, or on a single one behind `past`."""
+        query, key, value = self._projected(self.attention_norm(hidden))
+        if past is not None:
+            key, value = torch.cat((past.key, key), 2), torch.cat((past.value, value), 2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=past is None)
+        hidden = hidden + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return hidden + self._mlp(hidden), Past(key, value)
+
+    def _mlp(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh"))
+        return out
+
+    def _projected(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, each `[B, H, T, K]`."""
         batch, length, _ = hidden.shape
         qkv = self.qkv(hidden).view(batch, length, 3, self.heads, self.head_width)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # each [B, H, T, K]
+        found: tuple[Tensor, ...] = qkv.permute(2, 0, 3, 1, 4).unbind()
+        return found
+
+    def _attention(self, hidden: Tensor, documents: Tensor | None) -> Tensor:
+        batch, length, _ = hidden.shape
+        query, key, value = self._projected(hidden)
         if documents is None:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
@@ -207,3 +233,21 @@ class GPT(nn.Module):
         if labels is not None:
             return GPTOutput(self.head(hidden, labels), None)
         return GPTOutput(None, self.head.logits(hidden))
+
+    def continued(self, input_ids: Tensor, past: list[Past]) -> Tensor:
+        """Return `[B, V]`, the logits behind the last token; to generate, in evaluation mode.
+
+        Args:
+            input_ids: `[B, T]` int64, the first tokens; behind `past` a single one.
+            past: What the blocks have kept so far, brought up to date; empty: nothing.
+        """
+        length = past[0].key.shape[2] if past else 0
+        hidden = self.embedding.token(input_ids)
+        hidden = hidden + self.embedding.position.weight[length : length + input_ids.shape[1]]
+        before: Sequence[Past | None] = list(past) or [None] * len(self.blocks)
+        past.clear()
+        for block, kept in zip(self.blocks, before, strict=True):
+            assert isinstance(block, Block)
+            hidden, now = block.continued(hidden, kept)
+            past.append(now)
+        return self.head.logits(hidden[:, -1])

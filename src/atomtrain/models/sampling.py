@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atomtrain.models.gpt import GPT, Past
+
 
 def sample(
     model: nn.Module,
@@ -44,21 +46,23 @@ class _Predictor:
 
     def __init__(self, model: nn.Module, context: int) -> None:
         self._model, self._context = model, context
-        self._caches = "past_key_values" in inspect.signature(model.forward).parameters
+        self._theirs = "past_key_values" in inspect.signature(model.forward).parameters
         self._cache: Any = None
+        self._past: list[Past] = []
         self._done = 0
 
+    @torch.no_grad()
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return `[1, V]`, the logits after `[1, T]` ids."""
-        with torch.no_grad():
-            if not self._caches or ids.shape[1] > self._context:
-                # Positions shift from here on, so nothing that was kept is of use.
-                self._caches = False
-                last: Tensor = self._model(ids[:, -self._context :]).logits[:, -1]
-                return last
-            out = self._model(
-                input_ids=ids[:, self._done :], past_key_values=self._cache, use_cache=True
-            )
-        self._cache, self._done = out.past_key_values, ids.shape[1]
+        """Return `[1, V]`, the logits after `[1, T]` ids, a token more than the time before."""
+        keeps = self._theirs or isinstance(self._model, GPT)
+        if not keeps or ids.shape[1] > self._context:
+            # Positions shift from there on, so nothing that was kept is of use.
+            last: Tensor = self._model(ids[:, -self._context :]).logits[:, -1]
+            return last
+        new, self._done = ids[:, self._done :], ids.shape[1]
+        if isinstance(self._model, GPT):
+            return self._model.continued(new, self._past)
+        out = self._model(input_ids=new, past_key_values=self._cache, use_cache=True)
+        self._cache = out.past_key_values
         last = out.logits[:, -1]
         return last

@@ -142,7 +142,8 @@ class LeaderRound:
         group = sorted(near)
         everybody = sorted(self._ready)
         if len(group) < 2:
-            reason = "no two members were ready on the same anchor" + self._why()
+            alike = " on the same anchor" if len(self._ready) > 1 else ""
+            reason = f"no two members were ready{alike}{self._why()}"
             return self._finish(Abandon(reason=reason), everybody)
         weights = bounded_weights([self._ready[member].weight for member in group])
         if not any(weights):

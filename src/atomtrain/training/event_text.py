@@ -172,14 +172,20 @@ def _step_line(event: Event) -> str:
 
 
 def _round_line(event: Event) -> str:
+    outcome, reason = words(event, "outcome"), words(event, "reason")
+    title = f"round {count(event, 'round') or '?'} {outcome or 'ended'}"
+    fragment = tag(count(event, "fragment"), "fragment {}")
+    if outcome == "abandoned":
+        took = optional(duration, number(event, "duration_s"))
+        return f"{_sentence(title, fragment, took, reason)}; nothing is lost"
     return _sentence(
-        f"round {count(event, 'round') or '?'} {words(event, 'outcome') or 'ended'}",
-        tag(count(event, "fragment"), "fragment {}"),
+        title,
+        fragment,
         tag(count(event, "contributors"), "contributors {}"),
         tag(size(event, "bytes_sent"), "{} sent"),
         tag(size(event, "bytes_received"), "{} received"),
         optional(duration, number(event, "duration_s")),
-        words(event, "reason"),
+        reason,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import signal
 import time
@@ -23,6 +22,7 @@ from atomtrain.training.picture import loss_picture
 from atomtrain.training.plan_event import tell_timeline
 from atomtrain.training.samples import tell_samples
 from atomtrain.training.saving import newest, save_session
+from atomtrain.training.seeds import seed_of
 from atomtrain.training.setup import Session
 from atomtrain.training.swarm_file import SwarmFile
 from atomtrain.training.telling import announce, tell_rounds, trace_last_step
@@ -101,8 +101,7 @@ class Loop:
         for group in session.engine.optimizer.param_groups:
             group["lr"] = rate
         # A pure function of run, peer and step, so that resuming needs no generator's state.
-        key = f"{session.recipe.seed}/{session.name}/{self._position}".encode()
-        torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+        torch.manual_seed(seed_of(session.recipe.seed, session.name, self._position))
         self._shown = self._is_shown()
         session.engine.recording = session.options.trace is not None or self._shown
         with session.objective.listening() as heard:

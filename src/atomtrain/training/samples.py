@@ -8,6 +8,7 @@ import torch
 
 from atomtrain.events import EventLog
 from atomtrain.models.sampling import sample
+from atomtrain.training.seeds import seed_of
 from atomtrain.training.setup import Session
 
 _TOKENS = 60
@@ -19,7 +20,9 @@ def tell_samples(session: Session, events: EventLog) -> None:
     """Generate a few sentences with the model on the host; stops soon after twenty seconds."""
     session.engine.synchronize()
     session.model.eval()
-    generator = torch.Generator().manual_seed(session.recipe.seed)
+    # Peers that end together have one and the same model: let each say something else.
+    seed = seed_of(session.recipe.seed, session.name, "samples")
+    generator = torch.Generator().manual_seed(seed)
     tokenizer = session.text.tokenizer
     prompt = torch.tensor(tokenizer.encode(session.options.prompt) or [tokenizer.separator])
     context = session.recipe.sizes.context or session.recipe.context
