@@ -123,7 +123,7 @@ def _averaging(options: SimulateOptions, found: Prospect) -> Averaging:
     from atomtrain.simulation.site import base_bytes, fragments_of, travelling_bytes
 
     parameters = found.analysis.parameters
-    fragments = fragments_of(parameters)
+    fragments = fragments_of(parameters, options.local_steps)
     elements = -(-parameters // fragments)
     group = min(options.peers, options.group or options.peers)  # 0 stands for all
     contribution_bytes, mean_bytes = travelling_bytes(elements, options.wire, group)

@@ -24,7 +24,7 @@ def site_of(found: Prospect, peers: int, local_steps: int, wire: str) -> Site:
         ConfigError: fewer than 2 peers, or an unknown wire format.
     """
     parameters = found.analysis.parameters
-    count = fragments_of(parameters)
+    count = fragments_of(parameters, local_steps)
     elements = -(-parameters // count)
     group = min(peers, GROUP_SIZE)
     both = travelling_bytes(elements, wire, group)
@@ -43,9 +43,13 @@ def site_of(found: Prospect, peers: int, local_steps: int, wire: str) -> Site:
     )
 
 
-def fragments_of(parameters: int) -> int:
-    """Return how many fragments the engine makes of so many (`Engine.fragment_ranges`)."""
-    return max(_LEAST_FRAGMENTS, -(-4 * parameters // _LARGEST_FRAGMENT_BYTES))
+def fragments_of(parameters: int, local_steps: int) -> int:
+    """Return how many fragments a run makes of so many parameters, each averaged once in
+    `local_steps`: the engine's (`Engine.fragment_ranges`), joined so that no more than one is due
+    in a step (`training.peering.most_fragments`).
+    """
+    of_engine = max(_LEAST_FRAGMENTS, -(-4 * parameters // _LARGEST_FRAGMENT_BYTES))
+    return min(of_engine, max(1, local_steps))
 
 
 def travelling_bytes(elements: int, wire: str, peers: int) -> tuple[int, int]:
