@@ -3,7 +3,7 @@
 What sleeps is the peer's process and its daemon, for a minute: longer than all its streams and its
 connections live. Meanwhile the clocks of all machines go on by an hour at once, so that every
 record there was has expired, the others' own too. On a virtual clock the hour passes in full:
-`tests/unit/test_swarm_sleep.py`.
+`tests/unit/test_swarm_asleep.py`.
 """
 
 from __future__ import annotations
