@@ -204,8 +204,8 @@ def _does_not_fit(problems: Sequence[Problem], machine: Machine) -> PlanError:
     return PlanError(
         f"no plan fits the device budget of {format_bytes(machine.device_memory_bytes)}: layer "
         f"{problem.chain.layers[worst].name!r} alone needs {format_bytes(needs[worst])} with this "
-        f"micro-batch; raise --device-memory to at least {_rounded_up(min(least))}, or use "
-        "smaller micro-batches"
+        f"micro-batch; raise --device-memory to at least {_rounded_up(min(least))}, or have less "
+        "at once: smaller micro-batches, shorter sequences, 16-bit precision"
     )
 
 
