@@ -5,6 +5,7 @@ They run where there is no GPU. See `software_gpu` for what that shows, and what
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,8 @@ import atomtrain
 from atomtrain.analysis.costs import layer_costs
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.models import GPT, GPTConfig
+from atomtrain.optimizers import AdamW
+from atomtrain.swapping.optimizer_facts import OptimizerFactory
 
 pytestmark = [
     pytest.mark.skipif(
@@ -66,12 +69,19 @@ def gpus(small: None) -> Iterator[SoftwareGpus]:
     assert made.reports == []
 
 
-def trained(device: str = "cuda:0", **options: Any) -> tuple[dict[str, Tensor], atomtrain.Engine]:
+def own_adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The one that keeps float32 masters of parameters of 16 bits."""
+    return AdamW(parameters, lr=1e-3)
+
+
+def trained(
+    device: str = "cuda:0", optimizer: OptimizerFactory = adamw, **options: Any
+) -> tuple[dict[str, Tensor], atomtrain.Engine]:
     """Train; return the parameters, and the engine, which is closed."""
     model, steps = untied_gpt(), batches(3)
     torch.manual_seed(2)
     with atomtrain.swap(
-        model, steps[0][0], optimizer=adamw, device=device, device_memory="64MiB",
+        model, steps[0][0], optimizer=optimizer, device=device, device_memory="64MiB",
         options=atomtrain.Options(**{"micro_batches": 3, "host_layers": 0, **options}),
     ) as engine:  # fmt: skip
         for step in steps:
@@ -86,6 +96,35 @@ def test_updates_on_the_gpu(clip_norm: float | None) -> None:
     found, engine = trained(clip_norm=clip_norm, optimizer_on_device=True)
     assert engine.plan.device_blocks
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_with_float32_masters(precision: str) -> None:
+    ways: list[dict[str, Any]] = [
+        {"segments": 1, "optimizer_on_device": False},
+        {"segments": 8, "optimizer_on_device": False, "activations": "offload"},
+        {"optimizer_on_device": True},
+    ]
+    found = [trained(precision=precision, optimizer=own_adamw, **way)[0] for way in ways]
+    assert found[0]["head.weight"].dtype == torch.float32
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_first_layer_that_only_looks_up_on_the_host(
+    precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = dataclasses.replace(SMALL, vocabulary=4096, dropout=0.0)
+    monkeypatch.setattr(test_cuda, "CONFIG", large)
+    found = [
+        trained(
+            precision=precision, optimizer=own_adamw, host_layers=count, optimizer_on_device=False
+        )
+        for count in (0, 1)
+    ]
+    assert [engine.plan.host_layers for _, engine in found] == [0, 1]
+    assert_equal(found[0][0], found[1][0])
 
 
 def test_two_gpus_share_a_step() -> None:

@@ -99,6 +99,20 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _layer_norm_backward(
+    gradient: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *more: Any
+) -> Any:
+    func = aten.native_layer_norm_backward
+    return func(gradient, x, shape, mean.to(x.dtype), rstd.to(x.dtype), *more)
+
+
+ON_PROCESSOR: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
+"""What the processor computes where its types differ: of 16 bits a GPU keeps mean and deviation in
+float32, the processor in 16 bits."""
+
+
 @contextlib.contextmanager
 def factories(gpus: SoftwareGpus) -> Iterator[None]:
     """Let operations that have no tensor to go by, but a device, make tensors of the GPU."""

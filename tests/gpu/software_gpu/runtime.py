@@ -53,6 +53,7 @@ class SoftwareGpus:
         )
         self.current = streams.Current()
         self.special = operations.SPECIAL
+        self.on_processor = operations.ON_PROCESSOR
         self._defaults: dict[int, Any] = {}
 
     def report(self, what: str) -> None:

@@ -143,9 +143,11 @@ def run(gpus: SoftwareGpus, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     raw_args = each(args, raw)
     raw_kwargs = {name: each(value, raw) for name, value in kwargs.items()}
 
+    kernel = gpus.on_processor.get(func, func)
+
     def compute() -> None:
         with _seeded(seed):
-            found = func(*raw_args, **raw_kwargs)
+            found = kernel(*raw_args, **raw_kwargs)
             of = found if isinstance(found, list | tuple) else [found]
             for target, at in filled:
                 target.copy_(of[at])
