@@ -7,6 +7,7 @@ usually early enough, is found in most orders of work, or reported as an access 
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from test_cuda import train, untied_gpt
 from test_on_software_gpu import small  # noqa: F401
 from torch import Tensor
 
+import atomtrain
 from atomtrain.planning.shape import Activation
 from atomtrain.swapping import carried, cuda, offload, planner
 from atomtrain.swapping.cuda import CudaDevice, _CudaEvent, _CudaStream
@@ -30,13 +32,14 @@ pytestmark = [
     pytest.mark.usefixtures("assumed_times", "small"),
 ]
 SEEDS = range(4)
+LATE_S = 0.05
 Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def late_updates(stream: str) -> None:
     """Hold up the host, which otherwise waits for unloads before anybody else could."""
     if stream == "update":
-        time.sleep(0.05)
+        time.sleep(LATE_S)
 
 
 def outcome(
@@ -81,6 +84,14 @@ def unordered(name: str) -> Change:
         )
 
     return change
+
+
+def buffer_taken_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Compute does not wait for unloads, of the only gradient buffer."""
+    unordered("unload")(patch)
+    patch.setattr(atomtrain, "Options", functools.partial(atomtrain.Options, gradient_buffers=1))
+    # An update waits for its unload on the host, which then is in order with the next visit.
+    patch.setattr(sys.modules[__name__], "LATE_S", 1.0)
 
 
 def heedless(name: str) -> Change:
@@ -154,6 +165,7 @@ CASES: dict[str, tuple[Activation, Change]] = {
     "compute does not wait for loads": ("recompute", unordered("load")),
     "compute does not wait for fetches": ("recompute", unordered("fetch")),
     "compute does not wait for saves": ("recompute", unordered("save")),
+    "compute does not wait for unloads": ("recompute", buffer_taken_too_early),
     "loads do not wait for compute": ("recompute", heedless("load")),
     "fetches do not wait for saves": ("recompute", heedless("fetch")),
     "unloads do not wait for compute": ("recompute", heedless("unload")),
