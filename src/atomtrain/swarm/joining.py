@@ -68,7 +68,8 @@ async def connect_any(
     if not ways:
         told = [str(answer) for task, answer in answers.items() if tries[task] in joins]
         if len(places) > len(given):
-            told.append(f"nor does any of the other peers in {config.peers_path}")
+            none = "none of the other peers" if told else "none of the peers"
+            told.append(f"{none} in {config.peers_path} answered")
         raise SwarmError(f"cannot join run {config.run!r}: " + "; ".join(told))
     manifest, clock = ways[0][0]
     return WayIn(manifest, clock, tuple(address for _, address in ways))
