@@ -248,6 +248,16 @@ def test_resuming_what_is_not_there(complaint: Complaint) -> None:
     assert "no checkpoint" in complaint(*command)
 
 
+def test_who_resumes_need_not_know_the_name_of_the_only_peer(complaint: Complaint) -> None:
+    for name in ("peer-1", "peer-0a1b2c"):
+        Path(f"runs/mine/{name}/checkpoints/step-00000001").mkdir(parents=True)
+        message = complaint("train", "--data", "text.txt", *QUICK, "--resume", "--run", "mine")
+        if name == "peer-1":  # it is resumed, and what it has saved is damaged
+            assert "runs/mine/peer-1/checkpoints" in message
+    assert message.endswith("to resume from; give --name peer-0a1b2c or peer-1")
+    assert not Path("runs/mine/peer-0").exists()
+
+
 def test_a_run_is_never_overwritten(complaint: Complaint, runs: Path) -> None:
     before = fingerprint(runs)
     message = complaint("train", *TINY, "--data", "text.txt", "--run", "done")

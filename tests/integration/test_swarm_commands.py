@@ -120,7 +120,7 @@ def test_ping_goes_the_way_step_by_step(
 
 
 def test_ping_says_where_the_way_ends_and_why(
-    founder: Swarm, capsys: pytest.CaptureFixture[str]
+    founder: Swarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host = founder.address.rpartition("/tcp/")[0]
     with socket.socket() as idle:
@@ -128,17 +128,23 @@ def test_ping_says_where_the_way_ends_and_why(
         closed = f"{host}/tcp/{idle.getsockname()[1]}/p2p/{STRANGER}"
         named = closed.replace("ip4/127.0.0.1", "dns4/no-such-host.invalid")
         other = f"{founder.address.rpartition('/')[0]}/{STRANGER}"
-        for address, step, needed in (
+        nowhere = f"/ip4/255.255.255.255/tcp/9/p2p/{STRANGER}"
+        wrong = tmp_path / "wrong"
+        wrong.write_text("the secret of another run")
+        for address, step, *needed in (
             (f"looked-at@{closed}", "TCP", "check that the peer runs"),
+            (f"looked-at@{nowhere}", "TCP", "255.255.255.255 port 9: Network is unreachable"),
             (f"looked-at@{named}", "name", "spelling"),
-            (f"looked-at@{other}", "libp2p", "paste the address"),
+            (f"looked-at@{other}", "libp2p", "paste the address", f"matches {founder.peer_id}"),
             (f"looked-at@{founder.address}", "admission", "--run-key"),
             (f"another@{founder.address}", "run", "write looked-at@"),
         ):
             said = Said(capsys, "swarm", "ping", address)
             assert said.code == 1
             assert f"FAIL {step}" in said.out, said.out
-            assert needed in said.out
+            assert all(text in said.out for text in needed), said.out
+        said = Said(capsys, "swarm", "ping", f"looked-at@{founder.address}", "--run-key", wrong)
+        assert "this one has another" in said.out
 
 
 def test_ping_goes_on_with_the_next_address(

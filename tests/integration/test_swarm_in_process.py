@@ -306,3 +306,37 @@ def test_two_peers_end_on_one_model() -> None:
         assert first.settle(model, stop=fail_if_asked) == [], "nobody is left to average with"
     finally:
         first.leave(2.0)
+
+
+def test_who_leaves_ends_its_round_and_enters_no_other() -> None:
+    model, copy = Model(1.0), Model()
+    rules = {"run": "leaves", "local_steps_per_round": 1000}
+    first = Swarm.found(config(**rules), Manifest("leaves", ELEMENTS, {}), model)
+    try:
+        leaver = joined(config("leaves", join=(first.address,)))
+        try:
+            leaver.download(copy)
+            wait_for_training(first, 2)
+            wait_for_training(leaver, 2)
+            copy.add(1.0)
+            cross(leaver, copy)
+            with ThreadPoolExecutor(1) as pool:
+                # The first begins a round, to which the other is called while it ends its training.
+                cross(first, model, steps=1000)
+                mine = pool.submit(cross_until, together, (first, model))
+                desk = leaver._service.context.desk
+                wait_until(lambda: desk.snapshot_wanted)
+                theirs = leaver.finish(copy, PATIENCE_S)
+                assert together(theirs), "the round is ended"
+                assert together(mine.result(PATIENCE_S))
+            assert not leaver._service.in_rounds
+            wait_for_training(first, 1)  # it is told, though the leaver has not left yet
+            versions = leaver.state_dict().meta["versions"]
+            alone = cross_until(lambda reports: len(reports) >= 2, (first, model))
+            assert not together(alone)
+            assert leaver.state_dict().meta["versions"] == versions
+            assert leaver.finish(copy, PATIENCE_S) == [], "again: nothing happens"
+        finally:
+            leaver.leave(2.0)
+    finally:
+        first.leave(2.0)

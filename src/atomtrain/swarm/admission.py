@@ -86,6 +86,11 @@ class Admission:
         if self.allowed is not None and remote not in self.allowed and remote != self.peer_id:
             return f"peer {remote} is not on its list of allowed peers"
         if not self._same(proof, self._made("stream", remote, self.peer_id, b"")):
+            if proof:
+                return (
+                    "it admits only peers that know the run's key, and this one has another: "
+                    "copy the file for --run-key again"
+                )
             return "it admits only peers that know the run's key: give it with --run-key FILE"
         return ""
 

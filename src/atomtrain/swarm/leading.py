@@ -13,9 +13,9 @@ from atomtrain.swarm.codec import encoded_bytes
 from atomtrain.swarm.context import Context
 from atomtrain.swarm.groups import supersedes
 from atomtrain.swarm.leader import LeaderRound, Outgoing, Phase, RoundCall
-from atomtrain.swarm.messages import BadMessage, Decline, Invite, Message
+from atomtrain.swarm.messages import BadMessage, Decline, Invite, Message, Refused
 from atomtrain.swarm.slices import Span, slices_per_member
-from atomtrain.swarm.transport import Channel, LinkLost
+from atomtrain.swarm.transport import Channel, LinkLost, PeerRefused
 
 _log = logging.getLogger("atomtrain.swarm")
 _Event = tuple[str, Message | None]
@@ -117,6 +117,9 @@ class Leading:
             await channel.send(invite)
             for said in itertools.count():
                 message = await channel.receive_any(self._context.config.round_ceiling_s * 2)
+                if isinstance(message, Refused):  # it leaves: its next record says so
+                    self._context.roster.suspect(member)
+                    raise PeerRefused(member, message)
                 if said == _SAID_MAX:
                     raise BadMessage("it says more than there is to say")
                 self._events.put_nowait((member, message))

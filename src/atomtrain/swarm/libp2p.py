@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -28,6 +29,9 @@ _HELLO = b"\x13/multistream/1.0.0\n"
 """What a libp2p peer says first on a connection: https://github.com/multiformats/multistream-select"""
 _OFFERS_AT_ONCE = 256
 """Streams on which peers are told how to open straight ones; anybody may ask."""
+_DIALLED = re.compile(r"\* \[[^]]*\] (.*?)(?= \* \[|$)")
+"""What the daemon says of each address that it dialled: `* [ADDRESS] reason`."""
+_REASON_MAX = 300
 DIAL_S = 4.0
 """How long an answer to being dialled is waited for: two packets may be lost."""
 
@@ -283,5 +287,7 @@ def _address_kind(host: str) -> str:
 
 
 def _short(error: BaseException) -> str:
-    text = str(error).replace("\n", " ") or type(error).__name__
-    return text[:200]
+    """Return what the daemon has to say, of each address that it dialled once."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    reasons = dict.fromkeys(_DIALLED.findall(text))
+    return ("; ".join(reasons) or text)[:_REASON_MAX]

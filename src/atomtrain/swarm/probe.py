@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import statistics
 import time
@@ -179,7 +180,8 @@ async def _connect(host: str, port: int, found: Diagnosis) -> bool:
         return False
     except OSError as error:
         fix = f"check this machine's network, and the address; {_BEHIND}"
-        found.steps.append(Step("TCP", False, f"{host}: {error.strerror or error}", fix))
+        why = os.strerror(error.errno) if error.errno else str(error)  # asyncio words it anew
+        found.steps.append(Step("TCP", False, f"{host} port {port}: {why}", fix))
         return False
     writer.close()
     taken_ms = 1e3 * (time.monotonic() - started_s)

@@ -64,10 +64,14 @@ class Rounds:
         self._last: tuple[Invite, Begin] | None = None
 
     @property
+    def under_way(self) -> bool:
+        """This peer leads a round, or is in one."""
+        return self._context.agenda.running is not None or self._leading is not None
+
+    @property
     def moving(self) -> bool:
         """A round is under way that does not wait for this peer's trainer."""
-        running = self._context.agenda.running or self._leading is not None
-        return bool(running) and not self._context.desk.snapshot_wanted
+        return self.under_way and not self._context.desk.snapshot_wanted
 
     def groups(self) -> list[Group]:
         """Return the groups of the round under way, if it has one, and of the last one."""

@@ -132,6 +132,21 @@ class Service:
             await self._tasks.cancel_all()
             await self.context.transport.close()
 
+    def withdraw(self) -> None:
+        """Enter no round any more; one that this peer is in goes on."""
+        self._rounds.active = False
+        self._repairer.freed.set()  # who waits to enter one declines
+
+    def say_goodbye(self) -> None:
+        """Have all others know soon that this peer takes part no more."""
+        self.state = LEFT
+        self._publish_soon.set()
+
+    @property
+    def in_rounds(self) -> bool:
+        """A round is under way here, or the next one may begin; from any thread."""
+        return self._rounds.active or self._rounds.under_way
+
     @property
     def busy(self) -> bool:
         """A round is under way here that does not wait for the trainer; from any thread."""
@@ -315,7 +330,7 @@ class Service:
             stamps = self.context.desk.store.stamps()
             if message.fragment >= len(stamps) or stamps[message.fragment] is None:
                 return "it does not have this fragment"
-        elif isinstance(message, Propose) and self.state != TRAINING:
+        elif isinstance(message, Propose | Invite) and not self._rounds.active:
             return "it takes no part in rounds now"
         elif isinstance(message, HoldOn | RelayTo):
             if self.state == LEFT:

@@ -29,7 +29,7 @@ from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.outer import Update
 from atomtrain.swarm.records import PeerStatus
 from atomtrain.swarm.service import Service
-from atomtrain.swarm.settling import settle
+from atomtrain.swarm.settling import finish, settle
 from atomtrain.swarm.threads import LoopThread
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -230,6 +230,17 @@ class Swarm:
         """
         self._thread.post(self._service.context.agenda.hasten)
         return settle(self._service.context, access, stop)
+
+    def finish(self, access: FragmentAccess, within_s: float) -> list[RoundReport]:
+        """Before leaving: end the round that this peer is in, enter no other, and say goodbye.
+
+        So nobody waits for a peer that saves what it has. Blocks until done, `within_s` at most: a
+        round that takes longer goes on until `leave`. Returns the rounds that ended.
+        """
+        self._thread.post(self._service.withdraw)
+        reports = finish(self._service.context, access, lambda: self._service.in_rounds, within_s)
+        self._thread.post(self._service.say_goodbye)
+        return reports
 
     @property
     def address(self) -> str:

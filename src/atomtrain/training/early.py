@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from atomtrain.errors import ConfigError, SwarmError, nearest
-from atomtrain.training.folders import check_directory
+from atomtrain.training.folders import FIRST_NAME, check_directory, resumed_name
 from atomtrain.training.options import TrainOptions
 
 # Tables of the same names are where they are used; a test compares.
@@ -141,9 +141,9 @@ def _check_folder(options: TrainOptions) -> None:
                 )
             break
     if options.run is not None and options.n_peers == 1:
-        check_directory(
-            options.directory / options.run / (options.name or "peer-0"), resume=options.resume
-        )
+        run = options.directory / options.run
+        by_itself = resumed_name(run) if options.resume else FIRST_NAME
+        check_directory(run / (options.name or by_itself), resume=options.resume)
 
 
 def _check_addresses(options: TrainOptions) -> None:

@@ -10,6 +10,8 @@ from atomtrain.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
 """The folder of a peer's checkpoints, in the folder of the peer."""
+FIRST_NAME = "peer-0"
+"""What a peer is called that starts a run."""
 
 
 def make_directory(directory: Path) -> None:
@@ -39,9 +41,23 @@ def check_directory(directory: Path, *, resume: bool) -> None:
             "--resume, or choose another --run name"
         )
     if resume and not checkpoints.is_dir():
-        raise ConfigError(
-            f"there is no checkpoint in {checkpoints} to resume from; check --run and --directory"
-        )
+        saved = _saved_peers(directory.parent)
+        fix = f"give --name {' or '.join(saved)}" if saved else "check --run and --directory"
+        raise ConfigError(f"there is no checkpoint in {checkpoints} to resume from; {fix}")
+
+
+def resumed_name(run: Path) -> str:
+    """Return whom to resume in a run's folder if nobody is named: the only one that has saved.
+
+    Who joined a run was given a name, which nobody remembers.
+    """
+    saved = _saved_peers(run)
+    return saved[0] if len(saved) == 1 else FIRST_NAME
+
+
+def _saved_peers(run: Path) -> list[str]:
+    """Return the names of a run's peers that have checkpoints on this machine."""
+    return sorted({path.parent.parent.name for path in run.glob(f"*/{CHECKPOINTS}/step-*")})
 
 
 def remove_empty(directory: Path) -> None:

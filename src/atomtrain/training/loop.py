@@ -181,6 +181,16 @@ class Loop:
         reports = session.swarm.settle(session.fragments, lambda: self._stop)
         tell_rounds(session.swarm, reports, self._events)
 
+    def _end_rounds(self) -> None:
+        """End the round under way and enter no other: nobody waits for a peer that saves."""
+        session = self._session
+        if session.swarm is None:
+            return
+        reports = session.swarm.finish(session.fragments, _LEAVE_S)
+        if isinstance(session.fragments, GradientFragments):
+            session.step = session.swarm.version
+        tell_rounds(session.swarm, reports, self._events)
+
     def _watch_members(self) -> None:
         assert self._session.swarm is not None
         now = {
@@ -256,6 +266,7 @@ class Loop:
 
     def _finish(self, reason: str) -> str:
         session = self._session
+        self._end_rounds()
         if session.step > self._first_step:
             trace_last_step(session)
         if reason == "completed":

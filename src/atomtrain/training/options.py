@@ -229,7 +229,10 @@ class TrainOptions:
         _RUNS, "Folder of runs; this peer writes to DIRECTORY/RUN/NAME.", "FOLDER"
     )
     name: str | None = option(
-        None, "Name of this peer. Default: peer-0, or a new name for a peer that joins.", "NAME"
+        None,
+        "Name of this peer. Default: peer-0, or a new name for a peer that joins; with --resume, "
+        "that of the run's only peer that has saved here.",
+        "NAME",
     )
     host: str | None = option(
         None,

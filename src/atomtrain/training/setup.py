@@ -36,7 +36,12 @@ from atomtrain.training.budgets import (
     example_of,
     find_fit,
 )
-from atomtrain.training.folders import check_directory, make_directory
+from atomtrain.training.folders import (
+    FIRST_NAME,
+    check_directory,
+    make_directory,
+    resumed_name,
+)
 from atomtrain.training.gradients import (
     GradientCollector,
     GradientFragments,
@@ -122,10 +127,11 @@ def open_session(options: TrainOptions, tell: Callable[[str], None] | None = Non
     require_writable(options.trace, "--trace")
     options = with_addresses(options)
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
-    run, name = options.run, options.name or _new_name(options)
+    run = options.run
     if run is None and options.join:
-        run = swarm_config(options, None, name, None, 1).run
+        run = swarm_config(options, None, "", None, 1).run
     run = run or f"{Path(model_name(options.model)).name}-{time.strftime('%m%d-%H%M%S')}"
+    name = options.name or _new_name(options, options.directory / run)
     directory = options.directory / run / name
     check_directory(directory, resume=options.resume)
     source = find_source(options, run, name, directory)
@@ -323,5 +329,7 @@ def _enter_swarm(session: Session, source: Source) -> None:
         session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
 
 
-def _new_name(options: TrainOptions) -> str:
-    return f"peer-{secrets.token_hex(3)}" if options.join and not options.resume else "peer-0"
+def _new_name(options: TrainOptions, run: Path) -> str:
+    if options.resume:
+        return resumed_name(run)
+    return f"peer-{secrets.token_hex(3)}" if options.join else FIRST_NAME
