@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from planning_models import use_shape
+from planning_models import random_shape, use_shape
 from reference import assert_equal_training, train, twin
 from swapped import DEEP_LAYERS as LAYERS
 from swapped import (
@@ -29,7 +30,10 @@ from atomtrain.analysis.trace import chain_of
 from atomtrain.errors import StreamError
 from atomtrain.optimizers import AdamW, Muon
 from atomtrain.planning import Layout, Shape
-from atomtrain.swapping.parts import parts_of
+from atomtrain.planning.parts import parts_of
+from atomtrain.planning.period import arriving, coming_segments
+from atomtrain.planning.schedule import training_visits
+from atomtrain.planning.timeline import label_of
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 EACH = tuple(range(LAYERS + 1))
@@ -116,7 +120,7 @@ def test_waiting_keeps_what_came_and_synchronizing_does_not() -> None:
 def test_segments_that_come_ahead_go_and_come_in_parts(
     monkeypatch: pytest.MonkeyPatch, optimizer: Any, slots: int
 ) -> None:
-    monkeypatch.setattr("atomtrain.swapping.parts._LEAST_BYTES", 256)
+    monkeypatch.setattr("atomtrain.planning.parts._LEAST_BYTES", 256)
     use_shape(monkeypatch, Shape(EACH[1:-1], EACH[1:], slots, 2, "device", (), 1))
     model, steps = deep_gpt(0.0, tied=False), token_batches(2, steps=4)
     jobs: list[str] = []
@@ -135,6 +139,28 @@ def test_segments_that_come_ahead_go_and_come_in_parts(
     assert jobs.count("unload") == len(steps) * (LAYERS - 1 - slots + sum(parts))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_what_comes_ahead_is_what_the_planner_expects(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Which segments, in which order, in how many parts: of random shapes."""
+    monkeypatch.setattr("atomtrain.planning.parts._LEAST_BYTES", 256)
+    source = random.Random(seed)
+    tied = bool(seed % 2)
+    shape = random_shape(source, LAYERS, LAYERS + tied)
+    use_shape(monkeypatch, shape)
+    model, step = deep_gpt(0.0, tied=tied), token_batches(1, steps=1)[0]
+    with swap(model, step[0], micro_batches=1) as engine:
+        visits, chain = training_visits(shape), engine.planner.chain
+        expected = []
+        for each in coming_segments(shape, visits, chain, Layout(chain), in_parts=True):
+            visit = visits[each.over.visit]
+            if arriving(shape, Layout(chain), *visit.layers):  # else all is updated on the device
+                expected += len(each.shares) * [f"{label_of(visit)} {MARK}"]
+        assert came_ahead(engine, step) == expected
+        assert came_ahead(engine, step) == expected
+
+
 class CountsItsCalls(torch.optim.SGD):
     """Steps get shorter with each call, which it counts in its groups, as many optimizers do."""
 
@@ -149,7 +175,7 @@ class CountsItsCalls(torch.optim.SGD):
 def test_an_optimizer_that_counts_its_calls_is_called_once_a_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("atomtrain.swapping.parts._LEAST_BYTES", 256)
+    monkeypatch.setattr("atomtrain.planning.parts._LEAST_BYTES", 256)
     use_shape(monkeypatch, Shape(EACH[1:-1], EACH[1:], 2, 2, "device", (), 1))
     check(
         deep_gpt(0.0, tied=False),
@@ -163,7 +189,7 @@ def test_an_optimizer_that_counts_its_calls_is_called_once_a_block(
 def test_a_part_that_fails_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch, stream: str, position: int
 ) -> None:
-    monkeypatch.setattr("atomtrain.swapping.parts._LEAST_BYTES", 256)
+    monkeypatch.setattr("atomtrain.planning.parts._LEAST_BYTES", 256)
     model, steps = deep_gpt(0.0, tied=False), token_batches(2, steps=6)
     seen: list[str] = []
 
@@ -191,7 +217,7 @@ def test_parts_are_runs_of_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> 
     chain = chain_of(model, token_batches(1)[0][0]).chain
     layout, members = Layout(chain), list(chain.layers[1].parameters.values())
     assert parts_of(layout, 1, members) == (), "it is small"
-    monkeypatch.setattr("atomtrain.swapping.parts._LEAST_BYTES", 256)
+    monkeypatch.setattr("atomtrain.planning.parts._LEAST_BYTES", 256)
     parts = parts_of(layout, 1, members)
     start, stop = layout.block_range(1)
     for part in parts:

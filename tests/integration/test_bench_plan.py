@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +46,18 @@ def test_a_case_is_predicted_and_measured() -> None:
     assert len(set(case["predictions_s"])) == 3  # each from a profile of its own
     assert case["predicted_step_s"] == statistics.median(case["predictions_s"])
     json.dumps(result, allow_nan=False)
+
+
+def test_memory_is_that_of_a_process_which_measures_no_profile(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    plan._trained(TINY, {"rounds": 1, "steps": 1, "warmup_steps": 1}, environment)
+    (profile,) = tmp_path.rglob("profiles/*.json")
+    found = json.loads(profile.read_text())
+    found["machine"]["crowded_share"] = 1.0  # others would take it again now
+    profile.write_text(json.dumps(found))
+    before = profile.read_bytes()
+    plan._trained(TINY, None, environment)
+    assert profile.read_bytes() == before
 
 
 def test_a_case_that_cannot_be_planned_says_so() -> None:

@@ -4,8 +4,9 @@ Each case is a model, a budget and a link. A fresh process profiles, plans and t
 Then it times layers and trains again, by turns, since a machine's speed changes by tens of percent
 within seconds. What is compared:
 
-- *Step time*: the median of what all these times predict for the plan, with the median of the
-  timed steps. `predictions_s` has each, the first of them the one that a user would have seen.
+- *Step time*: the median of what all these times predict for the plan in a row of steps, with the
+  median of the timed steps. `predictions_s` has each, the first of them the one that a user would
+  have seen.
 - *Device peak*: the plan's prediction with the most that the emulated device had in use; it counts
   every storage.
 - *Host peak*: the plan's host bytes with the growth of the process's resident set over training.
@@ -43,7 +44,8 @@ _MIB = 2**20
 _EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
 """glibc keeps much of what was freed for later, within the resident set, and MKL, which computes
 for the emulated device, keeps what it rearranged matrices in: 6 to 20 MiB. So a second process,
-whose times do not count, gives both back at once: then what is resident is what is in use."""
+whose times do not count, gives both back at once: then what is resident is what is in use. It takes
+the profile of the first one: to take one leaves 6 MiB, most of them pages of libraries' code."""
 _MEASURES = ("step_s", "device_peak_bytes", "host_peak_bytes")
 
 

@@ -23,6 +23,7 @@ from atomtrain.planning.disk import DiskUse, States, disk_use
 from atomtrain.planning.host import HostTime, host_time, without
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
+from atomtrain.planning.period import coming_segments, period_s
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit, training_visits
 from atomtrain.planning.segments import Segments, segments_of, sending_all
@@ -104,7 +105,9 @@ class Costing:
         self.layer_forward_s = [micro_batches * time.forward_s for time in per_layer]
         self.layer_backward_s = [micro_batches * time.backward_s for time in per_layer]
         self._segments = segments_of(chain, costs)
-        self._updated = (steps.updates or two_moments(chain)).of_blocks(chain, layout)
+        updates = steps.updates or two_moments(chain)
+        self._chain, self._layout = chain, layout
+        self._updated, self._in_parts = updates.of_blocks(chain, layout), updates.in_parts
         self._host_only = {
             block for block in range(layout.blocks) if not layout.users(block, steps.host_layers)
         }
@@ -139,6 +142,15 @@ class Costing:
         return step_spans(
             visits, self.visit_times(shape, visits), self.disk_work(shape.device_blocks)
         )
+
+    def period_s(self, shape: Shape, aside: HostTime) -> float | None:
+        """Return the seconds from step to step in a row of them, or `None` where nothing comes
+        ahead, so that each begins when the one before it ended; `aside`: of layers on the host."""
+        if self._clips or self._disk is not None:
+            return None
+        visits = training_visits(shape)
+        coming = coming_segments(shape, visits, self._chain, self._layout, in_parts=self._in_parts)
+        return period_s(visits, self.visit_times(shape, visits), coming, aside)
 
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
@@ -221,6 +233,37 @@ def spans_of(
         clips: As in the plan's request.
         updates: As in the plan's request.
     """
+    costing, aside = _costing(plan, given, states, clips=clips, updates=updates)
+    spans = costing.spans(plan.shape)
+    return _with_host(spans, aside, plan.host_layers) if plan.host_layers else spans
+
+
+def period_of(
+    plan: Plan,
+    given: Given,
+    *,
+    states: States | None = None,
+    clips: bool = False,
+    updates: UpdateModel | None = None,
+    devices: int = 1,
+) -> float:
+    """Return the predicted seconds from step to step of a plan; arguments as for `spans_of`, and
+    how many devices run the plan."""
+    costing, aside = _costing(plan, given, states, clips=clips, updates=updates)
+    step_s = costing.step(plan.shape).step_s + aside.step_s
+    period_s = costing.period_s(plan.shape, aside) if devices == 1 else None
+    return step_s if period_s is None else min(step_s, period_s)
+
+
+def _costing(
+    plan: Plan,
+    given: Given,
+    states: States | None,
+    *,
+    clips: bool,
+    updates: UpdateModel | None,
+) -> tuple[Costing, HostTime]:
+    """Return what a plan's whole chain takes, and what its layers on the host do."""
     if not plan.remakes:
         given = given.sending_all()
     chain, costs, count = given.chain, given.costs, plan.host_layers
@@ -232,9 +275,6 @@ def spans_of(
         clips=clips,
         updates=updates,
     )
-    spans = Costing(given, layout, steps).spans(plan.shape)
-    if not count:
-        return spans
     aside = host_time(
         chain,
         costs,
@@ -244,7 +284,7 @@ def spans_of(
         disk_use(chain, layout, states or {}, plan.on_disk),
         updates or two_moments(chain),
     )
-    return _with_host(spans, aside, count)
+    return Costing(given, layout, steps), aside
 
 
 def _with_host(spans: Sequence[Span], aside: HostTime, host_layers: int) -> list[Span]:

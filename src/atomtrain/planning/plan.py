@@ -113,7 +113,10 @@ class Plan:
     disk_written_bytes: int
     """Written a step."""
     step_s: float
-    """Predicted."""
+    """Predicted for a step that stands alone."""
+    period_s: float
+    """Predicted from step to step in a row: less than `step_s` where the next one's first segments
+    come while a step ends. Plans written before there was this are read with `step_s`."""
     compute_s: float
     """Predicted busy time of the device in a step."""
     load_s: float
@@ -173,6 +176,8 @@ class Plan:
         for key in data:
             if key not in known:
                 raise PlanError(f"a plan has no {key!r}.{nearest(key, known)}")
+        if "step_s" in data:
+            data = {"period_s": data["step_s"], **data}
         needed = [name for name, field in known.items() if field.default is MISSING]
         if missing := [name for name in needed if name not in data]:
             raise PlanError(f"the plan lacks {missing[0]!r}; write it with Plan.to_json")
@@ -211,6 +216,7 @@ class Plan:
             lines.append(f"early      blocks {_listed(self.early_blocks)}: a piece with each layer")
         if self.shape.waiting:
             lines.append(f"saved      {saved_text(self.shape)}")
+        alone, in_a_row = format_seconds(self.step_s), format_seconds(self.period_s)
         disk = [f"disk       {disk_text(self)}"] if self.on_disk else []
         busy = f", disk {format_seconds(self.disk_s)}" if self.on_disk else ""
         return "\n".join(
@@ -220,8 +226,9 @@ class Plan:
                 f"{format_bytes(self.device_memory_bytes)}",
                 f"host       {format_bytes(self.host_bytes)}",
                 *disk,
-                f"step       {format_seconds(self.step_s)} predicted for "
-                f"{counted(self.micro_batches, 'micro-batch', 'es')}: compute "
+                f"step       {in_a_row} predicted for "
+                f"{counted(self.micro_batches, 'micro-batch', 'es')}"
+                f"{f' in a row, {alone} alone' if in_a_row != alone else ''}: compute "
                 f"{format_seconds(self.compute_s)}, load "
                 f"{format_seconds(self.load_s)}, unload {format_seconds(self.unload_s)}, update "
                 f"{format_seconds(self.update_s)}{busy}; bound by {self.bound}",

@@ -2,7 +2,8 @@
 
 A step is counted from the start of its first load to the end of its last update. The next step
 cannot begin sooner: the layers visited first in forward are the last ones in backward, so their
-update is the last to be done, and the first load of the next step waits for it.
+update is the last to be done, and the first load of the next step waits for it. What of that load
+comes while the step ends is in `planning/period.py`.
 """
 
 from __future__ import annotations
@@ -143,52 +144,104 @@ def step_spans(
         times: The seconds of each visit.
         disk: What updates take where they go on in the next forward, or state is on disk.
     """
-    spans: list[Span] = []
-    done: list[float] = []
-    released: dict[int, float] = {}  # when each gradient buffer is empty again
-    compute = load = unload = update = first = 0.0
-
-    def add(stream: StreamName, visit: Visit, start_s: float, length_s: float) -> float:
-        spans.append(Span(stream, label_of(visit), start_s, start_s + length_s))
-        return start_s + length_s
-
+    clips = disk is not None and disk.clips
+    streams = Streams(updates=not clips)
+    first_s = 0.0
     for visit, time in zip(visits, times, strict=True):
-        ready = 0.0
-        if visit.load:
-            free = done[visit.free_after] if visit.free_after >= 0 else 0.0
-            # What is on disk is read and loaded piece by piece: the slower of both counts.
-            begun = max(load, free) + max(0.0, time.stage_s - time.load_s)
-            ready = load = add("load", visit, begun, time.load_s)
-        start = max(compute, ready)
-        if visit.phase is Phase.TURN and disk is not None and disk.clips:
-            start = max(start, disk.backlog_s)
-            add("read", visit, 0.0, disk.read_s)
-            add("write", visit, 0.0, disk.write_s)
+        begin_s = 0.0
+        if visit.phase is Phase.TURN and disk is not None and clips:
+            begin_s = disk.backlog_s
+            streams.add("read", visit, 0.0, disk.read_s)
+            streams.add("write", visit, 0.0, disk.write_s)
             updated = 0.0  # what the step before left, in forward's order
             for one, lasting in reversed(list(zip(visits, times, strict=True))):
                 if one.gradient is not None:
-                    updated = add("update", one, updated, lasting.later_s)
+                    updated = streams.add("update", one, updated, lasting.later_s)
+        streams.lay(visit, time, begin_s=begin_s)
+        if visit.phase is Phase.TURN:
+            first_s = streams.unload_s
+    if disk is not None and not clips:
+        ends = max(streams.update_s + disk.last_s, first_s + disk.working_s)
+        streams.add("read", visits[-1], max(0.0, first_s - disk.ahead_s), disk.read_s)
+        streams.add("write", visits[-1], ends - disk.write_s, disk.write_s)
+    return streams.spans
+
+
+WHOLE = (1.0,)
+"""A segment that is handed over as a whole."""
+
+
+class Streams:
+    """Lays visits out in time, one after the other: when each stream is free."""
+
+    def __init__(self, *, updates: bool = True) -> None:
+        """`updates`: whether updates follow their gradients."""
+        self._updates = updates
+        self.spans: list[Span] = []
+        self.compute_s = self.load_s = self.unload_s = self.update_s = 0.0
+        """When each is done with all that was laid out."""
+        self.ends_s: list[float] = []
+        """Of the visits of this step."""
+        self.updated_s: list[float] = []
+        """When each part of the last visit's segment was updated."""
+        self._released: dict[int, float] = {}  # when each gradient buffer is empty again
+
+    def add(self, stream: StreamName, visit: Visit, start_s: float, length_s: float) -> float:
+        """Add a span; return its end."""
+        self.spans.append(Span(stream, label_of(visit), start_s, start_s + length_s))
+        return start_s + length_s
+
+    def lay(
+        self,
+        visit: Visit,
+        time: VisitTime,
+        *,
+        begin_s: float = 0.0,
+        loaded_s: float | None = None,
+        updated_s: float = 0.0,
+        shares: Sequence[float] = WHOLE,
+    ) -> None:
+        """Lay out a step's next visit.
+
+        Args:
+            visit: The visit.
+            time: How long it takes on each stream.
+            begin_s: When it may begin.
+            loaded_s: When its segment was loaded, if that is so already.
+            updated_s: When it may be loaded.
+            shares: The parts of its segment in which gradients leave and are updated.
+        """
+        ready = loaded_s or 0.0
+        if visit.load and loaded_s is None:
+            free = self.ends_s[visit.free_after] if visit.free_after >= 0 else 0.0
+            # What is on disk is read and loaded piece by piece: the slower of both counts.
+            begun = max(self.load_s, free, updated_s) + max(0.0, time.stage_s - time.load_s)
+            ready = self.load_s = self.add("load", visit, begun, time.load_s)
+        start = max(self.compute_s, ready, begin_s)
         if visit.gradient is not None:
-            start = max(start, released.get(visit.gradient, 0.0))
+            start = max(start, self._released.get(visit.gradient, 0.0))
         for stream, length_s in (("fetch", time.fetch_s), ("save", time.save_s)):
             if length_s > 0:
-                add(stream, visit, start, length_s)  # type: ignore[arg-type]
-        add("compute", visit, start, time.compute_s)
-        compute = start + time.visit_s
-        done.append(compute)
+                self.add(stream, visit, start, length_s)  # type: ignore[arg-type]
+        self.add("compute", visit, start, time.compute_s)
+        self.compute_s = start + time.visit_s
+        self.ends_s.append(self.compute_s)
         if time.return_s > 0:
-            load = max(load, start + time.return_s)
+            self.load_s = max(self.load_s, start + time.return_s)
         if visit.gradient is not None:
-            unload = add("unload", visit, max(unload, compute), time.unload_s)
-            released[visit.gradient] = unload
-            if disk is None or not disk.clips:
-                update = add("update", visit, max(update, unload), time.update_s)
-            first = unload if visit.phase is Phase.TURN else first
-    if disk is not None and not disk.clips:
-        ends = max(update + disk.last_s, first + disk.working_s)
-        add("read", visits[-1], max(0.0, first - disk.ahead_s), disk.read_s)
-        add("write", visits[-1], ends - disk.write_s, disk.write_s)
-    return spans
+            self._leave(visit, time, shares)
+            self._released[visit.gradient] = self.unload_s
+
+    def _leave(self, visit: Visit, time: VisitTime, shares: Sequence[float]) -> None:
+        """Lay out what comes after a visit: its gradients leave and are updated."""
+        self.updated_s = []
+        for share in shares:
+            begun = max(self.unload_s, self.compute_s)
+            self.unload_s = self.add("unload", visit, begun, share * time.unload_s)
+            if self._updates:
+                begun = max(self.update_s, self.unload_s)
+                self.update_s = self.add("update", visit, begun, share * time.update_s)
+                self.updated_s.append(self.update_s)
 
 
 def label_of(visit: Visit) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from atomtrain.planning.schedule import Phase, Visit
+from atomtrain.planning.schedule import Phase, Visit, hand_overs
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.streams import Event, Job
 
@@ -112,19 +112,12 @@ class Ahead:
 
     def _plan(self) -> None:
         """Say what comes to which slot, and when it falls free."""
-        last = {visit.slot: index for index, visit in enumerate(self._visits)}
-        first: dict[int, int] = {}
-        for index, visit in enumerate(self._visits):
-            first.setdefault(visit.slot, index)
-        wanted = sorted(first, key=lambda slot: first[slot])
-        freed = sorted(last, key=lambda slot: -last[slot])
         self._next_order = list(self._order)
         self._waiting = []
-        for slot, place in zip(wanted, freed, strict=True):
-            self._next_order[slot] = self._order[place]
-            self._waiting.append((last[place], Coming(first[slot], self._order[place])))
-        # What is free first comes first.
-        self._waiting.sort()
+        for over in hand_overs(self._visits):
+            place = self._order[over.slot]
+            self._next_order[self._visits[over.visit].slot] = place
+            self._waiting.append((over.free_after, Coming(over.visit, place)))
         if not any(visit.phase is Phase.TURN for visit in self._visits):
             self._waiting = []  # an evaluation
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
+from atomtrain.planning.parts import Part
 from atomtrain.planning.shape import Layers
-from atomtrain.swapping.parts import Part
 from atomtrain.swapping.streams import Event, Stream
 
 if TYPE_CHECKING:

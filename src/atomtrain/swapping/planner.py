@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
-from atomtrain.planning.costing import Given, spans_of
+from atomtrain.planning.costing import Given, period_of, spans_of
 from atomtrain.planning.disk import DiskRequest, OnDisk, States, on_disk_up_to
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
@@ -78,6 +78,17 @@ class Planner:
             updates=self._shared_updates(),
         )
         return tuple(span for span in spans if span.end_s > span.start_s)
+
+    def period_s(self, plan: Plan) -> float:
+        """Return what the plan expects from step to step."""
+        return period_of(
+            plan,
+            self.given,
+            states=self.states,
+            clips=self.options.waits,
+            updates=self._shared_updates(),
+            devices=self.devices,
+        )
 
     @property
     def given(self) -> Given:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
+from atomtrain.planning.parts import Part
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.gradients import Collector, accept_wide
-from atomtrain.swapping.parts import Part
 from atomtrain.swapping.store import HostStore, gradient_view, view_of
 
 

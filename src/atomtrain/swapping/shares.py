@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
+from atomtrain.planning.parts import Part
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.arrivals import Arrivals
-from atomtrain.swapping.parts import Part
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Stream
 from atomtrain.swapping.updates import Updates

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.parts import Part, parts_of
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.arrivals import Arrivals
 from atomtrain.swapping.deciding import Deciding, Decision
@@ -23,7 +24,6 @@ from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.disk_state import DiskState
 from atomtrain.swapping.loss_scale import LossScale
 from atomtrain.swapping.optimizer_facts import ScalesGradients, steps_parameter_by_parameter
-from atomtrain.swapping.parts import Part, parts_of
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
 from atomtrain.swapping.workers import worker_for
