@@ -17,11 +17,13 @@ import random
 import resource
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +139,23 @@ STAGES = (
 """Moments of a round, in their order, at which `fall_at` has a process fall."""
 
 
-def fall_at(stage: str, number: int) -> None:
-    """Have this process get a signal, once, when it is at that point of a round.
+CUT = """
+add table inet cut
+add chain inet cut in { type filter hook input priority 0; }
+add chain inet cut out { type filter hook output priority 0; }
+add rule inet cut in iifname eth0 drop
+add rule inet cut out oifname eth0 drop
+"""
+
+
+def cut_off() -> None:
+    """Have this host, a network namespace, hear and say nothing more: its cable is pulled out."""
+    subprocess.run(["nft", "-f", "-"], input=CUT, text=True, check=True, timeout=20)
+    say("cut off")
+
+
+def fall_at(stage: str, happen: Callable[[], None]) -> None:
+    """Have this process suffer something, once, when it is at that point of a round.
 
     It has been invited; is about to encode a contribution; has all contributions to a slice, and no
     mean; has sent a slice's mean to one member; has all means, and has not told the leader; leads,
@@ -157,7 +174,7 @@ def fall_at(stage: str, number: int) -> None:
 
     def fall() -> None:
         if once.acquire(blocking=False):
-            os.kill(os.getpid(), number)
+            happen()
 
     async def fall_after_answer(self: OwnedSlice, channel: Any) -> None:
         await answer(self, channel)
@@ -202,10 +219,11 @@ def flood(swarm: Swarm) -> None:
 
 
 def begin(fault: str, swarm: Swarm) -> None:
-    """Have a fault from now on; `kill at STAGE` and `stop at STAGE` are some, too."""
-    signal_name, _, stage = fault.partition(" at ")
+    """Have a fault from now on; `kill`, `stop` and `cut at STAGE` are some, too."""
+    what, _, stage = fault.partition(" at ")
     if stage:
-        fall_at(stage, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[signal_name])
+        numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+        fall_at(stage, cut_off if what == "cut" else partial(os.kill, os.getpid(), numbers[what]))
     elif fault == "flood":
         flood(swarm)
     else:

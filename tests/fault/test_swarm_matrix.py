@@ -8,11 +8,17 @@ hits: the peer that founded the run, and through which all came, or one that joi
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from namespaces import namespaces
 from swarm_peer import STAGES
 from swarm_processes import PeerProcess, wait_same_anchors
 from waiting import wait_until
@@ -25,19 +31,27 @@ SENT = ("corrupt", "replay", "false mean", "flood", "slow", "full disk")
 class Trio:
     """Three peers that average, of which one will have a fault."""
 
-    def __init__(self, peers: list[PeerProcess], role: str, folder: Path, fault: str) -> None:
+    def __init__(
+        self,
+        peers: list[PeerProcess],
+        role: str,
+        folder: Path,
+        fault: str,
+        hosts: Sequence[dict[str, Any]] = ({}, {}, {}),
+    ) -> None:
+        """Start them, each on a host of its own if there are some; a newcomer is on the last."""
         settings = {"target": 1.0, "expiry_s": 4.0, "round_floor_s": 2.0}
         self.start_fault = folder / "start"
         start = str(self.start_fault)
         sick = {} if fault in OUTSIDE else {"fault": fault, "fault_file": start}
         sick |= {"clock_off_s": 3600.0} if fault == "clock" else {}
         sick |= {"identity": str(folder / "key"), "peers_file": str(folder / "peers.json")}
-        first = PeerProcess(**settings, **(sick if role == "founder" else {}))
+        first = PeerProcess(**settings, **hosts[0], **(sick if role == "founder" else {}))
         peers.append(first)
         self.address = first.wait_ready()
         others = [
-            PeerProcess(**settings, join=[self.address], **one)
-            for one in ({}, {} if role == "founder" else sick)
+            PeerProcess(**settings, join=[self.address], **host, **one)
+            for host, one in zip(hosts[1:], ({}, {} if role == "founder" else sick), strict=True)
         ]
         peers += others
         for other in others:
@@ -103,6 +117,28 @@ def test_at_every_stage(peers: list[PeerProcess], tmp_path: Path, fault: str, st
     if fault == "stop":
         time.sleep(10.0)  # longer than records live
         victim.signal(signal.SIGCONT)
+        trio.wait_averaged({victim, *trio.healthy})
+        trio.check()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(
+    os.geteuid() != 0 or bool(os.environ.get("CI")) or shutil.which("nft") is None,
+    reason="needs root and nft",
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_cut_off_at_every_stage(peers: list[PeerProcess], tmp_path: Path, stage: str) -> None:
+    """A host's cable is pulled out in the middle of a round: no stream ends, nothing more comes."""
+    with namespaces(3) as network:
+        hosts = [{"within": network.entering(i), "host": network.address(i)} for i in range(3)]
+        trio = Trio(peers, "newcomer", tmp_path, f"cut at {stage}", hosts)
+        victim = trio.victim
+        trio.start_fault.touch()
+        victim.wait_for("cut off")
+        trio.check()
+        victim.wait_for("round", lambda said: said["reason"] == "alone", victim.now)
+        mend = [*network.entering(2), "nft", "delete", "table", "inet", "cut"]
+        subprocess.run(mend, check=True, timeout=20)
         trio.wait_averaged({victim, *trio.healthy})
         trio.check()
 
