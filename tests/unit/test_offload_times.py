@@ -48,12 +48,8 @@ def test_what_takes_longer_on_the_way_counts(monkeypatch: pytest.MonkeyPatch) ->
     """Processor time: waits are in the plan's timeline."""
     pack, unpack, spent_s = Parcel.pack, Parcel.unpack, 2e-3
 
-    def busy(until_s: float) -> None:
-        while time.thread_time() < until_s:
-            pass
-
     def slow_pack(*arguments: Any) -> Any:
-        busy(time.thread_time() + spent_s)
+        busy_for(spent_s)
         return pack(*arguments)
 
     def slow_unpack(*arguments: Any) -> Any:
@@ -76,6 +72,36 @@ def test_what_takes_longer_on_the_way_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert found.send_backward_s is not None
     assert found.send_forward_s > spent_s * block.all_sent.sent > spent_s * block.saved.sent
     assert found.send_backward_s < spent_s * block.all_sent.sent
+
+
+def test_a_slow_run_of_the_layer_does_not_count_for_one_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two runs of a layer one takes longer than the other by more than offloading takes."""
+    run, slower_s = offload_times._Bench._run, 20e-3
+    calls = 0
+
+    def uneven(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:  # plain, made again, sent
+            busy_for(slower_s)
+        return run(*arguments)
+
+    monkeypatch.setattr(offload_times, "_MOST_S", 0.0)
+    monkeypatch.setattr(offload_times._Bench, "_run", uneven)
+    costs, times = measured()
+    assert calls == 2 * 3 * sum(len(found.known) == 6 for found in times.values())
+    block = max(costs.layers[:-1], key=lambda cost: cost.saved.sent)
+    _, _, again_forward_s, again_s, sent_forward_s, sent_s = times[block.kind].known
+    assert sent_forward_s + sent_s < again_forward_s + again_s + slower_s / 2
+    assert again_s > slower_s / 4  # the layer's own time counts for both: half of it
+
+
+def busy_for(seconds: float) -> None:
+    until_s = time.thread_time() + seconds
+    while time.thread_time() < until_s:
+        pass
 
 
 def test_layers_that_take_long_are_not_measured() -> None:

@@ -83,7 +83,7 @@ class WaitingGraph:
             yield
             return
         self.parcel.begin_layer()
-        self._recipes = Recipes(self._find)
+        self._recipes = self._new_recipes()
         try:
             with self._recipes:
                 yield
@@ -147,6 +147,9 @@ class WaitingGraph:
         if self.parcel is not None:
             self.parcel.close()
         return {name: found[0] for name, found in self._found.items() if found}
+
+    def _new_recipes(self) -> Recipes:
+        return Recipes(self._find)
 
     def _find(self, tensor: Tensor) -> Any:
         """Return what stands for a tensor that will be there in backward as it is now."""

@@ -1,15 +1,21 @@
 """What offloading takes of compute, measured on the real layers by way of the engine's own graphs.
 
 Where compute itself packs and unpacks what is saved, and makes again what is not sent, that is a
-good part of a narrow layer's time, and no formula knows how fast each operation is. As in
-`swapping/overhead.py` the computing thread's own processor time counts: waits are in the plan's
-timeline.
+good part of a narrow layer's time, and no formula knows how fast each operation is. Just that is
+timed, while the layer runs: it is a few percent of the layer's time, which itself differs by more
+from one run to the next. So it is told well which of two ways to offload takes less. What the layer
+takes more beside (copies share memory and caches with it, threads wake up) is the same for all
+ways, and is found by comparing whole runs.
+
+As in `swapping/overhead.py` the computing thread's own processor time counts: waits are in the
+plan's timeline.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,34 +25,49 @@ from torch import Tensor
 from atomtrain.analysis.chain import Chain, Layer
 from atomtrain.analysis.costs import ChainCosts, LayerCost
 from atomtrain.analysis.profile import LONGEST_S, LayerTime, example_values, usual_s
+from atomtrain.analysis.remade import Find, Recipes
 from atomtrain.planning.saved import SavedTensors
 from atomtrain.swapping.compiled import CompiledLayer
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.graphs import WaitingGraph, Where
 from atomtrain.swapping.host_pool import HostPool
-from atomtrain.swapping.offload import Offload
+from atomtrain.swapping.offload import Offload, Parcel
 
 _ROUNDS = 10
 _MOST_S = 3.0
-"""Of all kinds together; after its share of this no further round of a kind begins. Whether
-something is made again or sent is a matter of a few percent of a layer's time, which one or two
-rounds do not tell."""
+"""Of all kinds together; after its share of this no further round of a kind begins."""
 _UNLIMITED_BYTES = 1 << 62
 _LINK_BYTES_PER_S = 1e11
 _ALIGNED_BYTES = 64
 
 
-class _Sample(NamedTuple):
-    """Seconds of one micro-batch in a layer, forward without a graph, recomputing and backward, and
-    the same where what is saved waits on the host."""
+class _Spent(NamedTuple):
+    """Seconds of one micro-batch in a layer, on the way to the host and back."""
 
     forward_s: float
-    both_s: float
-    offloaded_forward_s: float
-    offloaded_backward_s: float
-    sent_forward_s: float
+    """Of forward, what offloading itself took."""
+    backward_s: float
+    """The same of backward, making again included."""
+    total_s: float
+    """Forward and backward."""
+
+
+class _Sample(NamedTuple):
+    """One micro-batch in a layer, in each way."""
+
+    plain_s: float
+    """Forward and backward, with nothing offloaded."""
+    again: _Spent
+    sent: _Spent
     """Where nothing is made again."""
-    sent_backward_s: float
+
+    @property
+    def besides_s(self) -> list[float]:
+        """What each way took more, beside what offloading itself took."""
+        return [
+            way.total_s - self.plain_s - way.forward_s - way.backward_s
+            for way in (self.again, self.sent)
+        ]
 
 
 def with_offloading(
@@ -96,14 +117,68 @@ def _samples(bench: _Bench, most_s: float) -> list[_Sample]:
 
 
 def _added(known: LayerTime, samples: Sequence[_Sample]) -> LayerTime:
-    usual = _Sample(*(usual_s(each) for each in zip(*samples, strict=True)))
-    backward_s = usual.both_s - usual.forward_s
-    return known._replace(
-        offload_forward_s=max(0.0, usual.offloaded_forward_s - usual.forward_s),
-        offload_backward_s=max(0.0, usual.offloaded_backward_s - backward_s),
-        send_forward_s=max(0.0, usual.sent_forward_s - usual.forward_s),
-        send_backward_s=max(0.0, usual.sent_backward_s - backward_s),
+    again, sent = (
+        _Spent(*map(usual_s, zip(*ways, strict=True)))
+        for ways in ([sample.again for sample in samples], [sample.sent for sample in samples])
     )
+    beside_s = statistics.median(each_s for sample in samples for each_s in sample.besides_s)
+    beside_s = max(0.0, beside_s)
+    return known._replace(
+        offload_forward_s=again.forward_s,
+        offload_backward_s=again.backward_s + beside_s,
+        send_forward_s=sent.forward_s,
+        send_backward_s=sent.backward_s + beside_s,
+    )
+
+
+class _Timer:
+    """The processor's time of this thread while something is done, nested or not."""
+
+    def __init__(self) -> None:
+        self._depth, self._spent_s = 0, 0.0
+
+    def timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function."""
+        started_s = time.thread_time()
+        self._depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._spent_s += time.thread_time() - started_s
+
+    def take_s(self) -> float:
+        """Return the seconds since the last call."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+
+class _TimedRecipes(Recipes):
+    def __init__(self, find: Find, timer: _Timer) -> None:
+        super().__init__(find)
+        self._timer = timer
+
+    def _note(self, *arguments: Any) -> None:
+        self._timer.timed(super()._note, *arguments)
+
+
+class _TimedGraph(WaitingGraph):
+    """Times all that it does beside the layers."""
+
+    def __init__(self, where: Where, parcel: Parcel, timer: _Timer) -> None:
+        super().__init__(where, parcel)
+        self._timer = timer
+
+    def _new_recipes(self) -> Recipes:
+        return _TimedRecipes(self._find, self._timer)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return self._timer.timed(super()._pack, tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        unpacked: Tensor = self._timer.timed(super()._unpack, packed)
+        return unpacked
 
 
 class _Bench:
@@ -142,19 +217,13 @@ class _Bench:
 
     def sample(self) -> _Sample:
         """Run the layer in all ways, one after the other."""
-        ways = self._plain(), self._offloaded(remakes=True), self._offloaded(remakes=False)
-        return _Sample(*(self._timed(way) for way in ways for _ in range(2)))
-
-    def _timed(self, parts: Iterator[None]) -> float:
         with self._device.computing():
-            started_s = time.thread_time()
-            next(parts)
-            return time.thread_time() - started_s
+            return _Sample(
+                self._plain_s(), self._offloaded(remakes=True), self._offloaded(remakes=False)
+            )
 
-    def _plain(self) -> Iterator[None]:
-        with torch.no_grad():
-            self._run(self._values)
-        yield
+    def _plain_s(self) -> float:
+        started_s = time.thread_time()
         with torch.enable_grad():
             written = self._run(self._values)
             roots = [v for v in written.values() if isinstance(v, Tensor) and v.requires_grad]
@@ -163,30 +232,31 @@ class _Bench:
         for value in self._values.values():
             if isinstance(value, Tensor):
                 value.grad = None
-        yield
+        return time.thread_time() - started_s
 
-    def _offloaded(self, *, remakes: bool) -> Iterator[None]:
-        offload = self._offloads[remakes]
+    def _offloaded(self, *, remakes: bool) -> _Spent:
+        offload, timer = self._offloads[remakes], _Timer()
         parcel = offload.parcel()
-        graph = WaitingGraph(self._where, parcel)
+        graph = _TimedGraph(self._where, parcel, timer)
+        watched = remakes and not isinstance(self._layer, CompiledLayer)
 
         def run(taken: Mapping[str, Any]) -> dict[str, Any]:
-            watched = remakes and not isinstance(self._layer, CompiledLayer)
             with graph.layer() if watched else nullcontext():
                 return self._run(taken)
 
         taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}
         needs = {n for n, v in self._values.items() if isinstance(v, Tensor) and v.requires_grad}
+        started_s = time.thread_time()
         written = graph.run(taken, needs.__contains__, run, self._layer.writes)
-        yield
-        offload.drain()
-        offload.turn([parcel])
+        timer.timed(offload.drain)
+        forward_s = timer.take_s()
+        timer.timed(offload.turn, [parcel])
         graph.backward(
             self._slot,
             lambda name: name in written,
             lambda name: torch.ones_like(written[name]),
         )
-        yield
+        return _Spent(forward_s, timer.take_s(), time.thread_time() - started_s)
 
     def _run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         taken = [values[name] for name in self._layer.reads]
