@@ -74,7 +74,9 @@ def test_a_share_that_makes_no_sense_is_damage(tmp_path: Path) -> None:
         assert not kept_profiles(tmp_path)
 
 
-def test_the_doctor_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "atomtrain" / "profiles"
     (nothing,) = doctor._profile()
@@ -83,8 +85,11 @@ def test_the_doctor_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     keep(folder, 0.9, host="another one")
     (folder / "disk-0.json").write_text('{"version": 1}')
     (folder / "torn.json").write_text("{")
+    path = keep(folder, 0.9, device="card of an older version").path
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
     (fine,) = doctor._profile()
     assert (fine.state, fine.detail) == (doctor.OK, "measured: card")
+    assert not caplog.records, "nobody measures again here"
     keep(folder, 0.4, device="other card")
     (crowded,) = doctor._profile()
     assert crowded.state == doctor.WARNING

@@ -76,8 +76,10 @@ def kept_profiles(folder: Path | None = None) -> list[ProfileCache]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            key = json.loads(path.read_text(encoding="utf-8"))["key"]
-            cache = ProfileCache(folder, key)
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["version"] != VERSION:
+                continue
+            cache = ProfileCache(folder, data["key"])
         except (OSError, ValueError, TypeError, KeyError):
             continue  # of a disk, or damaged: whoever needs it measures again
         if cache.path == path and cache.key.get("host") == platform.node() and cache.known:

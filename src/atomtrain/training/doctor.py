@@ -240,7 +240,7 @@ def _limits() -> Iterator[Finding]:
         yield Finding("temporary folder", OK, text)
     cores = len(os.sched_getaffinity(0))
     busy = os.getloadavg()[0]
-    text = f"{cores} cores, {busy:.1f} of them busy"
+    text = f"{cores} cores, {busy:.1f} programs want one on average"
     if busy > cores:
         yield Finding("processor", WARNING, text, "other programs will slow training down")
     else:
