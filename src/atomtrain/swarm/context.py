@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,7 @@ from atomtrain.swarm.anchors import Snapshot
 from atomtrain.swarm.codec import Codec
 from atomtrain.swarm.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.desk import Desk
+from atomtrain.swarm.gloo_group import KeptGroup
 from atomtrain.swarm.groups import SLACK_VERSIONS, group_of, groups_of, told_next
 from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.known import KnownPeers
@@ -56,6 +57,8 @@ class Context:
     """Limits what all streams together send."""
     ways: Ways
     """How members are reached."""
+    kept_group: KeptGroup = field(default_factory=KeptGroup)
+    """With Gloo, what the last round has left for the next."""
 
     @property
     def peer_id(self) -> str:

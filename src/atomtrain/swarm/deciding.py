@@ -6,24 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from atomtrain.swarm.anchors import (
-    Anchor,
-    Merge,
-    Origin,
-    Part,
-    Snapshot,
-    Stamp,
-    split_parts,
-)
+from atomtrain.swarm.anchors import Anchor, Merge, Origin, Snapshot, Stamp, split_parts
 from atomtrain.swarm.bases import velocity_after
-from atomtrain.swarm.codec import byte_view
 from atomtrain.swarm.context import Context
-from atomtrain.swarm.digests import Digest
 from atomtrain.swarm.exchange import ExchangeResult
 from atomtrain.swarm.groups import SLACK_VERSIONS
-from atomtrain.swarm.large import large_copy
+from atomtrain.swarm.making import Made, Making
 from atomtrain.swarm.messages import BadMessage, Begin, Commit
-from atomtrain.swarm.outer import OuterUpdate, Place, Update, rows_of
+from atomtrain.swarm.outer import OuterUpdate, Update
 from atomtrain.swarm.slices import Span, slice_spans
 
 _VIEWS_APART = 4
@@ -61,52 +51,34 @@ def check_begin(begin: Begin, own: Stamp, context: Context) -> None:
 def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
     """Return the new anchor that a decision makes of the old one, and how to merge it.
 
-    All members compute the same bits: same old anchor, or bases, same decoded means, same
-    operations. Where nothing was decided each keeps its own anchor's. The new anchor lies where the
+    Where nothing was decided each member keeps its own anchor's. The new anchor lies where the
     means did, which are gone then: everybody whose word the decision counts on has them.
     """
     snapshot, begin = decided.snapshot, decided.begin
-    old = snapshot.anchor
-    values = decided.result.values
-    velocity = None if begin.bases else _velocity(old, update)
-    parts, digest = [], Digest()
-    committed = frozenset(decided.commit.slices)
-    for j, span in enumerate(slice_spans(values.numel(), len(decided.result.means))):
-        mean = decided.result.means[j]
-        start, stop = span
-        if j not in committed or mean is None:
-            values[start:stop] = old.values[start:stop]
-        elif decided.result.bases is not None:
-            torch.add(decided.result.bases.values[start:stop], mean.values, out=values[start:stop])
-        else:
-            update.apply(
-                old.values[start:stop],
-                mean.values,
-                rows_of(velocity, update.rows, span),
-                _on_time_share(begin, mean.contributors),
-                out=values[start:stop],
-                place=Place(snapshot.fragment, start, old.stamp.version),
-            )
-        digest.update(byte_view(values[start:stop]))  # they are in the processor's cache now
-        if j in committed and mean is not None:
-            parts.append(Part(span, frozenset(begin.members[i] for i in mean.contributors)))
-    if velocity is not None:
-        digest.update(byte_view(velocity))
-    used = frozenset().union(*(part.contributors for part in parts))
+    made = decided.result.made or _made(decided, update)
+    used = frozenset().union(*(part.contributors for part in made.parts))
     tokens = sum(w for m, w in zip(begin.members, begin.weights, strict=True) if m in used)
-    stamp = Stamp(begin.version + 1, begin.tokens + begin.groups * tokens, digest.text())
-    origin = Origin(begin.round_id, tuple(parts))
-    anchor = Anchor(values, velocity, stamp, origin, grouped=begin.bases)
-    changed, contributed = split_parts(parts, peer_id)
+    stamp = Stamp(begin.version + 1, begin.tokens + begin.groups * tokens, made.digest)
+    origin = Origin(begin.round_id, made.parts)
+    anchor = Anchor(made.values, made.velocity, stamp, origin, grouped=begin.bases)
+    changed, contributed = split_parts(made.parts, peer_id)
     own_velocity = _own_velocity(snapshot, update, contributed) if begin.bases else None
     return Merge(snapshot.fragment, anchor, changed, snapshot, contributed, velocity=own_velocity)
 
 
-def _velocity(old: Anchor, update: Update) -> torch.Tensor | None:
-    """Return a copy of an anchor's velocity; after several groups it begins with zeros."""
-    if old.grouped and update.rows:
-        return torch.zeros(update.rows * old.values.numel())
-    return None if old.velocity is None else large_copy(old.velocity)
+def _made(decided: Decided, update: Update) -> Made:
+    result, committed = decided.result, frozenset(decided.commit.slices)
+    making = Making(decided.snapshot, decided.begin, update, result.values)
+    for j, span in enumerate(slice_spans(result.values.numel(), len(result.means))):
+        mean = result.means[j]
+        if j not in committed or mean is None:
+            making.keep(span)
+        elif result.bases is not None:
+            base = result.bases.values[span.start : span.stop]
+            making.rebase(span, mean.values, base, mean.contributors)
+        else:
+            making.apply(span, mean.values, mean.contributors)
+    return making.made()
 
 
 def _own_velocity(
@@ -114,9 +86,3 @@ def _own_velocity(
 ) -> torch.Tensor | None:
     assert isinstance(update, OuterUpdate), "gradients are averaged by one group of all"
     return velocity_after(snapshot, update, contributed)
-
-
-def _on_time_share(begin: Begin, contributors: tuple[int, ...]) -> float:
-    total = sum(begin.weights[i] for i in contributors)
-    late = sum(begin.weights[i] for i in contributors if begin.late[i])
-    return (total - late) / total if total else 1.0

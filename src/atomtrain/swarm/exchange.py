@@ -23,6 +23,7 @@ from atomtrain.swarm.codec import Codec, byte_view, decode_span, decoded, square
 from atomtrain.swarm.guards import JUDGED_ELEMENTS, Guard, bounded_weights
 from atomtrain.swarm.lanes import Lane, Lanes
 from atomtrain.swarm.large import exchange_memory, large_empty
+from atomtrain.swarm.making import Made
 from atomtrain.swarm.messages import BadMessage, Begin, Change, Contribution, Mean
 from atomtrain.swarm.outer import OuterUpdate
 from atomtrain.swarm.owning import (
@@ -57,6 +58,9 @@ class ExchangeResult:
     """Peers whose contribution is in each of this member's slices."""
     bases: Bases | None = None
     """What the means are to be added to, in rounds that have bases."""
+    made: Made | None = None
+    """The new anchor, where it was made with the means and lies in their place: of all slices, so
+    that none or all of them can be decided."""
 
     @property
     def digests(self) -> tuple[str, ...]:

@@ -1,38 +1,53 @@
 """Rounds over Gloo: for fast networks whose every machine is trusted.
 
 Takes the place of the butterfly in a round and nothing else: membership, groups and decisions are
-as ever. For each round its members make a process group of their own, reduce the fragment in it,
-and end it; a member that dies ends the round, and the next one's group is made without it. Nothing
-is encrypted, judged or encoded here.
+as ever. Members add their weighted contributions up in a process group, which they keep for the
+next round if it has the same members. A member that dies ends the round, and the next one's group
+is made without it. Nothing is encrypted, judged or encoded here.
 
-The first member of the group keeps the store at which the others meet. They learn its port over a
-stream of the swarm, which also proves that they belong there.
+The first member keeps the store at which a new group meets. The others ask it where to meet, over a
+stream of the swarm, which also proves that they belong there, and say how many rounds the group
+that they have kept has had: they stay in it only if that is the same number with all.
+
+The fragment is reduced in chunks: while some are on their way, this member computes what it
+contributes to the next, and makes the new anchor of those that have come.
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime
-from typing import Any
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from atomtrain.swarm.anchors import digest_of
 from atomtrain.swarm.codec import square_of
 from atomtrain.swarm.exchange import ExchangeResult, ExchangeSetup, checked_place
+from atomtrain.swarm.gloo_group import KeptGroup, Place, ProcessGroup
 from atomtrain.swarm.large import large_empty
+from atomtrain.swarm.making import Made, Making
 from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Meeting
+from atomtrain.swarm.outer import Update
 from atomtrain.swarm.owning import SliceMean
-from atomtrain.swarm.slices import Span, slice_spans, slices_per_member
+from atomtrain.swarm.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.transport import Channel, LinkLost
 
 _PORTS_MAX = 65535
+_CHUNK_ELEMENTS = 1 << 20
+"""Least size of a chunk, which is whole slices."""
+_AHEAD = 3
+"""Chunks that are under way while this member computes."""
+_CACHED_ELEMENTS = 1 << 16
+"""So many stay in the processor's cache from one operation to the next."""
 
 
 class GlooExchange:
-    """One member's part in the exchange of a round, over a process group of that round."""
+    """One member's part in the exchange of a round, over a process group."""
 
-    def __init__(self, setup: ExchangeSetup, begin: Begin, host: str) -> None:
+    def __init__(
+        self, setup: ExchangeSetup, begin: Begin, host: str, update: Update, kept: KeptGroup
+    ) -> None:
         """Take the place of `setup.peer_id` in the group; `host` is where others reach it.
 
         Raises:
@@ -40,21 +55,29 @@ class GlooExchange:
         """
         self._me = checked_place(setup, begin)
         self._setup, self._begin, self._host = setup, begin, host
+        self._update, self._kept = update, kept
         elements, members = setup.snapshot.values.numel(), len(begin.members)
         self._spans = slice_spans(elements, members * slices_per_member(elements, members))
         self._channels: list[Channel] = []
         self._values = large_empty(elements)
         loop = asyncio.get_running_loop()
         self._until_s = loop.time() + begin.exchange_s
-        self._port: asyncio.Future[int] = loop.create_future()
-        self._group: Any = None
+        self._place: asyncio.Future[Place] = loop.create_future()
+        self._rounds_of: dict[str, int] = {}
+        """What others say of the group that they have kept."""
+        self._asked = asyncio.Event()
+        """All others have asked where to meet."""
 
     async def run(self) -> ExchangeResult:
-        """Return all means, or none: at the exchange's deadline at the latest."""
-        means: list[SliceMean | None] = [None] * len(self._spans)
+        """Return all means and the new anchor, or none: by the exchange's deadline."""
+        reduced = None
+        group = self._kept.take(self._begin.members)
         try:
             async with asyncio.timeout_at(self._until_s):
-                means = [*await self._reduced()]
+                group = await self._met(group)
+                reduced = await asyncio.to_thread(self._reduce, group)
+            group.rounds += 1
+            self._kept.keep(group)
         except (
             LinkLost,
             BadMessage,
@@ -63,11 +86,13 @@ class GlooExchange:
         ):  # Gloo's errors are RuntimeErrors
             pass
         finally:
-            if not self._port.done():
-                self._port.cancel()
-            if self._group is not None and not all(means):
-                self._group.abort()  # a thread may still wait for members that are gone
-        return ExchangeResult(means, self._channels, self._values)
+            if not self._place.done():
+                self._place.cancel()
+            if reduced is None and group is not None:
+                group.abort()  # a thread may still wait for members that are gone
+        if reduced is None:
+            return ExchangeResult([None] * len(self._spans), self._channels, self._values)
+        return ExchangeResult(reduced.means, self._channels, self._values, made=reduced.made)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
         """Tell a member where the group meets.
@@ -75,67 +100,113 @@ class GlooExchange:
         Raises:
             BadMessage: it is not in the group, or this is not its first member.
         """
-        if channel.remote not in self._begin.members or self._me != 0:
+        if channel.remote not in self._begin.members[1:] or self._me != 0:
             raise BadMessage(f"peer {channel.remote[-8:]} does not meet anybody here")
         self._channels.append(channel)
+        self._rounds_of[channel.remote] = header.lane
+        if len(self._rounds_of) == len(self._begin.members) - 1:
+            self._asked.set()
         async with asyncio.timeout_at(self._until_s):
-            port = await asyncio.shield(self._port)
-        await channel.send(Meeting(host=self._host, port=port))
+            host, port = await asyncio.shield(self._place)
+        await channel.send(Meeting(host=host, port=port))
 
-    async def _reduced(self) -> list[SliceMean]:
-        left = datetime.timedelta(seconds=self._begin.exchange_s)
+    async def _met(self, kept: ProcessGroup | None) -> ProcessGroup:
+        """Return a group that all members are in: the one that they have kept, or a new one."""
+        rounds = 0 if kept is None else kept.rounds
+        new = ProcessGroup(self._begin.members, self._me, self._host)
         if self._me == 0:
-            store = await asyncio.to_thread(self._store, self._host, 0, left)
-            self._port.set_result(store.port)
+            await self._asked.wait()
+            if kept is not None and set(self._rounds_of.values()) == {rounds}:
+                assert kept.place is not None
+                self._place.set_result(kept.place)
+                return kept
+            self._place.set_result(await asyncio.to_thread(new.open, self._begin.exchange_s))
         else:
-            store = await asyncio.to_thread(self._store, *await self._meeting(), left)
-        return await asyncio.to_thread(self._reduce, store, left)
+            place = await self._asked_first(rounds)
+            if kept is not None and kept.place == place:
+                return kept
+            await asyncio.to_thread(new.go_to, place, self._begin.exchange_s)
+        await asyncio.to_thread(new.meet, self._begin.exchange_s)
+        return new
 
-    async def _meeting(self) -> tuple[str, int]:
+    async def _asked_first(self, rounds: int) -> Place:
+        """Ask the first member where to meet."""
         channel = await self._setup.open(self._begin.members[0])
         self._channels.append(channel)
         try:
-            await channel.send(Contribution(round_id=self._begin.round_id, lane=0))
+            await channel.send(Contribution(round_id=self._begin.round_id, lane=rounds))
             meeting = await channel.receive(Meeting, self._begin.exchange_s)
         finally:
             channel.close()
         if not 0 < meeting.port <= _PORTS_MAX:
             raise BadMessage(f"a group cannot meet at port {meeting.port}")
-        return meeting.host, meeting.port
+        return Place(meeting.host, meeting.port)
 
-    def _store(self, host: str, port: int, left: datetime.timedelta) -> Any:
-        return _distributed().TCPStore(
-            host, port, is_master=self._me == 0, wait_for_workers=False, timeout=left
+    def _reduce(self, group: ProcessGroup) -> _Reduced:
+        """Return the means, and what they make; raises `RuntimeError` when a member is lost."""
+        reducing = _Reducing(self._setup, self._begin, self._update, self._values)
+        under_way = deque[tuple[tuple[Span, ...], Any]]()
+        for chunk in self._chunks():
+            values = reducing.contribution(Span(chunk[0].start, chunk[-1].stop), self._me)
+            under_way.append((chunk, group.add_up(values, self._begin.exchange_s)))
+            if len(under_way) > _AHEAD:
+                reducing.arrived(*under_way.popleft())
+        while under_way:
+            reducing.arrived(*under_way.popleft())
+        return reducing.result(self._spans)
+
+    def _chunks(self) -> Iterator[tuple[Span, ...]]:
+        each = max(1, _CHUNK_ELEMENTS // max(1, self._spans[0].elements))
+        for first in range(0, len(self._spans), each):
+            yield self._spans[first : first + each]
+
+
+class _Reduced(NamedTuple):
+    means: list[SliceMean | None]
+    made: Made
+
+
+class _Reducing:
+    """What a member computes before and after Gloo's sums; all of it lies in `values`."""
+
+    def __init__(
+        self, setup: ExchangeSetup, begin: Begin, update: Update, values: torch.Tensor
+    ) -> None:
+        self._snapshot, self._weights, self._values = setup.snapshot, begin.weights, values
+        self._counted = tuple(i for i, weight in enumerate(begin.weights) if weight)
+        self._making = Making(setup.snapshot, begin, update, values)
+        self._squares: list[float] = []
+
+    def contribution(self, span: Span, me: int) -> torch.Tensor:
+        """Return a member's part of the mean in a span."""
+        share = self._weights[me] / sum(self._weights)
+        for start, stop in piece_spans(span, _CACHED_ELEMENTS):
+            place = self._values[start:stop]
+            if share:
+                self._snapshot.contribution(Span(start, stop), place).mul_(share)
+            else:
+                place.zero_()
+        return self._values[span.start : span.stop]
+
+    def arrived(self, slices: tuple[Span, ...], work: Any) -> None:
+        """Wait for the next slices' means, and make the new anchor of them."""
+        work.wait()
+        for span in slices:
+            mean = self._values[span.start : span.stop]
+            square = square_of(mean)
+            if square is None:
+                raise RuntimeError("the mean is not finite")
+            self._squares.append(square)
+            self._making.apply(span, mean, self._counted)
+
+    def result(self, spans: tuple[Span, ...]) -> _Reduced:
+        """Return it once all slices have arrived; the anchor's hash stands for each mean's."""
+        made = self._making.made()
+        places = (self._values[start:stop] for start, stop in spans)
+        return _Reduced(
+            [
+                SliceMean(place, self._counted, made.digest, square)
+                for place, square in zip(places, self._squares, strict=True)
+            ],
+            made,
         )
-
-    def _reduce(self, store: Any, left: datetime.timedelta) -> list[SliceMean]:
-        """Return the means; raises `RuntimeError` when a member is lost."""
-        distributed = _distributed()
-        gloo = distributed.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = left
-        options._devices = [gloo.create_device(hostname=self._host)]
-        begin, elements = self._begin, self._setup.snapshot.values.numel()
-        prefixed = distributed.PrefixStore(begin.round_id, store)
-        group = self._group = gloo(prefixed, self._me, len(begin.members), options)
-        share = begin.weights[self._me] / sum(begin.weights)
-        mean = self._values.zero_()
-        if share:
-            torch.mul(self._setup.snapshot.contribution(Span(0, elements)), share, out=mean)
-        group.allreduce([mean]).wait()
-        group.barrier().wait()  # the store's keeper must not leave before all have met
-        counted = tuple(i for i, weight in enumerate(begin.weights) if weight)
-        return [self._held(mean[start:stop], counted) for start, stop in self._spans]
-
-    def _held(self, values: torch.Tensor, counted: tuple[int, ...]) -> SliceMean:
-        square = square_of(values)
-        if square is None:
-            raise RuntimeError("the mean is not finite")
-        return SliceMean(values, counted, digest_of(values, None), square)
-
-
-def _distributed() -> Any:
-    """Return `torch.distributed`, whose classes its type hints leave out."""
-    import torch.distributed
-
-    return torch.distributed

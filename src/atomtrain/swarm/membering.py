@@ -98,6 +98,8 @@ class Membering:
         commit = await self._expect(Commit, patience_s)
         if any(j >= len(result.means) or result.means[j] is None for j in commit.slices):
             raise BadMessage("the leader committed a slice that is not here")
+        if result.made is not None and len(set(commit.slices)) < len(result.means):
+            raise BadMessage("the leader committed a part of what was made as a whole")
         self.in_doubt = None
         return Decided(snapshot, begin, commit, result)
 
@@ -137,7 +139,13 @@ class Membering:
             on_unreachable=context.roster.suspect,
         )
         self.exchange = (
-            GlooExchange(setup, begin, host_of(context.transport.address))
+            GlooExchange(
+                setup,
+                begin,
+                host_of(context.transport.address),
+                context.updates[0],
+                context.kept_group,
+            )
             if context.manifest.rules.transport == "gloo"
             else Exchange(setup, begin)
         )

@@ -269,6 +269,9 @@ class Contribution(Message):
 
     After it both send the same: where a round has bases, those of their own slices; contributions
     to the other's slices, if they have a weight; the means of their own, each after its `Mean`.
+
+    With Gloo there are no lanes: `lane` is the number of rounds that the process group has had
+    which the sender has kept, 0 if there is none, and `Meeting` the answer.
     """
 
     round_id: str
@@ -287,7 +290,7 @@ class Change(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting(Message):
-    """With Gloo, in place of means: where the members of the round meet."""
+    """With Gloo, in place of means: where the process group of the round meets, or has met."""
 
     host: str
     port: int
