@@ -10,7 +10,9 @@ The *mesh* is what it takes when all peers send to all others at once over raw T
 rounds: what this network and this machine allow, with nothing encrypted, added up or agreed on.
 *Streams* are the same over the encrypted channels that rounds use: what is above that is what peers
 compute and agree on. A last round, with clocks in it, tells what processors did (`costs`).
-On loopback rounds of ATOM over Gloo follow, neither encrypted nor judged (`gloo_round_s`).
+On loopback rounds of ATOM over Gloo follow, neither encrypted nor judged (`gloo_round_s`); they
+take turns with hivemind's, at its best size of parts, and with Gloo alone: one `all_reduce` of
+vectors of that size in a group that is there already (`gloo_floor_s`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from atomtrain.benchmarks.averaging_result import gloo_result, streams_result
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.benchmarks.network_peers import PeerError, Peers
 from atomtrain.benchmarks.shaping import Link, Network
@@ -132,6 +135,7 @@ def _measure(
         measured: dict[str, list[Result]] = {"rounds": [], "plain": [], "encrypted": []}
         their_rounds: dict[str, list[float]] = {}
         within_s = 20.0 + 20 * setup.moved_bytes / link_bytes_per_s
+        gloo: dict[str, list[Result]] = {}
         with _Hivemind(setup, network, hosts, folder) as theirs:
             each = -(-rounds // max(1, len(setup.part_bytes)))
             for part_bytes in setup.part_bytes or (0,):
@@ -142,7 +146,7 @@ def _measure(
                     plain = _mesh(ours, "plain", setup, within_s)
                     encrypted = _mesh(ours, "encrypted", setup, within_s)
                     text = f"ATOM {one['round_s']:.2f} s, hivemind {other_s or 0:.2f} s"
-                    text += f", streams {encrypted['mesh_s']:.2f} s, plain {plain['mesh_s']:.2f} s"
+                    text += f", streams {encrypted['took_s']:.2f} s, plain {plain['took_s']:.2f} s"
                     progress(f"{where}, parts of {part_bytes >> 10} KiB: {text}")
                     if index:
                         measured["rounds"].append(one)
@@ -150,19 +154,51 @@ def _measure(
                         measured["encrypted"].append(encrypted)
                         if other_s is not None:
                             their_rounds.setdefault(str(part_bytes), []).append(other_s)
-        costs = _round(ours, setup, within_s, told_apart=True)["costs"]
-        ours.tell_all("leave", _START_S)
-        wrong = theirs.wrong_rounds
-        gloo_s = []
-        if network is None:
-            _enter(ours, setup, hosts, link_bytes_per_s, "gloo")
-            gloo_s = [_round(ours, setup, within_s)["round_s"] for _ in range(rounds + 1)][1:]
+            costs = _round(ours, setup, within_s, told_apart=True)["costs"]
             ours.tell_all("leave", _START_S)
+            best = min(
+                their_rounds, key=lambda size: statistics.median(their_rounds[size]), default="0"
+            )
+            if network is None:
+                theirs.open(int(best))
+                _enter(ours, setup, hosts, link_bytes_per_s, "gloo")
+                gloo = _over_gloo(ours, theirs, setup, hosts, rounds, within_s)
+                ours.tell_all("leave", _START_S)
+            wrong = theirs.wrong_rounds
     return {
-        **_result(setup, rate, measured, their_rounds, gloo_s),
+        **streams_result(setup.moved_bytes, rate, measured, their_rounds),
+        **(gloo_result(gloo) if gloo else {}),
         "hivemind_wrong_rounds": wrong,
         "costs": costs,
     }
+
+
+def _over_gloo(
+    ours: Peers,
+    theirs: _Hivemind,
+    setup: AveragingSetup,
+    hosts: list[str],
+    rounds: int,
+    within_s: float,
+) -> dict[str, list[Result]]:
+    """Measure rounds over Gloo, Gloo alone and hivemind in turns, after one of each."""
+    offer = ours.tell_all(
+        "offer_gloo", _START_S, lambda rank: {"rank": rank, "address": hosts[rank]}
+    )
+    ours.tell_all(
+        "join_gloo", _START_S, address=hosts[0], port=offer[0]["port"], peers=setup.peers,
+        elements=setup.elements, timeout_s=within_s,
+    )  # fmt: skip
+    found: dict[str, list[Result]] = {"rounds": [], "floors": [], "hivemind": []}
+    for _ in range(rounds + 1):
+        found["rounds"].append(_round(ours, setup, within_s))
+        found["floors"].append(_together(ours, "gloo", within_s))
+        if (other_s := theirs.round_s(within_s)) is not None:
+            found["hivemind"].append({"round_s": other_s})
+        one_s, floor_s = found["rounds"][-1]["round_s"], found["floors"][-1]["took_s"]
+        text = f"ATOM {one_s:.2f} s, Gloo alone {floor_s:.2f} s, hivemind {other_s or 0:.2f} s"
+        progress(f"over Gloo: {text}")
+    return {kind: entries[1:] for kind, entries in found.items()}
 
 
 class WrongMeanError(PeerError):
@@ -261,11 +297,15 @@ def _open_mesh(ours: Peers, setup: AveragingSetup, hosts: list[str]) -> None:
 
 
 def _mesh(ours: Peers, kind: str, setup: AveragingSetup, within_s: float) -> Result:
-    moved_bytes = int(setup.moved_bytes)
+    return _together(ours, "mesh", within_s, kind=kind, moved_bytes=int(setup.moved_bytes))
+
+
+def _together(ours: Peers, do: str, within_s: float, **how: Any) -> Result:
+    """Have all peers do something at the same time; return when the last was done."""
     at_s = time.monotonic() + 0.5
-    answers = ours.tell_all("mesh", within_s, at_s=at_s, kind=kind, moved_bytes=moved_bytes)
+    answers = ours.tell_all(do, within_s, at_s=at_s, **how)
     return {
-        "mesh_s": max(answer["mesh_s"] for answer in answers),
+        "took_s": max(answer["took_s"] for answer in answers),
         "processor_s": sum(answer["processor_s"] for answer in answers),
     }
 
@@ -311,50 +351,3 @@ def _round(peers: Peers, setup: AveragingSetup, within_s: float, **how: Any) -> 
         costs.update(answer.get("costs", {}))
     processor_s = sum(answer.get("processor_s", 0.0) for answer in answers)
     return {**slowest, "processor_s": processor_s, "costs": dict(costs)}
-
-
-def _result(
-    setup: AveragingSetup,
-    rate: float,
-    measured: dict[str, list[Result]],
-    theirs: dict[str, list[float]],
-    gloo_s: list[float],
-) -> Result:
-    ours = measured["rounds"]
-    all_round_s, round_processor_s = _columns(ours, "round_s")
-    all_mesh_s, mesh_processor_s = _columns(measured["plain"], "mesh_s")
-    all_streams_s, streams_processor_s = _columns(measured["encrypted"], "mesh_s")
-    round_s, mesh_s = statistics.median(all_round_s), statistics.median(all_mesh_s)
-    streams_s = statistics.median(all_streams_s)
-    hivemind_s = min((statistics.median(times) for times in theirs.values()), default=None)
-    floor_s = 8 * setup.moved_bytes / rate
-    return {
-        "round_s": round_s,
-        "floor_s": floor_s,
-        "mesh_s": mesh_s,
-        "streams_s": streams_s,
-        "hivemind_round_s": hivemind_s,
-        "gloo_round_s": statistics.median(gloo_s) if gloo_s else None,
-        "link_bits_per_s": rate,
-        "times_as_fast_as_hivemind": None if hivemind_s is None else hivemind_s / round_s,
-        "times_the_floor": round_s / floor_s,
-        "times_the_mesh": round_s / mesh_s,
-        "times_the_streams": round_s / streams_s,
-        "processor_s": {  # of all peers together
-            "round": round_processor_s,
-            "streams": streams_processor_s,
-            "mesh": mesh_processor_s,
-        },
-        "sent_bytes_per_peer": max(one["sent_bytes"] for one in ours),
-        "all_round_s": all_round_s,
-        "all_hivemind_round_s": theirs,
-        "all_gloo_round_s": gloo_s,
-        "all_mesh_s": all_mesh_s,
-        "all_streams_s": all_streams_s,
-    }
-
-
-def _columns(rows: list[Result], name: str) -> tuple[list[float], float]:
-    """Return what the rows say of `name`, and their median of processor time."""
-    processor_s = statistics.median(row["processor_s"] for row in rows)
-    return [float(row[name]) for row in rows], processor_s

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from atomtrain.benchmarks.averaging_costs import Costs
+from atomtrain.benchmarks.averaging_gloo import RawGloo
 from atomtrain.benchmarks.averaging_mesh import Mesh
 from atomtrain.benchmarks.averaging_streams import EncryptedMesh
 from atomtrain.benchmarks.network_worker import Reply
@@ -34,6 +35,7 @@ class AveragingPeer:
     def __init__(self) -> None:
         self._swarm: Swarm | None = None
         self._meshes: dict[str, Mesh] = {}
+        self._gloo: RawGloo | None = None
 
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
         return {
@@ -43,6 +45,9 @@ class AveragingPeer:
             "offer_mesh": self.offer_mesh,
             "join_mesh": self.join_mesh,
             "mesh": self.mesh,
+            "offer_gloo": self.offer_gloo,
+            "join_gloo": self.join_gloo,
+            "gloo": self.gloo,
             "enter": self.enter,
             "meet": self.meet,
             "round": self.round,
@@ -96,7 +101,29 @@ class AveragingPeer:
         before_s = time.process_time()
         self._meshes[kind].exchange(moved_bytes)
         took_s = time.monotonic() - at_s
-        return {"mesh_s": took_s, "processor_s": time.process_time() - before_s}
+        return {"took_s": took_s, "processor_s": time.process_time() - before_s}
+
+    def offer_gloo(self, address: str, rank: int) -> Reply:
+        """Be ready for a process group of Gloo; return the port at which the first rank waits."""
+        self._gloo = RawGloo(address, rank)
+        return {"port": self._gloo.port}
+
+    def join_gloo(
+        self, address: str, port: int, peers: int, elements: int, timeout_s: float
+    ) -> Reply:
+        """Make that group with all others."""
+        assert self._gloo is not None
+        self._gloo.join(address, port, peers, elements, timeout_s)
+        return {}
+
+    def gloo(self, at_s: float) -> Reply:
+        """Add up a vector of each peer by Gloo alone; return the seconds."""
+        assert self._gloo is not None
+        time.sleep(max(0.0, at_s - time.monotonic()))
+        before_s = time.process_time()
+        self._gloo.reduce()
+        took_s = time.monotonic() - at_s
+        return {"took_s": took_s, "processor_s": time.process_time() - before_s}
 
     def enter(
         self,
@@ -195,6 +222,9 @@ class AveragingPeer:
         for mesh in self._meshes.values():
             mesh.close()
         self._meshes = {}
+        if self._gloo is not None:
+            self._gloo.close()
+            self._gloo = None
         if self._swarm is not None:
             self._swarm.leave(_LEAVE_S)
             self._swarm = None
