@@ -100,7 +100,7 @@ def test_status_by_address_and_by_folder(
     assert {"addresses", "behind", "free_bytes_per_s", "tokens_per_s"} <= status["peers"][0].keys()
     said = Said(capsys, "swarm", "status", run_folder, *key)
     assert said.code == 0
-    assert "run looked-at: 1 peers" in said.out
+    assert "run looked-at: 1 peer," in said.out
     assert founder.address in said.out
     assert "\x1b" not in said.out
 

@@ -221,7 +221,8 @@ def _table(status: dict[str, Any]) -> str:
     versions = [version for version in status["versions"] if version is not None]
     span = f"{min(versions)} to {max(versions)}" if versions else "none"
     lines = [
-        f"run {status['run']}: {len(peers)} peers, {format_count(speed)} tokens/s; "
+        f"run {status['run']}: {len(peers)} peer{'s' * (len(peers) != 1)}, "
+        f"{format_count(speed)} tokens/s; "
         f"{format_count(status['parameters'])} parameters in {status['fragments']} fragments, "
         f"versions {span}; next round {status['next_round']}",
         f"{'peer':<20} {'state':<9} {'steps':>7} {'tokens':>8} {'tokens/s':>9} {'step':>8} "
@@ -247,12 +248,18 @@ def _table(status: dict[str, Any]) -> str:
     for entry in rounds:
         when = "now" if entry["under_way"] else "last"
         shares = ", ".join(
-            f"{names.get(r['peer_id'], r['peer_id'][-8:])} {r['slices']} slices from "
-            f"{r['first_slice']}"
+            f"{names.get(r['peer_id'], r['peer_id'][-8:])} "
+            f"({_slices(r['first_slice'], r['slices'])})"
             for r in entry["reduces"]
         )
-        lines.append(f"{when}: round {entry['round']}, fragment {entry['fragment']}: {shares}")
+        lines.append(
+            f"{when}: round {entry['round']}, fragment {entry['fragment']}, reduced by {shares}"
+        )
     return "\n".join(lines)
+
+
+def _slices(first: int, count: int) -> str:
+    return f"slice {first}" if count == 1 else f"slices {first} to {first + count - 1}"
 
 
 def _lines(found: Diagnosis) -> str:
