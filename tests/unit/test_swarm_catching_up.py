@@ -146,6 +146,29 @@ def test_the_rest_of_another_anchor_is_refused(monkeypatch: pytest.MonkeyPatch) 
     run_virtual(scenario)
 
 
+@pytest.mark.parametrize("spoilt", ["a", "ab"])
+def test_what_has_another_hash_is_fetched_from_somebody_else(spoilt: str) -> None:
+    async def scenario() -> None:
+        simulation = Simulation((30,), seed=26, local_steps_per_round=100_000)
+        for name in ("a", "b"):
+            await simulation.add(name, step_s=0.5, step=lambda _: None)
+        right = simulation.peers["b"].service.context.desk.store.anchor(0).values.clone()
+        for name in spoilt:
+            simulation.peers[name].service.context.desk.store.anchor(0).values.add_(0.001)
+        late = SimulatedPeer(simulation, "late", 0.5)
+        await late.service.start()
+        for _ in range(4):  # from one donor, and the other
+            fetch = late.service.fetch(0, 3.0)
+            if spoilt == "a":
+                assert torch.equal((await fetch).values, right)
+            else:
+                with pytest.raises(SwarmError, match="wrong hash"):
+                    await fetch
+        await late.stop_abruptly()
+
+    run_virtual(scenario)
+
+
 def test_when_all_have_left_nobody_is_waited_for() -> None:
     async def scenario() -> None:
         simulation = Simulation((30,), seed=25)
