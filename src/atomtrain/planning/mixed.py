@@ -6,7 +6,8 @@ described by
 
 - the clocks of `planning/clocks.py`, to which the forward visits passed so far are added, because
   the turn begins that much later and all clocks with it (they are kept apart where the turn may
-  have to wait for updates of the step before);
+  have to wait for updates of the step before, and only as far as it is not decided yet whether it
+  has to);
 - the load of the segment above: the forward visit below covers it;
 - the room: how many bytes may be kept below, so that no visit above has too little memory. As kept
   segments are next to the turn, it matters only while segments are kept; then it is -1.
@@ -140,6 +141,7 @@ class Mixed:
         clocks = self._clocks.after_turn(self._turn, starts, self._layers, np.zeros(starts.size))
         self._rest.settle(clocks, starts, self._most_load_s)
         ends_s = self._rest.ends_s(clocks, starts, below_turn=True)
+        ends_s = ends_s + self._begun_s(np.zeros(starts.size), starts)
         left = room.turn[starts]
         rows = np.flatnonzero(ends_s <= below_s * SLACK)
         for window in (False, True)[: 1 + self.rooms.offloads]:  # it is for the visits below
@@ -184,16 +186,18 @@ class Mixed:
         values, below_turn = here.values[rows], here.before[rows] == self._layers
         after, later_s = self._visits.after(self._clocks, values, cut, cuts, choice, below_turn)
         forward_s = values[:, AHEAD]
+        above_s = self._above_s(self._visits.forward().loading_s[:, cut], cuts)
         if self._backlog_s:  # kept apart, because the turn may have to wait
-            forward_s = forward_s + later_s
+            forward_s = self._settle_forward(after, forward_s + later_s, above_s, cuts)
         else:
             after += later_s[:, None]
         self._rest.settle(after, cuts, self._most_load_s)
-        hopeful = self._rest.ends_s(after, cuts) + forward_s <= below_s * SLACK
+        begun_s = self._begun_s(forward_s, cuts)
+        hopeful = self._rest.ends_s(after, cuts) + begun_s <= below_s * SLACK
         kept = choice == KEEP
         again_s = self._recomputed_s[cuts]
         again_s[kept] = self._saving.again_s(again_s[kept], room_left[kept])
-        alone = self._rest.ends_s(after, cuts, again_s) + forward_s <= below_s * SLACK
+        alone = self._rest.ends_s(after, cuts, again_s) + begun_s <= below_s * SLACK
         reserved_above = here.window[rows]
         room_left = np.where(kept, room_left, -1.0)
         # What is offloaded last gives the window back.
@@ -205,7 +209,7 @@ class Mixed:
             values = np.column_stack(
                 (
                     after[some],
-                    self._above_s(self._visits.forward().loading_s[:, cut], cuts[some]),
+                    above_s[some],
                     self._less_room(room_left[some], cuts[some]),
                     forward_s[some],
                 )
@@ -219,6 +223,37 @@ class Mixed:
                 label=rows[some],
             )
             add(pending, cuts[some], ways)
+
+    def _begun_s(self, forward_s: Array, cuts: Whole) -> Array:
+        """Return how long before the turn, at least, the step began, but for the rest of forward
+        below some cuts; `forward_s`: what is passed of it."""
+        if not self._backlog_s:
+            return forward_s
+        return np.maximum(forward_s, self._backlog_s - self._rest.forward_s[cuts])
+
+    def _settle_forward(
+        self, clocks: Array, forward_s: Array, above_s: Array, cuts: Whole
+    ) -> Array:
+        """Return the seconds of forward so far, as far as they can decide whether the turn waits.
+
+        What is above that comes later for certain, and is added to the clocks; below it the turn
+        waits for certain, and it does not matter how long forward took.
+        """
+        enough_s = self._backlog_s - self._rest.forward_s[cuts]
+        clocks += np.maximum(forward_s - enough_s, 0.0)[:, None]
+        hidden_s = self._backlog_s - self._most_forward_s[cuts] - above_s
+        settled: Array = np.maximum(np.minimum(forward_s, enough_s), hidden_s)
+        return settled
+
+    @cached_property
+    def _most_forward_s(self) -> Array:
+        """No rest of forward below a cut takes longer, whatever its segments are and do."""
+        most_s = np.zeros(self._layers + 1)
+        visits_s = self._visits.most_forward_s() + self._visits.forward().loading_s
+        visits_s = np.where(np.isfinite(visits_s), visits_s, -np.inf)
+        for cut in range(1, self._layers + 1):
+            most_s[cut] = (visits_s[:cut, cut] + most_s[:cut]).max()
+        return most_s
 
     def _above_s(self, load_s: Array, cuts: Whole) -> Array:
         """Return the loads of segments that begin at some cuts, `load_s` are those of all."""

@@ -35,6 +35,11 @@ class Visits:
         """Return the seconds of backward's; without `load` the segment is still in its slot."""
         return self._table(Phase.BACKWARD, activation, load=load)
 
+    def most_forward_s(self) -> Array:
+        """Return the seconds of forward's visits, whatever they do with what they save."""
+        most: Array = self._ahead_s.max(axis=0)
+        return most
+
     def after(
         self,
         clocks: Clocks,
