@@ -229,7 +229,8 @@ class Mixed:
         below some cuts; `forward_s`: what is passed of it."""
         if not self._backlog_s:
             return forward_s
-        return np.maximum(forward_s, self._backlog_s - self._rest.forward_s[cuts])
+        begun_s: Array = np.maximum(forward_s, self._backlog_s - self._rest.forward_s[cuts])
+        return begun_s
 
     def _settle_forward(
         self, clocks: Array, forward_s: Array, above_s: Array, cuts: Whole
