@@ -16,6 +16,7 @@ import pytest
 
 from atomtrain.benchmarks import REGISTRY, benchmark, swap
 from atomtrain.benchmarks.common import BenchmarkOptions, report
+from atomtrain.benchmarks.swap_cases import wider
 from atomtrain.benchmarks.swap_link import in_small_pieces
 from atomtrain.benchmarks.swap_pairs import opened, sizes_of
 from atomtrain.errors import ConfigError
@@ -32,6 +33,7 @@ from atomtrain.cli.main import main
 swap.QUICK = swap.SwapSetup(
     layers=6, width=96, vocabulary=64, sequence_tokens=24, sequences=1, micro_batches=3,
     threads=cores(), pairs=2, block_steps=2, recompute_pairs=1, all_threads_pairs=1, link_pairs=1,
+    wide_width=128, wide_pairs=1,
 )
 depth.QUICK = depth.DepthSetup(
     depths=(4, 12), width=64, vocabulary=64, sequence_tokens=16, device_memory_bytes=2 << 20,
@@ -45,6 +47,7 @@ SWAP_KEYS = {
     "parameters", "inputs", "plan", "link_bound_share", "link_bound_bytes_per_s",
     "link_bound_bit_equal", "link_bound_predicted_share",
     "recompute_speed_ratio", "recompute_link_wait_share", "all_threads_speed_ratio",
+    "wide_speed_ratio", "wide_parameters", "wide_link_wait_share",
     "processor_s", "resident_processor_s", "resident_counting_share", "threads",
 }  # fmt: skip
 
@@ -77,6 +80,9 @@ def test_swap_compares_equal_work_with_equal_bits(tmp_path: Path) -> None:
     assert result["recompute_bit_equal"] is True
     assert result["all_threads_bit_equal"] is True
     assert result["link_bound_bit_equal"] is True
+    assert result["wide_bit_equal"] is True
+    assert result["wide_parameters"] > result["parameters"]
+    assert 0 < result["wide_device_peak_bytes"] <= result["wide_device_budget_bytes"]
     assert set(result["recompute_plan"]["activations"]) == {"recompute"}
     assert result["tokens_per_step"] == 3 * 24
     assert result["state_bytes"] >= 4 * result["device_budget_bytes"]
@@ -90,9 +96,11 @@ def test_swap_compares_equal_work_with_equal_bits(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["swap.json"]
 
 
-@pytest.mark.parametrize("of", ["as it is", "link"])
+@pytest.mark.parametrize("of", ["as it is", "wide", "link"])
 def test_the_quick_inputs_of_swap_fit_their_budget(of: str) -> None:
     setup, options = swap.QUICK, {}
+    if of == "wide":
+        setup = wider(setup)
     if of == "link":
         setup, options = in_small_pieces(setup), {"slots": setup.link_slots}
     budget_bytes = sizes_of(setup).budget_bytes

@@ -59,6 +59,8 @@ QUICK = SwapSetup(
     pairs=5,
     recompute_pairs=3,
     all_threads_pairs=3,
+    wide_width=512,
+    wide_pairs=3,
     link_pairs=3,
 )
 

@@ -67,6 +67,12 @@ class SwapSetup:
     """Pairs in which both sides recompute every layer; at least 1."""
     all_threads_pairs: int = 7
     """Pairs in which both sides compute with all cores; at least 1."""
+    wide_width: int = 1024
+    """Width of the GPT that is nearer to those that people train."""
+    wide_micro_batches: int = 2
+    """Micro-batches in its step."""
+    wide_pairs: int = 9
+    """Pairs with it; at least 1."""
     link_pairs: int = 7
     """Pairs on the link on which loading takes as long as computing; at least 1."""
     link_slots: int = 4
