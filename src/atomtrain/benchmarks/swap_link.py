@@ -75,7 +75,7 @@ def run(setup: SwapSetup, budget_bytes: int) -> Result:
         "link_bound_resident_step_s": statistics.median(b.step_s for b in measured.resident),
         "link_bound_loading_s": loading_s,
         "link_bound_bytes_per_s": rate,
-        "link_bound_predicted_share": max(plan.compute_s, plan.load_s) / plan.step_s,
+        "link_bound_predicted_share": max(plan.compute_s, plan.load_s) / plan.period_s,
         "link_bound_wait_s": statistics.median(block.wait_s for block in measured.swapped),
         "link_bound_micro_batches": setup.micro_batches,
         "link_bound_plan": plan.to_json(),
