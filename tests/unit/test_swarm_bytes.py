@@ -48,7 +48,7 @@ def test_bytes_of_a_round_are_those_of_the_formula(wire: str, members: int) -> N
 def test_what_is_free_is_what_the_link_moves_and_rounds_do_not() -> None:
     now_s = [100.0]
     usage = Usage(lambda: now_s[0])
-    timing = RoundTiming(floor_s=5.0, ceiling_s=100.0, slowest_bytes_per_s=1e5)
+    timing = RoundTiming(floor_s=lambda: 5.0, ceiling_s=100.0, slowest_bytes_per_s=1e5)
     assert usage.free_bytes_per_s(timing) == 0.0, "nothing was measured"
     timing.observe(8_000_000, 8.0)
     timing.observe(2_000_000, 4.0)  # others were in the way: the link can do better

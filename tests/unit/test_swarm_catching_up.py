@@ -27,8 +27,8 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, peer: SimulatedPeer, bytes_per_s:
             await asyncio.sleep(1.0)
             await receive_into(self, view[start : start + part])
 
-    async def open_slow(peer_id: str, *, bulk: bool = False) -> Channel:
-        channel = await open_channel(peer_id, bulk=bulk)
+    async def open_slow(peer_id: str, **how: Any) -> Channel:
+        channel = await open_channel(peer_id, **how)
         channel.slow = True  # type: ignore[attr-defined]
         return channel
 

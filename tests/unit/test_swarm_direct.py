@@ -369,10 +369,10 @@ def test_a_firewall_that_swallows_everything_is_given_up_on_in_time() -> None:
             async def ask(peer_id: str) -> bytes:
                 return offers[peer_id]
 
-            client = Direct("127.0.0.1", 0, 5.0, ask, patience_s=0.2)
+            client = Direct("127.0.0.1", 0, 5.0, ask)
             assert await client.open("deaf", ()) is None
             async with asyncio.timeout(PATIENCE_S):
-                assert await client.open("deaf", ["127.0.0.1"] * 5) is None
+                assert await client.open("deaf", ["127.0.0.1"] * 5, 0.2) is None
             client.close()
 
     asyncio.run(scenario())

@@ -175,7 +175,7 @@ def test_measured_pace_is_the_fewest_steps_that_leave_a_fifth_of_the_time() -> N
 
 
 def test_one_slow_round_does_not_change_the_pace() -> None:
-    timing = RoundTiming(floor_s=5.0, ceiling_s=100.0, slowest_bytes_per_s=1e6)
+    timing = RoundTiming(floor_s=lambda: 5.0, ceiling_s=100.0, slowest_bytes_per_s=1e6)
     timing.observe_round(1.0)
     assert timing.round_s == 0.0
     timing.observe_round(60.0)
@@ -185,7 +185,7 @@ def test_one_slow_round_does_not_change_the_pace() -> None:
 
 
 def test_deadlines_follow_measurements_between_floor_and_ceiling() -> None:
-    timing = RoundTiming(floor_s=5.0, ceiling_s=100.0, slowest_bytes_per_s=1e6)
+    timing = RoundTiming(floor_s=lambda: 5.0, ceiling_s=100.0, slowest_bytes_per_s=1e6)
     assert timing.answer_s([]) == 5.0
     assert timing.answer_s([1.0, 10.0]) == 25.0
     assert timing.exchange_s(10**7) == 45.0

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from swarm_virtual import SimulatedPeer, Simulation, run_virtual
@@ -221,7 +222,7 @@ def _on_clock(work: Callable[[], Awaitable[None]]) -> None:
 
 def test_a_relay_passes_on_until_one_end_closes_and_forgets() -> None:
     async def scenario() -> None:
-        relay = Relay(math.inf, 2.0, 50.0)
+        relay = Relay(math.inf, lambda _: 2.0, 50.0)
         held, _ = await _held(relay, "b")
         near, far, passing = await _call(relay, held, RelayTo(peer_id="b", bulk=True))
         assert relay.status() == {"peers": ["b"], "streams": 1, "passed_bytes": 0}
@@ -244,7 +245,7 @@ def test_a_relay_passes_on_until_one_end_closes_and_forgets() -> None:
 
 def test_a_held_peer_that_comes_again_is_called_over_its_new_stream() -> None:
     async def scenario() -> None:
-        relay = Relay(math.inf, 2.0, 50.0)
+        relay = Relay(math.inf, lambda _: 2.0, 50.0)
         dead, first = await _held(relay, "b")
         alive, second = await _held(relay, "b")
         with pytest.raises(LinkLost, match="closed"):
@@ -260,7 +261,7 @@ def test_a_held_peer_that_comes_again_is_called_over_its_new_stream() -> None:
 
 def test_a_called_peer_that_does_not_come_costs_the_deadline_and_strangers_take_no_calls() -> None:
     async def scenario() -> None:
-        relay = Relay(math.inf, 2.0, 50.0)
+        relay = Relay(math.inf, lambda _: 2.0, 50.0)
         held, _ = await _held(relay, "b")
         calling = asyncio.create_task(relay.call("b", "c", bulk=False))
         ticket = (await held.receive(Call, 1.0)).ticket
@@ -280,7 +281,7 @@ def test_a_called_peer_that_does_not_come_costs_the_deadline_and_strangers_take_
 
 def test_what_is_passed_on_is_limited_and_silence_ends() -> None:
     async def scenario() -> None:
-        relay, loop = Relay(10_000.0, 2.0, 50.0), asyncio.get_running_loop()
+        relay, loop = Relay(10_000.0, lambda _: 2.0, 50.0), asyncio.get_running_loop()
         held, _ = await _held(relay, "b")
         near, far, passing = await _call(relay, held, RelayTo(peer_id="b", bulk=True))
         started_s = loop.time()
@@ -298,7 +299,7 @@ def test_what_is_passed_on_is_limited_and_silence_ends() -> None:
 def test_a_held_peer_that_is_no_member_any_more_is_let_go() -> None:
     async def scenario() -> None:
         members = {"b"}
-        relay = Relay(math.inf, 2.0, 500.0, is_member=members.__contains__, look_s=6.0)
+        relay = Relay(math.inf, lambda _: 2.0, 500.0, is_member=members.__contains__, look_s=6.0)
         held, task = await _held(relay, "b")
         near, _, _ = await _call(relay, held, RelayTo(peer_id="b", bulk=False))
         await asyncio.sleep(20)
@@ -320,7 +321,7 @@ def test_a_held_peer_that_is_no_member_any_more_is_let_go() -> None:
 
 def test_what_a_relay_refuses() -> None:
     async def scenario() -> None:
-        unwilling, relay = Relay(0.0, 2.0, 50.0), Relay(math.inf, 2.0, 50.0)
+        unwilling, relay = Relay(0.0, lambda _: 2.0, 50.0), Relay(math.inf, 2.0, 50.0)
         wish = HoldOn()
         assert "nobody" in unwilling.refusal("b", wish, can_be_dialled=True)
         assert "dial" in relay.refusal("b", wish, can_be_dialled=False)
@@ -489,10 +490,10 @@ def test_when_no_relay_leads_to_a_peer_it_is_dialled_again() -> None:
         context = swarm.peer(other).service.context
         straight = context.transport.open
 
-        async def without_relay(peer_id: str, *, bulk: bool = False) -> Channel:
+        async def without_relay(peer_id: str, **how: Any) -> Channel:
             if peer_id == public:
                 raise LinkLost("it is gone")
-            return await straight(peer_id, bulk=bulk)
+            return await straight(peer_id, **how)
 
         context.transport.open = without_relay  # type: ignore[method-assign]
         swarm.hidden.clear()

@@ -138,7 +138,7 @@ def test_no_stream_to_a_member_or_its_relay_is_left_open() -> None:
         context = swarm.peer(hidden[0]).service.context
         opened: list[Stuck] = []
 
-        async def open_stuck(peer_id: str, *, bulk: bool = False) -> Channel:
+        async def open_stuck(peer_id: str, **_: object) -> Channel:
             opened.append(Stuck(peer_id, 3.0))
             return opened[-1]
 
@@ -163,7 +163,7 @@ def test_a_stream_that_came_while_nobody_waited_any_more_is_closed() -> None:
             await asyncio.sleep(100)
 
     async def scenario() -> None:
-        relay, full = Relay(1e9, 2.0, 50.0), Full("b", 5.0)
+        relay, full = Relay(1e9, lambda _: 2.0, 50.0), Full("b", 5.0)
         theirs, mine = channel_pair("b", "relay", 5.0)
         holding = asyncio.create_task(relay.hold(mine))
         await asyncio.sleep(0.1)

@@ -16,12 +16,14 @@ from atomtrain.swarm.desk import Desk
 from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.pacing import Pacer
+from atomtrain.swarm.records import TRAINING
 from atomtrain.swarm.relaying import Relay
 from atomtrain.swarm.roster import Roster
-from atomtrain.swarm.service import Service
+from atomtrain.swarm.service import Service, beat_pause_s
 from atomtrain.swarm.threads import LoopThread
 from atomtrain.swarm.timing import RoundTiming
 from atomtrain.swarm.transport import Directory, Transport
+from atomtrain.swarm.waits import Waits
 from atomtrain.swarm.ways import Ways
 
 
@@ -74,6 +76,19 @@ def build_service(
         if peer_id != transport.peer_id
     )  # fmt: skip
 
+    _, beat_s = beat_pause_s(config.expiry_s, 0.0)
+    waits = Waits(
+        answer_s=config.connect_s,
+        stall_s=config.stall_s,
+        floor_s=config.round_floor_s,
+        beat_s=beat_s,
+        life_s=config.expiry_s,
+    )
+
+    def floor_s() -> float:
+        others = (record.peer_id for record in roster.others if record.state == TRAINING)
+        return waits.floor_s(others)
+
     def on_boundary(steps: int, merges: int) -> None:
         thread.post(services[0].on_boundary, steps, merges)
 
@@ -91,7 +106,7 @@ def build_service(
             target_tokens=rules.target_batch_tokens if gradients else 0,
         ),
         timing=RoundTiming(
-            floor_s=config.round_floor_s,
+            floor_s=floor_s,
             ceiling_s=config.round_ceiling_s,
             slowest_bytes_per_s=config.slowest_link_bytes_per_s,
         ),
@@ -108,14 +123,15 @@ def build_service(
             roster,
             Relay(
                 config.relay_limit_bytes_per_s,
-                config.connect_s,
+                waits.answer_s,
                 idle_s=2 * config.round_ceiling_s,
                 is_member=roster.sees,
                 look_s=config.expiry_s,
             ),
             lambda peer_id: opening_to(peer_id, admission),
-            config.connect_s,
+            waits,
         ),
+        waits=waits,
     )
     services.append(Service(context))
     return services[0]

@@ -89,9 +89,9 @@ class SwarmConfig:
     """Whether bulk data may go straight between processes where peers can dial each other: to
     a TCP port of its own, the one after `listen_port` if that is chosen."""
     connect_s: float = 10.0
-    """Longest wait for a connection to a peer."""
+    """Wait for a connection to a peer, or its answer, until one was measured; see `waits`."""
     stall_s: float = 15.0
-    """A transfer during which no byte moves for this long is given up."""
+    """A transfer during which no byte moves for this long is given up, until more was measured."""
     upload_limit_bytes_per_s: float = math.inf
     """Most that this peer sends of averages and state; signs of life come on top. Limits `streams`,
     not `gloo`."""
@@ -101,7 +101,7 @@ class SwarmConfig:
     slowest_link_bytes_per_s: float = 125e3
     """Rate on which deadlines are based until a round has been measured."""
     round_floor_s: float = 5.0
-    """Shortest deadline for any part of a round."""
+    """Shortest deadline for any part of a round until answers of its members were measured."""
     round_ceiling_s: float = 1800.0
     """Longest deadline for any part of a round."""
 

@@ -19,13 +19,14 @@ from atomtrain.swarm.groups import SLACK_VERSIONS, group_of, groups_of, told_nex
 from atomtrain.swarm.guards import Standing
 from atomtrain.swarm.known import KnownPeers
 from atomtrain.swarm.large import large_empty
-from atomtrain.swarm.messages import Open
+from atomtrain.swarm.messages import Message, Open
 from atomtrain.swarm.outer import Update
 from atomtrain.swarm.owning import Offload
 from atomtrain.swarm.pacing import Pacer
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.timing import RoundTiming
-from atomtrain.swarm.transport import Channel, Directory, Transport, begun
+from atomtrain.swarm.transport import Channel, Directory, LinkLost, MessageT, Transport, begun
+from atomtrain.swarm.waits import Waits
 from atomtrain.swarm.ways import Ways
 
 
@@ -57,6 +58,8 @@ class Context:
     """Limits what all streams together send."""
     ways: Ways
     """How members are reached."""
+    waits: Waits
+    """How long they are waited for."""
     kept_group: KeptGroup = field(default_factory=KeptGroup)
     """With Gloo, what the last round has left for the next."""
 
@@ -94,12 +97,36 @@ class Context:
             LinkLost: the peer cannot be reached by the connection deadline.
         """
         channel = await self.ways.open(peer_id, bulk=bulk)
-        channel.pacer = self.pacer
+        self.adopt(channel)
         return await begun(channel, self.opening(peer_id))
+
+    def adopt(self, channel: Channel) -> None:
+        """Have a stream with another peer obey this one's limit, and its deadlines."""
+        channel.pacer = self.pacer
+        channel.stall = lambda: self.waits.stall_s(channel.remote)
 
     def opening(self, peer_id: str) -> Open:
         """Return what comes first on a stream to a peer."""
         return opening_to(peer_id, self.admission)
+
+    async def ask(self, channel: Channel, question: Message, kind: type[MessageT]) -> MessageT:
+        """Return the short answer to a question, and learn how long it took.
+
+        Raises:
+            LinkLost: there is none in time.
+            BadMessage: it is another one.
+        """
+        loop, peer_id = asyncio.get_running_loop(), channel.remote
+        begun_s, within_s = loop.time(), self.waits.answer_s(peer_id)
+        try:
+            await channel.send(question)
+            answer = await channel.receive(kind, within_s)
+        except LinkLost:
+            if loop.time() - begun_s >= within_s:
+                self.waits.missed(peer_id)
+            raise
+        self.waits.observe_answer(peer_id, loop.time() - begun_s)
+        return answer
 
     async def snapshot(self, fragment: int) -> Snapshot:
         """Return a snapshot taken at the trainer's next boundary; cancel to withdraw the wish."""

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from atomtrain.swarm.congestion import Congestion
 from atomtrain.swarm.messages import BadMessage
 from atomtrain.swarm.secure import PUBLIC_BYTES, Agreement, SecureChannel
-from atomtrain.swarm.transport import Channel, Handler, LinkLost
+from atomtrain.swarm.transport import OPEN_S, Channel, Handler, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
 OFFER_BYTES = 256
@@ -87,11 +87,9 @@ class Direct:
         port: int,
         stall_s: float,
         ask: Callable[[str], Awaitable[bytes]],
-        patience_s: float = 3.0,
     ) -> None:
         """Listen on `host`; `port` 0 is any free one.
 
-        Opening a stream takes `patience_s` at most, also where a firewall swallows everything.
         `ask` returns what a peer answers, over a stream that proves its identity and this peer's,
         to the question for an offer; it raises `LinkLost`.
 
@@ -99,7 +97,7 @@ class Direct:
             OSError: the port is in use.
         """
         self._ask = ask
-        self._stall_s, self._patience_s = stall_s, patience_s
+        self._stall_s = stall_s
         self._listener = socket.create_server((host, port), backlog=128)
         self._listener.setblocking(False)
         self._given: dict[str, Offer] = {}  # by peer
@@ -128,15 +126,20 @@ class Direct:
         """Run `handler` for each incoming stream, from now on."""
         self._spawn(self._accept(handler))
 
-    async def open(self, peer_id: str, hosts: Iterable[str]) -> Channel | None:
-        """Return a stream to a peer at one of `hosts`, or None if there is no straight way now."""
+    async def open(
+        self, peer_id: str, hosts: Iterable[str], within_s: float = OPEN_S
+    ) -> Channel | None:
+        """Return a stream to a peer at one of `hosts`, or None if there is no straight way now.
+
+        That takes `within_s` at most, also where a firewall swallows everything.
+        """
         loop, hosts = asyncio.get_running_loop(), tuple(hosts)
         if not hosts or loop.time() < self._avoid_until_s.get(peer_id, 0.0):
             return None
         known = self._offers.get(peer_id)
         try:
-            async with asyncio.timeout(self._patience_s):
-                channel = await self._connect_known(peer_id, hosts, known)
+            async with asyncio.timeout(within_s):
+                channel = await self._connect_known(peer_id, hosts, known, within_s)
         except (OSError, LinkLost, BadMessage) as error:  # TimeoutError is an OSError
             _log.info("no straight stream to peer %s (%s)", peer_id[-8:], error)
             self._offers.pop(peer_id, None)
@@ -155,12 +158,13 @@ class Direct:
         self._listener.close()
 
     async def _connect_known(
-        self, peer_id: str, hosts: tuple[str, ...], known: Offer | None
+        self, peer_id: str, hosts: tuple[str, ...], known: Offer | None, within_s: float
     ) -> Channel:
         if known is not None:
             with contextlib.suppress(OSError):
-                return await self._connect(peer_id, hosts, known)
-        return await self._connect(peer_id, hosts, await self._asked(peer_id, known))
+                return await self._connect(peer_id, hosts, known, within_s)
+        offer = await self._asked(peer_id, known)
+        return await self._connect(peer_id, hosts, offer, within_s)
 
     async def _asked(self, peer_id: str, stale: Offer | None) -> Offer:
         async with self._asking.setdefault(peer_id, asyncio.Lock()):
@@ -169,10 +173,12 @@ class Direct:
                 offer = self._offers[peer_id] = Offer.decode(await self._ask(peer_id))
             return offer
 
-    async def _connect(self, peer_id: str, hosts: tuple[str, ...], offer: Offer) -> Channel:
+    async def _connect(
+        self, peer_id: str, hosts: tuple[str, ...], offer: Offer, within_s: float
+    ) -> Channel:
         """Open a stream; raises `OSError`."""
         failed = OSError("it has no address")
-        share_s = self._patience_s / (len(hosts) + 1)
+        share_s = within_s / (len(hosts) + 1)
         for host in hosts:
             try:
                 async with asyncio.timeout(share_s):

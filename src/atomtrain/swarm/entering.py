@@ -20,13 +20,13 @@ from atomtrain.swarm.directory import DhtDirectory, NobodyIntroduces
 from atomtrain.swarm.joining import connect_any
 from atomtrain.swarm.libp2p import Libp2pTransport
 from atomtrain.swarm.service import Service
+from atomtrain.swarm.stillness import Stillness
 from atomtrain.swarm.threads import LoopThread
 
 _log = logging.getLogger("atomtrain.swarm")
 TRY_S = 120.0
 """Longest time that one try may take: longer than all that it waits for."""
 TRIES = 5
-_LOOK_S = 0.25
 _STILL_S = 2.5
 """Whoever did not run for so long may have missed a deadline; the shortest are 3 s. To start the
 daemon blocks the loop, too: for less, unless the machine is very busy."""
@@ -90,6 +90,7 @@ async def persistently(enter: Callable[[], Awaitable[ResultT]]) -> ResultT:
     """
     for left in reversed(range(TRIES)):
         stillness = Stillness()
+        stillness.look()
         watching = asyncio.create_task(stillness.watch(), name="stillness")
         try:
             async with asyncio.timeout(TRY_S):
@@ -109,29 +110,3 @@ async def persistently(enter: Callable[[], Awaitable[ResultT]]) -> ResultT:
         finally:
             watching.cancel()
     raise AssertionError("the last try ends")
-
-
-class Stillness:
-    """Notices for how long its event loop did not run: all that has a deadline may have missed it.
-
-    It makes no difference to a deadline whether the machine stood still, the process was stopped,
-    others had the processor, or something blocked the loop.
-    """
-
-    def __init__(self) -> None:
-        """Begin now."""
-        self._seen_s = asyncio.get_running_loop().time()
-        self._longest_s = 0.0
-
-    async def watch(self) -> None:
-        """Look again and again; runs until it is cancelled."""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            self.look()
-
-    def look(self) -> float:
-        """Return the longest time so far for which the loop did not run, in seconds."""
-        now_s = asyncio.get_running_loop().time()
-        self._longest_s = max(self._longest_s, now_s - self._seen_s - _LOOK_S)
-        self._seen_s = now_s
-        return self._longest_s

@@ -176,7 +176,7 @@ class Fetcher:
                 fragment=fragment, digest=had.header.digest, start_bytes=had.filled_bytes
             )
         await channel.send(ask)
-        header = await channel.receive(AnchorHeader, context.config.stall_s)
+        header = await channel.receive(AnchorHeader, channel.stall_s)
         if header.fragment != fragment:
             raise BadMessage(f"peer {channel.remote[-8:]} sent fragment {header.fragment}")
         elements = context.manifest.fragment_elements[fragment]

@@ -74,7 +74,7 @@ class Leading:
             while self._round.phase is not Phase.DONE:
                 await self._send(await self._next())
             # Members close their streams when they have read the decision.
-            await asyncio.wait(talks, timeout=self._context.config.stall_s)
+            await asyncio.wait(talks, timeout=self._context.timing.floor_s)
             for member in self._round.late:
                 self._context.roster.was_late(member, self._round.call.round_index)
         finally:

@@ -20,7 +20,7 @@ from atomtrain.swarm.config import SwarmConfig
 from atomtrain.swarm.daemon import Daemon, DaemonConfig
 from atomtrain.swarm.direct import OFFER_BYTES, Direct
 from atomtrain.swarm.identity import Identity
-from atomtrain.swarm.transport import Channel, Handler, LinkLost, StreamChannel, host_of
+from atomtrain.swarm.transport import OPEN_S, Channel, Handler, LinkLost, StreamChannel, host_of
 
 _log = logging.getLogger("atomtrain.swarm")
 _PROTOCOL_NAME = "/atom/swarm/1"
@@ -149,11 +149,13 @@ class Libp2pTransport:
                 await self._p2p.add_binary_stream_handler(_OFFER_PROTOCOL_NAME, offer)
                 self._direct.serve(handler)
 
-    async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
+    async def open(self, peer_id: str, *, bulk: bool = False, within_s: float = OPEN_S) -> Channel:
         """Return a new stream; for bulk a straight one, if there is a way."""
         if bulk and self._direct is not None:
             hosts = [host_of(address) for address in self._known.get(peer_id, ())]
-            channel = await self._direct.open(peer_id, [host for host in hosts if host])
+            # The other half is for the daemon's stream.
+            half_s = within_s / 2
+            channel = await self._direct.open(peer_id, [host for host in hosts if host], half_s)
             if channel is not None:
                 return channel
         return await self._open(peer_id, _PROTOCOL_NAME)
@@ -243,8 +245,7 @@ def _listening(config: SwarmConfig, ask: Callable[[str], Awaitable[bytes]]) -> D
     """Return this peer's straight streams: at the port after the daemon's, if that was chosen."""
     for port in dict.fromkeys((config.listen_port and config.listen_port + 1, 0)):
         try:
-            # What is left of the deadline is for the daemon's stream.
-            return Direct(config.listen_host, port, config.stall_s, ask, config.connect_s / 3)
+            return Direct(config.listen_host, port, config.stall_s, ask)
         except (OSError, OverflowError) as error:
             _log.warning("no straight streams at port %d: %s", port, error)
     return None

@@ -89,13 +89,15 @@ class Membering:
             raise BadMessage("the leader began another round")
         check_begin(begin, stamp, self._context)
         self.begin = begin
+        # The leader's deadline: an exchange, and its own floor, which is in the exchange.
+        decided_by_s = self._loop.time() + 2 * begin.exchange_s
         if self._context.codec.feedback:
             lost = await self._context.offload(torch.zeros_like, snapshot.values)
             snapshot = replace(snapshot, lost=lost)
         result = await self._exchange(snapshot, begin)
         await self._channel.send(Held(digests=result.digests))
-        patience_s = begin.exchange_s + 2 * self._context.timing.floor_s
-        commit = await self._expect(Commit, patience_s)
+        left_s = max(0.0, decided_by_s - self._loop.time())
+        commit = await self._expect(Commit, left_s + self._context.timing.floor_s)
         if any(j >= len(result.means) or result.means[j] is None for j in commit.slices):
             raise BadMessage("the leader committed a slice that is not here")
         if result.made is not None and len(set(commit.slices)) < len(result.means):

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from atomtrain.swarm.identity import Identity
-from atomtrain.swarm.transport import Channel, Handler, LinkLost, StreamChannel
+from atomtrain.swarm.transport import OPEN_S, Channel, Handler, LinkLost, StreamChannel
 
 
 class _Pipe:
@@ -195,7 +195,7 @@ class MemoryTransport:
         self._handler = handler
         self._context = contextvars.copy_context()
 
-    async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
+    async def open(self, peer_id: str, *, bulk: bool = False, within_s: float = OPEN_S) -> Channel:
         """Return a new stream; raises `LinkLost` if either side is cut off."""
         network = self._network
         await asyncio.sleep(network.delay_s())

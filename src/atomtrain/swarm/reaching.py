@@ -100,7 +100,7 @@ class Reach:
             channel = await context.open(peer_id)
             try:
                 await channel.send(AskDial(address=context.transport.address))
-                said = await channel.receive(Dialled, context.config.connect_s + _DIAL_S)
+                said = await channel.receive(Dialled, context.waits.answer_s(peer_id) + _DIAL_S)
             finally:
                 channel.close()
         except (LinkLost, BadMessage) as error:

@@ -37,6 +37,7 @@ from atomtrain.swarm.messages import (
 )
 from atomtrain.swarm.pacing import Pacer
 from atomtrain.swarm.transport import Channel, LinkLost
+from atomtrain.swarm.waits import Patience
 
 _log = logging.getLogger("atomtrain.swarm")
 _HELD_MAX = 128
@@ -64,7 +65,7 @@ class Relay:
     def __init__(
         self,
         limit_bytes_per_s: float,
-        connect_s: float,
+        answer_s: Patience,
         idle_s: float,
         *,
         is_member: Callable[[str], bool] = lambda _: True,
@@ -72,14 +73,14 @@ class Relay:
     ) -> None:
         """Pass on at most so many bytes a second in all, both directions added; 0: nothing.
 
-        A called peer answers within `connect_s`; a stream on which nothing moves for `idle_s` is
-        forgotten. Every `look_s` each held peer is looked for among the members, with `is_member`.
+        A called peer answers within `answer_s(peer)`; a stream on which nothing moves for `idle_s`
+        is forgotten. Every `look_s` each held peer is looked for among the members (`is_member`).
         """
         self.limit_bytes_per_s = limit_bytes_per_s
         self.passed_bytes = 0
         """Bytes passed on so far, both directions added."""
         self._pacer = Pacer(limit_bytes_per_s) if limit_bytes_per_s else Pacer()
-        self._connect_s, self._idle_s = connect_s, idle_s
+        self._answer_s, self._idle_s = answer_s, idle_s
         self._is_member, self._look_s = is_member, look_s
         self._held: dict[str, _Held] = {}
         self._calls: dict[str, tuple[str, asyncio.Future[Channel]]] = {}
@@ -161,7 +162,7 @@ class Relay:
         coming: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
         self._calls[ticket] = peer_id, coming
         try:
-            async with asyncio.timeout(self._connect_s):
+            async with asyncio.timeout(self._answer_s(peer_id)):
                 async with held.sending:
                     await held.channel.send(Call(ticket=ticket, caller=caller, bulk=bulk))
                 return await coming

@@ -113,8 +113,7 @@ class Relays:
     async def _ask(self, relay: str) -> Channel:
         channel = await self._context.open(relay)
         try:
-            await channel.send(HoldOn())
-            await channel.receive(Holding, self._context.config.connect_s)
+            await self._context.ask(channel, HoldOn(), Holding)
         except BaseException:
             channel.close()
             raise

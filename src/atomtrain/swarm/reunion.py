@@ -70,7 +70,7 @@ class Reunion:
         try:
             channel = await context.open(peer_id)
             channel.close()
-            async with asyncio.timeout(context.config.connect_s):
+            async with asyncio.timeout(context.waits.answer_s(peer_id)):
                 met = await context.directory.introduce(peer_id)
         except (LinkLost, TimeoutError, OSError) as error:
             _log.debug("looking for %s: %s", peer_id[-8:], error)

@@ -103,7 +103,8 @@ class Rounds:
             if order == [context.peer_id]:
                 await go_alone(context, self._repairer, agenda.next_round)
                 return
-            leader = agenda.propose_to(order, loop.time(), context.config.connect_s)
+            retry_s = 2 * max(map(context.waits.answer_s, order))  # it invites, too
+            leader = agenda.propose_to(order, loop.time(), retry_s)
             if leader == context.peer_id:
                 self._lead(agenda.next_round)
             else:
@@ -131,8 +132,7 @@ class Rounds:
             context.roster.suspect(leader)
             return None
         try:
-            await channel.send(Propose(round_index=round_index))
-            return await channel.receive(Proposed, context.config.connect_s)
+            return await context.ask(channel, Propose(round_index=round_index), Proposed)
         except (LinkLost, BadMessage) as error:
             _log.debug("proposal: %s", error)
             return None
@@ -275,7 +275,7 @@ class Rounds:
         membering = self._membering.get(header.round_id)
         if membering is None:
             raise BadMessage(f"round {header.round_id[:60]} is not under way here")
-        async with asyncio.timeout(self._context.config.stall_s):
+        async with asyncio.timeout(channel.stall_s):
             await membering.exchange_known.wait()
         assert membering.exchange is not None
         await membering.exchange.serve(channel, header)

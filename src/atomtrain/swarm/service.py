@@ -43,6 +43,7 @@ from atomtrain.swarm.relays import Relays
 from atomtrain.swarm.repair import Repairer
 from atomtrain.swarm.reunion import Reunion
 from atomtrain.swarm.rounds import Rounds
+from atomtrain.swarm.signing import EXPIRY_S_MAX
 from atomtrain.swarm.status import send_pong, send_status
 from atomtrain.swarm.tasks import Tasks
 from atomtrain.swarm.transfer import send_manifest
@@ -105,6 +106,7 @@ class Service:
         await self.context.transport.serve(self._serve)
         await self._beat()
         self._tasks.spawn(self._heartbeat(), "heartbeat")
+        self._tasks.spawn(self.context.waits.stillness.watch(), "stillness")
 
     async def be_found(self) -> None:
         """Answer those who search the local network for runs, if this peer is to."""
@@ -192,6 +194,8 @@ class Service:
         except (TimeoutError, OSError, SwarmError) as error:
             _log.warning("membership records could not be exchanged: %s", error)
             return
+        for record in context.roster.others:
+            context.waits.observe_beat(record.peer_id, record.sequence)
         context.agenda.observe(context.roster.next_round())
         context.known.remember(context.roster.members, time.time())
         if not self._reunion.running and (lost := self._reunion.due()):
@@ -213,7 +217,8 @@ class Service:
         record = self.own_record()
         context.roster.set_own(record)
         sealed = context.admission.seal(record.encode())
-        await context.directory.publish(sealed, context.config.expiry_s)
+        life_s = context.config.expiry_s + context.waits.late_s
+        await context.directory.publish(sealed, min(life_s, EXPIRY_S_MAX))
 
     def own_record(self) -> PeerRecord:
         """Return what this peer tells all others."""
@@ -242,7 +247,7 @@ class Service:
     async def _serve(self, channel: Channel) -> None:
         """Serve one incoming stream to its end; the edge of its task."""
         if channel.remote != self.context.peer_id:
-            channel.pacer = self.context.pacer
+            self.context.adopt(channel)
         self._streams[channel.remote] += 1
         after = _After.CLOSE
         try:
@@ -250,7 +255,7 @@ class Service:
                 raise BadMessage("too many streams at once")
             after = await self._answer(channel)
             if after is _After.CLOSE_WHEN_READ:
-                await channel.wait_closed(self.context.config.stall_s)
+                await channel.wait_closed(channel.stall_s)
         except (LinkLost, BadMessage, TimeoutError) as error:
             _log.debug("stream of %s ended: %s", channel.remote[-8:], error)
         except Exception:  # noqa: BLE001 - the edge of the stream's task
@@ -265,12 +270,12 @@ class Service:
         """Do what a stream asks for; say what becomes of it."""
         config = self.context.config
         try:
-            opening = await channel.receive(Open, config.stall_s)
+            opening = await channel.receive(Open, channel.stall_s)
         except BadMessage as error:  # as peers of another version begin: they are told so
             refusal = f"it speaks protocol {PROTOCOL} and does not understand this one: {error}"
             await channel.send(Refused(reason=refusal, run=config.run, protocol=PROTOCOL))
             return _After.CLOSE_WHEN_READ
-        message = await channel.receive_any(config.stall_s)
+        message = await channel.receive_any(channel.stall_s)
         refusal = self._refusal(channel.remote, opening, message)
         if refusal:
             await channel.send(Refused(reason=refusal, run=config.run, protocol=PROTOCOL))

@@ -15,7 +15,7 @@ Before the first exchange, the configured slowest link stands in for the measure
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 _STEPS = 2.0
 _EXCHANGES = 4.0
@@ -30,9 +30,11 @@ _TELLING_BYTES = 1 << 10
 class RoundTiming:
     """Turns measurements into deadlines between a floor and a ceiling."""
 
-    def __init__(self, *, floor_s: float, ceiling_s: float, slowest_bytes_per_s: float) -> None:
-        """Start without measurements."""
-        self.floor_s = floor_s
+    def __init__(
+        self, *, floor_s: Callable[[], float], ceiling_s: float, slowest_bytes_per_s: float
+    ) -> None:
+        """Start without measurements; `floor_s` returns the floor as it is now, see `waits`."""
+        self._floor_s = floor_s
         self._ceiling_s = ceiling_s
         self._assumed_s_per_byte = 1 / slowest_bytes_per_s
         self._s_per_byte: deque[float] = deque(maxlen=_REMEMBERED)
@@ -43,6 +45,11 @@ class RoundTiming:
         """Bytes that exchanges have moved each way, ever."""
         self.fetched_bytes = 0
         """Bytes that came of anchors from donors, ever."""
+
+    @property
+    def floor_s(self) -> float:
+        """No part of a round is given less time."""
+        return min(self._floor_s(), self._ceiling_s)
 
     def answer_s(self, step_s: Iterable[float]) -> float:
         """Return how long members with these step times may take to hand over a snapshot."""
@@ -101,4 +108,4 @@ class RoundTiming:
         return longest[_OUTLIERS] if len(longest) > _OUTLIERS else 0.0
 
     def _bounded(self, value_s: float) -> float:
-        return min(max(value_s, self.floor_s), self._ceiling_s)
+        return min(value_s, self._ceiling_s)

@@ -26,6 +26,8 @@ _DRAIN_BYTES = 1 << 14
 """Bytes after which a stream is asked whether it has room: slow links move it in seconds."""
 _LATE_SHARE = 0.05
 """Of the stall deadline by which a stream may be given up late: so it need not be moved often."""
+OPEN_S = 10.0
+"""What opening a stream may take where the caller says nothing."""
 _INBOX_MAX = 64
 """More unread messages than any protocol here sends; the rest waits in the stream."""
 _INBOX_S = 7200.0
@@ -72,14 +74,15 @@ class Channel(ABC):
         self.received_bytes = 0
         self.pacer = Pacer()
         """Limits what is sent; several channels may have one in common."""
-        self._stall_s = stall_s
+        self.stall: Callable[[], float] = lambda: stall_s
+        """Returns for how long nothing may move, as things are now."""
         self._coming: asyncio.Timeout | None = None
         self._going: asyncio.Timeout | None = None
 
     @property
     def stall_s(self) -> float:
         """A stream on which no byte moves for so long breaks."""
-        return self._stall_s
+        return self.stall()
 
     @abstractmethod
     async def _write(self, view: memoryview) -> None:
@@ -128,7 +131,7 @@ class Channel(ABC):
         (length,) = _LENGTH.unpack(head)
         if length > messages.MESSAGE_BYTES_MAX:
             raise BadMessage(f"peer {self.remote[-8:]} announced a message of {length} bytes")
-        return messages.decode(await self._read_exactly(length, self._stall_s))
+        return messages.decode(await self._read_exactly(length, self.stall_s))
 
     async def send_bytes(self, data: bytes | memoryview) -> None:
         """Send raw bytes; returns when they are on their way, not when they arrived."""
@@ -196,7 +199,7 @@ class Channel(ABC):
         data, filled = bytearray(count), 0
         while filled < count:
             filled += await self._read(memoryview(data)[filled:], within_s)
-            within_s = self._stall_s
+            within_s = self.stall_s
         return bytes(data)
 
     async def _read(self, view: memoryview, within_s: float) -> int:
@@ -226,12 +229,12 @@ class Channel(ABC):
         if deadline is None or deadline.expired():
             return
         ends_s, now_s = deadline.when(), asyncio.get_running_loop().time()
-        if ends_s is None or ends_s < now_s + self._stall_s:
+        if ends_s is None or ends_s < now_s + self.stall_s:
             deadline.reschedule(now_s + self._patience_s)
 
     @property
     def _patience_s(self) -> float:
-        return (1.0 + _LATE_SHARE) * self._stall_s
+        return (1.0 + _LATE_SHARE) * self.stall_s
 
     def _lost(self, error: BaseException) -> LinkLost:
         why = "nothing moved in time" if isinstance(error, TimeoutError) else str(error)
@@ -356,8 +359,10 @@ class Transport(Protocol):
         """Run `handler` in a task for each incoming stream, from now on."""
         ...
 
-    async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
+    async def open(self, peer_id: str, *, bulk: bool = False, within_s: float = OPEN_S) -> Channel:
         """Return a new stream; `bulk`: much is going to flow over it.
+
+        The caller ends it after `within_s`: where there are several ways, each gets a part of it.
 
         Raises:
             LinkLost: the peer cannot be reached within the connection deadline.

@@ -15,10 +15,13 @@ from atomtrain.swarm.relaying import Relay
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.sealed import SealedChannel, agree_as_caller
 from atomtrain.swarm.transport import Channel, LinkLost, Transport, begun
+from atomtrain.swarm.waits import Waits
 
 _log = logging.getLogger("atomtrain.swarm")
 _INDIRECT_S = 600.0
 """How long a peer that could not be dialled, and has relays, is not dialled again."""
+_Try = Callable[[float], Awaitable[Channel]]
+"""Opens a stream, for which it has so many seconds."""
 
 
 async def pass_through(
@@ -51,16 +54,16 @@ class Ways:
         roster: Roster,
         relay: Relay,
         opening: Callable[[str], Open],
-        connect_s: float,
+        waits: Waits,
     ) -> None:
-        """Open streams within `connect_s`; `opening(peer)` is what comes first on those to relays.
+        """Open streams; `opening(peer)` is what comes first on those to relays.
 
         `relay` is this peer's own part in streams of others.
         """
         self.relay = relay
         self._transport, self._roster = transport, roster
         self._opening = opening
-        self._connect_s = connect_s
+        self._waits = waits
         self._cannot_dial: set[str] = set()
         self._indirect_until_s: dict[str, float] = {}
         self._last: dict[str, str] = {}
@@ -81,33 +84,38 @@ class Ways:
         addresses = self._roster.addresses.get(peer_id, ())
         self._transport.learn(peer_id, dialled(addresses))
         tries = self._tries(peer_id, circuits_to(peer_id, addresses), bulk=bulk)
-        until_s = asyncio.get_running_loop().time() + self._connect_s
+        loop = asyncio.get_running_loop()
+        ways = 2 if bulk or len(tries) > 1 else 1
+        until_s = loop.time() + ways * self._waits.answer_s(peer_id)
         lost = LinkLost(f"there is no way to peer {peer_id[-8:]}")
         for left in range(len(tries), 0, -1):
-            share_s = (until_s - asyncio.get_running_loop().time()) / min(left, 2)
+            begun_s = loop.time()
+            share_s = (until_s - begun_s) / min(left, 2)
             try:
                 async with asyncio.timeout(share_s):
-                    return await tries[-left]()
+                    channel = await tries[-left](share_s)
             except LinkLost as error:
                 lost = error
             except TimeoutError:
+                self._waits.missed(peer_id)
                 lost = LinkLost(f"peer {peer_id[-8:]} cannot be reached in time")
+            else:
+                self._waits.observe_answer(peer_id, loop.time() - begun_s)
+                return channel
         self._indirect_until_s.pop(peer_id, None)
         raise lost
 
-    def _tries(
-        self, peer_id: str, circuits: list[Circuit], *, bulk: bool
-    ) -> list[Callable[[], Awaitable[Channel]]]:
+    def _tries(self, peer_id: str, circuits: list[Circuit], *, bulk: bool) -> list[_Try]:
         """Return the ways to a peer, the one that is most likely to lead there first."""
         if not circuits:
-            return [lambda: self._transport.open(peer_id, bulk=bulk)]
-        tries: list[Callable[[], Awaitable[Channel]]] = []
+            return [lambda s: self._transport.open(peer_id, bulk=bulk, within_s=s)]
+        tries: list[_Try] = []
         me = self._transport.peer_id
         if self.relay.holds(peer_id):
-            tries.append(lambda: self.relay.call(peer_id, me, bulk=bulk))
+            tries.append(lambda _: self.relay.call(peer_id, me, bulk=bulk))
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._indirect_until_s.get(peer_id, 0.0):
-            tries.append(lambda: self._dial(peer_id, bulk=bulk))
+            tries.append(lambda s: self._dial(peer_id, s, bulk=bulk))
         others = [circuit for circuit in circuits if circuit.relay_id != me]
         tries += [partial(self._through, one, bulk) for one in sorted(others, key=self._rank)]
         return tries
@@ -119,24 +127,24 @@ class Ways:
         score = hashlib.blake2b(pair.encode(), digest_size=8).digest()
         return not self._roster.answers(circuit.relay_id), not last, score
 
-    async def _dial(self, peer_id: str, *, bulk: bool) -> Channel:
+    async def _dial(self, peer_id: str, within_s: float, *, bulk: bool) -> Channel:
         """Open a stream to a peer that may be out of reach, or be connected with this one."""
         straight = bulk and peer_id not in self._cannot_dial
         try:
-            return await self._transport.open(peer_id, bulk=straight)
+            return await self._transport.open(peer_id, bulk=straight, within_s=within_s)
         except (LinkLost, asyncio.CancelledError):  # that is how the deadline ends it
             until_s = asyncio.get_running_loop().time() + _INDIRECT_S
             self._indirect_until_s[peer_id] = until_s
             raise
 
-    async def _through(self, circuit: Circuit, bulk: bool) -> Channel:
+    async def _through(self, circuit: Circuit, bulk: bool, within_s: float) -> Channel:
         relay_id = circuit.relay_id
         known = dialled(self._roster.addresses.get(relay_id, ()))
         self._transport.learn(relay_id, known or (circuit.relay_address,))
-        inner = await self._transport.open(relay_id, bulk=bulk)
+        inner = await self._transport.open(relay_id, bulk=bulk, within_s=within_s / 2)
         await begun(inner, self._opening(relay_id))
         channel = await pass_through(
-            inner, self._transport.identity, circuit.peer_id, self._connect_s, bulk=bulk
+            inner, self._transport.identity, circuit.peer_id, within_s, bulk=bulk
         )
         if self._last.get(circuit.peer_id) != relay_id:
             _log.info("peer %s is reached through %s", circuit.peer_id[-8:], relay_id[-8:])
