@@ -9,11 +9,24 @@ import pytest
 import torch
 from swarm_virtual import InlineThread, SimulatedPeer, Simulation, run_virtual
 
-from atomtrain.swarm.anchors import Anchor, Origin, Snapshot, Stamp
+from atomtrain.swarm.anchors import Anchor, Origin, Part, Snapshot, Stamp, digest_of
 from atomtrain.swarm.codec import codec_named
-from atomtrain.swarm.exchange import Exchange, ExchangeSetup
+from atomtrain.swarm.exchange import Exchange, ExchangeResult, ExchangeSetup
+from atomtrain.swarm.making import Made
+from atomtrain.swarm.membering import Membering
 from atomtrain.swarm.memory import channel_pair
-from atomtrain.swarm.messages import BadMessage, Begin, Contribution, Decline, Invite, Ready
+from atomtrain.swarm.messages import (
+    BadMessage,
+    Begin,
+    Commit,
+    Contribution,
+    Decline,
+    Held,
+    Invite,
+    Ready,
+)
+from atomtrain.swarm.owning import SliceMean
+from atomtrain.swarm.slices import Span
 from atomtrain.swarm.transport import Channel
 
 BEGIN = Begin(
@@ -121,5 +134,50 @@ def test_a_leader_begins_the_round_that_it_called_to(its_own: bool) -> None:
         began_another = "the leader began another round"
         assert [report.outcome for report in peer.reports[-1:]] == ["abandoned"]
         assert (peer.reports[-1].reason == began_another) is not its_own
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_leader_commits_what_was_made_as_a_whole_or_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """As Gloo makes it: the new anchor has a hash, which a part of the slices cannot have."""
+
+    async def made_by_gloo(self: Membering, snapshot: Snapshot, begin: Begin) -> ExchangeResult:
+        values = snapshot.anchor.values + 0.25
+        made = Made(
+            values, None, digest_of(values, None), (Part(Span(0, 8), frozenset({"a", "b"})),)
+        )
+        means: list[SliceMean | None] = [
+            SliceMean(values[start : start + 4], (0, 1), f"mean {start}", 1.0) for start in (0, 4)
+        ]
+        return ExchangeResult(means, [], values, made=made)
+
+    monkeypatch.setattr(Membering, "_exchange", made_by_gloo)
+
+    async def scenario() -> None:
+        peer = await idle_pair()
+        invite, leader, following = invited(peer)
+        ready = await leader.receive(Ready, 3.0)
+        begin = replace(
+            BEGIN, round_id=invite.round_id, weights=(ready.weight, 0), exchange_s=2.0,
+            version=ready.version, tokens=ready.tokens,
+        )  # fmt: skip
+        await leader.send(begin)
+        held = await leader.receive(Held, 3.0)
+        assert held.digests == ("mean 0", "mean 4")
+        before = peer.fragments[0].clone()
+        await leader.send(Commit(slices=(0, 1) if whole else (1, 1)))
+        assert not await following
+        await asyncio.sleep(2)  # the next boundary takes report and merge
+        anchor = peer.service.context.desk.stamp(0)
+        assert anchor is not None
+        assert (anchor.version == begin.version + 1) is whole
+        assert bool((peer.fragments[0] == before).all()) is not whole
+        if not whole:
+            assert peer.reports[-1].outcome == "abandoned"
+            why = "the leader committed a part of what was made as a whole"
+            assert peer.reports[-1].reason == why
 
     run_virtual(scenario)
