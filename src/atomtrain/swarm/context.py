@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -103,7 +104,8 @@ class Context:
     def adopt(self, channel: Channel) -> None:
         """Have a stream with another peer obey this one's limit, and its deadlines."""
         channel.pacer = self.pacer
-        channel.stall = lambda: self.waits.stall_s(channel.remote)
+        # No reference to the stream itself: it goes, with its buffers, when nobody has it any more.
+        channel.stall = partial(self.waits.stall_s, channel.remote)
 
     def opening(self, peer_id: str) -> Open:
         """Return what comes first on a stream to a peer."""
