@@ -396,6 +396,29 @@ def test_scratch_grows_with_what_it_is_used_for(state: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("master", [None, "float32", "split"])
+@pytest.mark.parametrize("state", NARROW)
+def test_how_much_passes_through_scratch_at_once_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, state: str, master: str | None
+) -> None:
+    whole, parts = [parameters([(SLICE + 700,)]) for _ in range(2)]
+    options = {} if master is None else {"master": master}
+    with torch.no_grad():
+        parts[0].copy_(whole[0])
+    if master is not None:
+        whole, parts = ([nn.Parameter(p[0].detach().bfloat16())] for p in (whole, parts))
+    for values, at_once in ((whole, SLICE), (parts, 1 << 17)):
+        monkeypatch.setattr("atomtrain.optimizers.moments.HOST_PASS", at_once)
+        optimizer = AdamW(values, state=state, **options)
+        for step in range(2):
+            torch.manual_seed(step)
+            values[0].grad = torch.randn_like(values[0])
+            optimizer.step()
+        values.extend(v for v in optimizer.state[values[0]].values() if v.ndim)
+    assert len(whole) > 2
+    assert all(same_bits(*pair) for pair in zip(whole, parts, strict=True))
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_slices_are_rounded_by_the_bits_of_their_own_first_gradients(
     monkeypatch: pytest.MonkeyPatch, factor: float
@@ -408,7 +431,8 @@ def test_slices_are_rounded_by_the_bits_of_their_own_first_gradients(
         return offsets(count, *words, **where)
 
     monkeypatch.setattr(randomness, "offsets", note)
-    monkeypatch.setattr("atomtrain.optimizers.moments.SLICE", 64)
+    for name in ("SLICE", "HOST_PASS"):
+        monkeypatch.setattr(f"atomtrain.optimizers.moments.{name}", 64)
     parameter = nn.Parameter(torch.randn(150).bfloat16())
     parameter.grad = torch.randn(150).bfloat16()
     optimizer = AdamW([parameter], state="bfloat16", seed=5)

@@ -15,6 +15,7 @@ from atomtrain.optimizers.checks import check_adamw_group, check_gradient, check
 from atomtrain.optimizers.moments import (
     adamw_update,
     check_state,
+    free_scratch,
     new_state,
     part_bytes,
     scratch_bytes,
@@ -158,12 +159,21 @@ class AdamW(torch.optim.Optimizer):
             parts[masters.KEYS[master]] = int(masters.MASTER_BYTES[master]) * parameter.numel()
         return parts
 
-    def scratch_bytes(self) -> int:
-        """Return the bytes of scratch memory that updates need, beside the state."""
+    def scratch_bytes(self, *, on_gpu: bool = False) -> int:
+        """Return the bytes of scratch memory that updates need, beside the state; `on_gpu` more is
+        updated at once."""
         return max(
-            (scratch_bytes(p, group) for group in self.param_groups for p in group["params"]),
+            (
+                scratch_bytes(p, group, on_gpu=on_gpu)
+                for group in self.param_groups
+                for p in group["params"]
+            ),
             default=0,
         )
+
+    def free_scratch(self) -> None:
+        """Free the scratch that the calling thread keeps for its next update."""
+        free_scratch()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, exactly; also that of torch's AdamW."""

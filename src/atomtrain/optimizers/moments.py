@@ -7,7 +7,7 @@
 | `int8`     | the same as int8 codes; `exp_avg_scale`, `exp_avg_sq_scale` a block | 2.0625     |
 
 The arithmetic is float32 always, in torch's fused kernel. Narrow moments, gradients and split
-masters pass through float32 scratch slice by slice, small enough to stay in the processor's cache.
+masters pass through float32 scratch part by part, small enough to stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ _DTYPES: dict[str, dict[str, torch.dtype]] = {
 _FIRST, _SECOND = 1, 2
 _UPPER_HALF = -(1 << 16)
 """The bits of a float32 that bfloat16 keeps."""
+HOST_PASS = 1 << 18
+"""Elements that pass through scratch at once on the host; divides `SLICE`. More take more memory
+and leave the cache, fewer spend the time on calls. No bit depends on it. A GPU takes whole slices,
+since there each call counts."""
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 _local = threading.local()
 
@@ -123,12 +127,14 @@ def adamw_update(
         salts = [0] * len(starts)
     else:
         salts = _salts(flat_gradient, gradient_factor if streamed else 1.0)
-    for start, salt in zip(starts, salts, strict=True):
-        part = slice(start, min(start + SLICE, flat.numel()))
+    at_once = min(HOST_PASS, SLICE) if parameter.device.type == "cpu" else SLICE
+    for begin in range(0, flat.numel(), at_once):
+        part = slice(begin, min(begin + at_once, flat.numel()))
+        number, at = divmod(begin, SLICE)
         values, wide = flat[part], flat_gradient[part]
         if stored is not None:
             values, wide = _widened(values, wide, stored[part], gradient_factor)
-        update(kernel, values, wide, state, part, (*words, start, salt))
+        update(kernel, values, wide, state, part, (*words, starts[number], salts[number]), at)
         if stored is not None:
             split = stored.dtype is torch.int16
             masters.part(values, flat[part], stored[part] if split else None)
@@ -193,6 +199,7 @@ def _float32_slice(
     state: dict[str, Any],
     part: slice,
     words: tuple[int, ...],
+    at: int,
 ) -> None:
     moments = (state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq"))
     kernel(parameter, gradient, *moments)
@@ -205,6 +212,7 @@ def _bfloat16_slice(
     state: dict[str, Any],
     part: slice,
     words: tuple[int, ...],
+    at: int,
 ) -> None:
     count = parameter.numel()
     stored = [state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq")]
@@ -215,7 +223,7 @@ def _bfloat16_slice(
     for which, narrow, scratch in zip((_FIRST, _SECOND), stored, wide, strict=True):
         # Less than a unit is added to the magnitude, whatever the sign; then it is cut off.
         bits = scratch.view(torch.int32)
-        bits.add_(randomness.offsets(count, *words, which, device=bits.device))
+        bits.add_(randomness.offsets(count, *words, which, at=at, device=bits.device))
         bits.bitwise_and_(_UPPER_HALF)
         narrow.copy_(scratch)
 
@@ -227,6 +235,7 @@ def _int8_slice(
     state: dict[str, Any],
     part: slice,
     words: tuple[int, ...],
+    at: int,
 ) -> None:
     count = parameter.numel()
     blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
@@ -237,8 +246,10 @@ def _int8_slice(
     companding.decode_first(codes1, scales1, first, spare)
     companding.decode_second(codes2, scales2, second)
     kernel(parameter, gradient, first[:count], second[:count])
-    random1 = randomness.fractions(padded, *words, _FIRST, device=first.device)
-    random2 = randomness.fractions(padded, *words, _SECOND, device=first.device)
+    random1, random2 = (
+        randomness.fractions(padded, *words, which, at=at, device=first.device)
+        for which in (_FIRST, _SECOND)
+    )
     companding.encode_first(first, codes1, scales1, random1, spare)
     companding.encode_second(second, codes2, scales2, random2)
 
@@ -249,14 +260,19 @@ _SCALE_BUFFERS = 4
 _UPDATES = {"float32": _float32_slice, "bfloat16": _bfloat16_slice, "int8": _int8_slice}
 
 
-def scratch_bytes(parameter: Tensor, group: dict[str, Any]) -> int:
+def scratch_bytes(parameter: Tensor, group: dict[str, Any], *, on_gpu: bool = False) -> int:
     """Return the scratch that updating a parameter needs, the same memory for all of them."""
     buffers = _MOMENT_BUFFERS[group["state"]]
     if parameter.dtype in masters.STREAMS:
         buffers += 2  # the gradient; the master, or its bits while it is rounded
-    count = min(SLICE, parameter.numel())
+    count = min(SLICE if on_gpu else HOST_PASS, parameter.numel())
     scales = _SCALE_BUFFERS * -(-count // BLOCK) if group["state"] == "int8" else 0
     return 4 * (buffers * count + scales)
+
+
+def free_scratch() -> None:
+    """Free this thread's scratch, which it otherwise keeps for its next update."""
+    _local.__dict__.clear()
 
 
 def _scratch(

@@ -17,7 +17,7 @@ from atomtrain.optimizers.checks import (
     check_parameters,
     check_rates,
 )
-from atomtrain.optimizers.moments import cast_state, part_bytes, scratch_bytes
+from atomtrain.optimizers.moments import cast_state, free_scratch, part_bytes, scratch_bytes
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -128,10 +128,15 @@ class Muon(torch.optim.Optimizer):
             return part_bytes(parameter, group["state"])
         return {"momentum_buffer": 4 * parameter.numel()}
 
-    def scratch_bytes(self) -> int:
-        """Return the bytes of memory that updates need for a while, beside the state."""
+    def scratch_bytes(self, *, on_gpu: bool = False) -> int:
+        """Return the bytes of memory that updates need for a while, beside the state; `on_gpu` more
+        is updated at once."""
         return max(
-            (_scratch_bytes(p, group) for group in self.param_groups for p in group["params"]),
+            (
+                _scratch_bytes(p, group, on_gpu)
+                for group in self.param_groups
+                for p in group["params"]
+            ),
             default=0,
         )
 
@@ -147,6 +152,10 @@ class Muon(torch.optim.Optimizer):
             if any(parameter is member for member in group["params"]):
                 return group
         raise ConfigError(f"a parameter of shape {list(parameter.shape)} is in no group of Muon")
+
+    def free_scratch(self) -> None:
+        """Free the scratch that the calling thread keeps for its next update."""
+        free_scratch()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, exactly."""
@@ -176,9 +185,9 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
-def _scratch_bytes(parameter: Tensor, group: dict[str, Any]) -> int:
+def _scratch_bytes(parameter: Tensor, group: dict[str, Any], on_gpu: bool) -> int:
     if group["algorithm"] != "muon":
-        return scratch_bytes(parameter, group)
+        return scratch_bytes(parameter, group, on_gpu=on_gpu)
     # What is made orthogonal, the iterate and the next one; its square and a polynomial of that.
     short, _ = sorted(parameter.shape)
     return 4 * (3 * parameter.numel() + 2 * short * short)

@@ -13,6 +13,7 @@ import functools
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SLICE = 1 << 20
@@ -36,51 +37,55 @@ def hashed(*words: int) -> int:
     return value
 
 
-def offsets(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
+def offsets(count: int, *words: int, at: int = 0, device: torch.device = _HOST) -> Tensor:
     """Return what stochastic rounding to bfloat16 adds to the bits of a float32.
 
     Args:
-        count: At most `SLICE`.
+        count: At most `SLICE`, `at` included.
         words: What the numbers depend on.
+        at: How many of the numbers are passed over.
         device: Where they are needed.
 
     Returns:
         `[count]` int32, uniform in 0 to 65535: less than a unit in the last place of bfloat16, so
         that cutting off afterwards leaves a value that bfloat16 holds exactly. Read only.
     """
-    start = hashed(*words) % _STARTS
-    return _tables_on(device)[0][start : start + count]
+    start = hashed(*words) % _STARTS + at
+    return _offsets_on(device)[start : start + count]
 
 
-def fractions(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
+def fractions(count: int, *words: int, at: int = 0, device: torch.device = _HOST) -> Tensor:
     """Return what stochastic rounding to an integer adds before the floor.
 
     Args:
-        count: At most `SLICE`.
+        count: At most `SLICE`, `at` included.
         words: What the numbers depend on.
+        at: How many of the numbers are passed over.
         device: Where they are needed.
 
     Returns:
         `[count]` float32, uniform in the 4096 middles of 0 to 1: at least 2^-13 from either end,
         so that a whole number which is off by rounding errors still becomes itself. Read only.
     """
-    start = hashed(*words) % _STARTS
-    return _tables_on(device)[1][start : start + count]
+    start = hashed(*words) % _STARTS + at
+    return _fractions_on(device)[start : start + count]
 
 
 @functools.cache
-def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    whole, parts = _tables()
-    return whole.to(device), parts.to(device)
+def _offsets_on(device: torch.device) -> Tensor:
+    return torch.from_numpy((_table() >> np.uint64(48)).astype(np.int32)).to(device)
 
 
 @functools.cache
-def _tables() -> tuple[Tensor, Tensor]:
+def _fractions_on(device: torch.device) -> Tensor:
+    parts = ((_table() & np.uint64(0xFFF)).astype(np.float32) + np.float32(0.5)) / np.float32(4096)
+    return torch.from_numpy(parts).to(device)
+
+
+def _table() -> NDArray[np.uint64]:
     with np.errstate(over="ignore"):
         value = (np.arange(SLICE + _STARTS, dtype=np.uint64) + np.uint64(1)) * np.uint64(_INCREMENT)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
         value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
         value ^= value >> np.uint64(31)
-    whole = value >> np.uint64(48)
-    parts = ((value & np.uint64(0xFFF)).astype(np.float32) + np.float32(0.5)) / np.float32(4096)
-    return torch.from_numpy(whole.astype(np.int32)), torch.from_numpy(parts)
+    return value

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.deciding import Decision
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.optimizer_facts import ScalesGradients
+from atomtrain.swapping.optimizer_facts import KeepsScratch, ScalesGradients
 from atomtrain.swapping.precision import PRECISIONS, KeepsMasters
 from atomtrain.swapping.residents import Copy, Residents
 from atomtrain.swapping.store import view_of
@@ -180,6 +180,8 @@ class DeviceUpdates:
             if leaf.grad is not None and decision.coefficient is not None:
                 leaf.grad.mul_(decision.coefficient)
         worker.step()
+        if isinstance(worker, KeepsScratch):  # other visits need the memory
+            worker.free_scratch()
         for _, leaf in leaves:
             leaf.grad = None
         at = self._current[block]

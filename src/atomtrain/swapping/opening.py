@@ -134,7 +134,7 @@ def _open(
         machine = machine_of_all(machine_with_disk(profile.machine, options), devices)
         states = None if options.disk is None else states_of(made)
         on_gpu = opened.torch_device.type == "cuda"
-        taken = update_model(made, chain, foreach=on_gpu)
+        taken = update_model(made, chain, on_gpu=on_gpu)
         if options.profile:
             key = machine_key(opened)
             taken = measured_updates(taken, made, chain, key, one_processor=not on_gpu)

@@ -17,6 +17,15 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @runtime_checkable
+class KeepsScratch(Protocol):
+    """An optimizer that keeps scratch memory from update to update."""
+
+    def free_scratch(self) -> None:
+        """Free what the calling thread keeps."""
+        ...
+
+
+@runtime_checkable
 class ScalesGradients(Protocol):
     """An optimizer that multiplies gradients by a factor, in float32, before it uses them."""
 

@@ -27,7 +27,7 @@ class KnowsItsState(Protocol):
         """Return the bytes of a parameter's state, now or later."""
         ...
 
-    def scratch_bytes(self) -> int:
+    def scratch_bytes(self, *, on_gpu: bool = False) -> int:
         """Return the bytes that updates need beside the state."""
         ...
 
@@ -42,7 +42,7 @@ class KnowsItsProducts(Protocol):
 
 
 def update_model(
-    optimizer: torch.optim.Optimizer, chain: Chain, *, foreach: bool = False
+    optimizer: torch.optim.Optimizer, chain: Chain, *, on_gpu: bool | None = None
 ) -> UpdateModel:
     """Return what an optimizer takes, by the bytes that it moves and the FLOPs that it does.
 
@@ -51,12 +51,16 @@ def update_model(
     Args:
         optimizer: Of all parameters.
         chain: The model.
-        foreach: Whether `torch.optim` works on all parameters of a block at once, as on GPUs.
+        on_gpu: Whether the device is one; `None` if the plan may be for either. `torch.optim`
+            works on all parameters of a block at once there, and scratch is larger.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, KnowsItsState):
         sizes = [optimizer.state_bytes_of(parameter) for parameter in parameters]
-        scratch = there = optimizer.scratch_bytes()
+        scratch, there = (
+            optimizer.scratch_bytes(),
+            optimizer.scratch_bytes(on_gpu=on_gpu is not False),
+        )
     else:
         found = [_torch_state_bytes(optimizer, parameter) for parameter in parameters]
         if None in found:
@@ -66,7 +70,7 @@ def update_model(
                 in_parts=steps_parameter_by_parameter(optimizer),
             )
         sizes = [size for size in found if size is not None]
-        scratch, there = 0, _torch_scratch_bytes(optimizer, chain, foreach)
+        scratch, there = 0, _torch_scratch_bytes(optimizer, chain, bool(on_gpu))
     flops = optimizer.flops_of if isinstance(optimizer, KnowsItsProducts) else _no_flops
     return UpdateModel(
         parameters={

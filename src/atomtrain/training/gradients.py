@@ -52,7 +52,7 @@ class GradientCollector(torch.optim.Optimizer):
         """Return the bytes of a parameter's sum."""
         return _FLOAT32_BYTES * parameter.numel()
 
-    def scratch_bytes(self) -> int:
+    def scratch_bytes(self, *, on_gpu: bool = False) -> int:
         """Return the bytes needed besides: none."""
         return 0
 
