@@ -23,7 +23,7 @@ def use_shape(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
         layout = Layout(planner.chain)
         shape.check(len(planner.chain.layers), layout.blocks)
         memory = memory_of(planner, micro_batches, shape)
-        steps = Steps(micro_batches=micro_batches, updates=planner.updates)
+        steps = Steps(micro_batches=micro_batches, updates=planner.updates, spends=memory.spends)
         costing = Costing(_given(planner, shape), layout, steps)
         return plan_of(shape, memory, costing, planner.machine)
 
@@ -34,7 +34,10 @@ def memory_of(planner: Planner, micro_batches: int, shape: Shape) -> MemoryModel
     """Return what tells the memory that a shape of a planner's model needs."""
     given = _given(planner, shape)
     layout = Layout(given.chain)
-    return MemoryModel(given.chain, given.costs, layout, micro_batches, planner.updates)
+    spends = planner.options.spend_gradients
+    return MemoryModel(
+        given.chain, given.costs, layout, micro_batches, planner.updates, spends=spends
+    )
 
 
 def _given(planner: Planner, shape: Shape) -> Given:

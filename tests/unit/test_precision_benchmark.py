@@ -32,9 +32,10 @@ def test_whole_masters_and_float32_learn_nearly_alike(text: Prepared) -> None:
 
 def test_memory_is_measured_in_this_process() -> None:
     case = MemoryCase(layers=2, width=64, vocabulary=64)
-    row = measure(KINDS["bf16-8"], case)
+    row, spent = (measure(KINDS["bf16-8"], case, spends=spends) for spends in (False, True))
     assert row["parameters"] > 0
     assert row["predicted_host_bytes"] > 8 * row["parameters"]
+    assert spent["predicted_host_bytes"] < row["predicted_host_bytes"]
     assert row == json.loads(json.dumps(row, allow_nan=False))
 
 
@@ -44,13 +45,15 @@ def test_the_result_has_a_row_for_each_kind(
     measured = {
         "measured_bytes_per_parameter": 8.0, "measured_host_bytes": 8, "host_error_share": -0.01,
     }  # fmt: skip
-    monkeypatch.setattr(precision, "_measured", lambda *_: measured)
+    monkeypatch.setattr(precision, "_measured", lambda *_, **__: measured)
     monkeypatch.setattr(precision, "read_corpus", lambda _: None)
     monkeypatch.setattr(precision, "prepare", lambda *_, **__: text)
     result = precision.run(precision.BenchmarkOptions(quick=True), PrecisionSetup(learning_steps=2))
     assert set(result["kinds"]) == set(KINDS)
     told = [row["told_bytes_per_parameter"] for row in result["kinds"].values()]
     assert told == [16, 16, 12, 8.0625]
+    told = [row["told_bytes_per_parameter"] for row in result["spent"].values()]
+    assert told == [12, 14, 10, 6.0625]
     assert result["largest_host_error_share"] == 0.01
     assert {"machine", "versions", "inputs", "threads"} <= set(result)
     assert torch.get_num_threads() == result["threads"]

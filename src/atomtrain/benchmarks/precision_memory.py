@@ -27,6 +27,7 @@ from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import new_recipe
 
 _STEPS = 2
+_CLIP_NORM = 1.0
 _HEAD_WIDTH = 64
 
 
@@ -41,25 +42,29 @@ class Kind(NamedTuple):
 class MemoryCase:
     """The GPT whose memory is measured."""
 
-    layers: int = 9
-    width: int = 640
-    """A multiple of 64."""
+    layers: int = 16
+    width: int = 1024
+    """A multiple of 64. Large enough that what does not grow with the model, such as scratch,
+    makes less than a hundredth."""
     vocabulary: int = 8192
     context: int = 16
     """Tokens of a sequence; few, since only memory is looked at."""
-    device_memory: str = "96MiB"
+    device_memory: str = "192MiB"
 
     def __post_init__(self) -> None:
         require_positive(self)
 
 
-def measure(kind: Kind, case: MemoryCase) -> Result:
-    """Train in this process; return what the host holds afterwards, and what was predicted."""
+def measure(kind: Kind, case: MemoryCase, *, spends: bool = False) -> Result:
+    """Train in this process; return what the host holds afterwards, and what was predicted.
+
+    The global norm is clipped, so that all gradients wait on the host, unless it `spends` them.
+    """
     # What libraries load and keep is there before the case begins.
-    _trained(kind, MemoryCase(layers=2, width=64, vocabulary=64)).close()
+    _trained(kind, MemoryCase(layers=2, width=64, vocabulary=64), spends=spends).close()
     gc.collect()
     before_bytes = resident_bytes()
-    engine = _trained(kind, case)
+    engine = _trained(kind, case, spends=spends)
     engine.synchronize()
     gc.collect()
     grown_bytes = resident_bytes() - before_bytes
@@ -84,7 +89,7 @@ def precision_of(kind: Kind) -> Literal["bf16"] | None:
     return "bf16" if kind.precision == "bf16" else None
 
 
-def _trained(kind: Kind, case: MemoryCase) -> Engine:
+def _trained(kind: Kind, case: MemoryCase, *, spends: bool) -> Engine:
     recipe = new_recipe(TrainOptions(model="tiny", **kind._asdict()))
     torch.manual_seed(0)
     model = GPT(
@@ -103,7 +108,12 @@ def _trained(kind: Kind, case: MemoryCase) -> Engine:
         optimizer=lambda _: make_optimizer(model, recipe),
         device="emulated",
         device_memory=case.device_memory,
-        options=Options(precision=precision_of(kind), profile=False),
+        options=Options(
+            precision=precision_of(kind),
+            clip_norm=None if spends else _CLIP_NORM,
+            spend_gradients=spends,
+            profile=False,
+        ),
     )
     for _ in range(_STEPS):
         engine.step([_batch(case)])
@@ -129,7 +139,7 @@ def main() -> None:
     order: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(order["threads"])
     case = MemoryCase(**order["case"])
-    result = measure(Kind(*order["kind"]), case)
+    result = measure(Kind(*order["kind"]), case, spends=order["spends"])
     sys.stdout.write(json.dumps({**result, "case": asdict(case)}) + "\n")
 
 

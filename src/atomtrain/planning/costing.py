@@ -87,6 +87,9 @@ class Steps:
     forward."""
     updates: UpdateModel | None = None
     """What the optimizer takes; `None` is AdamW."""
+    spends: bool = False
+    """Whether gradients share rooms on the host. The search takes no account of what waits for
+    these; the times of the plan that it finds do."""
 
 
 class Costing:
@@ -113,6 +116,7 @@ class Costing:
         }
         on_disk = disk.on_disk if disk is not None else ()
         self._disk, self._clips = disk if on_disk else None, steps.clips
+        self._spends = steps.spends
         self.traffic = Traffic(layout, self._updated, steps.host_layers)
         """What visits move."""
         self._sizes: dict[frozenset[int], Array] = {}
@@ -134,14 +138,14 @@ class Costing:
     def step(self, shape: Shape) -> StepTime:
         """Return the predicted step of a shape."""
         visits = training_visits(shape)
-        return predict(visits, self.visit_times(shape, visits), self.disk_work(shape.device_blocks))
+        times, disk = self.visit_times(shape, visits), self.disk_work(shape.device_blocks)
+        return predict(visits, times, disk, spends=self._spends)
 
     def spans(self, shape: Shape) -> list[Span]:
         """Return the spans of the predicted step of a shape."""
         visits = training_visits(shape)
-        return step_spans(
-            visits, self.visit_times(shape, visits), self.disk_work(shape.device_blocks)
-        )
+        times, disk = self.visit_times(shape, visits), self.disk_work(shape.device_blocks)
+        return step_spans(visits, times, disk, spends=self._spends)
 
     def period_s(self, shape: Shape, aside: HostTime) -> float | None:
         """Return the seconds from step to step in a row of them, or `None` where nothing comes
@@ -150,7 +154,8 @@ class Costing:
             return None
         visits = training_visits(shape)
         coming = coming_segments(shape, visits, self._chain, self._layout, in_parts=self._in_parts)
-        return period_s(visits, self.visit_times(shape, visits), coming, aside)
+        times = self.visit_times(shape, visits)
+        return period_s(visits, times, coming, aside, spends=self._spends)
 
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
@@ -274,6 +279,7 @@ def _costing(
         disk=disk_use(rest, Layout(rest), states or {}, plan.on_disk),
         clips=clips,
         updates=updates,
+        spends=plan.spends,
     )
     aside = host_time(
         chain,

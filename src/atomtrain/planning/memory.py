@@ -21,6 +21,7 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.planning.disk import DiskUse
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.rooms import host_gradients
 from atomtrain.planning.schedule import Phase, training_visits
 from atomtrain.planning.segments import segments_of
 from atomtrain.planning.shape import Activation, Boundary, Shape
@@ -64,8 +65,12 @@ class MemoryModel:
         updates: UpdateModel | None = None,
         disk: DiskUse | None = None,
         devices: int = 1,
+        *,
+        spends: bool = False,
     ) -> None:
-        """`updates` says what the optimizer takes; `None` is AdamW. `devices` share the host."""
+        """`updates` says what the optimizer takes; `None` is AdamW. `devices` share the host.
+        `spends`: gradients share rooms there."""
+        self.spends = spends
         self._chain, self._costs, self._layout = chain, costs, layout
         self.micro_batches = micro_batches
         self._updates = updates or two_moments(chain)
@@ -159,6 +164,8 @@ class MemoryModel:
         waiting += self.micro_batches * self._bytes(self._chain.writes(0, first))
         waiting += self.host_backward_bytes(first)
         process = process_bytes(len(self._costs.layers), self._devices * self.sent_storages(shape))
+        if self.spends:  # else they are in the state
+            waiting += host_gradients(self._layout, shape, spends=True).total_bytes
         return self.state_bytes + self._devices * waiting + process
 
     def host_backward_bytes(self, host_layers: int) -> int:
@@ -177,8 +184,11 @@ class MemoryModel:
 
     @property
     def state_bytes(self) -> int:
-        """Parameters, gradients, optimizer state, and staging memory for what is on disk."""
-        kept = self._layout.arena_bytes + self._updates.host_bytes
+        """Parameters, gradients (but where they share rooms, which depend on the shape), optimizer
+        state, and staging memory for what is on disk."""
+        layout = self._layout
+        kept = layout.total_bytes if self.spends else layout.arena_bytes
+        kept += self._updates.host_bytes
         if self._disk is None:
             return kept
         return kept + self._disk.staging_bytes - self._disk.saved_bytes

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.plan import Plan
+from atomtrain.planning.rooms import host_gradients
 from atomtrain.planning.several import further_gradients_bytes
 
 
@@ -52,10 +53,15 @@ def _host(layout: Layout, plan: Plan, optimizer_state_bytes: int, devices: int) 
         for label, size in _parts(layout, plan):
             yield Region("host", "parameters", label, size)
     each = layout.gradient_factor
-    held += each * layout.gradients.total_bytes
     trained = list(_parts(layout.gradients, plan))
-    for label, size in trained:
-        yield Region("host", "gradients", label, each * size)
+    if plan.spends:
+        rooms = host_gradients(layout, plan.shape, spends=True).total_bytes
+        held += rooms
+        yield Region("host", "gradients", "until their own update", rooms)
+    else:
+        held += each * layout.gradients.total_bytes
+        for label, size in trained:
+            yield Region("host", "gradients", label, each * size)
     for number in range(1, devices):
         size = further // (devices - 1)
         yield Region("host", "gradients", f"of device {number}, until they are added", size)

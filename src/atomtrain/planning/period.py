@@ -87,7 +87,12 @@ def _shares(layout: Layout, block: int, chain: Chain) -> tuple[float, ...]:
 
 
 def period_s(
-    visits: Sequence[Visit], times: Sequence[VisitTime], coming: Sequence[Coming], aside: HostTime
+    visits: Sequence[Visit],
+    times: Sequence[VisitTime],
+    coming: Sequence[Coming],
+    aside: HostTime,
+    *,
+    spends: bool = False,
 ) -> float:
     """Return the seconds from one step's beginning to the next one's, in a row of steps.
 
@@ -97,8 +102,9 @@ def period_s(
         coming: What comes for the next step, in order.
         aside: What layers on the host take: the first visit waits for their forward, which waits
             for their backward and update.
+        spends: Whether gradients share rooms on the host.
     """
-    streams, begun = Streams(), list[float]()
+    streams, begun = Streams(spends=spends), list[float]()
     updated = [0.0] * max(stop for _, stop in (visit.layers for visit in visits))
     # Where several wait for one visit, none is handed over in parts.
     shares = {each.updated_by: each.shares for each in coming}

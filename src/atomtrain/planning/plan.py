@@ -52,12 +52,19 @@ class Request:
     """Whether no update begins before the norm of all gradients is known."""
     devices: int = 1
     """How many devices of the host run the plan at once; `updates` are what they share."""
+    spends: bool = False
+    """Whether gradients wait on the host for their own update only, so that a few rooms do."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "segments", "slots", "gradient_buffers", "devices"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name} must be at least 1, not {value}")
+        if self.spends and (self.clips or self.devices > 1):
+            raise PlanError(
+                "gradients can only be spent at once where no update waits for other gradients; "
+                "leave out clipping and loss scaling, and give one device"
+            )
         if self.activations not in (None, *ACTIVATIONS):
             raise PlanError(
                 f"activations must be {', '.join(ACTIVATIONS)} or None, not {self.activations!r}"
@@ -86,6 +93,8 @@ class Plan:
     remakes: bool = True
     """Whether offloaded segments make again in backward what cheap operations can, or send all that
     they save to the host. Plans written before there was a choice made it again."""
+    spends: bool = False
+    """Whether gradients wait on the host for their own update only (`planning/rooms.py`)."""
     host_layers: int
     """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]
@@ -224,7 +233,8 @@ class Plan:
                 *lines,
                 f"device     {format_bytes(self.device_peak_bytes)} predicted peak of "
                 f"{format_bytes(self.device_memory_bytes)}",
-                f"host       {format_bytes(self.host_bytes)}",
+                f"host       {format_bytes(self.host_bytes)}"
+                f"{', gradients spent at once' if self.spends else ''}",
                 *disk,
                 f"step       {in_a_row} predicted for "
                 f"{counted(self.micro_batches, 'micro-batch', 'es')}"

@@ -52,8 +52,16 @@ class Problem:
         states = request.disk.states if request.disk is not None else {}
         disk = disk_use(self.chain, layout, states, on_disk)
         self._disk = disk_use(chain, whole_layout, states, on_disk)
-        self.memory = MemoryModel(self.chain, rest_costs, layout, count, updates)
-        steps = Steps(micro_batches=count, disk=disk, clips=request.clips, updates=updates)
+        self.memory = MemoryModel(
+            self.chain, rest_costs, layout, count, updates, spends=request.spends
+        )
+        steps = Steps(
+            micro_batches=count,
+            disk=disk,
+            clips=request.clips,
+            updates=updates,
+            spends=request.spends,
+        )
         rest = dataclasses.replace(given, chain=self.chain, costs=rest_costs)
         self.costing = Costing(rest, layout, steps)
         host_used = blocks_of_host(chain, self.chain, layout, host_layers)
@@ -61,7 +69,14 @@ class Problem:
             self.chain, rest_costs, layout, self.memory, self.costing, request, host_used
         )
         self._all = MemoryModel(
-            chain, costs, whole_layout, count, updates, self._disk, request.devices
+            chain,
+            costs,
+            whole_layout,
+            count,
+            updates,
+            self._disk,
+            request.devices,
+            spends=request.spends,
         )
         self._aside = host_time(chain, costs, host_layers, machine, count, self._disk, updates)
         self.host_s = self._aside.step_s
@@ -172,6 +187,7 @@ def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machin
         on_disk=(),
         disk_bytes=0,
         disk_written_bytes=0,
+        spends=memory.spends,
         bound=time.bound,
         period_s=time.step_s,
         **time._asdict(),

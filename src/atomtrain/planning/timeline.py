@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
+from atomtrain.planning.rooms import ROOMS
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
 
@@ -116,12 +117,16 @@ class StepTime(NamedTuple):
 
 
 def predict(
-    visits: Sequence[Visit], times: Sequence[VisitTime], disk: DiskWork | None = None
+    visits: Sequence[Visit],
+    times: Sequence[VisitTime],
+    disk: DiskWork | None = None,
+    *,
+    spends: bool = False,
 ) -> StepTime:
     """Return the step that the visits make; arguments as for `step_spans`."""
     busy = dict.fromkeys(get_args(StreamName), 0.0)
     end_s = 0.0
-    for span in step_spans(visits, times, disk):
+    for span in step_spans(visits, times, disk, spends=spends):
         busy[span.stream] += span.end_s - span.start_s
         end_s = max(end_s, span.end_s)
     return StepTime(
@@ -135,7 +140,11 @@ def predict(
 
 
 def step_spans(
-    visits: Sequence[Visit], times: Sequence[VisitTime], disk: DiskWork | None = None
+    visits: Sequence[Visit],
+    times: Sequence[VisitTime],
+    disk: DiskWork | None = None,
+    *,
+    spends: bool = False,
 ) -> list[Span]:
     """Return the spans of the step, in the order of the visits; those of no length too.
 
@@ -143,9 +152,10 @@ def step_spans(
         visits: Of a training step.
         times: The seconds of each visit.
         disk: What updates take where they go on in the next forward, or state is on disk.
+        spends: Whether gradients share rooms on the host (`planning/rooms.py`).
     """
     clips = disk is not None and disk.clips
-    streams = Streams(updates=not clips)
+    streams = Streams(updates=not clips, spends=spends)
     first_s = 0.0
     for visit, time in zip(visits, times, strict=True):
         begin_s = 0.0
@@ -174,9 +184,12 @@ WHOLE = (1.0,)
 class Streams:
     """Lays visits out in time, one after the other: when each stream is free."""
 
-    def __init__(self, *, updates: bool = True) -> None:
-        """`updates`: whether updates follow their gradients."""
-        self._updates = updates
+    def __init__(self, *, updates: bool = True, spends: bool = False) -> None:
+        """`updates`: whether updates follow their gradients. `spends`: whether these share rooms
+        on the host."""
+        self._updates, self._spends = updates, spends
+        self._spent_s = [0.0] * ROOMS  # when what was in each room has been used
+        self._room = 0
         self.spans: list[Span] = []
         self.compute_s = self.load_s = self.unload_s = self.update_s = 0.0
         """When each is done with all that was laid out."""
@@ -235,13 +248,18 @@ class Streams:
     def _leave(self, visit: Visit, time: VisitTime, shares: Sequence[float]) -> None:
         """Lay out what comes after a visit: its gradients leave and are updated."""
         self.updated_s = []
+        room_s = 0.0
+        if self._spends:
+            self._room = 0 if visit.phase is Phase.TURN else (self._room + 1) % ROOMS
+            room_s = self._spent_s[self._room]
         for share in shares:
-            begun = max(self.unload_s, self.compute_s)
+            begun = max(self.unload_s, self.compute_s, room_s)
             self.unload_s = self.add("unload", visit, begun, share * time.unload_s)
             if self._updates:
                 begun = max(self.update_s, self.unload_s)
                 self.update_s = self.add("update", visit, begun, share * time.update_s)
                 self.updated_s.append(self.update_s)
+        self._spent_s[self._room] = self.update_s
 
 
 def label_of(visit: Visit) -> str:

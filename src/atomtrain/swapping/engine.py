@@ -128,7 +128,7 @@ class Engine(EngineState):
 
         Raises:
             ConfigError: there are several devices, blocks may be updated on the device, or
-                gradients have no place of their own on the host.
+                gradients have no places of their own on the host.
         """
         if len(self.devices) > 1:
             raise ConfigError(
@@ -139,6 +139,11 @@ class Engine(EngineState):
             raise ConfigError(
                 "gradients are combined on the host, where all blocks have to be updated; give "
                 "Options(optimizer_on_device=False)"
+            )
+        if self.plan.spends:
+            raise ConfigError(
+                "gradients that share rooms on the host cannot wait there to be combined; leave "
+                "out spend_gradients"
             )
         if not self._store.keeps_gradients:
             raise ConfigError(
@@ -169,7 +174,7 @@ class Engine(EngineState):
         """Return where the plan's memory goes, on host and device."""
         planner = self.planner
         layout, devices = self._store.layout, len(self.devices)
-        state_bytes = self.state_bytes - layout.arena_bytes
+        state_bytes = self.state_bytes - layout.total_bytes - self._store.places.total_bytes
         state_bytes -= further_gradients_bytes(layout, devices)
         if self._updates.disk is not None:
             state_bytes -= self._updates.disk.use.saved_state_bytes

@@ -17,6 +17,7 @@ from torch import nn
 from atomtrain.analysis.trace import Traced
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.planning.plan import Plan
+from atomtrain.planning.rooms import host_gradients
 from atomtrain.planning.schedule import Visit
 from atomtrain.planning.several import share_of
 from atomtrain.swapping.crew import Crew, Member, Together, executor_of
@@ -178,6 +179,9 @@ class EngineBase:
 
     def _execute(self, plan: Plan) -> Executor | Crew:
         planner = self.planner
+        if plan.spends:
+            places = host_gradients(self._store.layout, plan.shape, spends=True)
+            self._store.place_gradients(planner.chain, self.device, places)
         executor = executor_of(self._members, planner.costs, plan, self._together)
         engine = weakref.ref(self)  # no cycle, so that a forgotten engine goes at once
 

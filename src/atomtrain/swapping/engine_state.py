@@ -68,8 +68,9 @@ class EngineState(EngineBase):
         taken = self.planner.updates
         assert taken is not None
         layout = self._store.layout
-        gradients = further_gradients_bytes(layout, len(self.devices))
-        return layout.arena_bytes + gradients + taken.host_bytes - taken.scratch_bytes
+        gradients = self._store.places.total_bytes
+        gradients += further_gradients_bytes(layout, len(self.devices))
+        return layout.total_bytes + gradients + taken.host_bytes - taken.scratch_bytes
 
     def layers(self) -> dict[str, list[str]]:
         """Return the names of the parameters by layer; a shared weight is with its first layer."""

@@ -12,6 +12,7 @@ from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.errors import ConfigError
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.rooms import host_gradients
 from atomtrain.planning.several import share_of
 from atomtrain.swapping.compiled import TRACING, compiled, require_compilable
 from atomtrain.swapping.crew import check_shared, join, machine_of_all, times_of_all
@@ -147,7 +148,8 @@ def _open(
         layout = Layout(chain)
         if states is not None and plan.on_disk and options.disk is not None:
             placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
-        store = HostStore(chain, layout, opened, placement, options.inject)
+        places = host_gradients(layout, plan.shape, spends=plan.spends)
+        store = HostStore(chain, layout, opened, placement, options.inject, places)
         updates = Updates(
             chain,
             store,

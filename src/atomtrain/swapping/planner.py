@@ -65,6 +65,7 @@ class Planner:
             disk=disk,
             clips=self.options.waits,
             devices=self.devices,
+            spends=self.options.spend_gradients and not self.one_memory,
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
 

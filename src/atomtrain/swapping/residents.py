@@ -119,7 +119,7 @@ class Residents:
     def unload_of(self, block: int) -> Copy:
         """Return the copy that takes a block's gradients to the host."""
         start, stop = self._layout.gradient_range(block)
-        return Copy(self._store.gradients[start:stop], self._places[block].gradients)
+        return Copy(self._store.gradients_of(start, stop), self._places[block].gradients)
 
     def save_of(self, block: int) -> Copy:
         """Return the copy that takes a block's parameters to the host."""

@@ -9,6 +9,8 @@ Hand-overs of a slot, each with the event that releases it:
 | gradient buffer | compute | unload stream | the unload's event, held by compute before it moves \
 the first gradient there, and awaited by a load of what was added before |
 | host gradients | unload stream | update stream | the unload's event |
+| a room of host gradients | update stream | unload stream | the `updated` events of the blocks \
+that were in it |
 
 A resident block (`swapping/residents.py`) comes with the first segment that uses it, or in pieces
 with all segments up to that one, unless it is updated on the device. Segments with which the next
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.plan import Plan
+from atomtrain.planning.rooms import ROOMS
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
@@ -75,6 +78,7 @@ class Slots:
             for _ in range(plan.gradient_buffers)
         ]
         self._free = [finished() for _ in self._gradients]
+        self._spent: list[list[Event]] = [[] for _ in range(ROOMS)]
         self._views = Views(
             chain,
             self._layout,
@@ -268,7 +272,7 @@ class Slots:
             copies = [
                 Copy(
                     buffer[wide * p.slot_bytes :][: stop - start],
-                    self._store.gradients[start:stop],
+                    self._store.gradients_of(start, stop),
                 )
                 for p in self._views.moved_pieces(layers, gradients=True)
                 if p.start_bytes == at
@@ -282,10 +286,10 @@ class Slots:
 
     def _unload_gradients(self, visit: Visit) -> None:
         assert visit.gradient is not None
-        buffer, gradients = self._gradients[visit.gradient], self._store.gradients
+        buffer = self._gradients[visit.gradient]
         wide = self._layout.gradient_factor
         copies = [
-            Copy(gradients[start:stop], buffer[slot:][: stop - start])
+            Copy(self._store.gradients_of(start, stop), buffer[slot:][: stop - start])
             for start, stop, slot in (
                 (wide * p.start_bytes, wide * p.stop_bytes, wide * p.slot_bytes)
                 for p in self._views.moved_pieces(visit.layers, gradients=True)
@@ -294,7 +298,10 @@ class Slots:
         leaving = self._residents.leaving_with(visit.layers)
         copies += [self._residents.unload_of(block) for block in leaving]
 
-        delivered, after = self.delivered(visit.layers), [self._device.mark()]
+        delivered, room = self.delivered(visit.layers), self._store.places.rooms.get(visit.layers)
+        after = [self._device.mark()]
+        if room is not None:
+            after += self._spent[room]
         if self.ahead.expects(visit.layers) and len(delivered) == 1 == len(copies):
             (block,), whole = delivered, self._layout.gradient_range(delivered[0])
             events = {
@@ -304,10 +311,17 @@ class Slots:
             if events:
                 *_, self._free[visit.gradient] = events.values()
                 self._updates.arrived_in_parts(visit.layers, block, events, self._collector.touched)
+                self._spend(room, delivered)
                 return
         event = self._device.unload.submit(self._out(copies), after) if delivered else finished()
         self._free[visit.gradient] = event
         self._updates.arrived(visit.layers, delivered, event, self._collector.touched)
+        self._spend(room, delivered)
+
+    def _spend(self, room: int | None, delivered: Sequence[int]) -> None:
+        """Take note of what has to be done before others' gradients may come to a room."""
+        if room is not None:
+            self._spent[room] = [self._updates.updated[block] for block in delivered]
 
     def _out(self, copies: Sequence[Copy]) -> Callable[[], None]:
         def copy() -> None:

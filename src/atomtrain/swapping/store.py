@@ -12,6 +12,7 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.storages import is_dense
 from atomtrain.errors import AnalysisError, ConfigError
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.rooms import HostGradients, every_gradient
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.disk_parameters import DiskArena, StagedLoads
 from atomtrain.swapping.disk_placement import Placement
@@ -34,10 +35,12 @@ class HostStore:
         device: Device,
         placement: Placement | None = None,
         inject: Inject | None = None,
+        places: HostGradients | None = None,
     ) -> None:
         """Move the chain's parameters into the arena, one at a time.
 
-        With a `placement` that says so, the arena of the parameters is a file.
+        With a `placement` that says so, the arena of the parameters is a file. `places`: where
+        gradients wait; `None` has a place for each.
         """
         self.layout = layout
         self.arena: DiskArena | None = None
@@ -60,6 +63,9 @@ class HostStore:
             if parameter.requires_grad:
                 accept_wide(parameter, layout.gradient_factor)
         give_back()
+        self.places = places or every_gradient(layout)
+        """Where gradients wait."""
+        self.gradients: Tensor  # [...] uint8
         self._make_gradients(chain, device)
 
     def beside(self, chain: Chain, device: Device) -> HostStore:
@@ -68,15 +74,44 @@ class HostStore:
         other._make_gradients(chain, device)
         return other
 
+    def place_gradients(self, chain: Chain, device: Device, places: HostGradients) -> None:
+        """Have gradients wait elsewhere, between two steps; what waited is lost."""
+        if places != self.places:
+            self.places = places
+            self._gradient_views.clear()
+            self.gradients = self.gradients[:0].clone()  # first, so that there are never both
+            self._make_gradients(chain, device)
+
     def _make_gradients(self, chain: Chain, device: Device) -> None:
-        places, factor = self.layout.gradients, self.layout.gradient_factor
-        gradient_bytes = factor * places.total_bytes if self.keeps_gradients else 0
+        layout, starts = self.layout, self.places.starts
+        gradient_bytes = self.places.total_bytes if self.keeps_gradients else 0
         self.gradients = device.host_empty(gradient_bytes)  # [...] uint8
-        self._gradient_views: dict[int, Tensor] = {
-            id(p): gradient_view(self.gradients, places.offsets[id(p)], p, factor)
-            for p in chain.parameters
-            if p.requires_grad and self.keeps_gradients
-        }
+        self._gradient_views: dict[int, Tensor] = {}
+        self._gradient_starts: dict[int, int] = {}
+        for block, at in starts.items():
+            start, stop = layout.gradient_range(block)
+            if start < stop:
+                self._gradient_starts[start] = at
+        for parameter in chain.parameters if self.keeps_gradients else ():
+            block = _block_of(chain, layout, parameter)
+            if not parameter.requires_grad or block not in starts:
+                continue
+            self._gradient_views[id(parameter)] = gradient_view(
+                self.gradients[starts[block] :],
+                layout.gradients.offsets[id(parameter)] - layout.gradients.block_range(block)[0],
+                parameter,
+                layout.gradient_factor,
+            )
+
+    def gradients_of(self, start_bytes: int, stop_bytes: int) -> Tensor:
+        """Return where the gradients of a run of blocks wait that leave together, `[...]` uint8.
+
+        Args:
+            start_bytes: Where the first one begins in the table of gradients.
+            stop_bytes: Where the last one ends there.
+        """
+        at = self._gradient_starts.get(start_bytes, start_bytes)
+        return self.gradients[at : at + stop_bytes - start_bytes]
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return a trainable parameter's gradient, in the parameter's shape.
@@ -101,6 +136,14 @@ class HostStore:
             self.loads.close()
         self._gradient_views.clear()
         self.gradients = self.gradients[:0].clone()
+
+
+def _block_of(chain: Chain, layout: Layout, parameter: nn.Parameter) -> int:
+    users = chain.users[id(parameter)]
+    if len(users) == 1:
+        return users[0]
+    starts = [layout.block_range(block)[0] for block in range(len(layout.layers), layout.blocks)]
+    return len(layout.layers) + starts.index(layout.offsets[id(parameter)])
 
 
 def require_data(chain: Chain) -> None:

@@ -298,7 +298,7 @@ class Updates:
         start, stop = self._store.layout.gradient_range(block)
         if self.combining is None or start == stop:  # nothing of the block is trained
             return after
-        return [self.combining(self._store.gradients[start:stop], after)]
+        return [self.combining(self._store.gradients_of(start, stop), after)]
 
     def _submit(
         self,
