@@ -6,6 +6,7 @@ They run where there is no GPU. See `software_gpu` for what that shows, and what
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,3 +149,16 @@ def test_a_budget_that_is_exceeded_says_what_to_do() -> None:
         )
         with pytest.raises(DeviceMemoryError, match="raise --device-memory or use smaller"):
             engine.step([batch])
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_gradients_spent_at_once(precision: str | None) -> None:
+    """Unloads wait for updates, which wait for unloads of the segment before last."""
+    options: dict[str, Any] = {
+        "precision": precision, "optimizer": own_adamw, "segments": 8, "optimizer_on_device": False,
+        "inject": lambda stream: time.sleep(0.02 * (stream == "update")),
+    }  # fmt: skip
+    expected, kept = trained(**options)
+    found, spent = trained(spend_gradients=True, **options)
+    assert spent.plan.host_bytes < kept.plan.host_bytes
+    assert_equal(found, expected)
