@@ -29,6 +29,7 @@ from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import AdamW
 from atomtrain.planning import Shape
 from atomtrain.planning.shape import ACTIVATIONS, Activation
+from atomtrain.swapping import offload
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 BOUNDS = (0, 1, 3, 4)
@@ -200,3 +201,16 @@ def test_what_hides_from_the_hooks_is_recomputed() -> None:
 def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ConfigError, match="'recompute', 'keep', 'offload' or None"):
         atomtrain.Options(activations="cache")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1000])
+def test_small_and_large_ones(monkeypatch: pytest.MonkeyPatch, small_bytes: int) -> None:
+    """All of such a model is small: here a part of it is, or nothing."""
+    monkeypatch.setattr(offload, "_SMALL_BYTES", small_bytes)
+    use_shape(monkeypatch, shape_of(("offload", "offload", "offload")))
+    check(
+        deep_gpt(0.3, tied=False),
+        token_batches(2, steps=2),
+        clip_norm=0.5,
+        inject=random_delays(small_bytes),
+    )

@@ -150,8 +150,7 @@ def frees_what_is_offloaded(patch: pytest.MonkeyPatch) -> None:
     """Saved tensors leave the device before they are on the host."""
 
     def let_go(way: offload.Offload) -> None:
-        storage, _ = way._leaving.popleft()
-        way._leaving_bytes -= storage.nbytes()
+        way._leaving_bytes -= way._leaving.popleft().n_bytes
 
     patch.setattr(offload.Offload, "_let_go", let_go)
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from atomtrain.analysis.remade import Recipes
-from atomtrain.analysis.storages import uncounted
-from atomtrain.swapping.offload import Away, Offload, Parcel
+from atomtrain.swapping.offload import Away, Offload, Parcel, view_at
 
 
 class _Place(NamedTuple):
@@ -177,10 +176,9 @@ class WaitingGraph:
             return packed
         if isinstance(packed, Away):
             return packed.parcel.unpack(packed, self._unpack)
-        with uncounted():
-            view = torch.empty(0, dtype=packed.dtype, device=self._device)
-            slot = self._slot.untyped_storage()
-            return view.set_(slot, packed.offset, packed.size, packed.stride)
+        return view_at(
+            self._slot.untyped_storage(), packed.dtype, packed.offset, packed.size, packed.stride
+        )
 
 
 def _no_recipe(_: Tensor) -> None:

@@ -1,15 +1,16 @@
 """What autograd saves waits on the host: it leaves while forward goes on, and is back in time.
 
-Each storage is one copy each way, whatever views of it were saved. What a cheap operation makes
-again from the rest of what is saved (`analysis/remade.py`) is not copied at all. What is on its way
-to the host at a time is bounded by a window, and so is what is back ahead of its first use; the
-window is large enough that a layer's computation covers a layer's transfers.
+Each storage is one copy each way, whatever views of it were saved; a small one (what is known of
+each row) leaves and comes back with the next large one, in the same job of a stream. What a cheap
+operation makes again from the rest of what is saved (`analysis/remade.py`) is not copied at all.
+What is on its way to the host at a time is bounded by a window, and so is what is back ahead of its
+first use; the window is large enough that a layer's computation covers a layer's transfers.
 
 Hand-overs, each with the event that releases it:
 
 | buffer | producer | consumer | released by |
 |---|---|---|---|
-| device storage, leaving | compute | save stream | the save's event, held before it is freed |
+| device storages, leaving | compute | save stream | the save's event, held before they are freed |
 | host buffer | save stream | fetch stream | the save's event, awaited by the fetch |
 | device buffer, back | fetch stream | compute | the fetch's event, held before first use |
 | device buffer, used up | compute | whoever allocates next | order of the compute stream |
@@ -18,6 +19,7 @@ Hand-overs, each with the event that releases it:
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -29,22 +31,42 @@ from atomtrain.analysis.remade import Remade, Unpack
 from atomtrain.analysis.storages import LiveStorages, uncounted
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.host_pool import HostPool
-from atomtrain.swapping.streams import Event
+from atomtrain.swapping.streams import Event, Job
+
+_SMALL_BYTES = 64 << 10
+"""Smaller storages cross the link in less time than a job takes to be handed over."""
 
 
 class _Storage:
     """One storage that waits on the host."""
 
-    __slots__ = ("back", "fetched", "host", "saved", "users")
+    __slots__ = ("back", "fetched", "host", "n_bytes", "saved", "together", "users")
 
-    def __init__(self, host: Tensor, saved: Event) -> None:
+    def __init__(self, host: Tensor) -> None:
         self.host: Tensor | None = host  # [n_bytes] uint8, or `None` when nobody needs it any more
-        self.saved = saved
+        self.n_bytes = host.numel()
+        self.saved: Event | None = None
+        """`None` as long as it waits for a larger one to leave with."""
+        self.together: Sequence[_Storage] = ()
+        """What left in the same job, this one too."""
         self.users = 0
         """Saved tensors in it that backward has not asked for yet."""
         self.back: Tensor | None = None  # [n_bytes] uint8
         self.fetched: Event | None = None
         """Of a fetch for which compute has not waited yet."""
+
+    def buffer(self) -> Tensor:
+        """Return the host buffer, which is still needed."""
+        assert self.host is not None
+        return self.host
+
+    def to_bring(self) -> list[_Storage]:
+        """Return this one, and what else of its job is still wanted and not on the device."""
+        return [
+            one
+            for one in self.together
+            if one is self or (one.users and one.back is None and one.host is not None)
+        ]
 
 
 class Away:
@@ -68,9 +90,10 @@ class Away:
 
 
 class _Leaving(NamedTuple):
-    """A device storage that must not be freed before it is saved."""
+    """Device storages that must not be freed before they are saved."""
 
-    storage: torch.UntypedStorage
+    storages: Sequence[torch.UntypedStorage]
+    n_bytes: int
     saved: Event
 
 
@@ -81,8 +104,11 @@ class Offload:
     def __init__(self, device: Device, pool: HostPool, window_bytes: int) -> None:
         """At most `window_bytes` are leaving at a time, or back ahead of their use."""
         self._device, self._pool, self._window_bytes = device, pool, window_bytes
+        self._waiting: list[tuple[torch.UntypedStorage, _Storage]] = []
+        """What leaves in the next job: small storages, until a large one comes."""
         self._leaving: deque[_Leaving] = deque()
         self._leaving_bytes = 0
+        """Of what is in both."""
         self._coming: deque[_Storage] = deque()
         self._ahead_bytes = 0
 
@@ -91,29 +117,30 @@ class Offload:
         return Parcel(self)
 
     def send(self, tensor: Tensor) -> _Storage:
-        """Begin to copy a tensor's storage to the host."""
+        """Begin to copy a tensor's storage to the host; a small one leaves with the next large."""
         storage = tensor.untyped_storage()
         n_bytes = storage.nbytes()
-        while self._leaving and self._leaving_bytes + n_bytes > self._window_bytes:
-            self._let_go()
-        host = self._pool.take(n_bytes)
-        # The job lets go of the storage before its event says that it is done.
-        last = [storage]
-        job = self._copy_out(host, last)
-        saved = self._device.save.submit(job, [self._device.mark()])
-        self._leaving.append(_Leaving(storage, saved))
+        if self._leaving_bytes + n_bytes > self._window_bytes:
+            self._send_waiting()
+            while self._leaving and self._leaving_bytes + n_bytes > self._window_bytes:
+                self._let_go()
+        sent = _Storage(self._pool.take(n_bytes))
+        self._waiting.append((storage, sent))
         self._leaving_bytes += n_bytes
-        return _Storage(host, saved)
+        if n_bytes >= _SMALL_BYTES:
+            self._send_waiting()
+        return sent
 
     def turn(self, parcels: Sequence[Parcel]) -> None:
         """Begin to bring back what was sent, in the order of the parcels."""
+        self._send_waiting()
         self._coming.extend(s for parcel in parcels for s in parcel.order())
         self._advance()
 
     def use(self, storage: _Storage) -> Tensor:
         """Return a storage's bytes on the device; compute waits until they are there."""
         if storage.back is None:
-            self._fetch(storage)
+            self._fetch([storage])  # alone: there was no room for it in the window
         back = storage.back
         assert back is not None
         if storage.fetched is not None:
@@ -131,57 +158,86 @@ class Offload:
         if storage.fetched is not None:
             self._arrived(storage)
         storage.back = None
+        storage.together = ()
         if storage.host is not None:
             self._pool.give(storage.host)
             storage.host = None
 
     def drain(self) -> None:
         """Let go of what is still leaving; compute waits for it."""
+        self._send_waiting()
         while self._leaving:
             self._let_go()
 
     def _advance(self) -> None:
         while self._coming:
             storage = self._coming[0]
-            if storage.host is not None and storage.back is None and storage.users:
-                n_bytes = storage.host.numel()
+            if storage.users and storage.back is None and storage.host is not None:
+                coming = storage.to_bring()
+                n_bytes = sum(one.n_bytes for one in coming)
                 if self._ahead_bytes and self._ahead_bytes + n_bytes > self._window_bytes:
                     return
-                self._fetch(storage)
+                self._fetch(coming)
             self._coming.popleft()
 
-    def _fetch(self, storage: _Storage) -> None:
-        host = storage.host
-        assert host is not None
-        back = self._device.empty((host.numel(),), torch.uint8)
+    def _send_waiting(self) -> None:
+        """Begin to copy what waits, in one job."""
+        if not self._waiting:
+            return
+        storages = [storage for storage, _ in self._waiting]
+        together = [sent for _, sent in self._waiting]
+        self._waiting.clear()
+        copies = [
+            (sent.buffer(), storage) for sent, storage in zip(together, storages, strict=True)
+        ]
+        saved = self._device.save.submit(self._copy_out(copies), [self._device.mark()])
+        for sent in together:
+            sent.saved, sent.together = saved, together
+        self._leaving.append(_Leaving(storages, sum(sent.n_bytes for sent in together), saved))
+
+    def _fetch(self, coming: Sequence[_Storage]) -> None:
+        """Begin to bring back, in one job, storages that left in one job."""
+        saved = coming[0].saved
+        assert saved is not None
+        copies = list[tuple[Tensor, Tensor]]()
+        for one in coming:
+            one.back = self._device.empty((one.n_bytes,), torch.uint8)
+            copies.append((one.back, one.buffer()))
+            self._ahead_bytes += one.n_bytes
         # The memory may have served compute a moment ago, so the copy waits for compute too.
-        after = [self._device.mark(), storage.saved]
-        storage.fetched = self._device.fetch.submit(self._copy_in([back], host), after)
-        storage.back = back
-        self._ahead_bytes += host.numel()
+        after = [self._device.mark(), saved]
+        fetched = self._device.fetch.submit(self._copy_in(copies), after)
+        for one in coming:
+            one.fetched = fetched
 
     def _arrived(self, storage: _Storage) -> None:
         assert storage.fetched is not None
-        assert storage.back is not None
         self._device.hold(storage.fetched)
         storage.fetched = None
-        self._ahead_bytes -= storage.back.numel()
+        self._ahead_bytes -= storage.n_bytes
 
     def _let_go(self) -> None:
-        storage, saved = self._leaving.popleft()
+        _, n_bytes, saved = self._leaving.popleft()
         self._device.hold(saved)
-        self._leaving_bytes -= storage.nbytes()
+        self._leaving_bytes -= n_bytes
 
-    def _copy_out(self, host: Tensor, last: list[torch.UntypedStorage]) -> Callable[[], None]:
+    # These jobs let go of device memory before their events say that they are done.
+
+    def _copy_out(self, copies: list[tuple[Tensor, torch.UntypedStorage]]) -> Job:
         def copy() -> None:
-            flat = torch.empty(0, dtype=torch.uint8, device=last[0].device)
-            flat.set_(last.pop())
-            self._device.copy_out(host, flat)
+            while copies:
+                host, storage = copies.pop()
+                flat = view_at(storage, torch.uint8, 0, host.shape, (1,))
+                self._device.copy_out(host, flat)
 
         return copy
 
-    def _copy_in(self, last: list[Tensor], host: Tensor) -> Callable[[], None]:
-        return lambda: self._device.copy_in(last.pop(), host)
+    def _copy_in(self, copies: list[tuple[Tensor, Tensor]]) -> Job:
+        def copy() -> None:
+            while copies:
+                self._device.copy_in(*copies.pop())
+
+        return copy
 
 
 class Parcel:
@@ -230,9 +286,7 @@ class Parcel:
             back = storage.making.result(storage.index, unpack)
         else:
             back = self._offload.use(storage)
-        with uncounted():
-            view = torch.empty(0, dtype=away.dtype, device=back.device)
-            view.set_(back.untyped_storage(), away.offset, away.size, away.stride)
+        view = view_at(back.untyped_storage(), away.dtype, away.offset, away.size, away.stride)
         if not away.used:
             away.used = True
             storage.users -= 1
@@ -254,6 +308,9 @@ class Parcel:
 
     def _note(self, storage: _Storage | Remade) -> None:
         """Note what is needed where backward uses a storage."""
+        if isinstance(storage, _Storage):
+            self._packed.append(storage)
+            return
         needed: dict[_Storage | Remade, None] = {}
         _add_needed(storage, needed)
         self._packed.extend(one for one in reversed(needed) if isinstance(one, _Storage))
@@ -266,6 +323,24 @@ class Parcel:
             for argument in _arguments(storage):
                 argument.users -= 1
                 self._release(argument)
+
+
+def view_at(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    """Return a tensor in a storage, without history; any thread may ask for it."""
+    with uncounted():
+        return _nothing(dtype, storage.device).new().set_(storage, offset, size, stride)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an empty tensor: another one is made of it in a third of the time."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _add_needed(storage: _Storage | Remade, needed: dict[_Storage | Remade, None]) -> None:

@@ -1,0 +1,80 @@
+"""Small storages cross the link with the next large one, within the same window."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.host_pool import HostPool
+from atomtrain.swapping.offload import Offload
+
+KIB = 1 << 10
+_FAST = 1e12
+
+
+class Counted(EmulatedDevice):
+    """Counts the jobs of each stream."""
+
+    def __init__(self) -> None:
+        self.jobs = Counter[str]()
+        super().__init__(1 << 30, _FAST, lambda stream: self.jobs.update([stream]))
+
+
+@pytest.fixture
+def device() -> Iterator[Counted]:
+    device = Counted()
+    yield device
+    device.close()
+
+
+def no_recipe(_: Tensor) -> None:
+    return None
+
+
+def test_small_ones_leave_and_come_back_with_the_next_large_one(device: Counted) -> None:
+    offload = Offload(device, HostPool(device), 1 << 30)
+    with device.computing():
+        saved = [torch.randn(n) for n in (100, 7, 40 * KIB, 50, 50 * KIB, 3)]
+        expected = [tensor.clone() for tensor in saved]
+        parcel = offload.parcel()
+        packed = [parcel.pack(tensor, no_recipe) for tensor in saved]
+        saved.clear()
+        offload.turn([parcel])
+        found = [parcel.unpack(each, lambda _: _) for each in reversed(packed)]
+        assert all(map(torch.equal, found, reversed(expected)))
+        found.clear()
+        parcel.close()
+        offload.drain()
+    assert device.jobs["save"] == device.jobs["fetch"] == 3  # the last one had to go alone
+
+
+def test_used_ones_do_not_come_again(device: Counted) -> None:
+    offload = Offload(device, HostPool(device), 1)  # so nothing comes ahead
+    with device.computing():
+        small, large = torch.randn(10), torch.randn(40 * KIB)
+        parcel = offload.parcel()
+        packed = [parcel.pack(tensor, no_recipe) for tensor in (small, large)]
+        offload.turn([parcel])
+        for tensor, each in zip((large, small), reversed(packed), strict=True):
+            assert torch.equal(parcel.unpack(each, lambda _: _), tensor)
+        device.reset_peak()
+        assert torch.equal(parcel.unpack(packed[0], lambda _: _), small)  # as a graph used twice
+        parcel.close()
+    assert device.peak_bytes() < 2 * large.nbytes
+
+
+def test_small_ones_fill_the_window_too(device: Counted) -> None:
+    window_bytes, n_bytes = 100 * KIB, 30 * KIB
+    offload = Offload(device, HostPool(device), window_bytes)
+    with device.computing():
+        parcel = offload.parcel()
+        packed = []
+        for _ in range(20):
+            packed.append(parcel.pack(torch.empty(n_bytes, dtype=torch.uint8), no_recipe))
+        offload.drain()
+    assert device.peak_bytes() <= window_bytes + n_bytes
