@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from swarm_misdeeds import MISDEEDS, Misdeed, raid, record
 from swarm_vectors import Vectors, config_of, cross, daemon_pid, found, say
 
 from atomtrain.errors import SwarmError
@@ -154,8 +155,8 @@ def cut_off() -> None:
     say("cut off")
 
 
-def fall_at(stage: str, happen: Callable[[], None]) -> None:
-    """Have this process suffer something, once, when it is at that point of a round.
+def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> None:
+    """Have this process suffer something when it is at that point of a round; once, or `always`.
 
     It has been invited; is about to encode a contribution; has all contributions to a slice, and no
     mean; has sent a slice's mean to one member; has all means, and has not told the leader; leads,
@@ -173,7 +174,7 @@ def fall_at(stage: str, happen: Callable[[], None]) -> None:
     answer, send = OwnedSlice.answer, Leading._send
 
     def fall() -> None:
-        if once.acquire(blocking=False):
+        if always or once.acquire(blocking=False):
             happen()
 
     async def fall_after_answer(self: OwnedSlice, channel: Any) -> None:
@@ -218,12 +219,19 @@ def flood(swarm: Swarm) -> None:
     swarm._thread.submit(open_all())
 
 
-def begin(fault: str, swarm: Swarm) -> None:
-    """Have a fault from now on; `kill`, `stop` and `cut at STAGE` are some, too."""
+def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None:
+    """Have a fault from now on; `kill`, `stop` and `cut at STAGE` are some, too.
+
+    A misdeed is done as long as there is the file.
+    """
     what, _, stage = fault.partition(" at ")
-    if stage:
+    if misdeed is not None:
+        fall_at(stage, lambda: misdeed.arm() if file.exists() else None, always=True)
+    elif stage:
         numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
         fall_at(stage, cut_off if what == "cut" else partial(os.kill, os.getpid(), numbers[what]))
+    elif fault == "raid":
+        raid(swarm)
     elif fault == "flood":
         flood(swarm)
     else:
@@ -238,10 +246,14 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     steps = 0
     store = swarm._service.context.desk.store
     fault, fault_file = settings.get("fault", ""), Path(settings.get("fault_file", "/"))
+    what = fault.partition(" at ")
+    misdeed = Misdeed(what[0], swarm) if what[2] and what[0] in MISDEEDS else None
+    if settings.get("record"):
+        record(swarm)
     while not ended.is_set():
         if fault and fault_file.exists():
             say("fault", fault=fault)
-            begin(fault, swarm)
+            begin(fault, swarm, misdeed, fault_file)
             step_s, fault = (20 * step_s if fault == "slow" else step_s), ""
         time.sleep(step_s)
         vectors.step(settings["target"])

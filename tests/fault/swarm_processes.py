@@ -84,6 +84,23 @@ class PeerProcess:
             return "X"
         return told.rsplit(")", 1)[1].split()[0]
 
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the process now."""
+        return self._memory("VmRSS")
+
+    @property
+    def most_resident_bytes(self) -> int:
+        """The most that the process has had since `forget_peak`."""
+        return self._memory("VmHWM")
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
+
+    def _memory(self, key: str) -> int:
+        told = Path(f"/proc/{self._process.pid}/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in told.splitlines() if key in line)
+
     def signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
 

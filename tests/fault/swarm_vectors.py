@@ -60,7 +60,7 @@ def config_of(settings: dict[str, Any]) -> SwarmConfig:
         outer_momentum=settings.get("momentum", 0.0),
         group_size=settings.get("group_size"),
         transport=settings.get("transport", "streams"),
-        wire="float32" if "transport" in settings else "float16",
+        wire=settings.get("wire", "float32" if "transport" in settings else "float16"),
         expiry_s=settings.get("expiry_s", 5.0),
         connect_s=settings.get("connect_s", 5.0),
         stall_s=settings.get("stall_s", 5.0),

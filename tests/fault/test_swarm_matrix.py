@@ -19,12 +19,15 @@ from typing import Any
 
 import pytest
 from namespaces import namespaces
+from swarm_misdeeds import MISDEEDS, check_means
 from swarm_peer import STAGES
 from swarm_processes import PeerProcess, wait_same_anchors
 from waiting import wait_until
 
 pytestmark = pytest.mark.matrix
 OUTSIDE = ("kill", "stop", "restart", "clock")
+LONGEST_ROUND_S = 30.0
+"""Of small fragments on loopback: far above what their deadlines are on a machine that runs."""
 SENT = ("corrupt", "replay", "false mean", "flood", "slow", "full disk")
 
 
@@ -38,9 +41,10 @@ class Trio:
         folder: Path,
         fault: str,
         hosts: Sequence[dict[str, Any]] = ({}, {}, {}),
+        **more: Any,
     ) -> None:
         """Start them, each on a host of its own if there are some; a newcomer is on the last."""
-        settings = {"target": 1.0, "expiry_s": 4.0, "round_floor_s": 2.0}
+        settings: dict[str, Any] = {"target": 1.0, "expiry_s": 4.0, "round_floor_s": 2.0, **more}
         self.start_fault = folder / "start"
         start = str(self.start_fault)
         sick = {} if fault in OUTSIDE else {"fault": fault, "fault_file": start}
@@ -119,6 +123,42 @@ def test_at_every_stage(peers: list[PeerProcess], tmp_path: Path, fault: str, st
         victim.signal(signal.SIGCONT)
         trio.wait_averaged({victim, *trio.healthy})
         trio.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("misdeed", MISDEEDS)
+def test_misdeeds_at_every_stage(
+    peers: list[PeerProcess], tmp_path: Path, misdeed: str, stage: str
+) -> None:
+    """What a member sends at one stage is garbage, or old, or a flood, or late, in every round.
+
+    As contributor, owner or leader, by the stage. The others' means are exactly those of who
+    counted, no round of theirs hangs, and who was only slow is no less a member.
+    """
+    trio = Trio(
+        peers, "newcomer", tmp_path, f"{misdeed} at {stage}",
+        elements=[40, 31], wire="float32", record=True,
+    )  # fmt: skip
+    victim, everybody = trio.victim, {trio.victim, *trio.healthy}
+    begun = [peer.now for peer in trio.healthy]
+    trio.start_fault.touch()
+    victim.wait_for("misdeed")
+    trio.check()
+    wait_until(lambda: len(victim.lines("misdeed")) > 2, lambda: victim.lines("misdeed"))
+    trio.check()
+    if misdeed == "slow":
+        trio.wait_averaged(everybody)
+    for peer, now in zip(trio.healthy, begun, strict=True):
+        durations_s = [line["duration_s"] for line in peer.lines("round", now)]
+        assert max(durations_s) < LONGEST_ROUND_S
+    trio.start_fault.unlink()
+    if misdeed != "corrupt":  # there is no evidence of ill will
+        trio.wait_averaged(everybody)
+    trio.check()
+    said = {peer.peer_id: peer.lines("took") + peer.lines("merged") for peer in everybody}
+    if misdeed in ("corrupt", "replay"):
+        said[victim.peer_id] += victim.lines("misdeed")
+    assert check_means(said) > 3
 
 
 @pytest.mark.root
