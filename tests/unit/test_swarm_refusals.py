@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 from swarm_virtual import InlineThread, SimulatedPeer, Simulation, run_virtual
 
+from atomtrain.swarm import service
 from atomtrain.swarm.anchors import Anchor, Origin, Part, Snapshot, Stamp, digest_of
 from atomtrain.swarm.codec import codec_named
+from atomtrain.swarm.config import PROTOCOL
 from atomtrain.swarm.exchange import Exchange, ExchangeResult, ExchangeSetup
+from atomtrain.swarm.fetching import send_anchor
 from atomtrain.swarm.making import Made
 from atomtrain.swarm.membering import Membering
 from atomtrain.swarm.memory import channel_pair
 from atomtrain.swarm.messages import (
+    OPENING_BYTES_MAX,
+    AnchorHeader,
+    AskAnchor,
     BadMessage,
     Begin,
     Commit,
@@ -23,11 +30,13 @@ from atomtrain.swarm.messages import (
     Decline,
     Held,
     Invite,
+    Open,
     Ready,
+    Refused,
 )
 from atomtrain.swarm.owning import SliceMean
 from atomtrain.swarm.slices import Span
-from atomtrain.swarm.transport import Channel
+from atomtrain.swarm.transport import Channel, LinkLost
 
 BEGIN = Begin(
     round_id="7-a-1", members=("a", "b"), weights=(4, 4), late=(False, False), exchange_s=20.0,
@@ -179,5 +188,61 @@ def test_a_leader_commits_what_was_made_as_a_whole_or_nothing_of_it(
             assert peer.reports[-1].outcome == "abandoned"
             why = "the leader committed a part of what was made as a whole"
             assert peer.reports[-1].reason == why
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_opens_a_stream_is_short(first: bool) -> None:
+    """Anybody may open streams, and keep back the last byte of each: so none may hold much."""
+
+    async def scenario() -> None:
+        peer = await idle_pair()
+        channel = await peer.simulation.network.transports["b"].open("a")
+        if not first:
+            await channel.send(Open(protocol=PROTOCOL, run="sim", proof=""))
+        await channel.send_bytes((OPENING_BYTES_MAX + 1).to_bytes(4, "big"))
+        if first:  # as a peer of another version might: it is told so
+            refused = await channel.receive_any(1.0)
+            assert isinstance(refused, Refused)
+            assert "announced" in refused.reason
+            return
+        with pytest.raises(LinkLost, match="closed"):
+            await channel.receive_any(1.0)
+
+    run_virtual(scenario)
+
+
+def test_who_takes_many_anchors_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is on its way stays in memory, however old it is by then."""
+
+    async def slowly(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
+        await send_anchor(channel, ask, anchor)
+        await asyncio.sleep(3.0)
+
+    monkeypatch.setattr(service, "send_anchor", slowly)
+
+    async def scenario() -> None:
+        simulation = (await idle_pair()).simulation
+        transport = simulation.network.transports["b"]
+        channels = []
+        for _ in range(20):
+            channel = await transport.open("a")
+            await channel.send(Open(protocol=PROTOCOL, run="sim", proof=""))
+            await channel.send(AskAnchor(fragment=0, digest="", start_bytes=0))
+            channels.append(channel)
+        await asyncio.sleep(0.5)
+        served = 0
+        for channel in channels:
+            with contextlib.suppress(LinkLost):
+                await channel.receive(AnchorHeader, 1.0)
+                served += 1
+        assert served == 8
+        await asyncio.sleep(10)
+        assert not simulation.peers["a"].service._anchors
+        channel = await transport.open("a")
+        await channel.send(Open(protocol=PROTOCOL, run="sim", proof=""))
+        await channel.send(AskAnchor(fragment=0, digest="", start_bytes=0))
+        await channel.receive(AnchorHeader, 1.0)
 
     run_virtual(scenario)

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 from atomtrain.errors import SwarmError
 
 MESSAGE_BYTES_MAX = 1 << 20
+OPENING_BYTES_MAX = 1 << 14
+"""Of the first two messages on a stream, which anybody may send: far more than those need."""
 _TEXT_MAX = 4096
 _LIST_MAX = 4096
 _NUMBER_MAX = 1 << 53

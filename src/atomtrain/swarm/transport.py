@@ -111,25 +111,32 @@ class Channel(ABC):
         data = messages.encode(message)
         await self.send_bytes(_LENGTH.pack(len(data)) + data)
 
-    async def receive(self, kind: type[MessageT], within_s: float) -> MessageT:
+    async def receive(
+        self,
+        kind: type[MessageT],
+        within_s: float,
+        most_bytes: int = messages.MESSAGE_BYTES_MAX,
+    ) -> MessageT:
         """Return the next message, which must be of `kind` and begin within `within_s`.
 
         Raises:
             LinkLost: the peer is gone, refused, or sent nothing in time.
-            BadMessage: it sent something else.
+            BadMessage: it sent something else, or announced more than `most_bytes`.
         """
-        message = await self.receive_any(within_s)
+        message = await self.receive_any(within_s, most_bytes)
         if isinstance(message, Refused):
             raise PeerRefused(self.remote, message)
         if not isinstance(message, kind):
             raise BadMessage(f"peer {self.remote[-8:]} sent {message.kind}, not {kind.__name__}")
         return message
 
-    async def receive_any(self, within_s: float) -> Message:
+    async def receive_any(
+        self, within_s: float, most_bytes: int = messages.MESSAGE_BYTES_MAX
+    ) -> Message:
         """Return the next message of any kind; raises as `receive` does."""
         head = await self._read_exactly(_LENGTH.size, within_s)
         (length,) = _LENGTH.unpack(head)
-        if length > messages.MESSAGE_BYTES_MAX:
+        if length > most_bytes:
             raise BadMessage(f"peer {self.remote[-8:]} announced a message of {length} bytes")
         return messages.decode(await self._read_exactly(length, self.stall_s))
 
