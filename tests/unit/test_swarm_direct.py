@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import tracemalloc
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -70,6 +71,25 @@ def test_both_directions_at_once_in_any_pieces(sizes: list[int], read_bytes: int
         one.close()
 
     asyncio.run(scenario())
+
+
+def test_streams_that_wait_hold_no_memory_for_frames() -> None:
+    async def scenario() -> int:
+        pairs = [_pair() for _ in range(20)]
+        data, place = bytes(CHUNK_BYTES + 5), memoryview(bytearray(CHUNK_BYTES + 5))
+        for one, other in pairs:
+            await _both(one.send_bytes(data), other.receive_into(place))
+        held_bytes = tracemalloc.get_traced_memory()[0]
+        for pair in pairs:
+            for end in pair:
+                end.close()
+        return held_bytes
+
+    tracemalloc.start()
+    try:
+        assert asyncio.run(scenario()) < 20 * CHUNK_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_sent_cannot_be_read_on_the_way_nor_changed() -> None:

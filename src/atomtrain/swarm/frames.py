@@ -10,16 +10,20 @@ decrypt, and end the stream.
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from atomtrain.swarm.transport import CHUNK_BYTES, Channel
 
 _LENGTH = struct.Struct(">I")
 _TAG_BYTES = 16
 _NONCE_BYTES = 12
-_FRAME_BYTES_MAX = _LENGTH.size + CHUNK_BYTES + _TAG_BYTES
+_BUFFER_BYTES = _LENGTH.size + CHUNK_BYTES + _TAG_BYTES + _LENGTH.size
+"""Of a frame, and the length of the next one."""
+_SPARE_BUFFERS = 16
+"""Kept when nobody uses them."""
 
 
 class Keys(NamedTuple):
@@ -27,6 +31,31 @@ class Keys(NamedTuple):
 
     send: bytes
     receive: bytes
+
+
+class _Buffers:
+    """Buffers of a frame each; who needs one gets the one that was used last.
+
+    It is in the processor's cache still, where a stream's own would be gone when its turn comes.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[bytearray] = []  # changed by atomic operations only
+
+    def take(self) -> memoryview:
+        """Return a buffer with undefined bytes."""
+        try:
+            return memoryview(self._spare.pop())
+        except IndexError:
+            return memoryview(bytearray(_BUFFER_BYTES))
+
+    def give_back(self, view: memoryview) -> None:
+        """Take a buffer, or a part that stands for it, which nobody uses any more."""
+        if len(self._spare) < _SPARE_BUFFERS:
+            self._spare.append(cast("bytearray", view.obj))
+
+
+_BUFFERS = _Buffers()
 
 
 class FrameChannel(Channel):
@@ -39,9 +68,10 @@ class FrameChannel(Channel):
         super().__init__(remote, stall_s)
         self._sealing, self._opening = AESGCM(keys.send), AESGCM(keys.receive)
         self._sent_frames = self._received_frames = 0
-        self._out = memoryview(bytearray(_FRAME_BYTES_MAX))
-        self._in = memoryview(bytearray(_FRAME_BYTES_MAX + _LENGTH.size))
-        self._start = self._stop = 0
+        self._in: memoryview | None = None
+        """What came of a frame that is not whole yet is in the first `_filled` bytes."""
+        self._filled = 0
+        self._ahead = b""
         self._rest = memoryview(b"")
 
     @abstractmethod
@@ -51,17 +81,26 @@ class FrameChannel(Channel):
         `wanted_bytes` are missing. Raises `OSError`.
         """
 
-    async def _took(self, moved_bytes: int) -> None:
-        """Hear that a frame of so many bytes came whole: others may have their turn."""
+    def _at_once(self, view: memoryview) -> int | None:
+        """Do what `_receive` does if nothing has to be waited for; None if something has."""
+        return None
+
+    def _turn_is_over(self, moved_bytes: int) -> bool:
+        """Hear that a frame of so many bytes came whole; say whether others have their turn."""
+        return False
 
     def _sealed(self, view: memoryview) -> memoryview:
-        """Return the frame of `view`, `CHUNK_BYTES` at most; valid until the next one."""
-        frame = self._out[: _LENGTH.size + len(view) + _TAG_BYTES]
+        """Return the frame of `view`, `CHUNK_BYTES` at most; to be given to `_unused` once sent."""
+        frame = _BUFFERS.take()[: _LENGTH.size + len(view) + _TAG_BYTES]
         _LENGTH.pack_into(frame, 0, len(view) + _TAG_BYTES)
         nonce = self._sent_frames.to_bytes(_NONCE_BYTES, "big")
         self._sent_frames += 1
         self._sealing.encrypt_into(nonce, view, None, frame[_LENGTH.size :])
         return frame
+
+    def _unused(self, frame: memoryview) -> None:
+        """Take back the memory of a frame."""
+        _BUFFERS.give_back(frame)
 
     async def _read_into(self, view: memoryview) -> int:
         from cryptography.exceptions import InvalidTag
@@ -78,8 +117,10 @@ class FrameChannel(Channel):
                 self._opening.decrypt_into(nonce, frame, None, plain)
             except InvalidTag:
                 raise OSError("what arrived was not sent by this peer") from None
+            self._next_frame(_LENGTH.size + len(frame))
             if count <= len(view):
-                await self._took(count)
+                if self._turn_is_over(count):
+                    await asyncio.sleep(0)
                 return count
             self._rest = plain
         count = min(len(view), len(self._rest))
@@ -88,34 +129,36 @@ class FrameChannel(Channel):
         return count
 
     async def _frame(self) -> memoryview:
-        """Return the next frame, valid until the next call; empty at the end of the stream."""
-        if self._stop - self._start < _LENGTH.size and not await self._gather(_LENGTH.size):
-            return memoryview(b"")
-        (length,) = _LENGTH.unpack_from(self._in, self._start)
-        if not _TAG_BYTES < length <= CHUNK_BYTES + _TAG_BYTES:
-            raise OSError(f"a frame of {length} bytes")
-        if not await self._gather(_LENGTH.size + length):
-            return memoryview(b"")
-        first = self._start + _LENGTH.size
-        self._start = first + length
-        return self._in[first : self._start]
-
-    async def _gather(self, wanted: int) -> bool:
-        """Read until `wanted` bytes are there; says False if the stream ends before.
+        """Return the next frame, in the buffer behind its length; empty at the stream's end.
 
         Who gives up waiting may wait again: what has come is kept.
         """
-        if self._start + wanted > len(self._in):  # only the beginning of a frame is ever moved
-            left = bytes(self._in[self._start : self._stop])
-            self._in[: len(left)] = left
-            self._start, self._stop = 0, len(left)
-        while self._stop - self._start < wanted:
-            # At most the next frame's length is read ahead.
-            until = min(self._start + wanted + _LENGTH.size, len(self._in))
-            missing = wanted - (self._stop - self._start)
-            count = await self._receive(self._in[self._stop : until], missing)
-            if not count:
-                return False
-            self._stop += count
-            self._came()
-        return True
+        if self._in is None:
+            self._in, self._filled = _BUFFERS.take(), len(self._ahead)
+            self._in[: self._filled] = self._ahead
+        wanted = _LENGTH.size
+        while True:
+            while self._filled < wanted:
+                # At most the next frame's length is read ahead.
+                view = self._in[self._filled : wanted + _LENGTH.size]
+                count = self._at_once(view)
+                if count is None:
+                    count = await self._receive(view, wanted - self._filled)
+                if not count:
+                    return memoryview(b"")
+                self._filled += count
+                if self._filled < wanted or wanted == _LENGTH.size:
+                    self._came()
+            if wanted > _LENGTH.size:
+                return self._in[_LENGTH.size : wanted]
+            (length,) = _LENGTH.unpack_from(self._in)
+            if not _TAG_BYTES < length <= CHUNK_BYTES + _TAG_BYTES:
+                raise OSError(f"a frame of {length} bytes")
+            wanted += length
+
+    def _next_frame(self, read_bytes: int) -> None:
+        """Go on behind a frame that was read; at most the next one's length came with it."""
+        assert self._in is not None
+        self._ahead = bytes(self._in[read_bytes : self._filled])
+        _BUFFERS.give_back(self._in)
+        self._in = None

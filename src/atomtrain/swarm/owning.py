@@ -117,7 +117,10 @@ class OwnedSlice:
             pieces.append(data)
         if member in self.reduction.awaited:
             async with self._adding:
-                await self._offload(self._add, member, pieces)
+                if self._codec.exact and len(pieces) == 1:
+                    self._add(member, pieces)  # a norm takes no longer than handing it over
+                else:
+                    await self._offload(self._add, member, pieces)
         self._changed.set()
 
     async def answer(self, channel: Channel) -> None:

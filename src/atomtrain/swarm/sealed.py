@@ -96,6 +96,7 @@ class SealedChannel(FrameChannel):
         except BaseException:
             self.close()  # half a frame is out: nothing after it could be read
             raise
+        self._unused(frame)
 
     async def _receive(self, view: memoryview, wanted_bytes: int) -> int:
         try:

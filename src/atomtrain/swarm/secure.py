@@ -109,36 +109,45 @@ class SecureChannel(FrameChannel):
             return
         frame, sent = self._sealed(view), 0
         try:
-            while sent < len(frame):
+            while True:
                 self._check_open()
                 try:
                     sent += self._socket.send(frame[sent:])
-                    self._went()
                 except BlockingIOError:
                     await self._wait(self._loop.add_writer, self._loop.remove_writer)
+                    continue
+                if sent == len(frame):
+                    break
+                self._went()
         except BaseException:
             self.close()  # half a frame is out: nothing after it could be read
             raise
-        await self._took(len(view))
+        self._unused(frame)
+        if self._turn_is_over(len(view)):
+            await asyncio.sleep(0)
+
+    def _at_once(self, view: memoryview) -> int | None:
+        self._check_open()
+        try:
+            count = self._socket.recv_into(view)
+        except BlockingIOError:
+            return None
+        self._arrived_bytes += count
+        return count
 
     async def _receive(self, view: memoryview, wanted_bytes: int) -> int:
-        while True:
-            self._check_open()
-            try:
-                count = self._socket.recv_into(view)
-            except BlockingIOError:
-                self._wake_at(wanted_bytes)
-                await self._wait(self._loop.add_reader, self._loop.remove_reader)
-                continue
-            self._arrived_bytes += count
-            return count
+        while (count := self._at_once(view)) is None:
+            self._wake_at(wanted_bytes)
+            await self._wait(self._loop.add_reader, self._loop.remove_reader)
+        return count
 
-    async def _took(self, moved_bytes: int) -> None:
-        """Let others have their turn, after a few whole frames if the peer is so fast."""
+    def _turn_is_over(self, moved_bytes: int) -> bool:
+        """Give others their turn after a few whole frames, if the peer is so fast."""
         self._at_once_bytes += moved_bytes
-        if moved_bytes < CHUNK_BYTES or self._at_once_bytes >= _AT_ONCE_BYTES:
-            self._at_once_bytes = 0
-            await asyncio.sleep(0)
+        if moved_bytes == CHUNK_BYTES and self._at_once_bytes < _AT_ONCE_BYTES:
+            return False
+        self._at_once_bytes = 0
+        return True
 
     def _wake_at(self, wanted_bytes: int) -> None:
         """Have the socket count as readable when there is enough, or the stream ends.
