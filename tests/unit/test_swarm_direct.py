@@ -92,6 +92,21 @@ def test_streams_that_wait_hold_no_memory_for_frames() -> None:
         tracemalloc.stop()
 
 
+def test_how_long_silence_may_be_is_not_asked_at_each_frame() -> None:
+    async def scenario() -> None:
+        one, other = _pair()
+        asked = []
+        for end in (one, other):
+            end.stall = lambda: asked.append(1) or 60.0  # type: ignore[func-returns-value]
+        whole = 16 * CHUNK_BYTES
+        await _both(one.send_bytes(bytes(whole)), other.receive_into(memoryview(bytearray(whole))))
+        one.close()
+        other.close()
+        assert len(asked) == 2
+
+    asyncio.run(scenario())
+
+
 def test_what_is_sent_cannot_be_read_on_the_way_nor_changed() -> None:
     async def scenario(change: Callable[[bytearray], None] | None) -> None:
         one, other = _pair()

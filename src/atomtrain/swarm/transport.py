@@ -76,6 +76,7 @@ class Channel(ABC):
         """Limits what is sent; several channels may have one in common."""
         self.stall: Callable[[], float] = lambda: stall_s
         """Returns for how long nothing may move, as things are now."""
+        self._granted_s = stall_s
         self._coming: asyncio.Timeout | None = None
         self._going: asyncio.Timeout | None = None
 
@@ -145,7 +146,7 @@ class Channel(ABC):
         view = memoryview(data).cast("B")
         step = min(CHUNK_BYTES, self.pacer.grant_bytes)
         try:
-            async with asyncio.timeout(self._patience_s) as self._going:
+            async with asyncio.timeout(self._patience()) as self._going:
                 for start in range(0, len(view), step):
                     chunk = view[start : start + step]
                     if self.pacer.limited:
@@ -168,7 +169,7 @@ class Channel(ABC):
         """
         filled = 0
         try:
-            async with asyncio.timeout(self._patience_s) as self._coming:
+            async with asyncio.timeout(self._patience()) as self._coming:
                 while filled < len(view):
                     filled += self._counted(
                         await self._read_into(view[filled : filled + CHUNK_BYTES])
@@ -236,12 +237,13 @@ class Channel(ABC):
         if deadline is None or deadline.expired():
             return
         ends_s, now_s = deadline.when(), asyncio.get_running_loop().time()
-        if ends_s is None or ends_s < now_s + self.stall_s:
-            deadline.reschedule(now_s + self._patience_s)
+        if ends_s is None or ends_s < now_s + self._granted_s:
+            deadline.reschedule(now_s + self._patience())
 
-    @property
-    def _patience_s(self) -> float:
-        return (1.0 + _LATE_SHARE) * self.stall_s
+    def _patience(self) -> float:
+        """Return how long to wait from now on for something to move."""
+        self._granted_s = self.stall_s  # asked for now and then: frames are many
+        return (1.0 + _LATE_SHARE) * self._granted_s
 
     def _lost(self, error: BaseException) -> LinkLost:
         why = "nothing moved in time" if isinstance(error, TimeoutError) else str(error)
