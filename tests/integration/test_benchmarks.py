@@ -33,7 +33,7 @@ from atomtrain.cli.main import main
 swap.QUICK = swap.SwapSetup(
     layers=6, width=96, vocabulary=64, sequence_tokens=24, sequences=1, micro_batches=3,
     threads=cores(), pairs=2, block_steps=2, recompute_pairs=1, all_threads_pairs=1, link_pairs=1,
-    wide_width=128, wide_pairs=1,
+    wide_width=128, wide_pairs=1, link_layers=8, link_micro_batches=3, link_slots=4,
 )
 depth.QUICK = depth.DepthSetup(
     depths=(4, 12), width=64, vocabulary=64, sequence_tokens=16, device_memory_bytes=2 << 20,
@@ -80,6 +80,8 @@ def test_swap_compares_equal_work_with_equal_bits(tmp_path: Path) -> None:
     assert result["recompute_bit_equal"] is True
     assert result["all_threads_bit_equal"] is True
     assert result["link_bound_bit_equal"] is True
+    peak, budget = result["link_bound_device_peak_bytes"], result["link_bound_device_budget_bytes"]
+    assert 0 < peak <= budget
     assert result["wide_bit_equal"] is True
     assert result["wide_parameters"] > result["parameters"]
     assert 0 < result["wide_device_peak_bytes"] <= result["wide_device_budget_bytes"]

@@ -61,6 +61,8 @@ QUICK = SwapSetup(
     all_threads_pairs=3,
     wide_width=512,
     wide_pairs=3,
+    link_layers=6,
+    link_slots=4,
     link_pairs=3,
 )
 
@@ -90,7 +92,7 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         ]
     return {
         **swap_cases.run(setup, budget_bytes),
-        **swap_link.run(setup, budget_bytes),
+        **swap_link.run(setup),
         **measured.keys(),
         "device_budget_bytes": budget_bytes,
         "state_bytes": state_bytes,

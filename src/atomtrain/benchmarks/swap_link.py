@@ -6,8 +6,10 @@ the loaded bytes take. `link_bound_share` says how near to that bound a step is.
 Forward computes a third as long as backward for each byte that it loads. So with two slots it waits
 for the link while backward leaves the link idle, and no order of visits comes near the bound. What
 helps is memory: with more slots, more of forward's segments come while backward still computes.
-Micro-batches of one sequence, and more of them, make room for those slots; tokens a step are the
-same, and resident training gets the same micro-batches.
+Micro-batches of one sequence, and more of them, make room for those slots, and resident training
+gets the same ones. The model is deeper than that of the main case, under the same share of its
+state: each step ends with a block's gradient that leaves and its parameters that come back, while
+nothing computes, which is one part in so many as there are blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import dataclasses
 import statistics
 
 from atomtrain.benchmarks.common import Result, progress
-from atomtrain.benchmarks.swap_pairs import SwapSetup, alternate, opened
+from atomtrain.benchmarks.swap_pairs import SwapSetup, alternate, opened, sizes_of
 from atomtrain.swapping.planner import Planner
 from atomtrain.units import format_bytes
 
@@ -47,14 +49,20 @@ def balanced(planner: Planner, micro_batches: int) -> float:
 
 
 def in_small_pieces(setup: SwapSetup) -> SwapSetup:
-    """Return the same step in micro-batches of one sequence."""
-    micro_batches = setup.micro_batches * setup.sequences
-    return dataclasses.replace(setup, sequences=1, micro_batches=micro_batches)
+    """Return the inputs of this case: a deeper model, and micro-batches of one sequence."""
+    return dataclasses.replace(
+        setup,
+        layers=setup.link_layers,
+        sequences=1,
+        micro_batches=setup.link_micro_batches,
+        pairs=setup.link_pairs,
+    )
 
 
-def run(setup: SwapSetup, budget_bytes: int) -> Result:
+def run(setup: SwapSetup) -> Result:
     """Measure in pairs with resident training; return the keys of this part."""
-    setup = dataclasses.replace(in_small_pieces(setup), pairs=setup.link_pairs)
+    setup = in_small_pieces(setup)
+    parameters, _, budget_bytes = sizes_of(setup)
     options = {"slots": setup.link_slots}
     with opened(setup, setup.link_bytes_per_s, budget_bytes, **options) as (engine, _):
         rate = balanced(engine.planner, setup.micro_batches)
@@ -77,6 +85,9 @@ def run(setup: SwapSetup, budget_bytes: int) -> Result:
         "link_bound_bytes_per_s": rate,
         "link_bound_predicted_share": max(plan.compute_s, plan.load_s) / plan.period_s,
         "link_bound_wait_s": statistics.median(block.wait_s for block in measured.swapped),
+        "link_bound_parameters": parameters,
         "link_bound_micro_batches": setup.micro_batches,
+        "link_bound_device_budget_bytes": budget_bytes,
+        "link_bound_device_peak_bytes": measured.device_peak_bytes,
         "link_bound_plan": plan.to_json(),
     }

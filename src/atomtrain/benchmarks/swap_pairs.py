@@ -75,7 +75,11 @@ class SwapSetup:
     """Pairs with it; at least 1."""
     link_pairs: int = 7
     """Pairs on the link on which loading takes as long as computing; at least 1."""
-    link_slots: int = 4
+    link_layers: int = 16
+    """Blocks of the GPT there."""
+    link_micro_batches: int = 8
+    """Micro-batches in a step there, each of one sequence."""
+    link_slots: int = 10
     """Device slots there; at least 1."""
     warmup_steps: int = 1
     """Steps of each before the first pair; at least 1."""
