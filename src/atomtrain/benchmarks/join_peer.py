@@ -51,10 +51,10 @@ class JoinPeer:
         """Lend a fragment to the swarm."""
         yield self._fragments[index]
 
-    def warm(self) -> Reply:
-        """Import what takes long: it is no part of joining."""
+    def warm(self, elements: list[int]) -> Reply:
+        """Import what takes long, and have a model's memory: both are no part of joining."""
         import_hivemind()
-
+        self._fragments = [torch.empty(n).fill_(0) for n in elements]
         return {}
 
     def found(self, host: str, elements: list[int], step_s: float, steps_per_round: int) -> Reply:
@@ -70,9 +70,6 @@ class JoinPeer:
         """Join, fetch everything, and train."""
         started_s = time.monotonic()
         self._swarm = Swarm.join(self._config(host, (address,), 1))
-        elements = self._swarm.manifest.fragment_elements
-        # Fresh memory is written once before: a real peer's model is there when it joins.
-        self._fragments = [torch.empty(n).fill_(0) for n in elements]
         joined_s = time.monotonic()
         self._swarm.download(self)
         downloaded_s = time.monotonic()

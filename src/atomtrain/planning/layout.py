@@ -50,17 +50,19 @@ class Layout:
         self.offsets: dict[int, int] = {}
         """Byte offset of each parameter in the arena, by the parameter's `id`. A table of gradients
         has the trainable ones only."""
+        self.block_of: dict[int, int] = {}
+        """The block in which each of these parameters lies, by the parameter's `id`."""
         self.layers: list[tuple[int, int]] = []
         """The range of each layer's own parameters, in bytes."""
         self.shared: list[Shared] = []
         cursor = 0
-        for layer in chain.layers:
+        for index, layer in enumerate(chain.layers):
             start = cursor
             for parameter in layer.parameters.values():
                 if trainable and not parameter.requires_grad:
                     continue
                 if id(parameter) not in self.offsets and len(chain.users[id(parameter)]) == 1:
-                    self.offsets[id(parameter)] = cursor
+                    self.offsets[id(parameter)], self.block_of[id(parameter)] = cursor, index
                     cursor += _aligned(parameter.numel() * parameter.element_size())
             self.layers.append((start, cursor))
         for parameter in chain.parameters:
@@ -71,6 +73,7 @@ class Layout:
                     n_bytes = 0
                 else:
                     self.offsets[id(parameter)] = cursor
+                    self.block_of[id(parameter)] = self.blocks
                 self.shared.append(Shared(cursor, cursor + n_bytes, users))
                 cursor += n_bytes
         self.total_bytes = cursor

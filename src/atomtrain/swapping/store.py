@@ -93,7 +93,7 @@ class HostStore:
             if start < stop:
                 self._gradient_starts[start] = at
         for parameter in chain.parameters if self.keeps_gradients else ():
-            block = _block_of(chain, layout, parameter)
+            block = layout.block_of[id(parameter)]
             if not parameter.requires_grad or block not in starts:
                 continue
             self._gradient_views[id(parameter)] = gradient_view(
@@ -136,14 +136,6 @@ class HostStore:
             self.loads.close()
         self._gradient_views.clear()
         self.gradients = self.gradients[:0].clone()
-
-
-def _block_of(chain: Chain, layout: Layout, parameter: nn.Parameter) -> int:
-    users = chain.users[id(parameter)]
-    if len(users) == 1:
-        return users[0]
-    starts = [layout.block_range(block)[0] for block in range(len(layout.layers), layout.blocks)]
-    return len(layout.layers) + starts.index(layout.offsets[id(parameter)])
 
 
 def require_data(chain: Chain) -> None:

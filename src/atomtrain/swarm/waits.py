@@ -37,6 +37,9 @@ _SLOWER = 8.0
 _LATE_AGAIN = 2.0
 _PEERS_MAX = 4096
 
+Patience = Callable[[str], float]
+"""Returns how long a peer is waited for."""
+
 
 class Estimate:
     """Smoothed mean and mean deviation of times, as RFC 6298 keeps them of round trips."""
@@ -67,6 +70,10 @@ class _Peer:
     beats: Estimate = field(default_factory=Estimate)
     beat_at_s: float | None = None
     missed: int = 0
+
+
+_STRANGER = _Peer()
+"""Of whom nothing was measured; never changed."""
 
 
 class Waits:
@@ -111,7 +118,7 @@ class Waits:
 
     def answer_s(self, peer_id: str) -> float:
         """Return how long a peer may take to open a stream, or to give a short answer."""
-        peer = self._peers.get(peer_id, _Peer())
+        peer = self._peers.get(peer_id, _STRANGER)
         usual_s = self._usual_s(peer)
         if usual_s is None:
             within_s = self._answer_s
@@ -121,7 +128,7 @@ class Waits:
 
     def stall_s(self, peer_id: str) -> float:
         """Return for how long nothing may move on a stream with a peer that lives."""
-        peer = self._peers.get(peer_id, _Peer())
+        peer = self._peers.get(peer_id, _STRANGER)
         usual_s, beat_s = self._usual_s(peer), peer.beats.most_s
         if usual_s is None or beat_s is None:
             return min(self._stall_s + self.late_s, MOST_S)
@@ -146,7 +153,3 @@ class Waits:
         if len(self._peers) > _PEERS_MAX:
             self._peers.popitem(last=False)
         return peer
-
-
-Patience = Callable[[str], float]
-"""Returns how long a peer is waited for."""
