@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRAIN_ARGS ?=
 
-.PHONY: train test test-gpu lint types docs clean
+.PHONY: train test test-gpu interleavings lint types docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
@@ -18,6 +18,17 @@ test: lint types
 # One command for whoever has a GPU; skips cleanly without one.
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests -m gpu
+
+# SCHEDULES of the swarm's protocol on a virtual clock, divided among PROCESSES. One that fails is
+# printed; the same SEED draws the same ones.
+SCHEDULES ?= 3000
+PROCESSES ?= 2
+SEED ?= $(shell date +%s)
+interleavings: $(VENV)/.installed-dev
+	@seq $(SEED) $$(($(SEED) + $(PROCESSES) - 1)) | ATOM_SWARM_EXAMPLES=$$(($(SCHEDULES) / $(PROCESSES))) \
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 xargs -P $(PROCESSES) -I SEED_OF_ONE nice $(BIN)/python -m pytest -q --timeout 0 \
+	-p no:cacheprovider --hypothesis-profile other --hypothesis-seed SEED_OF_ONE \
+	tests/unit/test_swarm_interleavings.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests

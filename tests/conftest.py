@@ -19,6 +19,8 @@ if importlib.util.find_spec("hypothesis") is not None:  # tests of GPUs do witho
         "atom", deadline=None, derandomize=True, database=None,
         suppress_health_check=[HealthCheck.too_slow],
     )  # fmt: skip
+    # With `--hypothesis-profile other --hypothesis-seed N`: other examples for each N.
+    settings.register_profile("other", settings.get_profile("atom"), derandomize=False)
     settings.load_profile("atom")
 sys.path.insert(0, str(Path(__file__).parent / "unit"))
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import random
 import selectors
-import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from atomtrain.swarm.anchor_store import AnchorStore
-from atomtrain.swarm.anchors import Merge, Snapshot
+from atomtrain.swarm.anchors import Merge, Part, Snapshot, joined_parts
 from atomtrain.swarm.assembly import build_service
 from atomtrain.swarm.bases import stepped
 from atomtrain.swarm.codec import Codec, codec_named, decode_span, encode_span
@@ -79,6 +78,10 @@ class InlineThread:
         return work(*args)
 
 
+def _of_the_loop_s() -> float:
+    return 1e9 + asyncio.get_running_loop().time()
+
+
 class Simulation:
     """Peers, their network, and a record of all that was averaged."""
 
@@ -91,8 +94,11 @@ class Simulation:
         clock: Callable[[], float] | None = None,
         **rules: Any,
     ) -> None:
-        """`clock`: the time that is the same for all peers, else the loop's."""
-        self.clock = clock
+        """`clock`: the time that is the same for all peers, else the loop's.
+
+        With that one everything that happens follows from the arguments and `seed`.
+        """
+        self.clock = clock or _of_the_loop_s
         self.random = random.Random(seed)
         self.network = MemoryNetwork(lambda: self.random.uniform(0, delay_s), stall_s=3.0)
         self.manifest = Manifest(
@@ -123,6 +129,7 @@ class Simulation:
     def check_means(self) -> int:
         """Recompute every averaged anchor from the contributors' snapshots; return how many."""
         checked = 0
+        slices = self._slices()
         made: dict[str, set[str]] = defaultdict(set)
         for _, old, merge in self.merges:
             origin = merge.anchor.origin
@@ -133,7 +140,9 @@ class Simulation:
                 made[origin.round_id].add(merge.anchor.stamp.digest)
             assert merge.anchor.values.shape == old.shape
             expected = old.clone()
-            for span, contributors in origin.parts:
+            parts = slices[origin.round_id, merge.anchor.stamp.digest]
+            assert joined_parts(parts) == joined_parts(origin.parts)
+            for span, contributors in parts:
                 if not span.elements:
                     continue
                 weights = self.weights[origin.round_id]
@@ -156,6 +165,19 @@ class Simulation:
             checked += 1
         assert all(len(digests) == 1 for digests in made.values()), "members committed differently"
         return checked
+
+    def _slices(self) -> dict[tuple[str, str], tuple[Part, ...]]:
+        """Return the parts that each anchor was made in, by its round and hash.
+
+        Who fetches it is told neighbours as one; the wire encoded each for itself.
+        """
+        found: dict[tuple[str, str], tuple[Part, ...]] = {}
+        for _, _, merge in self.merges:
+            origin = merge.anchor.origin
+            made = origin.round_id, merge.anchor.stamp.digest
+            if len(origin.parts) >= len(found.get(made, ())):
+                found[made] = origin.parts
+        return found
 
     def _apply_outer(
         self, anchor: torch.Tensor, span: Span, mean: torch.Tensor, taken: list[Snapshot]
@@ -240,7 +262,8 @@ class SimulatedPeer:
             MemoryTransport(network, name),
             MemoryDirectory(network, name, simulation.clock),
             InlineThread(),  # type: ignore[arg-type]
-            simulation.clock or time.time,
+            simulation.clock,
+            lambda: f"{simulation.random.getrandbits(32):08x}",
         )
         self._task: asyncio.Task[None] | None = None
         self._record()

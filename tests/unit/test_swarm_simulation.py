@@ -1,19 +1,18 @@
-"""The whole protocol under random schedules: delays, deaths at any moment, newcomers."""
+"""The whole protocol on a virtual clock: speeds, newcomers, momentum, pace, lies, a leader's death.
+
+Random schedules are in `test_swarm_interleavings.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from swarm_virtual import Simulation, run_virtual
 
-from atomtrain.swarm import slices
 from atomtrain.swarm.leader import Outgoing
 from atomtrain.swarm.leading import Leading
 from atomtrain.swarm.messages import Commit
@@ -244,49 +243,3 @@ def test_leader_dies_while_it_tells_its_decision(monkeypatch: pytest.MonkeyPatch
         simulation.check_means()
 
     run_virtual(scenario)
-
-
-@settings(max_examples=int(os.environ.get("ATOM_SWARM_EXAMPLES", "25")), deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    steps_s=st.lists(st.floats(0.1, 3.0), min_size=2, max_size=5),
-    delay_s=st.floats(0.0, 0.4),
-    deaths=st.lists(st.tuples(st.integers(0, 4), st.floats(0.1, 25.0)), max_size=3),
-    wire=st.sampled_from(["float32", "int8", "int4", "topk"]),
-    several=st.booleans(),
-)
-def test_deaths_at_any_moment(
-    seed: int,
-    sizes: list[int],
-    steps_s: list[float],
-    delay_s: float,
-    deaths: list[tuple[int, float]],
-    wire: str,
-    several: bool,
-) -> None:
-    """Means stay right, anchors never go back, nothing is lost; survivors go on and agree.
-
-    `ATOM_SWARM_EXAMPLES=1000` tries as many schedules; a quarter of an hour.
-    """
-
-    async def scenario() -> None:
-        simulation = Simulation(tuple(sizes), seed, delay_s, wire=wire)
-        for index, step_s in enumerate(steps_s):
-            await simulation.add(f"peer{index}", step_s)
-        for victim, after_s in deaths:
-            await asyncio.sleep(after_s)
-            name = f"peer{victim}"
-            if name in simulation.peers and len(simulation.peers) > 1:
-                await simulation.kill(name)
-        before = {name: peer.versions() for name, peer in simulation.peers.items()}
-        await asyncio.sleep(90)
-        for name, peer in simulation.peers.items():
-            assert sum(peer.versions()) > sum(before[name]), "survivors must go on"
-        assert await simulation.settle(60), "survivors must agree"
-        simulation.check_means()
-
-    with pytest.MonkeyPatch.context() as patch:
-        if several:  # slices for each member, also of so small fragments
-            patch.setattr(slices, "SLICE_ELEMENTS", 8)
-        run_virtual(scenario)

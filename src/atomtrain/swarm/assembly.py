@@ -27,6 +27,10 @@ from atomtrain.swarm.waits import Waits
 from atomtrain.swarm.ways import Ways
 
 
+def _random_id() -> str:
+    return secrets.token_hex(4)
+
+
 def admission_of(config: SwarmConfig, peer_id: str) -> Admission:
     """Return a peer's rule of admission; reads the files that the configuration names.
 
@@ -48,10 +52,11 @@ def build_service(
     directory: Directory,
     thread: LoopThread,
     clock: Callable[[], float] = time.time,
+    random_id: Callable[[], str] = _random_id,
 ) -> Service:
     """Put a peer's network side together; it does nothing yet.
 
-    `clock` returns the swarm's time.
+    `clock` returns the swarm's time, `random_id` what no two rounds have in common.
 
     Raises:
         ConfigError: the files with key or allowed peers cannot be used.
@@ -114,7 +119,7 @@ def build_service(
         standing=Standing(),
         updates=[rules.outer],
         offload=thread.offload,
-        random_id=lambda: secrets.token_hex(4),
+        random_id=random_id,
         clock=clock,
         known=known,
         pacer=Pacer(config.upload_limit_bytes_per_s),

@@ -152,9 +152,10 @@ class MemoryNetwork:
         return None in sides or sides[0] == sides[1]
 
     def table(self, peer_id: str) -> dict[str, tuple[bytes, float]]:
-        """Return the records that a peer shares; a new peer shares those of any other."""
+        """Return the records that a peer shares; a new peer shares those of any that is there."""
         if peer_id not in self._tables:
-            self._tables[peer_id] = next(iter(self._tables.values()), {})
+            there = (self._tables[peer] for peer in self.transports if peer in self._tables)
+            self._tables[peer_id] = next(there, {})
         return self._tables[peer_id]
 
     def join_tables(self, one: str, other: str) -> None:
