@@ -203,14 +203,15 @@ def test_an_unknown_choice_is_refused() -> None:
         atomtrain.Options(activations="cache")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("small_bytes", [0, 1000])
-def test_small_and_large_ones(monkeypatch: pytest.MonkeyPatch, small_bytes: int) -> None:
+@pytest.mark.parametrize("job_bytes", [0, 1000, 5000])
+def test_small_and_large_ones(monkeypatch: pytest.MonkeyPatch, job_bytes: int) -> None:
     """All of such a model is small: here a part of it is, or nothing."""
-    monkeypatch.setattr(offload, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(offload, "_LEAST_JOB_BYTES", job_bytes)
+    monkeypatch.setattr(offload, "_MOST_JOB_BYTES", job_bytes)
     use_shape(monkeypatch, shape_of(("offload", "offload", "offload")))
     check(
         deep_gpt(0.3, tied=False),
         token_batches(2, steps=2),
         clip_norm=0.5,
-        inject=random_delays(small_bytes),
+        inject=random_delays(job_bytes),
     )

@@ -1,4 +1,4 @@
-"""Small storages cross the link with the next large one, within the same window."""
+"""Small storages cross the link together, within the same window."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.host_pool import HostPool
@@ -32,17 +31,25 @@ def device() -> Iterator[Counted]:
     device.close()
 
 
-def no_recipe(_: Tensor) -> None:
-    return None
+# Elements of what is saved, and how many jobs those are: what waits goes when it is an eighth of
+# the window, 4 MiB at most; what is left at the turn goes alone.
+CASES = (
+    (1024 * KIB, (100, 7, 40 * KIB, 50, 50 * KIB, 3), 3),
+    (1024 * KIB, (10 * KIB, 10 * KIB, 10 * KIB, 10 * KIB, 10 * KIB, 50 * KIB), 2),
+    (1 << 30, (500 * KIB, 500 * KIB, 500 * KIB, 500 * KIB), 2),
+)
 
 
-def test_small_ones_leave_and_come_back_with_the_next_large_one(device: Counted) -> None:
-    offload = Offload(device, HostPool(device), 1 << 30)
+@pytest.mark.parametrize(("window_bytes", "elements", "jobs"), CASES)
+def test_small_ones_leave_and_come_back_together(
+    device: Counted, window_bytes: int, elements: tuple[int, ...], jobs: int
+) -> None:
+    offload = Offload(device, HostPool(device), window_bytes)
     with device.computing():
-        saved = [torch.randn(n) for n in (100, 7, 40 * KIB, 50, 50 * KIB, 3)]
+        saved = [torch.randn(n) for n in elements]
         expected = [tensor.clone() for tensor in saved]
         parcel = offload.parcel()
-        packed = [parcel.pack(tensor, no_recipe) for tensor in saved]
+        packed = [parcel.pack(tensor) for tensor in saved]
         saved.clear()
         offload.turn([parcel])
         found = [parcel.unpack(each, lambda _: _) for each in reversed(packed)]
@@ -50,7 +57,7 @@ def test_small_ones_leave_and_come_back_with_the_next_large_one(device: Counted)
         found.clear()
         parcel.close()
         offload.drain()
-    assert device.jobs["save"] == device.jobs["fetch"] == 3  # the last one had to go alone
+    assert device.jobs["save"] == device.jobs["fetch"] == jobs
 
 
 def test_used_ones_do_not_come_again(device: Counted) -> None:
@@ -58,7 +65,7 @@ def test_used_ones_do_not_come_again(device: Counted) -> None:
     with device.computing():
         small, large = torch.randn(10), torch.randn(40 * KIB)
         parcel = offload.parcel()
-        packed = [parcel.pack(tensor, no_recipe) for tensor in (small, large)]
+        packed = [parcel.pack(tensor) for tensor in (small, large)]
         offload.turn([parcel])
         for tensor, each in zip((large, small), reversed(packed), strict=True):
             assert torch.equal(parcel.unpack(each, lambda _: _), tensor)
@@ -75,6 +82,6 @@ def test_small_ones_fill_the_window_too(device: Counted) -> None:
         parcel = offload.parcel()
         packed = []
         for _ in range(20):
-            packed.append(parcel.pack(torch.empty(n_bytes, dtype=torch.uint8), no_recipe))
+            packed.append(parcel.pack(torch.empty(n_bytes, dtype=torch.uint8)))
         offload.drain()
     assert device.peak_bytes() <= window_bytes + n_bytes

@@ -169,7 +169,7 @@ class WaitingGraph:
         # An alias without history: a graph must not hold its own outputs.
         if self.parcel is None or key in self._where.staying or tensor.device != self._device:
             return tensor.data
-        return self.parcel.pack(tensor, _no_recipe if self._recipes is None else self._recipes.of)
+        return self.parcel.pack(tensor, None if self._recipes is None else self._recipes.of)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -179,10 +179,6 @@ class WaitingGraph:
         return view_at(
             self._slot.untyped_storage(), packed.dtype, packed.offset, packed.size, packed.stride
         )
-
-
-def _no_recipe(_: Tensor) -> None:
-    return None
 
 
 def _place_of(tensor: Tensor) -> _Place:

@@ -1,10 +1,10 @@
 """What autograd saves waits on the host: it leaves while forward goes on, and is back in time.
 
-Each storage is one copy each way, whatever views of it were saved; a small one (what is known of
-each row) leaves and comes back with the next large one, in the same job of a stream. What a cheap
-operation makes again from the rest of what is saved (`analysis/remade.py`) is not copied at all.
-What is on its way to the host at a time is bounded by a window, and so is what is back ahead of its
-first use; the window is large enough that a layer's computation covers a layer's transfers.
+Each storage is one copy each way, whatever views of it were saved; small ones leave and come back
+together, in one job of a stream. What a cheap operation makes again from the rest of what is saved
+(`analysis/remade.py`) is not copied at all. What is on its way to the host at a time is bounded by
+a window, and so is what is back ahead of its first use; the window is large enough that a layer's
+computation covers a layer's transfers.
 
 Hand-overs, each with the event that releases it:
 
@@ -33,8 +33,11 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.streams import Event, Job
 
-_SMALL_BYTES = 64 << 10
-"""Smaller storages cross the link in less time than a job takes to be handed over."""
+_LEAST_JOB_BYTES, _MOST_JOB_BYTES = 64 << 10, 4 << 20
+"""Between these a job begins as soon as a share of the window waits for it. What is less than the
+least takes the link less time than compute takes to hand it over."""
+_JOBS_PER_WINDOW = 8
+"""Copies begin while most of the window is still free."""
 
 
 class _Storage:
@@ -46,7 +49,7 @@ class _Storage:
         self.host: Tensor | None = host  # [n_bytes] uint8, or `None` when nobody needs it any more
         self.n_bytes = host.numel()
         self.saved: Event | None = None
-        """`None` as long as it waits for a larger one to leave with."""
+        """`None` as long as it waits for others to leave with."""
         self.together: Sequence[_Storage] = ()
         """What left in the same job, this one too."""
         self.users = 0
@@ -104,21 +107,25 @@ class Offload:
     def __init__(self, device: Device, pool: HostPool, window_bytes: int) -> None:
         """At most `window_bytes` are leaving at a time, or back ahead of their use."""
         self._device, self._pool, self._window_bytes = device, pool, window_bytes
+        share = window_bytes // _JOBS_PER_WINDOW
+        self._job_bytes = max(_LEAST_JOB_BYTES, min(share, _MOST_JOB_BYTES))
         self._waiting: list[tuple[torch.UntypedStorage, _Storage]] = []
-        """What leaves in the next job: small storages, until a large one comes."""
+        """What leaves in the next job."""
+        self._waiting_bytes = 0
         self._leaving: deque[_Leaving] = deque()
         self._leaving_bytes = 0
         """Of what is in both."""
         self._coming: deque[_Storage] = deque()
         self._ahead_bytes = 0
+        self._freed = False
+        """Whether there may be room for more to come ahead."""
 
     def parcel(self) -> Parcel:
         """Return what takes the saved tensors of one graph."""
         return Parcel(self)
 
-    def send(self, tensor: Tensor) -> _Storage:
-        """Begin to copy a tensor's storage to the host; a small one leaves with the next large."""
-        storage = tensor.untyped_storage()
+    def send(self, storage: torch.UntypedStorage) -> _Storage:
+        """Begin to copy a storage to the host, as soon as there is enough for a job."""
         n_bytes = storage.nbytes()
         if self._leaving_bytes + n_bytes > self._window_bytes:
             self._send_waiting()
@@ -127,7 +134,8 @@ class Offload:
         sent = _Storage(self._pool.take(n_bytes))
         self._waiting.append((storage, sent))
         self._leaving_bytes += n_bytes
-        if n_bytes >= _SMALL_BYTES:
+        self._waiting_bytes += n_bytes
+        if self._waiting_bytes >= self._job_bytes:
             self._send_waiting()
         return sent
 
@@ -151,7 +159,8 @@ class Offload:
         """Free a storage's device buffer (its last view may outlive this), and bring the next."""
         if not storage.users:
             storage.back = None
-        self._advance()
+        if self._freed:
+            self._advance()
 
     def forget(self, storage: _Storage) -> None:
         """Free a storage on device and host."""
@@ -170,6 +179,7 @@ class Offload:
             self._let_go()
 
     def _advance(self) -> None:
+        self._freed = False
         while self._coming:
             storage = self._coming[0]
             if storage.users and storage.back is None and storage.host is not None:
@@ -184,16 +194,16 @@ class Offload:
         """Begin to copy what waits, in one job."""
         if not self._waiting:
             return
+        copies = [(sent.buffer(), storage) for storage, sent in self._waiting]
         storages = [storage for storage, _ in self._waiting]
         together = [sent for _, sent in self._waiting]
+        n_bytes = self._waiting_bytes
         self._waiting.clear()
-        copies = [
-            (sent.buffer(), storage) for sent, storage in zip(together, storages, strict=True)
-        ]
+        self._waiting_bytes = 0
         saved = self._device.save.submit(self._copy_out(copies), [self._device.mark()])
         for sent in together:
             sent.saved, sent.together = saved, together
-        self._leaving.append(_Leaving(storages, sum(sent.n_bytes for sent in together), saved))
+        self._leaving.append(_Leaving(storages, n_bytes, saved))
 
     def _fetch(self, coming: Sequence[_Storage]) -> None:
         """Begin to bring back, in one job, storages that left in one job."""
@@ -215,6 +225,7 @@ class Offload:
         self._device.hold(storage.fetched)
         storage.fetched = None
         self._ahead_bytes -= storage.n_bytes
+        self._freed = True
 
     def _let_go(self) -> None:
         _, n_bytes, saved = self._leaving.popleft()
@@ -245,47 +256,65 @@ class Parcel:
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
-        self._known = LiveStorages[_Storage]()
-        self._here = LiveStorages[_Storage | Remade]()
-        """What the layer that runs has saved. Only from this is anything made again, so that each
-        layer's backward needs what was predicted for the layer alone."""
+        self._known = LiveStorages[tuple[_Storage | Remade, int]]()
+        """What was saved, and by which layer last. Only from what the layer that runs has saved is
+        anything made again, so that each layer's backward needs what was predicted for the layer
+        alone."""
+        self._layer = 0
         self._packed: list[_Storage] = []
 
     def begin_layer(self) -> None:
         """Take note that the next layer's operations follow."""
-        self._here = LiveStorages()
+        self._layer += 1
 
     def find(self, tensor: Tensor) -> Away | None:
         """Return what stands for a tensor that the layer has saved already."""
-        storage = self._here.get(tensor)
-        return None if storage is None else Away(self, storage, tensor, argument=True)
+        known = self._known.get(tensor)
+        if known is None or known[1] != self._layer:
+            return None
+        return Away(self, known[0], tensor, argument=True)
 
-    def pack(self, tensor: Tensor, recipe: Callable[[Tensor], Remade | None]) -> Away | Tensor:
+    def pack(
+        self, tensor: Tensor, recipe: Callable[[Tensor], Remade | None] | None = None
+    ) -> Away | Tensor:
         """Send a tensor that autograd saves, unless its storage has been sent already, or there is
         a `recipe` by which it is made again."""
-        storage = self._here.get(tensor) or self._known.get(tensor)
-        if storage is None:
-            if not tensor.untyped_storage().nbytes():
-                return tensor.data
-            storage = recipe(tensor)
-            if storage is not None:
-                for argument in _arguments(storage):
-                    argument.users += 1
-            else:
-                storage = self._offload.send(tensor)
-                self._known.put(tensor, storage)
-        self._here.put(tensor, storage)
+        storage, layer = self._known.get(tensor) or (None, None)
+        if layer != self._layer:
+            if not isinstance(storage, _Storage):  # what another layer makes again does not count
+                storage = self._new(tensor, recipe)
+                if storage is None:
+                    return tensor.data
+            self._known.put(tensor, (storage, self._layer))
+        assert storage is not None
         storage.users += 1
-        self._note(storage)
+        if isinstance(storage, _Storage):
+            self._packed.append(storage)
+        else:
+            self._note_needed(storage)
         return Away(self, storage, tensor)
+
+    def _new(
+        self, tensor: Tensor, recipe: Callable[[Tensor], Remade | None] | None
+    ) -> _Storage | Remade | None:
+        """Return what a tensor's storage becomes, or `None` where there is nothing to send."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return None
+        remade = None if recipe is None else recipe(tensor)
+        if remade is None:
+            return self._offload.send(storage)
+        for argument in _arguments(remade):
+            argument.users += 1
+        return remade
 
     def unpack(self, away: Away, unpack: Unpack) -> Tensor:
         """Return a saved tensor; `unpack` finds what it is made from, if it is made again."""
         storage = away.storage
-        if isinstance(storage, Remade):
-            back = storage.making.result(storage.index, unpack)
-        else:
+        if isinstance(storage, _Storage):
             back = self._offload.use(storage)
+        else:
+            back = storage.making.result(storage.index, unpack)
         view = view_at(back.untyped_storage(), away.dtype, away.offset, away.size, away.stride)
         if not away.used:
             away.used = True
@@ -306,11 +335,8 @@ class Parcel:
             self._offload.forget(storage)
         self._packed.clear()
 
-    def _note(self, storage: _Storage | Remade) -> None:
-        """Note what is needed where backward uses a storage."""
-        if isinstance(storage, _Storage):
-            self._packed.append(storage)
-            return
+    def _note_needed(self, storage: Remade) -> None:
+        """Note what is needed where backward makes a storage again."""
         needed: dict[_Storage | Remade, None] = {}
         _add_needed(storage, needed)
         self._packed.extend(one for one in reversed(needed) if isinstance(one, _Storage))
