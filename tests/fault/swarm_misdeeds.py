@@ -44,6 +44,8 @@ SLOW_S = 2.0
 
 RAIDERS = 160
 """Streams that a raid opens to each victim at once: more than it serves to one peer."""
+HOARDED = 16
+"""Streams on which a hoarder has asked each victim for an anchor, and takes nothing."""
 _LARGEST = 2**53 - 1
 
 
@@ -196,6 +198,29 @@ def raid(swarm: Swarm) -> None:
     async def spread() -> None:
         others = [peer for peer in context.roster.members if peer != context.peer_id]
         await asyncio.gather(*(go_on(peer, n) for peer in others for n in range(RAIDERS)))
+
+    swarm._thread.submit(spread())
+
+
+def hoard(swarm: Swarm) -> None:
+    """Ask others for anchors again and again, take a little, and keep the streams."""
+    context = swarm._service.context
+
+    async def go_on(victim: str) -> None:
+        kept: list[Channel] = []
+        for turn in itertools.count():
+            with contextlib.suppress(SwarmError):
+                channel = await context.open(victim, bulk=True)
+                await channel.send(AskAnchor(fragment=turn % 2, digest="", start_bytes=0))
+                kept.append(channel)
+                say("hoarded", streams=len(kept))
+            if len(kept) > HOARDED:
+                kept.pop(0).close()
+            await asyncio.sleep(0.3)
+
+    async def spread() -> None:
+        others = [peer for peer in context.roster.members if peer != context.peer_id]
+        await asyncio.gather(*map(go_on, others))
 
     swarm._thread.submit(spread())
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swarm_misdeeds import MISDEEDS, Misdeed, raid, record
+from swarm_misdeeds import MISDEEDS, Misdeed, hoard, raid, record
 from swarm_vectors import Vectors, config_of, cross, daemon_pid, found, say
 
 from atomtrain.errors import SwarmError
@@ -230,8 +230,8 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
     elif stage:
         numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
         fall_at(stage, cut_off if what == "cut" else partial(os.kill, os.getpid(), numbers[what]))
-    elif fault == "raid":
-        raid(swarm)
+    elif fault in ("raid", "hoard"):
+        (raid if fault == "raid" else hoard)(swarm)
     elif fault == "flood":
         flood(swarm)
     else:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
+import weakref
 
 import pytest
+import torch
 from swarm_virtual import run_virtual
 from test_swarm_membership import ALICE, MALLORY, record_of
 from test_swarm_relays import KEYS, Hidden
@@ -16,10 +19,14 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm import direct, roster
 from atomtrain.swarm.addresses import circuits_to, place_of
 from atomtrain.swarm.admission import Admission
+from atomtrain.swarm.anchors import Anchor, Stamp
 from atomtrain.swarm.direct import Direct
+from atomtrain.swarm.donating import Donations
 from atomtrain.swarm.leading import Leading
 from atomtrain.swarm.memory import channel_pair
 from atomtrain.swarm.messages import (
+    AnchorHeader,
+    AskAnchor,
     AskDial,
     BadMessage,
     Call,
@@ -111,6 +118,58 @@ class Stuck(Channel):
 
     def close(self) -> None:
         self.closed = True
+
+
+def anchor_of(version: int) -> Anchor:
+    return Anchor(torch.zeros(1000), None, Stamp(version, 10 * version, f"{version:032x}"))
+
+
+def ask_for(fragment: int) -> AskAnchor:
+    return AskAnchor(fragment=fragment, digest="", start_bytes=0)
+
+
+def test_who_asks_for_a_fragment_again_and_again_has_one_anchor_kept() -> None:
+    donations, ended = Donations(), list[int]()
+    kept: list[weakref.ref[Anchor]] = []
+
+    async def serve(version: int) -> None:
+        anchor = anchor_of(version)
+        kept.append(weakref.ref(anchor))
+        try:
+            await donations.send(Stuck(f"peer{version % 2}", 60.0), ask_for(0), anchor)
+        except (TimeoutError, LinkLost):
+            ended.append(version)
+
+    async def scenario() -> None:
+        serving = []
+        for version in range(20):
+            serving.append(asyncio.ensure_future(serve(version)))
+            await asyncio.sleep(0.1)
+        assert ended == list(range(18))
+        gc.collect()
+        assert [one() is None for one in kept] == [True] * 18 + [False] * 2
+        await asyncio.gather(*serving)
+        assert not donations._going
+
+    run_virtual(scenario)
+
+
+def test_a_peer_is_sent_a_few_fragments_at_once() -> None:
+    async def scenario() -> None:
+        donations, anchor = Donations(), anchor_of(1)
+        sendings = [
+            asyncio.ensure_future(donations.send(Stuck("b", 60.0), ask_for(fragment), anchor))
+            for fragment in range(8)
+        ]
+        await asyncio.sleep(0.1)
+        with pytest.raises(BadMessage, match="as many anchors"):
+            await donations.send(Stuck("b", 60.0), ask_for(8), anchor)
+        mine, theirs = channel_pair("me", "c", stall_s=60.0)
+        await donations.send(theirs, ask_for(8), anchor)
+        assert (await mine.receive(AnchorHeader, 1.0)).digest == anchor.stamp.digest
+        assert not any(one.done() for one in sendings)
+
+    run_virtual(scenario)
 
 
 def test_a_new_stream_that_takes_nothing_is_closed() -> None:

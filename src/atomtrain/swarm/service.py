@@ -17,7 +17,7 @@ from atomtrain.swarm.addresses import dialled
 from atomtrain.swarm.anchors import Anchor
 from atomtrain.swarm.config import PROTOCOL
 from atomtrain.swarm.context import Context
-from atomtrain.swarm.fetching import send_anchor
+from atomtrain.swarm.donating import Donations
 from atomtrain.swarm.lan import Found, Responder
 from atomtrain.swarm.messages import (
     OPENING_BYTES_MAX,
@@ -54,9 +54,6 @@ from atomtrain.swarm.usage import Usage
 _log = logging.getLogger("atomtrain.swarm")
 _STREAMS, _STREAMS_EACH = 1024, 128
 """Incoming streams served at once, in all and from one peer."""
-_ANCHORS_EACH = 8
-"""Anchors sent to one peer at once: who fetches asks for seven at most, and each that is sent stays
-in memory until it has gone, however old it is by then."""
 _DIALLED_AT_ONCE = 32
 """Peers that are dialled because they ask for it, each at one address of its own choice."""
 _PAUSE_BEATS = 8.0
@@ -102,7 +99,7 @@ class Service:
         self._publish_soon = asyncio.Event()
         self._relays = Relays(context, self._tasks, self._serve, self._publish_soon.set)
         self._streams: Counter[str] = Counter()
-        self._anchors: Counter[str] = Counter()
+        self._donations = Donations()
         self._dialling: set[str] = set()
         """Peers that asked to be dialled, and are."""
 
@@ -287,7 +284,8 @@ class Service:
         elif isinstance(message, AskManifest):
             await send_manifest(channel, self.context)
         elif isinstance(message, AskAnchor):
-            await self._send_anchor(channel, message)
+            anchor = self.context.desk.store.anchor(message.fragment)
+            await self._donations.send(channel, message, anchor)
         elif isinstance(message, AskStatus):
             await send_status(channel, self.context, self._rounds.groups())
         elif isinstance(message, Ping):
@@ -311,16 +309,6 @@ class Service:
             self.context.ways.relay.take(channel, message)
             return _After.KEEP
         return _After.CLOSE_WHEN_READ
-
-    async def _send_anchor(self, channel: Channel, ask: AskAnchor) -> None:
-        if self._anchors[channel.remote] >= _ANCHORS_EACH:
-            raise BadMessage("as many anchors are on their way as may be")
-        self._anchors[channel.remote] += 1
-        try:
-            await send_anchor(channel, ask, self.context.desk.store.anchor(ask.fragment))
-        finally:
-            self._anchors[channel.remote] -= 1
-            self._anchors += Counter()  # forgets those to whom none is sent
 
     async def _dial(self, channel: Channel, ask: AskDial) -> None:
         """Dial the peer that asks for it, at an address of its own only."""
