@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swarm_virtual import run_virtual
-from test_swarm_membership import ALICE, record_of
+from test_swarm_membership import ALICE, MALLORY, NOW_S, record_of
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import lan, messages
+from atomtrain.swarm.admission import Admission
 from atomtrain.swarm.codec import codec_named, encode_span
 from atomtrain.swarm.config import Manifest, Rules
 from atomtrain.swarm.fetching import origin_of
@@ -26,6 +27,8 @@ from atomtrain.swarm.identity import Identity
 from atomtrain.swarm.memory import channel_pair
 from atomtrain.swarm.messages import AnchorHeader, BadMessage, Message
 from atomtrain.swarm.records import PeerRecord
+from atomtrain.swarm.sealed import agree_as_called, agree_as_caller
+from atomtrain.swarm.signing import RecordReader, sign_record
 from atomtrain.swarm.status import receive_status
 from atomtrain.swarm.transport import LinkLost
 
@@ -39,6 +42,11 @@ JSON_VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
     ),
+    max_leaves=8,
+)
+PACKED = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=4),
     max_leaves=8,
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
@@ -204,5 +212,82 @@ def test_any_status(announced: int, content: bytes) -> None:
             assert isinstance(await receive_status(mine, 1.0), dict)
         except (BadMessage, LinkLost):
             await asyncio.sleep(0)
+
+    run_virtual(scenario)
+
+
+@given(st.data())
+def test_spoilt_entries_of_the_hash_table(data: st.DataObject) -> None:
+    """Whatever a node is given to keep, or told: the record as it was signed, or nothing."""
+    pytest.importorskip("hivemind")
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.validation import DHTRecord
+    from hivemind.utils import MSGPackSerializer
+
+    from atomtrain.swarm.directory import record_validator
+
+    key = DHTID.generate(source="atom/run/peers").to_bytes()
+    signed = sign_record(ALICE, "run", b"record", NOW_S + 30)
+    validator = record_validator(Admission("run", "me"), lambda: NOW_S, RecordReader("run"))
+    good = [MSGPackSerializer.dumps(ALICE.peer_id), MSGPackSerializer.dumps(signed)]
+    assert validator.validate(DHTRecord(key, *good, NOW_S + 30))
+    which, wrong = data.draw(st.integers(0, 1)), list(good)
+    if data.draw(st.booleans()):
+        wrong[which] = data.draw(
+            st.binary(max_size=60)
+            | PACKED.map(MSGPackSerializer.dumps)
+            | st.just(b"\x91" * 100_000)  # nested lists
+        )
+    else:
+        position = data.draw(st.integers(0, len(wrong[which]) - 1))
+        before = wrong[which]
+        wrong[which] = before[:position] + data.draw(st.binary(max_size=3)) + before[position + 1 :]
+    if validator.validate(DHTRecord(key, *wrong, NOW_S + 30)):
+        assert [MSGPackSerializer.loads(part) for part in wrong] == [ALICE.peer_id, signed]
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_any_greeting_through_a_relay(data: bytes, from_caller: bool) -> None:
+    async def scenario() -> None:
+        mine, theirs = channel_pair("relay", "relay", stall_s=1.0)
+        await theirs.send_bytes(data)
+        theirs.close()
+        agree = agree_as_called if from_caller else agree_as_caller
+        with pytest.raises(LinkLost):
+            await agree(mine, ALICE, MALLORY.peer_id)
+
+    run_virtual(scenario)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_spoilt_frames_of_an_encrypted_stream(data: st.DataObject) -> None:
+    """Nothing of a frame that a relay has changed, cut short or made up is read."""
+
+    async def scenario() -> None:
+        one, other = channel_pair("relay", "relay", stall_s=1.0)
+        caller, called = await asyncio.gather(
+            agree_as_caller(one, ALICE, MALLORY.peer_id),
+            agree_as_called(other, MALLORY, ALICE.peer_id),
+        )
+        sent: list[bytes] = []
+
+        async def keep(part: bytes | memoryview) -> None:
+            sent.append(bytes(part))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one, "send_bytes", keep)
+            await caller.send(messages.Ping(bytes_count=3))
+        frame = b"".join(sent)
+        position = data.draw(st.integers(0, len(frame) - 1))
+        wrong = frame[:position] + data.draw(st.binary(max_size=40)) + frame[position + 1 :]
+        await one.send_bytes(wrong)
+        one.close()
+        try:
+            found = await called.receive_any(1.0)
+        except (BadMessage, LinkLost):
+            return
+        assert wrong[: len(frame)] == frame
+        assert found == messages.Ping(bytes_count=3)
 
     run_virtual(scenario)
