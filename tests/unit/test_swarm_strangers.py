@@ -374,7 +374,7 @@ def test_who_asks_to_be_dialled_is_dialled_once_at_a_time() -> None:
         await asyncio.sleep(10)
         dialled: list[str] = []
 
-        async def slow(address: str) -> bool:
+        async def slow(address: str, within_s: float) -> bool:
             dialled.append(address)
             await asyncio.sleep(5)
             return True

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 from swarm_virtual import Simulation, VirtualLoop, run_virtual
 
 from atomtrain.swarm.memory import channel_pair
+from atomtrain.swarm.messages import AskDial, Dialled
 from atomtrain.swarm.stillness import Stillness
 from atomtrain.swarm.transport import LinkLost
 from atomtrain.swarm.waits import MOST_S, Estimate, Waits
@@ -54,6 +56,42 @@ def test_answers_make_the_deadline_of_a_peer_and_all_of_them_that_of_a_stranger(
     assert one.answer_s("stranger") > one.answer_s("near")
     assert one.floor_s(["near", "far"]) == pytest.approx(2 * one.answer_s("far"))
     assert one.floor_s(["near"]) == pytest.approx(2 * one.answer_s("near"))
+
+
+def test_who_is_dialled_is_given_what_all_take_and_never_more_than_at_first() -> None:
+    one = waits()
+    assert one.dial_s() == 10.0
+    for _ in range(100):
+        one.observe_answer("near", 0.01)
+    assert one.dial_s() == pytest.approx(0.01 + 3.0, abs=0.01)
+    for _ in range(100):
+        one.observe_answer("far", 2.0)
+    assert one.dial_s() == pytest.approx(4 * 2.0, rel=0.01)
+    for _ in range(100):
+        one.observe_answer("snail", 60.0)
+    assert one.dial_s() == 10.0
+
+
+def test_a_peer_dials_others_for_as_long_as_it_has_measured(monkeypatch: Any) -> None:
+    monkeypatch.setattr("atomtrain.swarm.service.dialled", lambda addresses: addresses)
+    monkeypatch.setattr(Waits, "dial_s", lambda self: 7.25)
+    given_s: list[float] = []
+
+    async def scenario() -> None:
+        simulation = Simulation((8,), seed=1)
+        one = await simulation.add("a", step_s=0.5)
+
+        async def answers(address: str, within_s: float) -> bool:
+            given_s.append(within_s)
+            return True
+
+        one.service.context.transport.answers = answers
+        mine, theirs = channel_pair("a", "b", stall_s=5.0)
+        await one.service._dial(mine, AskDial(address="memory/b"))
+        assert (await theirs.receive(Dialled, 1.0)).answered
+
+    run_virtual(scenario)
+    assert given_s == [7.25]
 
 
 def test_a_deadline_that_passed_is_doubled_until_an_answer_comes() -> None:

@@ -32,8 +32,6 @@ _OFFERS_AT_ONCE = 256
 _DIALLED = re.compile(r"\* \[[^]]*\] (.*?)(?= \* \[|$)")
 """What the daemon says of each address that it dialled: `* [ADDRESS] reason`."""
 _REASON_MAX = 300
-DIAL_S = 4.0
-"""How long an answer to being dialled is waited for: two packets may be lost."""
 
 
 def quiet_hivemind() -> None:
@@ -208,14 +206,14 @@ class Libp2pTransport:
         """Remember where a peer can be dialled."""
         self._known[peer_id] = tuple(addresses)
 
-    async def answers(self, address: str) -> bool:
-        """Say whether a libp2p peer answers who dials this address anew.
+    async def answers(self, address: str, within_s: float) -> bool:
+        """Say whether a libp2p peer answers in time who dials this address anew.
 
         Who it is, is not proved: that would take a daemon that is not connected with it yet.
         """
         try:
             place = place_of(address)
-            async with asyncio.timeout(DIAL_S):
+            async with asyncio.timeout(within_s):
                 reader, writer = await asyncio.open_connection(place.host, place.port)
                 try:
                     writer.write(_HELLO)

@@ -214,9 +214,12 @@ class MemoryTransport:
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Nothing to remember: everybody is in the same network."""
 
-    async def answers(self, address: str) -> bool:
-        """Say whether a peer answers who dials this address."""
-        await asyncio.sleep(self._network.delay_s())
+    async def answers(self, address: str, within_s: float) -> bool:
+        """Say whether a peer answers who dials this address, in time."""
+        delay_s = self._network.delay_s()
+        await asyncio.sleep(min(delay_s, within_s))
+        if delay_s > within_s:
+            return False
         peer_id = address.rpartition("/")[2]
         network = self._network
         there = peer_id in network.transports and peer_id not in (network.hidden or ())

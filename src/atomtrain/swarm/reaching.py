@@ -19,8 +19,6 @@ from atomtrain.swarm.transport import LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
 _ASKED, _AT_ONCE = 8, 3
-_DIAL_S = 5.0
-"""What dialling takes at most, and a little."""
 _AGAIN_YES_S, _AGAIN_NO_S = 300.0, 60.0
 _AGAIN_SILENT_S = 10.0
 _BELIEVED = 2
@@ -100,7 +98,9 @@ class Reach:
             channel = await context.open(peer_id)
             try:
                 await channel.send(AskDial(address=context.transport.address))
-                said = await channel.receive(Dialled, context.waits.answer_s(peer_id) + _DIAL_S)
+                # It dials for as long as its own measurements say, which is no longer than that.
+                within_s = context.waits.answer_s(peer_id) + context.config.connect_s
+                said = await channel.receive(Dialled, within_s)
             finally:
                 channel.close()
         except (LinkLost, BadMessage) as error:

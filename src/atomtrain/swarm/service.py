@@ -318,7 +318,9 @@ class Service:
             raise BadMessage("as many are dialled already as may be")
         self._dialling.add(channel.remote)
         try:
-            answered = await self.context.transport.answers(ask.address)
+            answered = await self.context.transport.answers(
+                ask.address, self.context.waits.dial_s()
+            )
         finally:
             self._dialling.discard(channel.remote)
         self.context.ways.note_dialled(channel.remote, answered=answered)

@@ -382,10 +382,10 @@ class Transport(Protocol):
         """Remember where a peer can be dialled."""
         ...
 
-    async def answers(self, address: str) -> bool:
-        """Say whether a peer answers who dials this address anew, whatever connections there are.
+    async def answers(self, address: str, within_s: float) -> bool:
+        """Say whether a peer answers in time who dials this address anew.
 
-        Takes some seconds at most.
+        Connections that there are do not count.
         """
         ...
 

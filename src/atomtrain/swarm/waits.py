@@ -3,6 +3,7 @@
 | wait | deadline |
 |---|---|
 | a stream, or a short answer | mean and 4 deviations of its answers, 2 packets lost, lateness |
+| an answer to being dialled | the same of all peers' answers |
 | a stream on which nothing moves | till its next sign of life is due, 3 packets lost, lateness |
 | a part of a round, at least | the slowest member's stream and answer |
 
@@ -125,6 +126,17 @@ class Waits:
         else:
             within_s = usual_s + _TWICE_LOST * max(usual_s, _FIRST_RTO_S)
         return min(within_s * (1 << peer.missed) + self.late_s, MOST_S)
+
+    def dial_s(self) -> float:
+        """Return how long whoever asks to be dialled may take to answer that.
+
+        Never longer than the initial value: peers that answer slowly, on purpose perhaps, must not
+        have all others wait for strangers.
+        """
+        usual_s, within_s = self._all.most_s, self._answer_s
+        if usual_s is not None:
+            within_s = min(within_s, usual_s + _TWICE_LOST * max(usual_s, _FIRST_RTO_S))
+        return min(within_s + self.late_s, MOST_S)
 
     def stall_s(self, peer_id: str) -> float:
         """Return for how long nothing may move on a stream with a peer that lives."""
