@@ -28,7 +28,7 @@ def _seed() -> None:
 def _fastest_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the fastest plan, with slots and buffers to spare, and not the leanest of those that are
     about as fast: on chains this long the search for that one takes longer than the training."""
-    monkeypatch.setattr("atomtrain.planning.search._EQUAL", 0.0)
+    monkeypatch.setattr("atomtrain.planning.search.EQUAL", 0.0)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

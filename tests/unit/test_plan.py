@@ -262,7 +262,7 @@ def test_what_is_too_slow_without_offloading_is_looked_for_with_more_on_disk(
     monkeypatch.setattr("atomtrain.planning.search._best", best)
     monkeypatch.setattr("atomtrain.planning.search.problems_of", problems)
     chain, costs = chain_and_costs
-    request = Request(micro_batches=2, disk=DiskRequest(states=two_moments(chain)))
+    request = Request(micro_batches=2, disk=DiskRequest(states=two_moments(chain)), clips=True)
     if disk_is_fast:
         assert make_plan(chain, costs, {}, machine(), request, 1.0).on_disk == ("moments",)
     else:

@@ -62,7 +62,6 @@ QUICK = SwapSetup(
     wide_width=512,
     wide_pairs=3,
     link_layers=6,
-    link_slots=4,
     link_pairs=3,
 )
 

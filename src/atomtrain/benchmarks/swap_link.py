@@ -5,11 +5,11 @@ the loaded bytes take. `link_bound_share` says how near to that bound a step is.
 
 Forward computes a third as long as backward for each byte that it loads. So with two slots it waits
 for the link while backward leaves the link idle, and no order of visits comes near the bound. What
-helps is memory: with more slots, more of forward's segments come while backward still computes.
-Micro-batches of one sequence, and more of them, make room for those slots, and resident training
-gets the same ones. The model is deeper than that of the main case, under the same share of its
-state: each step ends with a block's gradient that leaves and its parameters that come back, while
-nothing computes, which is one part in so many as there are blocks.
+helps is memory: with more slots, more of forward's segments come while backward still computes, and
+the planner takes them. Micro-batches of one sequence, and more of them, make room for those slots,
+and resident training gets the same ones. The model is deeper than that of the main case, under the
+same share of its state: each step ends with a block's gradient that leaves and its parameters that
+come back, while nothing computes, which is one part in so many as there are blocks.
 """
 
 from __future__ import annotations
@@ -63,11 +63,10 @@ def run(setup: SwapSetup) -> Result:
     """Measure in pairs with resident training; return the keys of this part."""
     setup = in_small_pieces(setup)
     parameters, _, budget_bytes = sizes_of(setup)
-    options = {"slots": setup.link_slots}
-    with opened(setup, setup.link_bytes_per_s, budget_bytes, **options) as (engine, _):
+    with opened(setup, setup.link_bytes_per_s, budget_bytes) as (engine, _):
         rate = balanced(engine.planner, setup.micro_batches)
     progress(f"on a link of {format_bytes(rate)}/s loading takes as long as computing")
-    with opened(setup, rate, budget_bytes, **options) as (engine, resident):
+    with opened(setup, rate, budget_bytes) as (engine, resident):
         plan, machine = engine.plan, engine.planner.machine
         measured = alternate(setup, engine, resident)
     loading_s = plan.load_s * machine.load_bytes_per_s / rate

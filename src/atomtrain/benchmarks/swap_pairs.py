@@ -79,8 +79,6 @@ class SwapSetup:
     """Blocks of the GPT there."""
     link_micro_batches: int = 8
     """Micro-batches in a step there, each of one sequence."""
-    link_slots: int = 10
-    """Device slots there; at least 1."""
     warmup_steps: int = 1
     """Steps of each before the first pair; at least 1."""
     seed: int = 0

@@ -25,7 +25,8 @@ class Request:
     segments: int | None = None
     """Number of backward segments, or `None` for the planner's choice."""
     slots: int | None = None
-    """Device slots, or `None` for the planner's choice of one or two."""
+    """Device slots, or `None` for the planner's choice: more than two only where that shortens the
+    time from step to step."""
     gradient_buffers: int | None = None
     """Gradient buffers, or `None` for the planner's choice of one or two."""
     boundary: Boundary | None = None
@@ -249,7 +250,7 @@ class Plan:
 def disk_text(plan: Plan) -> str:
     """Return what is on disk, and what a disk wears out by: bytes written."""
     written = plan.disk_written_bytes
-    a_day = written * DAY_S / plan.step_s
+    a_day = written * DAY_S / plan.period_s
     return (
         f"{', '.join(plan.on_disk)}: {format_bytes(plan.disk_bytes)}; {format_bytes(written)} "
         f"written a step, {format_bytes(a_day)} a day"

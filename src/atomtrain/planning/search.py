@@ -9,7 +9,10 @@
 3. Offloaded segments make again in backward what cheap operations can, unless plans in which they
    send everything are more than 1% faster (and host memory can hold it).
 
-All are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`.
+All are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`, for
+steps that stand alone. Where the next step's first segments come while one ends, the same is done
+for more slots than two, and what is found compared by the time from step to step
+(`planning/more_slots.py`).
 """
 
 from __future__ import annotations
@@ -28,13 +31,10 @@ from atomtrain.planning.costing import Given
 from atomtrain.planning.disk import choices
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
+from atomtrain.planning.more_slots import EQUAL, comes_ahead, with_more_slots
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.problem import Problem, problems_of
 from atomtrain.units import format_bytes, format_seconds
-
-_EQUAL = 0.01
-"""A plan may be so much slower than the fastest if less of it goes through the host: profiles are
-no better than that."""
 
 
 class TooSlowError(PlanError):
@@ -57,7 +57,8 @@ def make_plan(
         times: Seconds of each kind of layer for one micro-batch.
         machine: Rates and budgets.
         request: What is fixed beforehand.
-        below_s: Slower plans are of no use; the less time is given, the sooner it is known.
+        below_s: Plans that take longer from step to step are of no use; the less time is given, the
+            sooner it is known.
 
     Raises:
         TooSlowError: no plan is faster than `below_s`.
@@ -65,6 +66,20 @@ def make_plan(
             missing, negative or no number.
     """
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
+    if not comes_ahead(request):
+        return _planned(given, request, below_s)
+    # A step by itself takes longer than from step to step.
+    plan = _planned(given, request, math.inf)
+    plan = with_more_slots(plan, given, request, lambda asked: _planned(given, asked, math.inf))
+    if plan.period_s >= below_s:
+        raise _too_slow(below_s)
+    return plan
+
+
+def _planned(given: Given, request: Request, below_s: float) -> Plan:
+    """Return the fastest plan that fits the machine if steps stand alone, with the least memory
+    among equals; one or two slots unless the request has others."""
+    machine = given.machine
     plans: list[Plan] = []
     too_slow: TooSlowError | None = None
     # More on disk is never faster, so nothing is behind the first that fits as it is fastest.
@@ -89,7 +104,7 @@ def make_plan(
             break
     plans = [each for each in plans if each.host_bytes <= machine.host_memory_bytes]
     if plans:
-        limit_s = (1 + _EQUAL) * min(each.step_s for each in plans)
+        limit_s = (1 + EQUAL) * min(each.step_s for each in plans)
         return next(each for each in plans if each.step_s <= limit_s)
     if too_slow is not None:
         raise too_slow
@@ -118,12 +133,12 @@ def _best(problems: Sequence[Problem], machine: Machine, below_s: float) -> Plan
     host memory can hold it.
     """
     remaking = _fastest([problem for problem in problems if problem.remakes], below_s)
-    limit_s = min((each.step_s for each in remaking), default=math.inf) / (1 + _EQUAL)
+    limit_s = min((each.step_s for each in remaking), default=math.inf) / (1 + EQUAL)
     sending = [problem for problem in problems if not problem.remakes]
     found = [some for some in (_fastest(sending, min(limit_s, below_s)), remaking) if some]
     if not found:
         if below_s < math.inf:
-            raise TooSlowError(f"no plan takes less than {format_seconds(below_s)} a step")
+            raise _too_slow(below_s)
         raise _does_not_fit(problems, machine)
     plan = _leanest(found[0])
     if plan.host_bytes > machine.host_memory_bytes and len(found) > 1:
@@ -148,13 +163,13 @@ def _fastest(problems: Sequence[Problem], below_s: float) -> list[_Fastest]:
         if fastest is not None:
             step_s = fastest.step_s + problem.host_s
             found.append(_Fastest(problem, fastest, step_s))
-            limit_s = min(limit_s, (1 + _EQUAL) * step_s)
+            limit_s = min(limit_s, (1 + EQUAL) * step_s)
     return found
 
 
 def _leanest(found: Sequence[_Fastest]) -> Plan:
     """Return the plan with the least memory among those as fast as the fastest."""
-    limit_s = (1 + _EQUAL) * min(step_s for _, _, step_s in found)
+    limit_s = (1 + EQUAL) * min(step_s for _, _, step_s in found)
     plans = [
         problem.plan(problem.leanest(fastest, limit_s))
         for problem, fastest, step_s in found
@@ -194,6 +209,10 @@ def least_budget_bytes(
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
     problems = problems_of(given, request)
     return min(least_device_bytes(problem.space) for problem in problems)
+
+
+def _too_slow(below_s: float) -> TooSlowError:
+    return TooSlowError(f"no plan takes less than {format_seconds(below_s)} a step")
 
 
 def _does_not_fit(problems: Sequence[Problem], machine: Machine) -> PlanError:

@@ -25,7 +25,8 @@ class Options:
     segments: int | None = None
     """Number of segments, or `None` for the planner's choice."""
     slots: int | None = None
-    """Number of device slots, or `None` for the planner's choice."""
+    """Number of device slots, or `None` for the planner's choice: more than two on a slow link,
+    without clipping."""
     gradient_buffers: int | None = None
     """Number of gradient buffers, or `None` for the planner's choice."""
     host_layers: int | None = None
