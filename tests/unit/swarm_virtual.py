@@ -293,6 +293,9 @@ class SimulatedPeer:
         await self.service._tasks.cancel_all()
 
     def versions(self) -> list[int]:
+        """Return those of the fragments; raises what a check in the trainer found wrong."""
+        if self._task is not None and self._task.done():
+            self._task.result()
         return [s.version for s in self.service.context.desk.store.stamps() if s is not None]
 
     async def _train(self) -> None:

@@ -145,6 +145,15 @@ def test_a_schedule_runs_the_same_way_again() -> None:
     assert merged[0] == merged[1]
 
 
+def test_an_anchor_of_its_own_waits_when_a_doubt_is_settled() -> None:
+    """A peer that was cut off in a round goes on alone, and finds what the round has made."""
+    simulation = Simulation((2, 8, 21), 25082, 0.3399277088339928, wire="int4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices, "SLICE_ELEMENTS", 8)
+        cut = Event("cut", 18, 10.179637432861266)
+        run_virtual(partial(_run, simulation, [0.7, 1.4467285507431689, 1.4467285507431689], [cut]))
+
+
 @settings(
     max_examples=int(os.environ.get(_EXAMPLES, "25")),
     phases=(Phase.reuse, Phase.generate),  # a search for the shortest schedule takes too long

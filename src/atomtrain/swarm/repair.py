@@ -132,7 +132,10 @@ class Repairer:
         doubt = self.doubts.pop(fragment, None)
         self.astray.discard(fragment)
         present = context.desk.store.anchor(fragment)
-        in_doubt = None if doubt is None else (doubt.round_id, doubt.snapshot)
+        # Where another merge waits for the next boundary, the doubt's anchor will not be present.
+        in_doubt = None
+        if doubt is not None and present.stamp == own:
+            in_doubt = (doubt.round_id, doubt.snapshot)
         merge = merge_of_fetched(fragment, anchor, present, in_doubt, context.peer_id)
         report = RoundReport(
             round=context.agenda.next_round,
