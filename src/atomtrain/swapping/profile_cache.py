@@ -31,7 +31,7 @@ from atomtrain.planning.machine import Machine
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.emulated import EmulatedDevice
 
-VERSION = 10
+VERSION = 11
 """Of the file's form, and of what its figures mean."""
 KEPT_S = 7 * 24 * 3600.0
 """Measurements older than this are made again: drivers, cooling and neighbours change."""
