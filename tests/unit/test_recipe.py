@@ -64,6 +64,7 @@ def test_amending_takes_what_may_differ() -> None:
     [
         {"model": "demo"}, {"dropout": 0.5}, {"seed": 1}, {"context": 32}, {"vocabulary": 100},
         {"precision": "bf16"}, {"gradient_dtype": "float32"},
+        {"clip_norm": 0.0},
     ],
     ids=str,
 )  # fmt: skip

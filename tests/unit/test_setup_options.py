@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from atomtrain.swapping.engine import Engine
 from atomtrain.training import setup
 from atomtrain.training.budgets import Fit, example_of
 from atomtrain.training.objectives import objective_of
+from atomtrain.training.option_checks import check_spending
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import new_recipe
 
@@ -74,3 +76,43 @@ def test_the_emulated_device_refuses_before_the_model_is_made() -> None:
     options = TrainOptions(model="tiny", device="emulated", compile=True, data=setup.__file__)
     with pytest.raises(ConfigError, match="leave compile out"):
         setup.open_session(options)
+
+
+def test_clipping_can_be_left_out_and_gradients_spent() -> None:
+    clipped, unclipped, spent = (
+        TrainOptions(model="tiny", sequences=4, context=16, device="emulated", **more)
+        for more in ({}, {"clip_norm": 0.0}, {"clip_norm": 0.0, "spend_gradients": True})
+    )
+    losses = []
+    for options, norm in ((clipped, 1.0), (unclipped, None), (spent, None)):
+        recipe = new_recipe(options)
+        batch = example_of(recipe, 2, objective_of(recipe))
+        with opened(options) as engine:
+            assert engine.planner.options.clip_norm == norm
+            assert engine.plan.spends is options.spend_gradients
+            losses.append([engine.step([batch, batch]) for _ in range(3)])
+    assert losses[0][0] == losses[1][0]
+    assert losses[0] != losses[1]
+    assert losses[1] == losses[2]
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "precision", "averaged", "told"),
+    [
+        (1.0, "fp32", False, "give --clip-norm 0"),
+        (0.0, "fp16", False, "choose bf16"),
+        (0.0, "fp32", True, "choose --average local"),
+    ],
+)
+def test_gradients_that_are_wanted_again_are_not_spent(
+    clip_norm: float, precision: str, averaged: bool, told: str
+) -> None:
+    check_spending(0.0, "bf16")
+    with pytest.raises(ConfigError, match=told):
+        check_spending(clip_norm, precision, averaged=averaged)
+
+
+@pytest.mark.parametrize("norm", [-1.0, math.inf, math.nan])
+def test_what_is_no_norm_is_refused(norm: float) -> None:
+    with pytest.raises(ConfigError, match="--clip-norm must be a norm"):
+        TrainOptions(clip_norm=norm)

@@ -20,7 +20,12 @@ from atomtrain.training.early import (
     check_model_name,
     check_name,
 )
-from atomtrain.training.option_checks import check_counts, memory_of
+from atomtrain.training.option_checks import (
+    check_clip_norm,
+    check_counts,
+    check_spending,
+    memory_of,
+)
 from atomtrain.training.options import option
 
 if TYPE_CHECKING:
@@ -97,6 +102,12 @@ class PlanOptions:
     optimizer: str = option(
         "adamw", "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon.", "NAME"
     )
+    clip_norm: float = option(
+        1.0, "Norm to which gradients are clipped; 0: not at all, so that no update waits.", "NORM"
+    )
+    spend_gradients: bool = option(
+        False, "Gradients wait on the host for their own update only; with --clip-norm 0."
+    )
     lora: str | None = option(
         None, "Train adapters of a frozen model, as --lora of atom train: r=16,bits=4.", "SETTINGS"
     )
@@ -118,6 +129,9 @@ class PlanOptions:
         check_counts(self, "context", "micro_batch", "head_pieces")
         check_counts(self, "tokens_per_step", most=1 << 53)
         check_counts(self, "devices", most=1024)
+        check_clip_norm(self.clip_norm)
+        if self.spend_gradients:
+            check_spending(self.clip_norm, self.precision)
         memory_of(self)
         if self.on_disk is not None and self.disk is None:
             raise ConfigError(f"--on-disk {self.on_disk} needs --disk DISK")
@@ -194,7 +208,8 @@ def run(arguments: Sequence[str]) -> int:
         micro_batch=options.micro_batch,
         disk=options.disk is not None,
         on_disk=options.on_disk,
-        clips=True,  # as `atom train` does
+        clips=bool(options.clip_norm) or options.precision == "fp16",
+        spends=options.spend_gradients,
         activations=cast("Activation | None", options.activations),
         devices=options.devices,
     )

@@ -105,6 +105,8 @@ class Workload:
     """What all segments do with what forward saves; `None` is the planner's choice for each."""
     clips: bool = False
     """Whether no update begins before the norm of all gradients is known, as with clipping."""
+    spends: bool = False
+    """Whether gradients wait on the host for their own update only; not if it clips."""
     on_disk: str | None = None
     """Up to which kind of state it does then, or `None` for as little as host memory demands."""
     devices: int = 1
@@ -278,6 +280,7 @@ def _fastest(
             activations=workload.activations,
             clips=workload.clips,
             devices=workload.devices,
+            spends=workload.spends,
         )
         tokens = workload.devices * request.micro_batches * size * workload.context_tokens
         least = max(least_tokens_per_s, _HELPS * best.tokens_per_s if best else 0.0)

@@ -58,7 +58,8 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
     if options.disk is not None:
         return  # the planner knows what must be in memory then
     kind = recipe.precision, recipe.gradient_dtype
-    each_bytes = host_bytes_per_parameter(recipe.optimizer, *kind)
+    spent = options.spend_gradients
+    each_bytes = host_bytes_per_parameter(recipe.optimizer, *kind, spent=spent)
     trained = frozen_bytes = 0
     for parameter in outline.parameters():
         if parameter.requires_grad:
@@ -69,7 +70,7 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
     if options.host_memory is not None:
         there_bytes = parse_bytes(options.host_memory, "--host-memory")
     if needed_bytes > there_bytes:
-        least_bytes = host_bytes_per_parameter(SMALLEST_STATE, *kind)
+        least_bytes = host_bytes_per_parameter(SMALLEST_STATE, *kind, spent=spent)
         would_fit = least_bytes * trained + frozen_bytes <= there_bytes
         raise PlanError(
             f"training {recipe.model} ({format_count(parameter_count(outline))} parameters) takes "

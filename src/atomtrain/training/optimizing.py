@@ -31,8 +31,8 @@ _FORMATS = {
 """Format of AdamW's moments by the optimizer's name."""
 SMALLEST_STATE = "adamw-int8"
 """The optimizer that takes the least memory."""
-_PARAMETER_AND_GRADIENT_BYTES = {"fp32": 8, "bf16": 4, "fp16": 4}
-"""By precision."""
+_PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""By precision; of a gradient too."""
 _WIDER_GRADIENT_BYTES = 2
 """What float32 gradients take more than those of 16 bits."""
 _GRADIENT_DTYPES = ("float32",)
@@ -52,11 +52,11 @@ def check_optimizer(name: str) -> None:
 
 def check_precision(precision: str, optimizer: str) -> None:
     """Raise a `ConfigError` if there is no such precision, or not with this optimizer."""
-    if precision not in _PARAMETER_AND_GRADIENT_BYTES:
+    if precision not in _PARAMETER_BYTES:
         raise ConfigError(
             f"there is no precision {precision!r}."
-            f"{nearest(precision, _PARAMETER_AND_GRADIENT_BYTES)} "
-            f"Precisions: {', '.join(_PARAMETER_AND_GRADIENT_BYTES)}"
+            f"{nearest(precision, _PARAMETER_BYTES)} "
+            f"Precisions: {', '.join(_PARAMETER_BYTES)}"
         )
     if precision != "fp32" and optimizer not in _MASTERS:
         raise ConfigError(
@@ -81,17 +81,22 @@ def gradient_dtype_of(name: str | None) -> Literal["float32"] | None:
 
 
 def host_bytes_per_parameter(
-    name: str, precision: str = "fp32", gradient_dtype: str | None = None
+    name: str,
+    precision: str = "fp32",
+    gradient_dtype: str | None = None,
+    *,
+    spent: bool = False,
 ) -> float:
     """Return the host bytes of a parameter, its gradient and its optimizer state.
 
+    With `spent` gradients take no place of their own; what they wait in does not grow with depth.
     For `muon` it is the most: a matrix that Muon updates takes 4 bytes less.
     """
     masters = 0.0 if precision == "fp32" else MASTER_BYTES[_master_format(name, precision)]
     moments = BYTES_PER_PARAMETER[_FORMATS[name]]
     widened = gradient_dtype is not None and precision != "fp32"
-    gradients = _WIDER_GRADIENT_BYTES * widened
-    return _PARAMETER_AND_GRADIENT_BYTES[precision] + gradients + masters + moments
+    gradients = 0 if spent else _PARAMETER_BYTES[precision] + _WIDER_GRADIENT_BYTES * widened
+    return _PARAMETER_BYTES[precision] + gradients + masters + moments
 
 
 def _master_format(name: str, precision: str) -> str:

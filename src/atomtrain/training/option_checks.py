@@ -37,6 +37,7 @@ def check_options(given: TrainOptions) -> None:
         raise ConfigError(
             f"--learning-rate must be above 0 and below 10, not {given.learning_rate}"
         )
+    check_clip_norm(given.clip_norm)
     check_seed(given.seed)
     memory_of(given)
     if given.on_disk is not None:
@@ -89,6 +90,29 @@ def check_seed(seed: int | None) -> None:
     """Refuse what no random generator takes."""
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"--seed must be 0 to 2^63 - 1, not {seed}")
+
+
+def check_clip_norm(norm: float | None) -> None:
+    """Refuse what is no norm."""
+    if norm is not None and not 0 <= norm < math.inf:
+        raise ConfigError(f"--clip-norm must be a norm, or 0 for no clipping, not {norm:g}")
+
+
+def check_spending(clip_norm: float, precision: str, *, averaged: bool = False) -> None:
+    """Refuse to spend gradients at once where they are wanted again.
+
+    Raises:
+        ConfigError: they wait for their norm, for overflows, or for other peers'.
+    """
+    waits = None
+    if clip_norm:
+        waits = f"for the norm to which they are clipped, {clip_norm:g}; give --clip-norm 0"
+    elif precision == "fp16":
+        waits = "till none has overflowed, with --precision fp16; choose bf16"
+    elif averaged:
+        waits = "for those of other peers; choose --average local"
+    if waits is not None:
+        raise ConfigError(f"--spend-gradients cannot be: gradients wait {waits}, or leave it out")
 
 
 def check_text(flag: str, text: str) -> None:

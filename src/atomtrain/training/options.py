@@ -136,6 +136,18 @@ class TrainOptions:
         "32. Default: as the parameters, so of 16 bits with --precision bf16 or fp16.",
         "TYPE",
     )
+    clip_norm: float | None = option(
+        None,
+        "Global norm to which gradients are clipped, exactly. 0: not at all, and no update waits "
+        "for the gradients of others. Default: 1.",
+        "NORM",
+    )
+    spend_gradients: bool = option(
+        False,
+        "Gradients wait on the host for their own update only: 2 or 4 bytes of host memory a "
+        "parameter less. With --clip-norm 0.",
+        "",
+    )
     schedule: str | None = option(
         None,
         "Learning rate after the warm-up: cosine, linear, constant or wsd (constant, then a "

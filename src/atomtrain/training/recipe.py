@@ -55,7 +55,7 @@ class Recipe:
     """Steps in which the learning rate rises linearly from 0."""
     weight_decay: float
     clip_norm: float
-    """Global norm to which gradients are clipped."""
+    """Global norm to which gradients are clipped; 0: not at all."""
     seed: int
     local_steps: int
     """Steps in which every part of the model is averaged with other peers once; 0: as few as the
@@ -170,7 +170,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
         learning_rate=options.learning_rate or usual.learning_rate,
         warmup_steps=max(1, min(50, steps // 10)),
         weight_decay=usual.weight_decay,
-        clip_norm=1.0,
+        clip_norm=1.0 if options.clip_norm is None else options.clip_norm,
         seed=options.seed or 0,
         local_steps=options.local_steps or 0,
         evaluate_every=options.evaluate_every or max(1, steps // 8),
@@ -281,6 +281,7 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         "optimizer": recipe.optimizer,
         "precision": recipe.precision,
         "gradient_dtype": recipe.gradient_dtype,
+        "clip_norm": recipe.clip_norm,
         "lora": recipe.lora,
         "objective": recipe.objective,
         "beta": recipe.beta,

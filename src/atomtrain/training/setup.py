@@ -51,6 +51,7 @@ from atomtrain.training.gradients import (
 from atomtrain.training.objective import Objective
 from atomtrain.training.objectives import objective_of
 from atomtrain.training.optimizing import gradient_dtype_of, make_optimizer, precision_of
+from atomtrain.training.option_checks import check_spending
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import (
     EngineFragments,
@@ -159,6 +160,9 @@ def _assemble(
     if recipe.precision in PRECISIONS:
         outline.to(PRECISIONS[recipe.precision])
     check_packing(outline, recipe)
+    gradients = averages_gradients(options, source)
+    if options.spend_gradients:
+        check_spending(recipe.clip_norm, recipe.precision, averaged=gradients)
     check_host_memory(outline, recipe, options)
     devices = open_devices(options.device, memory)
     try:
@@ -173,7 +177,6 @@ def _assemble(
         for device in devices:
             device.close()
         raise
-    gradients = averages_gradients(options, source)
     engine = _open_engine(model, recipe, devices, fit, objective, options, gradients=gradients)
     engine.recording = options.trace is not None
     try:
@@ -230,7 +233,8 @@ def _open_engine(
         loss=objective.loss,
         options=Options(
             micro_batches=recipe.sequences // fit.micro_batch,
-            clip_norm=recipe.clip_norm,
+            clip_norm=recipe.clip_norm or None,
+            spend_gradients=options.spend_gradients,
             head_pieces=fit.head_pieces,
             precision=precision_of(recipe.precision),
             gradient_dtype=gradient_dtype_of(recipe.gradient_dtype),
