@@ -30,9 +30,9 @@ class OffloadCase:
     """Sequences of a step, of all its micro-batches."""
     rounds: int = 9
     """Rounds in which each contender has its turn; at least 1."""
-    turn_steps: int = 1
-    """Steps of a turn; at least 1."""
-    search_steps: int = 2
+    turn_steps: int = 2
+    """Counted steps of a turn; at least 1."""
+    search_steps: int = 3
     """Steps by which a contender's settings are chosen; at least 1."""
     seed: int = 0
 
