@@ -8,8 +8,8 @@ process of its own:
   than steps differ by themselves, the one of them that takes the least host memory.
 - *Same work.* Losses are compared with those of resident training; `loss_difference` is the
   largest relative one.
-- *Same clock.* A turn ends when all work is done, updates in the background included. It begins with
-  a step that is not counted: caches are another contender's then.
+- *Same clock.* A turn ends when all work is done, updates in the background included. It begins
+  with a step that is not counted: caches are another contender's then.
 - *Memory.* `host_peak_bytes` is the growth of a process's resident set (with a GPU: of the
   machine's used memory) after something tiny was trained in the same way. So what libraries
   themselves take is charged to nobody.
@@ -38,7 +38,6 @@ import torch
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.benchmarks.offloaders_case import CASE, CUDA_CASE, QUICK, OffloadCase
 from atomtrain.errors import ConfigError
-
 
 _AS_FAST = 1.02
 
