@@ -171,7 +171,8 @@ def test_survivors_go_on_from_lower_versions_that_more_tokens_went_into() -> Non
         Event("newcomer", 12, 0.2),
     ]
     run_virtual(partial(_run, simulation, [0.1, 0.9450001256647231, 1.86960374112543], events))
-    lone = [m.anchor.stamp for name, _, m in simulation.merges if (name, m.fragment) == ("peer0", 0)]
+    merges = [merge for name, _, merge in simulation.merges if name == "peer0"]
+    lone = [merge.anchor.stamp for merge in merges if merge.fragment == 0]
     assert any(new.version < old.version and new.beats(old) for old, new in pairwise(lone))
 
 
