@@ -149,6 +149,7 @@ def test_events_worth_a_line_are_greppable() -> None:
         ({"event": "membership", "peers": 2, "left": ["c"], "joined": []}, "peers 2, left: c"),
         ({"event": "sample", "prompt": "In the", "text": "beginning"}, 'sample "In the" -> begin'),
         ({"event": "warning", "message": "slow link"}, "warning: slow link"),
+        ({"event": "stopping"}, "stopping: ends this step"),
         (finished(), "run completed, step 20000, loss 2.500, held-out bits per byte 1.250"),
         (
             {"event": "peer_lost", "reason": "killed by SIGKILL", "log": "a.log"},

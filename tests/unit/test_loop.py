@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from atomtrain.events import Event, EventLog
 from atomtrain.training.gradients import GradientFragments
 from atomtrain.training.loop import Loop
 
@@ -64,6 +67,32 @@ def test_each_step_has_its_own_rate_and_random_numbers(tmp_path: Path) -> None:
     assert steps(tmp_path, 2, 2) == seen[2:], "a resumed run goes on where it was"
     for other in (steps(tmp_path, 0, 4, name="peer-1"), steps(tmp_path, 0, 4, seed=2)):
         assert not {seed for seed, _ in other} & {seed for seed, _ in seen}
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_told_and_the_next_of_either_kind_acts_at_once(
+    tmp_path: Path, first: signal.Signals
+) -> None:
+    events, told = EventLog(), threading.Event()
+    session: Any = SimpleNamespace(step=0, directory=tmp_path)
+    loop = Loop(session, events)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def listen(event: Event) -> None:
+        if event["event"] == "step":
+            signal.raise_signal(first)  # while this thread holds the log's lock
+        elif event["event"] == "stopping":
+            told.set()
+
+    events.subscribe(listen)
+    with loop._interruptible():
+        events.emit("step")
+        assert loop._stop
+        assert told.wait(60.0)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 class Gradients(GradientFragments):

@@ -21,6 +21,9 @@ from atomtrain.training.options import TrainOptions
 
 LOG_FILE = "peer.log"
 RECIPE = "recipe"
+_STOPPED_AT_ONCE = (
+    "stopped at once, without saving: --resume goes on from the checkpoint before, if there is one"
+)
 ABOUT = "Train a model within a device budget, alone or with other peers."
 _EXAMPLES = """\
   atom train                                    the demo: two peers, real text, generated sentences
@@ -96,6 +99,10 @@ def _run_peer(options: TrainOptions) -> int:
             events.subscribe(feed.listen)
             try:
                 reason = Loop(session, events).run()
+            except KeyboardInterrupt:
+                events.emit("warning", message=_STOPPED_AT_ONCE)
+                events.emit("run_finished", reason="interrupted", step=session.step)
+                raise
             except BaseException as error:
                 events.emit("warning", message=f"training failed: {error}")
                 events.emit("run_finished", reason="failed", step=session.step)

@@ -26,8 +26,11 @@ ROOMY_COLUMNS = 100
 WIDE_COLUMNS = 140
 ROW_KINDS = frozenset(("run_started", "step", "evaluation", "run_finished", "peer_lost"))
 MESSAGE_KINDS = frozenset(
-    ("evaluation", "membership", "checkpoint", "sample", "warning", "run_finished", "peer_lost")
-)
+    (
+        "evaluation", "membership", "checkpoint", "sample", "warning", "stopping",
+        "run_finished", "peer_lost",
+    )
+)  # fmt: skip
 STYLES = {"lost": "red", "failed": "red", "completed": "green", "interrupted": "yellow"}
 
 

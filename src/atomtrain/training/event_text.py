@@ -14,6 +14,10 @@ from atomtrain.events import Event
 from atomtrain.units import format_bytes, format_count, format_seconds
 
 LATEST_S = 4e9  # the year 2096
+STOPPING = (
+    "stopping: ends this step and the round under way, then saves; "
+    "Ctrl-C again ends at once, and what was learnt since the last checkpoint is lost"
+)
 
 
 def event_line(event: Event) -> str | None:
@@ -251,6 +255,7 @@ _LINES = {
     "checkpoint": _checkpoint_line,
     "sample": lambda event: f"sample {sample_text(event)}",
     "warning": lambda event: f"warning: {words(event, 'message') or 'unknown'}",
+    "stopping": lambda _: STOPPING,
     "run_finished": _finished_line,
     "peer_lost": _lost_line,
 }

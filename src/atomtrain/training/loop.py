@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -309,9 +310,13 @@ class Loop:
     def _interruptible(self) -> Iterator[None]:
         """Let the first SIGINT or SIGTERM finish the step and save; the next one acts at once."""
 
-        def ask(number: int, _: FrameType | None) -> None:
+        def ask(_number: int, _: FrameType | None) -> None:
             self._stop = True
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else _interrupt)
+            signal.signal(signal.SIGINT, _interrupt)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # Said now, as a step may be long, and not from here: this thread may hold the locks
+            # of the log or of the display.
+            threading.Thread(target=self._events.emit, args=("stopping",), daemon=True).start()
 
         before = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
