@@ -16,6 +16,7 @@ from waiting import PATIENCE_S, wait_until
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
+from atomtrain.swarm.joining import WrongKeyError
 from atomtrain.swarm.transport import LinkLost
 
 ELEMENTS = (3000, 500)
@@ -149,11 +150,15 @@ def _rebase(founder: tuple[Swarm, Model], saved: object, model: Model) -> None:
         resumed.leave(2.0)
 
 
-def _error_of(join: SwarmConfig, *, reachable: bool = True) -> str:
+def _refusal_of(join: SwarmConfig, *, reachable: bool = True) -> SwarmError:
     with pytest.raises(SwarmError) as caught:
         (joined if reachable else Swarm.join)(join)
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return caught.value
+
+
+def _error_of(join: SwarmConfig, *, reachable: bool = True) -> str:
+    return str(_refusal_of(join, reachable=reachable))
 
 
 def test_wrong_run_name_says_which_run_is_there(founder: tuple[Swarm, Model]) -> None:
@@ -186,8 +191,11 @@ def test_key_and_list_of_peers_keep_strangers_out(tmp_path: Path) -> None:
         join = {"join": (swarm.address,)}
         for stranger in (config(**join), config(**join, key_path=wrong)):
             assert "turns this one away: it admits only peers that know" in _error_of(stranger)
+            assert isinstance(_refusal_of(stranger), WrongKeyError)
         listed = config(**join, key_path=key, allow_path=ids)
-        assert "not on its list of allowed peers" in _error_of(listed)
+        refused = _refusal_of(listed)
+        assert "not on its list of allowed peers: make an id that stays" in str(refused)
+        assert not isinstance(refused, WrongKeyError)
         ids.write_text(f"{swarm.address}\n")
         other = joined(listed)
         try:

@@ -178,3 +178,15 @@ def test_the_comparison_of_bits_can_fail(straight: tuple[Path, str]) -> None:
     other[name].view(-1)[0] += 1e-6
     with pytest.raises(AssertionError):
         assert_same_bits(tensors, other)
+
+
+def test_a_run_with_a_key_says_so_to_others_and_is_not_resumed_without(trainer: Trainer) -> None:
+    key = trainer.folder / "the key"
+    key.write_text("the secret of this run")
+    data = ("--data", str(trainer.text), "--prompt", "x")
+    begun = trainer.run(*RECIPE, *data, "--run", "closed", "--run-key", str(key), "--steps", "2")
+    assert f"join with: atom train --run-key '{key}' --join closed@/ip4/" in begun.stdout
+    opened = trainer.run("--run", "closed", "--resume", "--steps", "3")
+    assert opened.returncode == 2
+    assert "closed to strangers; give --run-key FILE again" in opened.stderr
+    assert len(opened.stderr.splitlines()) == 1

@@ -219,12 +219,15 @@ def _table(status: dict[str, Any]) -> str:
     names = {peer["peer_id"]: peer["name"] for peer in peers}
     speed = sum(p["tokens_per_s"] for p in peers if p["state"] == "training")
     versions = [version for version in status["versions"] if version is not None]
-    span = f"{min(versions)} to {max(versions)}" if versions else "none"
+    low, high = (min(versions), max(versions)) if versions else (None, None)
+    span = "no versions" if low is None else f"version {low}"
+    span = span if low == high else f"versions {low} to {high}"
+    fragments = status["fragments"]
     lines = [
         f"run {status['run']}: {len(peers)} peer{'s' * (len(peers) != 1)}, "
         f"{format_count(speed)} tokens/s; "
-        f"{format_count(status['parameters'])} parameters in {status['fragments']} fragments, "
-        f"versions {span}; next round {status['next_round']}",
+        f"{format_count(status['parameters'])} parameters in {fragments} "
+        f"fragment{'s' * (fragments != 1)}, {span}; next round {status['next_round']}",
         f"{'peer':<20} {'state':<9} {'steps':>7} {'tokens':>8} {'tokens/s':>9} {'step':>8} "
         f"{'behind':>6} {'link free':>11} {'reached':>8}  address",
     ]

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -91,7 +92,7 @@ def _run_peer(options: TrainOptions) -> int:
         make_directory(session.directory)
         (session.directory / RECIPE_FILE).write_text(recipe_text(options), encoding="utf-8")
         events = EventLog(session.directory / EVENTS_FILE)
-        display = Display(DisplayConfig(plain=options.plain))
+        display = Display(DisplayConfig(plain=options.plain, join_command=_join_command(options)))
         labels = PeerLabels(session.run, session.name, session.directory)
         feed = MetricsFeed(parse_targets(options.metrics), labels)
         with display, contextlib.closing(feed):
@@ -110,6 +111,12 @@ def _run_peer(options: TrainOptions) -> int:
         return 0 if reason == "completed" else 130
     finally:
         session.close()
+
+
+def _join_command(options: TrainOptions) -> str:
+    """Return what others type in front of the address: with the key, if the run has one."""
+    key = "" if options.run_key is None else f" --run-key {shlex.quote(str(options.run_key))}"
+    return f"atom train{key} --join"
 
 
 def _tell(line: str) -> None:
@@ -161,7 +168,8 @@ def _run_peers(options: TrainOptions) -> int:
             name=names[index], argv=argv, events=folder / EVENTS_FILE, log=folder / LOG_FILE
         )
 
-    with Display(DisplayConfig(plain=options.plain)) as display:
+    config = DisplayConfig(plain=options.plain, join_command=_join_command(options))
+    with Display(config) as display:
         code = launch_peers([command(index) for index in range(options.n_peers)], display)
         courses = {name: base / name / EVENTS_FILE for name in names}
         courses = {name: path for name, path in courses.items() if path.exists()}

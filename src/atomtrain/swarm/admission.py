@@ -16,6 +16,8 @@ from atomtrain.errors import ConfigError
 from atomtrain.swarm.messages import BadMessage
 
 KEY_BYTES_MIN = 16
+NEEDS_KEY = "it admits only peers that know the run's key"
+"""How the reason begins for which a peer without the run's key is turned away."""
 _FILE_BYTES_MAX = 1 << 20
 _PROOF_BYTES = 32
 _PREFIX = "sealed "
@@ -84,14 +86,14 @@ class Admission:
     def refusal(self, remote: str, proof: str) -> str:
         """Return why a peer is turned away, or an empty string."""
         if self.allowed is not None and remote not in self.allowed and remote != self.peer_id:
-            return f"peer {remote} is not on its list of allowed peers"
+            return (
+                f"peer {remote} is not on its list of allowed peers: make an id that stays with "
+                "'atom identity FILE', have it put on that list, and give --identity FILE"
+            )
         if not self._same(proof, self._made("stream", remote, self.peer_id, b"")):
             if proof:
-                return (
-                    "it admits only peers that know the run's key, and this one has another: "
-                    "copy the file for --run-key again"
-                )
-            return "it admits only peers that know the run's key: give it with --run-key FILE"
+                return f"{NEEDS_KEY}, and this one has another: copy the file for --run-key again"
+            return f"{NEEDS_KEY}: give it with --run-key FILE"
         return ""
 
     def seal(self, record: bytes) -> bytes:

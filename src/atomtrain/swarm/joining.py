@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.addresses import dialled, first_hop
-from atomtrain.swarm.admission import Admission
+from atomtrain.swarm.admission import NEEDS_KEY, Admission
 from atomtrain.swarm.clock import SwarmClock
 from atomtrain.swarm.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.known import KnownPeers
@@ -28,6 +28,10 @@ _SILENT_S, _AGAIN_S = 45.0, 0.5
 it is asked for so long, with such pauses."""
 
 
+class WrongKeyError(SwarmError):
+    """The run is there, and none of its peers that answered admits one without its key."""
+
+
 class WayIn(NamedTuple):
     """What a newcomer learns from the peers that answer."""
 
@@ -44,6 +48,7 @@ async def connect_any(
     """Try all given addresses at once, and those of the peers that the run is known to have had.
 
     Raises:
+        WrongKeyError: none led to the run, and a peer of it asked for another key.
         SwarmError: none led to the run; one line that says for each given address why.
     """
     given: dict[str, list[str]] = {}
@@ -66,6 +71,8 @@ async def connect_any(
             task.cancel()
     ways = [(a, tries[task]) for task, a in answers.items() if not isinstance(a, str)]
     if not ways:
+        if asking := [a for a in answers.values() if isinstance(a, str) and NEEDS_KEY in a]:
+            raise WrongKeyError(f"cannot join run {config.run!r}: {asking[0]}")
         told = [str(answer) for task, answer in answers.items() if tries[task] in joins]
         if len(places) > len(given):
             none = "none of the other peers" if told else "none of the peers"

@@ -13,6 +13,7 @@ from atomtrain.checkpoint import save
 from atomtrain.events import EventLog
 from atomtrain.training.folders import CHECKPOINTS
 from atomtrain.training.setup import Session
+from atomtrain.training.sources import guards_of
 from atomtrain.training.state import SWARM_SHARD, loss_scale_of, shards_of
 
 
@@ -33,6 +34,7 @@ def save_session(session: Session, events: EventLog) -> Path:
         "model_folder": _text_of(session.model_folder),
         "text_sha256": session.text.sha256,
         "run": session.run,
+        "guards": guards_of(session.options),
         "name": session.name,
     }
     swarm = None if session.swarm is None else session.swarm.state_dict()

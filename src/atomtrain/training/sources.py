@@ -108,6 +108,7 @@ def _base_of(recipe: Recipe, given: str | None, known: str | None) -> Weights | 
 def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
     checkpoint = load_latest(directory / CHECKPOINTS)
     meta = checkpoint.meta
+    _check_guards(options, run, meta.get("guards", []))
     recipe, tokenizer = recipe_of(checkpoint)
     recipe = amended(recipe, options, str(checkpoint.path))
     data = options.data or meta["data"]
@@ -122,10 +123,27 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
     return Source(recipe, text, checkpoint, swarm, weights)
 
 
+def guards_of(options: TrainOptions) -> list[str]:
+    """Return the options that keep strangers out of the run."""
+    guards = {"--run-key": options.run_key, "--allow": options.allow}
+    return [flag for flag, path in guards.items() if path is not None]
+
+
+def _check_guards(options: TrainOptions, run: str, before: list[str]) -> None:
+    """Refuse to open a run that was closed to strangers only because an option was forgotten."""
+    if before and not guards_of(options):
+        again = " and ".join(f"{flag} FILE" for flag in before)
+        raise ConfigError(
+            f"run {run!r} was closed to strangers; give {again} again, or anybody could join it"
+        )
+
+
 def _rejoin(
     options: TrainOptions, run: str, name: str, directory: Path, checkpoint: Checkpoint
 ) -> Swarm | None:
     """Join through the given addresses, or look for the peers that were known when it was saved."""
+    from atomtrain.swarm.joining import WrongKeyError
+
     if options.join:
         return _join(options, run, name, directory)
     known = tuple(checkpoint.meta.get("swarm", {}).get("known_addresses", ()))
@@ -134,6 +152,8 @@ def _rejoin(
     try:
         return _join(dataclasses.replace(options, join=known), run, name, directory)
     except SwarmError as error:
+        if isinstance(error, WrongKeyError) and options.run_key is not None:
+            raise  # the others are there: alone it would be another run of the same name
         _log.warning("no peer of the run was found, going on alone: %s", error)
         return None
 
