@@ -22,7 +22,10 @@ from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.optimizers import moments as moments_module
 from atomtrain.training.state import restore, shards_of
 
-FORMATS = {"16": ("float32", "float32"), "12": ("float32", "bfloat16"), "8": ("split", "int8")}
+FORMATS = {
+    "16": ("float32", "float32"), "14": ("split", "float32"), "12": ("float32", "bfloat16"),
+    "10": ("split", "bfloat16"), "8": ("split", "int8"),
+}  # fmt: skip
 """Master and moments, by the bytes of a parameter on the host, gradient and stream included."""
 Factory = Callable[[nn.Module], AdamW]
 gpt = partial(swapped.gpt, layers=3)
@@ -143,20 +146,29 @@ def test_delays_change_no_bit(seed: int) -> None:
         assert_equal(engine, reference, resident)
 
 
-def test_whole_and_split_masters_train_alike() -> None:
-    steps, model, ends = token_batches(2), gpt(), []
+@pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_whole_and_split_masters_train_alike(state: str, clip_norm: float | None) -> None:
+    steps, model = token_batches(2, steps=5), gpt()
+    ends: list[tuple[list[float], dict[str, torch.Tensor]]] = []
     for master in ("float32", "split"):
         copy = twin(model)
 
         def factory(owned: nn.Module, master: str = master) -> AdamW:
-            return AdamW(decay_groups(owned), lr=1e-3, master=master)
+            return AdamW(decay_groups(owned), lr=1e-3, state=state, master=master, seed=9)
 
-        with swap(copy, steps[0][0], factory, micro_batches=2) as engine:
+        with swap(copy, steps[0][0], factory, micro_batches=2, clip_norm=clip_norm) as engine:
             losses = [engine.step(batches) for batches in steps]
-            ends.append((losses, {n: v.clone() for n, v in engine.state_dict().items()}))
-    assert ends[0][0] == ends[1][0]
-    for key, value in ends[0][1].items():
-        assert_same_bits(value, ends[1][1][key], key)
+            end = {name: value.clone() for name, value in engine.state_dict().items()}
+            for name, moments in engine.optimizer_state().items():
+                end |= {f"{name}/{key}": value.clone() for key, value in moments.items()}
+            end |= {f"{n}/stream": p.detach().clone() for n, p in engine.model.named_parameters()}
+        ends.append((losses, end))
+    (losses, whole), (split_losses, split) = ends
+    assert losses == split_losses
+    assert whole.keys() == split.keys()
+    for key, value in whole.items():
+        assert_same_bits(value, split[key], key)
 
 
 @pytest.mark.parametrize("saved", FORMATS)

@@ -33,8 +33,9 @@ def test_the_result_has_the_contracts_keys() -> None:
 
 @pytest.mark.parametrize("name", _CANDIDATES)
 def test_the_bytes_of_the_state_are_those_of_the_real_one(name: str) -> None:
-    parameter = nn.Parameter(torch.randn(16, 64))
-    parameter.grad = torch.randn(16, 64)
+    dtype = _CANDIDATES[name].dtype
+    parameter = nn.Parameter(torch.randn(16, 64).to(dtype))
+    parameter.grad = torch.randn(16, 64).to(dtype)
     optimizer = _CANDIDATES[name].make([parameter])
     optimizer.step()
     state = optimizer.state[parameter]

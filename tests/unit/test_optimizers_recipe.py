@@ -68,6 +68,17 @@ def test_a_resumed_run_may_change_its_schedule_but_not_its_optimizer() -> None:
         amended(made, TrainOptions(optimizer="muon"), "there")
 
 
+def test_a_resumed_run_may_split_its_masters_or_make_them_whole() -> None:
+    whole = recipe(optimizer="adamw-bfloat16", precision="bf16")
+    split = amended(whole, TrainOptions(optimizer="adamw-bfloat16-split"), "here")
+    assert split == recipe(optimizer="adamw-bfloat16-split", precision="bf16")
+    assert amended(split, TrainOptions(optimizer="adamw-bfloat16"), "here") == whole
+    with pytest.raises(ConfigError, match="--optimizer adamw-split contradicts there"):
+        amended(whole, TrainOptions(optimizer="adamw-split"), "there")
+    with pytest.raises(ConfigError, match="has none that can be split"):
+        amended(recipe(), TrainOptions(optimizer="adamw-split"), "there")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -100,24 +111,39 @@ def test_default_training_is_what_torchs_fused_adamw_does() -> None:
         assert torch.equal(parameter, before[name])
 
 
-@pytest.mark.parametrize(("bytes_each", "advised"), [(11, True), (9, False)])
-def test_a_smaller_state_is_advised_if_it_would_fit(
-    bytes_each: int, advised: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("precision", "bytes_each", "advised"),
+    [
+        ("fp32", 13, "adamw-bfloat16"), ("fp32", 11, "adamw-int8"), ("fp32", 9, None),
+        ("bf16", 15, "adamw-split"), ("bf16", 13, "adamw-bfloat16"),
+        ("bf16", 11, "adamw-bfloat16-split"), ("bf16", 9, "adamw-int8"), ("bf16", 7, None),
+        ("fp16", 15, "adamw-bfloat16"), ("fp16", 11, "adamw-int8"),
+    ],
+)  # fmt: skip
+def test_the_largest_state_that_would_fit_is_advised(
+    precision: str, bytes_each: int, advised: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outline = gpt()
     parameters = sum(p.numel() for p in outline.parameters())
     monkeypatch.setattr(budgets, "host_memory_bytes", lambda: bytes_each * parameters)
     with pytest.raises(PlanError, match="choose a model of at most") as caught:
-        budgets.check_host_memory(outline, recipe(), TrainOptions())
-    assert str(caught.value).endswith("or --optimizer adamw-int8") == advised
-    if advised:
-        budgets.check_host_memory(outline, recipe(optimizer="adamw-int8"), TrainOptions())
-    budgets.check_host_memory(outline, recipe(), TrainOptions(disk=Path()))
+        budgets.check_host_memory(outline, recipe(precision=precision), TrainOptions())
+    if advised is None:
+        assert str(caught.value).endswith("--disk FOLDER")
+    else:
+        assert str(caught.value).endswith(f"or --optimizer {advised}")
+        smaller = recipe(precision=precision, optimizer=advised)
+        budgets.check_host_memory(outline, smaller, TrainOptions())
+    budgets.check_host_memory(outline, recipe(precision=precision), TrainOptions(disk=Path()))
 
 
 @pytest.mark.parametrize(
-    ("name", "each_bytes"), [("adamw", 16), ("adamw-bfloat16", 12), ("adamw-int8", 8.0625)]
-)
+    ("name", "each_bytes"),
+    [
+        ("adamw", 16), ("adamw-split", 14), ("adamw-bfloat16", 12), ("adamw-bfloat16-split", 10),
+        ("adamw-int8", 8.0625),
+    ],
+)  # fmt: skip
 def test_bfloat16_takes_the_bytes_that_are_told(name: str, each_bytes: float) -> None:
     made = recipe(optimizer=name, precision="bf16")
     assert host_bytes_per_parameter(name, made.precision) == each_bytes
@@ -135,5 +161,8 @@ def test_a_precision_that_cannot_be_is_refused() -> None:
         recipe(precision="bf1")
     with pytest.raises(ConfigError, match="'muon' keeps no float32 masters"):
         recipe(optimizer="muon", precision="bf16")
+    for precision in ("fp32", "fp16"):
+        with pytest.raises(ConfigError, match="choose precision bf16, or the optimizer 'adamw'"):
+            recipe(optimizer="adamw-split", precision=precision)
     with pytest.raises(ConfigError, match="--precision fp32 contradicts the run, which has"):
         amended(recipe(precision="bf16"), TrainOptions(precision="fp32"), "the run")

@@ -51,9 +51,9 @@ def test_the_result_has_a_row_for_each_kind(
     result = precision.run(precision.BenchmarkOptions(quick=True), PrecisionSetup(learning_steps=2))
     assert set(result["kinds"]) == set(KINDS)
     told = [row["told_bytes_per_parameter"] for row in result["kinds"].values()]
-    assert told == [16, 16, 12, 8.0625]
+    assert told == [16, 16, 14, 12, 10, 8.0625]
     told = [row["told_bytes_per_parameter"] for row in result["spent"].values()]
-    assert told == [12, 14, 10, 6.0625]
+    assert told == [12, 14, 12, 10, 8, 6.0625]
     assert result["largest_host_error_share"] == 0.01
     assert {"machine", "versions", "inputs", "threads"} <= set(result)
     assert torch.get_num_threads() == result["threads"]

@@ -39,6 +39,37 @@ def test_the_split_is_exact_for_every_exponent() -> None:
     assert torch.equal(bits(masters.read(stream, rest)), patterns)
 
 
+def test_what_updates_join_and_part_is_exact_for_every_exponent() -> None:
+    """Also for every pattern of the stream: joining takes its conversion to float32 for a shift."""
+    patterns = every_exponent()
+    stream = torch.empty(patterns.shape, dtype=torch.bfloat16)
+    rest = torch.empty(patterns.shape, dtype=torch.int16)
+    spare = torch.empty(patterns.shape)
+    masters.part(patterns.clone().view(torch.float32), stream, rest, spare)
+    whole = torch.empty(patterns.shape, dtype=torch.bfloat16)
+    masters.part(patterns.view(torch.float32), whole, None, spare)
+    assert torch.equal(bits(stream), bits(whole))
+    assert torch.equal(bits(stream), bits(masters.round_stream(patterns.view(torch.float32))))
+    joined = torch.empty(patterns.shape)
+    masters.join(stream, rest, joined, spare)
+    assert torch.equal(bits(joined), patterns)
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    nothing = torch.zeros(every.shape, dtype=torch.int16)
+    joined = torch.empty(every.shape)
+    streams = every.to(torch.int16).view(torch.bfloat16)
+    masters.join(streams, nothing, joined, torch.empty(every.shape))
+    assert torch.equal(bits(joined), every << 16)
+
+
+def test_masters_of_several_slices_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masters, "_SLICE_ELEMENTS", 1000)
+    patterns = every_exponent()
+    stream = torch.empty(patterns.shape, dtype=torch.bfloat16)
+    rest = torch.empty(patterns.shape, dtype=torch.int16)
+    masters.write(stream, rest, patterns.view(torch.float32))
+    assert torch.equal(bits(masters.read(stream, rest)), patterns)
+
+
 def test_the_stream_is_the_nearest_with_ties_away_from_zero() -> None:
     patterns = every_exponent()
     values = patterns.view(torch.float32)
@@ -128,6 +159,18 @@ def test_masters_take_the_bytes_that_are_told() -> None:
         train(optimizer, owned, 1)
         held = sum(t.nbytes for key, t in optimizer.state[owned[0]].items() if key != "step")
         assert held == told == each * owned[0].numel()
+
+
+@pytest.mark.parametrize(("master", "state"), FORMATS)
+def test_updates_keep_the_scratch_that_is_told(master: str, state: str) -> None:
+    owned = parameters([(256, 128), (5,)])
+    optimizer = AdamW(owned, state=state, master=master)
+    optimizer.free_scratch()
+    train(optimizer, owned, 2)
+    buffers = [buffer for kept in vars(moments_module._local).values() for buffer in kept]
+    held = sum(buffer.nbytes for buffer in buffers)
+    scales = 4 * 4 * owned[0].numel() // 128 if state == "int8" else 0  # freed after each update
+    assert held + scales == optimizer.scratch_bytes()
 
 
 def test_mistakes_are_refused() -> None:

@@ -143,8 +143,11 @@ def test_spans_end_with_the_step_and_are_as_busy_as_the_plan_says(tiny: Subject)
 
 @pytest.mark.parametrize(
     ("precision", "name", "each_bytes"),
-    [("fp32", "adamw", 8), ("fp32", "adamw-bfloat16", 4), ("fp16", "adamw", 12)],
-)
+    [
+        ("fp32", "adamw", 8), ("fp32", "adamw-bfloat16", 4), ("fp16", "adamw", 12),
+        ("bf16", "adamw-split", 10), ("bf16", "adamw-bfloat16-split", 6),
+    ],
+)  # fmt: skip
 def test_what_lies_on_disk_follows_precision_and_optimizer(
     precision: str, name: str, each_bytes: int
 ) -> None:

@@ -9,6 +9,8 @@ What counts as fair here:
   once, with the same threads. The bound for a step is the time that copies take to move as many
   bytes. A share can exceed 1: a copy writes where it has not read, and most processors fetch such
   memory first, which is not counted; an update writes only what it has read.
+- *Masters*: names with `bf16` are updates of bfloat16 parameters with bfloat16 gradients, whose
+  exact masters are whole or split, so that the bytes and what a split costs can be compared.
 - *Interleaved*: in each round every optimizer makes one step and the copies run once, in an order
   that turns from round to round; a share compares a step with the copies of its own round, and
   the median over rounds is reported.
@@ -29,10 +31,10 @@ from torch import Tensor, nn
 
 from atomtrain.benchmarks.checks import require_positive
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
-from atomtrain.optimizers import BYTES_PER_PARAMETER, SGD, AdamW, Muon
+from atomtrain.optimizers import BYTES_PER_PARAMETER, MASTER_BYTES, SGD, AdamW, Muon
 
-_STREAMED_BYTES = 12.0
-"""Of each parameter: read and written, and its gradient read."""
+_PASSES = 3
+"""Over what is of the parameter's size: it is read and written, its gradient is read."""
 _MEASURED = "adamw"
 """The optimizer whose numbers stand at the top of the result."""
 
@@ -66,14 +68,25 @@ class _Candidate(NamedTuple):
 
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     state_bytes: float
-    """Of one parameter."""
+    """Of one parameter, with its master if it is bfloat16."""
     most_matrices: int | None = None
     """Update no more than so many: enough for one that takes seconds. `None` is all."""
+    dtype: torch.dtype = torch.float32
+    """Of parameters and gradients."""
 
     @property
     def moved_bytes(self) -> float:
         """Bytes a step reads and writes for one parameter."""
-        return _STREAMED_BYTES + 2 * self.state_bytes
+        return _PASSES * self.dtype.itemsize + 2 * self.state_bytes
+
+
+def _of_streams(state: str, master: str) -> _Candidate:
+    """Return the AdamW of bfloat16 parameters with masters."""
+    return _Candidate(
+        lambda p: AdamW(p, state=state, master=master),
+        BYTES_PER_PARAMETER[state] + MASTER_BYTES[master],
+        dtype=torch.bfloat16,
+    )
 
 
 _CANDIDATES: dict[str, _Candidate] = {
@@ -82,6 +95,11 @@ _CANDIDATES: dict[str, _Candidate] = {
         lambda p: AdamW(p, state="bfloat16"), BYTES_PER_PARAMETER["bfloat16"]
     ),
     "adamw-int8": _Candidate(lambda p: AdamW(p, state="int8"), BYTES_PER_PARAMETER["int8"]),
+    "bf16-adamw": _of_streams("float32", "float32"),
+    "bf16-adamw-split": _of_streams("float32", "split"),
+    "bf16-adamw-bfloat16": _of_streams("bfloat16", "float32"),
+    "bf16-adamw-bfloat16-split": _of_streams("bfloat16", "split"),
+    "bf16-adamw-int8": _of_streams("int8", "split"),
     "muon": _Candidate(lambda p: Muon([{"params": p, "algorithm": "muon"}]), 4.0, 1),
     "sgd-momentum": _Candidate(lambda p: SGD(p, lr=1e-3, momentum=0.9), 4.0),
     "torch-adamw-fused": _Candidate(lambda p: torch.optim.AdamW(p, fused=True), 8.0),
@@ -141,12 +159,14 @@ def _measure(setup: OptimizerSetup) -> dict[str, list[float]]:
     gradients = [torch.randn(shape) * 1e-2 for _ in range(setup.matrices)]
     targets = [torch.empty(shape) for _ in gradients]
     jobs: dict[str, Callable[[], object]] = {"copy": lambda: _copy(targets, gradients)}
-    # All update the same parameters: their values do not matter, the memory does.
-    parameters = [nn.Parameter(torch.randn(shape) * 0.02) for _ in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+    # All of one type update the same parameters: their values do not matter, the memory does.
+    parameters = {
+        dtype: [_parameter(torch.randn(shape) * 0.02, gradient, dtype) for gradient in gradients]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
     for name, candidate in _CANDIDATES.items():
-        jobs[name] = candidate.make(parameters[: _matrices(candidate, setup)]).step
+        owned = parameters[candidate.dtype][: _matrices(candidate, setup)]
+        jobs[name] = candidate.make(owned).step
     times_s: dict[str, list[float]] = {name: [] for name in jobs}
     for job in jobs.values():
         job()  # makes state and scratch
@@ -160,6 +180,12 @@ def _measure(setup: OptimizerSetup) -> dict[str, list[float]]:
         took = (f"{name} {seconds[-1] * 1e3:.0f} ms" for name, seconds in times_s.items())
         progress(f"round {turn + 1} of {setup.rounds}: {', '.join(took)}")
     return times_s
+
+
+def _parameter(values: Tensor, gradient: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    parameter = nn.Parameter(values.to(dtype))
+    parameter.grad = gradient.to(dtype)
+    return parameter
 
 
 def _matrices(candidate: _Candidate, setup: OptimizerSetup) -> int:

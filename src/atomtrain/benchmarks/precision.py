@@ -52,7 +52,9 @@ _GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 KINDS = {
     "fp32-16": Kind("fp32", "adamw"),
     "bf16-16": Kind("bf16", "adamw"),
+    "bf16-14": Kind("bf16", "adamw-split"),
     "bf16-12": Kind("bf16", "adamw-bfloat16"),
+    "bf16-10": Kind("bf16", "adamw-bfloat16-split"),
     "bf16-8": Kind("bf16", "adamw-int8"),
 }
 """By precision and bytes of a parameter on the host."""

@@ -100,7 +100,10 @@ class PlanOptions:
         None, "float32: gradients of a model of 16 bits in 32. Default: as the parameters.", "TYPE"
     )
     optimizer: str = option(
-        "adamw", "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon.", "NAME"
+        "adamw",
+        "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon; adamw-split or "
+        "adamw-bfloat16-split: with --precision bf16, 2 bytes of host memory a parameter less.",
+        "NAME",
     )
     clip_norm: float = option(
         1.0, "Norm to which gradients are clipped; 0: not at all, so that no update waits.", "NORM"

@@ -103,7 +103,12 @@ def read(stream: Tensor, stored: Tensor) -> Tensor:
     if stored.dtype is torch.float32:
         return stored
     values = torch.empty(stream.shape, dtype=torch.float32, device=stream.device)
-    join(stream.detach().view(-1), stored.view(-1), values.view(-1))
+    flat, rest, out = stream.detach().view(-1), stored.view(-1), values.view(-1)
+    count = min(_SLICE_ELEMENTS, flat.numel())
+    spare = torch.empty(count, dtype=torch.float32, device=stream.device)
+    for begin in range(0, flat.numel(), _SLICE_ELEMENTS):
+        some = slice(begin, begin + _SLICE_ELEMENTS)
+        join(flat[some], rest[some], out[some], spare[: out[some].numel()])
     return values
 
 
@@ -126,34 +131,37 @@ def write(stream: Tensor, stored: Tensor, values: Tensor) -> None:
         part.copy_(round_stream(from_part))
 
 
-def join(stream: Tensor, rest: Tensor, out: Tensor) -> None:
+def join(stream: Tensor, rest: Tensor, out: Tensor, spare: Tensor) -> None:
     """Write the values of a split master.
 
     Args:
         stream: `[n]` bfloat16.
         rest: `[n]` int16.
         out: `[n]` float32.
+        spare: `[n]` float32; overwritten. Without it each addition would allocate as much.
     """
-    bits = out.view(torch.int32)
-    bits.copy_(stream.view(torch.int16))
-    bits.bitwise_left_shift_(16).add_(rest)
+    out.copy_(stream)  # its bits are the stream's, 16 to the left
+    wide = spare.view(torch.int32)
+    wide.copy_(rest)
+    out.view(torch.int32).add_(wide)
 
 
-def part(values: Tensor, stream: Tensor, rest: Tensor | None) -> None:
+def part(values: Tensor, stream: Tensor, rest: Tensor | None, spare: Tensor) -> None:
     """Write stream and, if there is one, rest of values; the values are lost unless `rest` is None.
 
     Args:
         values: `[n]` float32; overwritten if `rest` is given.
         stream: `[n]` bfloat16, or float16 if there is no rest.
         rest: `[n]` int16, or `None` for a master that is `values` itself.
+        spare: `[n]` float32; overwritten.
     """
     if stream.dtype is torch.float16:
         stream.copy_(values)
         return
     bits = values.view(torch.int32)
-    if rest is not None:
+    if rest is None:
+        bits = torch.add(bits, _HALF, out=spare.view(torch.int32))
+    else:
         rest.copy_(bits)  # conversion cuts off the upper half
         bits.add_(_HALF)
-    else:
-        bits = bits + _HALF
     stream.view(torch.int16).copy_(bits.bitwise_right_shift_(16))

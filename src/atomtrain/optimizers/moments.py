@@ -137,7 +137,8 @@ def adamw_update(
         update(kernel, values, wide, state, part, (*words, starts[number], salts[number]), at)
         if stored is not None:
             split = stored.dtype is torch.int16
-            masters.part(values, flat[part], stored[part] if split else None)
+            # The gradient has been used: its scratch is free.
+            masters.part(values, flat[part], stored[part] if split else None, wide)
 
 
 def _salts(gradient: Tensor, factor: float) -> list[int]:
@@ -160,7 +161,7 @@ def _widened(
         values = stored
     else:
         wide, values = _scratch(2, stream.numel(), stream.device, "wide")
-        masters.join(stream, stored, values)
+        masters.join(stream, stored, values, wide)
     wide.copy_(gradient)
     return values, wide if factor == 1.0 else wide.mul_(factor)
 
@@ -264,7 +265,8 @@ def scratch_bytes(parameter: Tensor, group: dict[str, Any], *, on_gpu: bool = Fa
     """Return the scratch that updating a parameter needs, the same memory for all of them."""
     buffers = _MOMENT_BUFFERS[group["state"]]
     if parameter.dtype in masters.STREAMS:
-        buffers += 2  # the gradient; the master, or its bits while it is rounded
+        # The gradient, then bits that are rounded; a master that is put together.
+        buffers += 2 if group["master"] == "split" else 1
     count = min(SLICE if on_gpu else HOST_PASS, parameter.numel())
     scales = _SCALE_BUFFERS * -(-count // BLOCK) if group["state"] == "int8" else 0
     return 4 * (buffers * count + scales)

@@ -74,7 +74,8 @@ def explained(error: PlanError, setting: Setting, fitting: Fitting | None) -> Pl
         halved = setting.dtype in ("bf16", "fp16")
         if not halved or fitting.host_bytes_per_parameter > _LEAN_BYTES:
             advice.append(
-                "or hold fewer bytes of each parameter (--precision bf16, --optimizer adamw-int8)"
+                "or hold fewer bytes of each parameter: --precision bf16 with --optimizer "
+                "adamw-split (14), adamw-bfloat16-split (10) or adamw-int8 (8)"
             )
     if not advice:
         return error

@@ -25,7 +25,7 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.swapping.machines import host_memory_bytes
 from atomtrain.training.objective import MicroBatch, Objective
-from atomtrain.training.optimizing import SMALLEST_STATE, host_bytes_per_parameter
+from atomtrain.training.optimizing import host_bytes_per_parameter, smaller_states
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.recipe import Recipe
 from atomtrain.units import format_bytes, format_count, parse_bytes
@@ -70,13 +70,17 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
     if options.host_memory is not None:
         there_bytes = parse_bytes(options.host_memory, "--host-memory")
     if needed_bytes > there_bytes:
-        least_bytes = host_bytes_per_parameter(SMALLEST_STATE, *kind, spent=spent)
-        would_fit = least_bytes * trained + frozen_bytes <= there_bytes
+        smaller = smaller_states(recipe.optimizer, *kind, spent=spent)
+        would_fit = (
+            f", or --optimizer {name}"
+            for name, smaller_bytes in smaller.items()
+            if smaller_bytes * trained + frozen_bytes <= there_bytes
+        )
         raise PlanError(
             f"training {recipe.model} ({format_count(parameter_count(outline))} parameters) takes "
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
             f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters, "
-            f"--disk FOLDER{f', or --optimizer {SMALLEST_STATE}' if would_fit else ''}"
+            f"--disk FOLDER{next(would_fit, '')}"
         )
 
 

@@ -17,7 +17,9 @@ from atomtrain.training.folders import FIRST_NAME, check_directory, resumed_name
 from atomtrain.training.options import TrainOptions
 
 # Tables of the same names are where they are used; a test compares.
-OPTIMIZERS = ("adamw", "adamw-bfloat16", "adamw-int8", "muon")
+OPTIMIZERS = (
+    "adamw", "adamw-split", "adamw-bfloat16", "adamw-bfloat16-split", "adamw-int8", "muon",
+)  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16")
 GRADIENT_DTYPES = ("float32",)
 SCHEDULES = ("constant", "cosine", "linear", "wsd")

@@ -24,21 +24,29 @@ BETAS = (0.9, 0.95)
 """As GPT-3 (Brown et al. 2020, appendix B)."""
 _FORMATS = {
     "adamw": "float32",
+    "adamw-split": "float32",
     "adamw-bfloat16": "bfloat16",
+    "adamw-bfloat16-split": "bfloat16",
     "adamw-int8": "int8",
     "muon": "float32",
 }
 """Format of AdamW's moments by the optimizer's name."""
-SMALLEST_STATE = "adamw-int8"
-"""The optimizer that takes the least memory."""
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """By precision; of a gradient too."""
 _WIDER_GRADIENT_BYTES = 2
 """What float32 gradients take more than those of 16 bits."""
 _GRADIENT_DTYPES = ("float32",)
-_MASTERS = {"adamw": "float32", "adamw-bfloat16": "float32", "adamw-int8": "split"}
+_MASTERS = {
+    "adamw": "float32",
+    "adamw-split": "split",
+    "adamw-bfloat16": "float32",
+    "adamw-bfloat16-split": "split",
+    "adamw-int8": "split",
+}
 """Format of the masters with precision bf16, by the optimizer's name: both give the same bits, and
 who wants the least state wants the split."""
+_SPLITS = {"adamw-split": "adamw", "adamw-bfloat16-split": "adamw-bfloat16"}
+"""The optimizers that differ in their split masters only, and what they are without."""
 
 
 def check_optimizer(name: str) -> None:
@@ -64,6 +72,17 @@ def check_precision(precision: str, optimizer: str) -> None:
             "needs; "
             f"choose one of {', '.join(_MASTERS)}, or precision fp32"
         )
+    if precision != "bf16" and optimizer in _SPLITS:
+        raise ConfigError(
+            f"the optimizer {optimizer!r} splits float32 masters into bfloat16 and a rest, and "
+            f"precision {precision} has none that can be split; choose precision bf16, or the "
+            f"optimizer {_SPLITS[optimizer]!r}"
+        )
+
+
+def train_alike(name: str, other: str) -> bool:
+    """Return whether two optimizers give the same bits and a run may change from one to another."""
+    return _SPLITS.get(name, name) == _SPLITS.get(other, other)
 
 
 def check_gradient_dtype(name: str | None) -> None:
@@ -97,6 +116,20 @@ def host_bytes_per_parameter(
     widened = gradient_dtype is not None and precision != "fp32"
     gradients = 0 if spent else _PARAMETER_BYTES[precision] + _WIDER_GRADIENT_BYTES * widened
     return _PARAMETER_BYTES[precision] + gradients + masters + moments
+
+
+def smaller_states(
+    name: str, precision: str = "fp32", gradient_dtype: str | None = None, *, spent: bool = False
+) -> dict[str, float]:
+    """Return AdamW's forms that take less memory at this precision, largest first, and their bytes
+    of `host_bytes_per_parameter`."""
+
+    def taken_bytes(other: str) -> float:
+        return host_bytes_per_parameter(other, precision, gradient_dtype, spent=spent)
+
+    forms = [one for one in _MASTERS if precision == "bf16" or one not in _SPLITS]
+    less = {one: taken_bytes(one) for one in forms if taken_bytes(one) < taken_bytes(name)}
+    return dict(sorted(less.items(), key=lambda one: -one[1]))
 
 
 def _master_format(name: str, precision: str) -> str:

@@ -122,7 +122,11 @@ class TrainOptions:
     )
     learning_rate: float | None = option(None, "Peak learning rate.", "RATE")
     optimizer: str | None = option(
-        None, "adamw, adamw-bfloat16, adamw-int8 or muon. Default: adamw.", "NAME"
+        None,
+        "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon; adamw-split or "
+        "adamw-bfloat16-split: with --precision bf16, 2 bytes of host memory a parameter less, "
+        "with the same bits. Default: adamw.",
+        "NAME",
     )
     precision: str | None = option(
         None,

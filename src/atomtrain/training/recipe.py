@@ -25,6 +25,7 @@ from atomtrain.training.optimizing import (
     check_gradient_dtype,
     check_optimizer,
     check_precision,
+    train_alike,
 )
 from atomtrain.training.options import TrainOptions
 
@@ -268,6 +269,8 @@ def _usual_of_folder(options: TrainOptions) -> _Usual:
 def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
     """Return a recipe that was read from `source`, with the options that may differ.
 
+    The optimizer may change to one that gives the same bits, with masters split or whole.
+
     Raises:
         ConfigError: an option contradicts what is fixed: model, its sizes, objective, optimizer,
             precision, or the seed.
@@ -292,6 +295,8 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
             given = model_name(given)
         if field == "lora" and given is not None:
             given = parse_lora(given)
+        if field == "optimizer" and given is not None and train_alike(given, recipe.optimizer):
+            continue
         if given is not None and given != value:
             name = field.replace("_", "-")
             raise ConfigError(
@@ -302,7 +307,7 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
         field: getattr(options, field)
         for field in (
             "sequences", "steps", "learning_rate", "local_steps", "evaluate_every",
-            "checkpoint_every", "schedule",
+            "checkpoint_every", "schedule", "optimizer",
         )
         if getattr(options, field) is not None
     }  # fmt: skip
