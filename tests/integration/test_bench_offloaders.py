@@ -14,7 +14,7 @@ from atomtrain.cli.main import main
 from atomtrain.errors import ConfigError
 
 CASE = OffloadCase(
-    layers=2, width=64, vocabulary=64, sequence_tokens=16, sequences=2, rounds=1, search_steps=1
+    layers=2, width=64, vocabulary=64, sequence_tokens=16, sequences=2, rounds=1, search_turns=1
 )
 
 

@@ -3,9 +3,11 @@
 All train the same GPT on the same tokens in float32 with AdamW, alternating in rounds, each in a
 process of its own:
 
-- *Each at its best.* Before, each contender tries a few settings (`SETTINGS`, listed in the result)
-  for some steps; the fastest one is measured, or where others are within 2% of it, which is no more
-  than steps differ by themselves, the one of them that takes the least host memory.
+- *Each at its best.* Before, each contender tries a few settings (`SETTINGS`, listed in the
+  result); the fastest one is measured, or where others are within 2% of it, which is no more than
+  steps differ by themselves, the one of them that takes the least host memory. On the CPU its
+  settings take turns, since a machine has slower minutes; on a GPU, whose memory is short, they
+  follow one another.
 - *Same work.* Losses are compared with those of resident training; `loss_difference` is the
   largest relative one.
 - *Same clock.* A turn ends when all work is done, updates in the background included. It begins
@@ -54,12 +56,15 @@ SETTINGS: dict[str, list[Setting]] = {
     "deepspeed": [
         Setting(1, {}),
         Setting(2, {}),
+        Setting(4, {}),
         Setting(1, {"overlap_comm": False, "stage3_param_persistence_threshold": 10**6}),
     ],
     "fsdp2": [
         Setting(1, {}),
         Setting(2, {}),
+        Setting(4, {}),
         Setting(1, {"reshard_after_forward": False}),
+        Setting(2, {"reshard_after_forward": False}),
     ],
     "resident": [Setting(1, {}), Setting(2, {}), Setting(4, {})],
 }
@@ -198,27 +203,53 @@ def _choose(row: _Row, case: OffloadCase, place: Mapping[str, Any], quick: bool)
     if row.name in NEEDED and importlib.util.find_spec(row.name) is None:
         row.failure = f"{row.name} is not installed; {NEEDED[row.name]}"
         return
-    able = list[tuple[Result, Setting]]()
-    for setting in SETTINGS[row.name][: 1 if quick else None]:
-        tried: Result = {"micro_batches": setting.micro_batches, "settings": dict(setting.settings)}
-        row.tried.append(tried)
-        try:
-            with _opened(row.name, setting, case, place) as worker:
-                worker.ask(1)
-                tried["step_s"] = worker.ask(case.search_steps)["step_s"]
-                tried.update(worker.ask("end"))
-        except _WorkerError as error:
-            tried["failure"] = str(error)
-            continue
-        finally:
-            progress(f"{row.name}: {tried}")
-        able.append((tried, setting))
+    settings = SETTINGS[row.name][: 1 if quick else None]
+    together = [settings] if place["device"] == "cpu" else [[setting] for setting in settings]
+    able = [found for some in together for found in _try(row, some, case, place)]
     if not able:
         row.failure = row.tried[0]["failure"]
         return
     within_s = _AS_FAST * min(tried["step_s"] for tried, _ in able)
     fast = [(t["host_peak_bytes"], setting) for t, setting in able if t["step_s"] <= within_s]
     row.best = min(fast, key=lambda each: each[0])[1]
+
+
+def _try(
+    row: _Row, settings: list[Setting], case: OffloadCase, place: Mapping[str, Any]
+) -> list[tuple[Result, Setting]]:
+    """Let settings of a contender take turns; return what was found of each that works."""
+    with ExitStack() as stack:
+        workers = list[tuple[Result, Setting, _Worker]]()
+        for setting in settings:
+            tried: Result = {
+                "micro_batches": setting.micro_batches,
+                "settings": dict(setting.settings),
+            }
+            row.tried.append(tried)
+            try:
+                worker = stack.enter_context(_opened(row.name, setting, case, place))
+            except _WorkerError as error:
+                tried["failure"] = str(error)
+            else:
+                tried["steps_s"] = []
+                workers.append((tried, setting, worker))
+        for _ in range(case.search_turns):
+            for tried, _, worker in workers:
+                if "failure" not in tried:
+                    try:
+                        worker.ask(1)  # not counted: caches were another one's
+                        tried["steps_s"].append(worker.ask(1)["step_s"])
+                    except _WorkerError as error:
+                        tried["failure"] = str(error)
+        able = list[tuple[Result, Setting]]()
+        for tried, setting, worker in workers:
+            if "failure" not in tried:
+                tried["step_s"] = statistics.median(tried["steps_s"])
+                tried.update(worker.ask("end"))
+                able.append((tried, setting))
+    for tried in row.tried[-len(settings) :]:
+        progress(f"{row.name}: {tried}")
+    return able
 
 
 def _alternate(rows: list[_Row], case: OffloadCase, place: Mapping[str, Any]) -> None:

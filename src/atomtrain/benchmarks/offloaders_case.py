@@ -32,8 +32,8 @@ class OffloadCase:
     """Rounds in which each contender has its turn; at least 1."""
     turn_steps: int = 2
     """Counted steps of a turn; at least 1."""
-    search_steps: int = 3
-    """Steps by which a contender's settings are chosen; at least 1."""
+    search_turns: int = 4
+    """Turns of one counted step by which a contender's setting is chosen; at least 1."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ CUDA_CASE = OffloadCase(
     layers=24, width=2048, vocabulary=32000, sequence_tokens=1024, sequences=16, rounds=5
 )
 QUICK = OffloadCase(
-    layers=3, width=128, vocabulary=512, sequence_tokens=64, sequences=4, rounds=2, search_steps=1
+    layers=3, width=128, vocabulary=512, sequence_tokens=64, sequences=4, rounds=2, search_turns=1
 )
 
 
