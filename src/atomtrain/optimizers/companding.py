@@ -17,8 +17,12 @@ root below a 256th of the block's largest is raised to it, which only makes the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from atomtrain.optimizers.randomness import WHOLE
 
 BLOCK = 128
 """Elements that share a scale."""
@@ -26,64 +30,99 @@ _TINY = 1.2e-38
 """Least normal float32: below it, precision is of no use to an update."""
 
 
-def decode_first(codes: Tensor, scales: Tensor, out: Tensor, spare: Tensor) -> None:
+# Two operations that torch has for gradients and losses, here for what they compute in one pass.
+_square_of_difference: Any = torch.ops.aten.mse_loss.out
+_where_positive: Any = torch.ops.aten.leaky_relu_backward.grad_input
+"""Of `y` and `x`: `y` where `x > 0`, else `y` times a number."""
+_EACH = 0
+"""For losses: of each element, not their sum."""
+
+
+class Buffer:
+    """Float32 scratch for whole blocks, with the views of it that each pass needs."""
+
+    def __init__(self, memory: Tensor, count: int) -> None:
+        """Make the views.
+
+        Args:
+            memory: `[b * BLOCK]` float32.
+            count: Elements that there are; the last block may have fewer than others.
+        """
+        self.all = memory
+        self.rows = memory.view(-1, BLOCK)
+        self.used, self.rest = memory[:count], memory[count:]
+        shorts = memory.view(torch.int16)
+        self.low, self.high = shorts[:count], shorts[memory.numel() :][:count]
+
+
+def decode_first(codes: Tensor, scales: Tensor, out: Buffer, spare: Buffer) -> None:
     """Write the first moment into `out`.
 
     Args:
         codes: `[n]` int8.
         scales: `[b]` float32, one a block.
-        out: `[b * BLOCK]` float32; what is beyond `n` becomes 0.
+        out: Of `n` elements; what is beyond them becomes 0.
         spare: As `out`; overwritten.
     """
-    out[: codes.numel()].copy_(codes)
-    torch.abs(out, out=spare)
-    out.mul_(spare)
-    out.view(-1, BLOCK).mul_((scales / 127**2).unsqueeze(1))
-    out[codes.numel() :].zero_()
+    # |c| c has 15 bits: half the bytes of a float32 to pass over.
+    spare.low.copy_(codes)
+    torch.abs(spare.low, out=spare.high)
+    spare.low.mul_(spare.high)
+    out.used.copy_(spare.low)
+    _scale(out, scales, 1 / 127**2)
 
 
-def decode_second(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+def decode_second(codes: Tensor, scales: Tensor, out: Buffer) -> None:
     """Write the second moment into `out`; arguments as for `decode_first`."""
-    out[: codes.numel()].copy_(codes)
-    out.add_(129.0).square_()
-    out.view(-1, BLOCK).mul_((scales / 256**2).unsqueeze(1))
-    out[codes.numel() :].zero_()
+    out.used.copy_(codes)
+    minus = out.all.new_full((1,), -129.0).expand_as(out.all)
+    _square_of_difference(out.all, minus, _EACH, out=out.all)
+    _scale(out, scales, 1 / 256**2)
 
 
 def encode_first(
-    values: Tensor, codes: Tensor, scales: Tensor, fractions: Tensor, spare: Tensor
+    values: Buffer, codes: Tensor, scales: Tensor, fractions: Tensor, spare: Buffer
 ) -> None:
     """Write codes and scales of a first moment.
 
     Args:
-        values: `[b * BLOCK]` float32, 0 beyond the codes; overwritten.
+        values: 0 beyond the codes; overwritten.
         codes: `[n]` int8.
         scales: `[b]` float32.
-        fractions: `[b * BLOCK]` float32 in 0 to 1, random.
+        fractions: `[b * BLOCK]` float32 in `WHOLE` to `WHOLE + 1`, random.
         spare: As `values`; overwritten.
     """
-    torch.abs(values, out=spare)
-    torch.amax(spare.view(-1, BLOCK), 1, out=scales)
-    # x / sqrt(|x|) is the root with the sign of x; cheaper than a root and a sign of their own.
-    spare.clamp_(min=_TINY).rsqrt_()
-    values.mul_(spare)
-    _round(values, scales, 127.0, fractions)
-    codes.copy_(values[: codes.numel()])
+    torch.abs(values.all, out=spare.all)
+    torch.amax(spare.rows, 1, out=scales)
+    spare.all.sqrt_()
+    # The root with the value's sign; `copysign` takes twice as long.
+    _where_positive(spare.all, values.all, -1.0, False, grad_input=values.all)
+    _round(values, scales, 127.0, fractions, spare)
+    codes.copy_(spare.low)  # modulo 256
 
 
-def encode_second(values: Tensor, codes: Tensor, scales: Tensor, fractions: Tensor) -> None:
+def encode_second(
+    values: Buffer, codes: Tensor, scales: Tensor, fractions: Tensor, spare: Buffer
+) -> None:
     """Write codes and scales of a second moment; arguments as for `encode_first`."""
-    torch.amax(values.view(-1, BLOCK), 1, out=scales)
-    torch.sqrt(values, out=values)
-    _round(values, scales, 256.0, fractions)
-    # The code 0 of the formula above stands for the root 1/256.
-    values.sub_(129.0).clamp_(min=-128.0)
-    codes.copy_(values[: codes.numel()])
+    torch.amax(values.rows, 1, out=scales)
+    values.all.sqrt_()
+    _round(values, scales, 256.0, fractions, spare)
+    spare.low.clamp_(WHOLE + 1, WHOLE + 256)  # the least root that has a code is 1/256
+    codes.copy_(spare.low).add_(256 - 129)  # both modulo 256
 
 
-def _round(roots: Tensor, scales: Tensor, most: float, fractions: Tensor) -> None:
-    """Scale roots to `most` at the block's largest, and round them at random."""
-    factors = scales.sqrt().clamp_(min=_TINY**0.5).reciprocal_().mul_(most).unsqueeze_(1)
-    rows = roots.view(-1, BLOCK)
-    torch.addcmul(fractions.view(-1, BLOCK), rows, factors, out=rows)
-    roots.floor_()
+def _scale(values: Buffer, scales: Tensor, factor: float) -> None:
+    values.rows.mul_((scales * factor).unsqueeze_(1))
+    if values.rest.numel():
+        values.rest.zero_()
+
+
+def _round(roots: Buffer, scales: Tensor, most: float, fractions: Tensor, whole: Buffer) -> None:
+    """Scale roots to `most` at the block's largest, and round them at random.
+
+    They are in `whole.low` then, with `WHOLE` added.
+    """
+    factors = scales.clamp(min=_TINY).rsqrt_().unsqueeze_(1)
+    torch.addcmul(fractions.view(-1, BLOCK), roots.rows, factors, value=most, out=roots.rows)
+    whole.low.copy_(roots.used)  # cuts off, which is the floor of what is above 0

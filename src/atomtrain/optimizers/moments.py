@@ -12,8 +12,9 @@ masters pass through float32 scratch part by part, small enough to stay in the p
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -119,26 +120,58 @@ def adamw_update(
     if kind == "float32" and not streamed:
         kernel(parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
         return
-    update = _UPDATES[kind]
-    stored = state[masters.KEYS[group["master"]]].view(-1) if streamed else None
     flat, flat_gradient = parameter.view(-1), gradient.view(-1)
-    words, starts = (group["seed"], int(state["step"])), range(0, flat.numel(), SLICE)
-    if kind == "float32":  # nothing is rounded at random
-        salts = [0] * len(starts)
-    else:
-        salts = _salts(flat_gradient, gradient_factor if streamed else 1.0)
-    at_once = min(HOST_PASS, SLICE) if parameter.device.type == "cpu" else SLICE
-    for begin in range(0, flat.numel(), at_once):
-        part = slice(begin, min(begin + at_once, flat.numel()))
-        number, at = divmod(begin, SLICE)
-        values, wide = flat[part], flat_gradient[part]
-        if stored is not None:
-            values, wide = _widened(values, wide, stored[part], gradient_factor)
-        update(kernel, values, wide, state, part, (*words, starts[number], salts[number]), at)
-        if stored is not None:
-            split = stored.dtype is torch.int16
-            # The gradient has been used: its scratch is free.
-            masters.part(values, flat[part], stored[part] if split else None, wide)
+    factor = gradient_factor if streamed else 1.0
+    stored = [state[masters.KEYS[group["master"]]].view(-1)] if streamed else []
+    starts = range(0, flat.numel(), SLICE)
+    # With float32 nothing is rounded at random.
+    salts = [0] * len(starts) if kind == "float32" else _salts(flat_gradient, factor)
+    update = _UPDATES[kind]
+    at_once = min(HOST_PASS, SLICE) if flat.device.type == "cpu" else SLICE
+    space = _Space(kind, flat.device)
+    for begin, salt in zip(starts, salts, strict=True):
+        part = slice(begin, begin + SLICE)
+        whole = [flat[part], flat_gradient[part], *(master[part] for master in stored)]
+        split = zip(*(tensor.split(at_once) for tensor in whole), strict=True)
+        narrow = _moment_passes(state, kind, part, at_once)
+        words = (group["seed"], int(state["step"]), begin, salt)
+        random = _random_passes(kind, len(whole[0]), words, flat.device, at_once)
+        for (some, narrow_gradient, *master), moments, randoms in zip(
+            split, narrow, random, strict=False
+        ):
+            scratch = space.of(some.numel())
+            if not master:
+                update(kernel, some, narrow_gradient, moments, randoms, scratch)
+                continue
+            values, wide = _widened(some, narrow_gradient, master[0], factor)
+            update(kernel, values, wide, moments, randoms, scratch)
+            rest = master[0] if master[0].dtype is torch.int16 else None
+            masters.part(values, some, rest, wide)  # the gradient's scratch is free
+
+
+def _moment_passes(
+    state: dict[str, Any], kind: str, part: slice, at_once: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Return the moments of a slice, part by part; views are cheapest when made many at once."""
+    columns = []
+    for key in _DTYPES[kind]:
+        each = BLOCK if key.endswith("_scale") else 1
+        some = state[key].view(-1)[part.start // each : -(-part.stop // each)]
+        columns.append(some.split(max(1, at_once // each)))
+    return zip(*columns, strict=True)
+
+
+def _random_passes(
+    kind: str, count: int, words: tuple[int, ...], device: torch.device, at_once: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Return the random numbers of both moments of a slice, part by part."""
+    if kind == "float32":
+        return itertools.repeat(())
+    draw = randomness.offsets if kind == "bfloat16" else randomness.fractions
+    if kind == "int8":
+        count = -(-count // BLOCK) * BLOCK
+    both = (draw(count, *words, which, device=device) for which in (_FIRST, _SECOND))
+    return zip(*(numbers.split(at_once) for numbers in both), strict=True)
 
 
 def _salts(gradient: Tensor, factor: float) -> list[int]:
@@ -193,72 +226,74 @@ def _kernel(group: dict[str, Any], step: Tensor) -> Kernel:
     return update
 
 
-def _float32_slice(
+def _float32_pass(
     kernel: Kernel,
-    parameter: Tensor,
+    values: Tensor,
     gradient: Tensor,
-    state: dict[str, Any],
-    part: slice,
-    words: tuple[int, ...],
-    at: int,
+    moments: tuple[Tensor, ...],
+    randoms: tuple[Tensor, ...],
+    scratch: list[Any],
 ) -> None:
-    moments = (state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq"))
-    kernel(parameter, gradient, *moments)
+    kernel(values, gradient, *moments)
 
 
-def _bfloat16_slice(
+def _bfloat16_pass(
     kernel: Kernel,
-    parameter: Tensor,
+    values: Tensor,
     gradient: Tensor,
-    state: dict[str, Any],
-    part: slice,
-    words: tuple[int, ...],
-    at: int,
+    moments: tuple[Tensor, ...],
+    randoms: tuple[Tensor, ...],
+    scratch: list[Any],
 ) -> None:
-    count = parameter.numel()
-    stored = [state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq")]
-    wide = _scratch(2, count, parameter.device)
-    for narrow, scratch in zip(stored, wide, strict=True):
-        scratch.copy_(narrow)
-    kernel(parameter, gradient, *wide)
-    for which, narrow, scratch in zip((_FIRST, _SECOND), stored, wide, strict=True):
+    for narrow, wide in zip(moments, scratch, strict=True):
+        wide.copy_(narrow)
+    kernel(values, gradient, *scratch)
+    for narrow, wide, random in zip(moments, scratch, randoms, strict=True):
         # Less than a unit is added to the magnitude, whatever the sign; then it is cut off.
-        bits = scratch.view(torch.int32)
-        bits.add_(randomness.offsets(count, *words, which, at=at, device=bits.device))
-        bits.bitwise_and_(_UPPER_HALF)
-        narrow.copy_(scratch)
+        wide.view(torch.int32).add_(random).bitwise_and_(_UPPER_HALF)
+        narrow.copy_(wide)
 
 
-def _int8_slice(
+def _int8_pass(
     kernel: Kernel,
-    parameter: Tensor,
+    values: Tensor,
     gradient: Tensor,
-    state: dict[str, Any],
-    part: slice,
-    words: tuple[int, ...],
-    at: int,
+    moments: tuple[Tensor, ...],
+    randoms: tuple[Tensor, ...],
+    scratch: list[Any],
 ) -> None:
-    count = parameter.numel()
-    blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
-    padded = (blocks.stop - blocks.start) * BLOCK
-    first, second, spare = _scratch(3, padded, parameter.device)
-    codes1, codes2 = (state[key].view(-1)[part] for key in ("exp_avg", "exp_avg_sq"))
-    scales1, scales2 = state["exp_avg_scale"][blocks], state["exp_avg_sq_scale"][blocks]
+    first, second, spare = scratch
+    codes1, scales1, codes2, scales2 = moments
     companding.decode_first(codes1, scales1, first, spare)
     companding.decode_second(codes2, scales2, second)
-    kernel(parameter, gradient, first[:count], second[:count])
-    random1, random2 = (
-        randomness.fractions(padded, *words, which, at=at, device=first.device)
-        for which in (_FIRST, _SECOND)
-    )
-    companding.encode_first(first, codes1, scales1, random1, spare)
-    companding.encode_second(second, codes2, scales2, random2)
+    kernel(values, gradient, first.used, second.used)
+    companding.encode_first(first, codes1, scales1, randoms[0], spare)
+    companding.encode_second(second, codes2, scales2, randoms[1], spare)
+
+
+class _Space:
+    """The scratch of one update: most passes have the same number of elements."""
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        self._kind, self._device = kind, device
+        self._count = 0
+        self._scratch: list[Any] = []
+
+    def of(self, count: int) -> list[Any]:
+        """Return the scratch for so many elements."""
+        if count != self._count:
+            self._count = count
+            whole = -(-count // BLOCK) * BLOCK if self._kind == "int8" else count
+            self._scratch = [*_scratch(_MOMENT_BUFFERS[self._kind], whole, self._device)]
+            if self._kind == "int8":
+                self._scratch = [companding.Buffer(memory, count) for memory in self._scratch]
+        return self._scratch
 
 
 _MOMENT_BUFFERS = {"float32": 0, "bfloat16": 2, "int8": 3}
 _SCALE_BUFFERS = 4
 """Of a float32 for each block of an 8 bit moment."""
-_UPDATES = {"float32": _float32_slice, "bfloat16": _bfloat16_slice, "int8": _int8_slice}
+_UPDATES = {"float32": _float32_pass, "bfloat16": _bfloat16_pass, "int8": _int8_pass}
 
 
 def scratch_bytes(parameter: Tensor, group: dict[str, Any], *, on_gpu: bool = False) -> int:

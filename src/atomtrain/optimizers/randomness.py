@@ -19,6 +19,9 @@ from torch import Tensor
 SLICE = 1 << 20
 """Most elements that one call may ask for. It is part of what defines the numbers: changing it
 changes every run with rounded moments."""
+WHOLE = 256
+"""What `fractions` are above 0 to 1: then what they are added to is above 0 (cutting off is the
+floor), and the sum modulo 256 is a code."""
 _STARTS = 1 << 18
 _HOST = torch.device("cpu")
 _MASK = (1 << 64) - 1
@@ -37,37 +40,36 @@ def hashed(*words: int) -> int:
     return value
 
 
-def offsets(count: int, *words: int, at: int = 0, device: torch.device = _HOST) -> Tensor:
+def offsets(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
     """Return what stochastic rounding to bfloat16 adds to the bits of a float32.
 
     Args:
-        count: At most `SLICE`, `at` included.
+        count: At most `SLICE`.
         words: What the numbers depend on.
-        at: How many of the numbers are passed over.
         device: Where they are needed.
 
     Returns:
         `[count]` int32, uniform in 0 to 65535: less than a unit in the last place of bfloat16, so
         that cutting off afterwards leaves a value that bfloat16 holds exactly. Read only.
     """
-    start = hashed(*words) % _STARTS + at
+    start = hashed(*words) % _STARTS
     return _offsets_on(device)[start : start + count]
 
 
-def fractions(count: int, *words: int, at: int = 0, device: torch.device = _HOST) -> Tensor:
+def fractions(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
     """Return what stochastic rounding to an integer adds before the floor.
 
     Args:
-        count: At most `SLICE`, `at` included.
+        count: At most `SLICE`.
         words: What the numbers depend on.
-        at: How many of the numbers are passed over.
         device: Where they are needed.
 
     Returns:
-        `[count]` float32, uniform in the 4096 middles of 0 to 1: at least 2^-13 from either end,
-        so that a whole number which is off by rounding errors still becomes itself. Read only.
+        `[count]` float32, `WHOLE` and one of the 4096 middles of 0 to 1, uniform: at least 2^-13
+        from either end, so that a whole number which is off by rounding errors still becomes
+        itself. Read only.
     """
-    start = hashed(*words) % _STARTS + at
+    start = hashed(*words) % _STARTS
     return _fractions_on(device)[start : start + count]
 
 
@@ -79,7 +81,7 @@ def _offsets_on(device: torch.device) -> Tensor:
 @functools.cache
 def _fractions_on(device: torch.device) -> Tensor:
     parts = ((_table() & np.uint64(0xFFF)).astype(np.float32) + np.float32(0.5)) / np.float32(4096)
-    return torch.from_numpy(parts).to(device)
+    return torch.from_numpy(parts + np.float32(WHOLE)).to(device)
 
 
 def _table() -> NDArray[np.uint64]:
