@@ -422,5 +422,7 @@ def test_a_port_in_use(complaint: Complaint) -> None:
 
 def test_a_host_that_is_not_this_machine(complaint: Complaint) -> None:
     command = ["train", *TINY, "--data", "text.txt", "--run", "mine", "--host"]
-    assert "192.0.2.200" in complaint(*command, "192.0.2.200")
+    message = complaint(*command, "192.0.2.200")
+    assert "192.0.2.200" in message
+    assert "--host takes an address of this machine" in message
     assert "nonsense" in complaint(*command, "nonsense")

@@ -16,6 +16,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.swarm import Rules
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import (
+    check_rules,
     joined,
     joined_like,
     most_fragments,
@@ -86,6 +87,8 @@ def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
         ({"measured_rounds": True, "local_steps": 5}, "contradict"),
         ({"run_key": Path("/nowhere/key")}, "cannot be read"),
         ({"allow": Path("/nowhere/ids")}, "cannot be read"),
+        ({"announce": "my machine"}, "--announce takes a host name or an IPv4 address"),
+        ({"announce": "203.0.113.7:4001"}, "--announce takes a host name or an IPv4 address"),
         ({"upload_limit": "fast"}, "--upload-limit 'fast' is not a rate"),
         ({"upload_limit": "7kbit/s"}, "at least 8kbit/s"),
         ({"upload_limit": "8Mbit/s", "transport": "gloo"}, "leave one of them out"),
@@ -95,6 +98,38 @@ def test_mistakes_are_told_before_anything_is_prepared(options: dict[str, Any], 
     with pytest.raises(ConfigError, match=says) as caught:
         TrainOptions(**options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("joining", "says"),
+    [
+        ({"wire": "int4"}, "--wire int4 contradicts the run 'r', which has wire float16"),
+        ({"local_steps": 7}, "which has local-steps 12 from who started it"),
+        ({"measured_rounds": True}, "which has local-steps 12 from who started it"),
+        ({"outer": "mean"}, "which has outer nesterov"),
+        ({"group_size": 4}, "which has group-size 16"),
+        ({"clipped_mean": True}, "which has plain means"),
+        ({"average": "gradient", "target_batch_tokens": 99}, "which has average local"),
+        ({"transport": "gloo"}, "which has transport streams"),
+    ],
+)
+def test_who_joins_is_told_that_another_rule_has_no_effect(
+    joining: dict[str, Any], says: str
+) -> None:
+    rules = Rules.of(_config())
+    with pytest.raises(ConfigError, match=says):
+        check_rules(TrainOptions(**joining), rules, "r")
+
+
+def test_who_joins_may_repeat_the_rules() -> None:
+    for options in (
+        {},
+        {"wire": "int4", "outer": "mean", "group_size": 0, "local_steps": 12},
+        {"measured_rounds": True, "clipped_mean": True, "transport": "streams"},
+        {"average": "gradient", "target_batch_tokens": 99},
+        {"transport": "gloo"},
+    ):
+        check_rules(TrainOptions(**options), Rules.of(_config(**options)), "r")
 
 
 def test_outer_update_fits_the_steps_between_rounds() -> None:

@@ -22,9 +22,7 @@ from atomtrain.training.options import TrainOptions
 
 LOG_FILE = "peer.log"
 RECIPE = "recipe"
-_STOPPED_AT_ONCE = (
-    "stopped at once, without saving: --resume goes on from the checkpoint before, if there is one"
-)
+_STOPPED_AT_ONCE = "stopped at once: --resume goes on from the newest checkpoint, if there is one"
 ABOUT = "Train a model within a device budget, alone or with other peers."
 _EXAMPLES = """\
   atom train                                    the demo: two peers, real text, generated sentences

@@ -7,6 +7,7 @@ thread that started it: start it on the thread that will run the event loop.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import selectors
@@ -146,7 +147,7 @@ def _check_port_is_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise SwarmError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another port, "
-                "or 0 for any free one"
-            ) from error
+            fix = "choose another port, or 0 for any free one"
+            if error.errno == errno.EADDRNOTAVAIL:
+                fix = "--host takes an address of this machine, or 0.0.0.0 for all of them"
+            raise SwarmError(f"cannot listen on {host}:{port}: {error.strerror}; {fix}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import ConfigError, choices
@@ -15,6 +16,7 @@ NAME_MAX = 64
 WIRES = ("float16", "float32", "int8", "int4", "topk")
 """Names of the codecs, told here so that a wrong one is refused at once; a test compares."""
 _MOST_COUNT, _MOST_TOKENS = 2**31 - 1, 2**53
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 OBJECTIVES = ("next-token", "dpo")
 
 
@@ -46,6 +48,11 @@ def check_options(given: TrainOptions) -> None:
         if on_disk_up_to(given.on_disk) and given.disk is None:
             raise ConfigError(f"--on-disk {given.on_disk} needs a folder: --disk FOLDER")
     check_port(given.port)
+    if given.announce is not None and not _HOST.fullmatch(given.announce):
+        raise ConfigError(
+            f"--announce takes a host name or an IPv4 address, such as 203.0.113.7, not "
+            f"{given.announce!r}"
+        )
     for name in ("run", "name"):
         value = getattr(given, name)
         if value is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from atomtrain.errors import SwarmError
+from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.swapping.engine import Engine
 from atomtrain.training.option_checks import relay_limit_of
 from atomtrain.training.options import TrainOptions
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from atomtrain.swarm import Manifest, SwarmConfig
+    from atomtrain.swarm.config import Rules
 
 SEPARATOR = "@"
 """Between the run's name and the peer's address in the line that others paste."""
@@ -224,6 +225,38 @@ def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
         clipped_mean=options.clipped_mean or rules.get("mean") == "clipped",
         measured_rounds=options.measured_rounds or measured,
     )
+
+
+def check_rules(options: TrainOptions, rules: Rules, run: str) -> None:
+    """Refuse options of somebody who joins that contradict what the founder has set.
+
+    Raises:
+        ConfigError: says which; otherwise it would have no effect, without a word.
+    """
+    local_steps = rules.local_steps_per_round
+    fixed = {
+        "wire": rules.wire,
+        "average": rules.average,
+        "target-batch-tokens": rules.target_batch_tokens or "none",
+        "group-size": rules.group_size,
+        "transport": rules.transport,
+        "outer": "nesterov" if rules.outer_momentum else "mean",
+        "local-steps": local_steps or "as measured",
+    }
+    given = {name: getattr(options, name.replace("-", "_")) for name in fixed}
+    wrong = [
+        f"--{name} {given[name]} contradicts the run {run!r}, which has {name} {value}"
+        for name, value in fixed.items()
+        if given[name] not in (None, value)
+    ]
+    if options.clipped_mean and rules.mean != "clipped":
+        wrong.append(f"--clipped-mean contradicts the run {run!r}, which has plain means")
+    if options.measured_rounds and local_steps:
+        wrong.append(
+            f"--measured-rounds contradicts the run {run!r}, which has local-steps {local_steps}"
+        )
+    if wrong:
+        raise ConfigError(f"{wrong[0]} from who started it; leave the option out")
 
 
 def manifest_of(

@@ -17,7 +17,7 @@ from atomtrain.models.making import make_outline
 from atomtrain.training.folders import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.loading import Weights
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.peering import knows_peers, swarm_config
+from atomtrain.training.peering import check_rules, knows_peers, swarm_config
 from atomtrain.training.recipe import Recipe, amended, new_recipe
 from atomtrain.training.state import recipe_of
 from atomtrain.training.texts import Text, read_text
@@ -175,7 +175,13 @@ def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
     existed = directory.exists()
     make_directory(directory)
     try:
-        return Swarm.join(swarm_config(options, run, name, directory, 1))
+        swarm = Swarm.join(swarm_config(options, run, name, directory, 1))
+        try:
+            check_rules(options, swarm.manifest.rules, run)
+        except ConfigError:
+            swarm.leave()
+            raise
+        return swarm
     except BaseException:
         if not existed:
             remove_empty(directory)
