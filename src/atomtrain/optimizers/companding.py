@@ -69,7 +69,7 @@ def decode_first(codes: Tensor, scales: Tensor, out: Buffer, spare: Buffer) -> N
     torch.abs(spare.low, out=spare.high)
     spare.low.mul_(spare.high)
     out.used.copy_(spare.low)
-    _scale(out, scales, 1 / 127**2)
+    _scale(out, scales, 127.0)
 
 
 def decode_second(codes: Tensor, scales: Tensor, out: Buffer) -> None:
@@ -77,7 +77,7 @@ def decode_second(codes: Tensor, scales: Tensor, out: Buffer) -> None:
     out.used.copy_(codes)
     minus = out.all.new_full((1,), -129.0).expand_as(out.all)
     _square_of_difference(out.all, minus, _EACH, out=out.all)
-    _scale(out, scales, 1 / 256**2)
+    _scale(out, scales, 256.0)
 
 
 def encode_first(
@@ -112,10 +112,11 @@ def encode_second(
     codes.copy_(spare.low).add_(256 - 129)  # both modulo 256
 
 
-def _scale(values: Buffer, scales: Tensor, factor: float) -> None:
-    values.rows.mul_((scales * factor).unsqueeze_(1))
-    if values.rest.numel():
-        values.rest.zero_()
+def _scale(squares: Buffer, scales: Tensor, most: float) -> None:
+    """Multiply squares of at most `most` squared by their block's scale, which is the most then."""
+    squares.rows.mul_((scales / most**2).unsqueeze_(1))
+    if squares.rest.numel():
+        squares.rest.zero_()
 
 
 def _round(roots: Buffer, scales: Tensor, most: float, fractions: Tensor, whole: Buffer) -> None:
