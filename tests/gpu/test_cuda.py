@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import atomtrain
 from atomtrain.models import GPT, GPTConfig
+from atomtrain.optimizers import masters
 from atomtrain.planning.disk import PAGE_BYTES
 from atomtrain.planning.shape import Activation
 from atomtrain.swapping.cuda import CudaDevice, _CudaEvent, _CudaStream
@@ -259,3 +260,12 @@ def test_a_closed_engine_leaves_the_gpu_as_it_was() -> None:
     # cuBLAS keeps its workspaces.
     reserved_bytes = engine.device.reserved_bytes
     assert torch.cuda.memory_allocated(0) <= allocated_bytes + reserved_bytes
+
+
+def test_split_masters_join_on_the_gpu_bit_for_bit() -> None:
+    """Joining takes the conversion of bfloat16 to float32 for a shift, NaN included."""
+    streams = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cuda")
+    rests = streams.flip(0).to(torch.int16)
+    values, spare = (torch.empty(streams.shape, device="cuda") for _ in range(2))
+    masters.join(streams.to(torch.int16).view(torch.bfloat16), rests, values, spare)
+    assert torch.equal(values.view(torch.int32), (streams << 16) + rests)
