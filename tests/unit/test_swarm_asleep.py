@@ -59,6 +59,37 @@ def test_whoever_slept_for_an_hour_catches_up_and_averages_again(
     run_virtual(scenario, loop)
 
 
+def test_a_stopped_member_is_waited_for_no_longer_than_its_record_lives() -> None:
+    """However long a fetch may take: its streams stay open, so that only its silence tells."""
+    loop = SleepyLoop()
+
+    async def scenario() -> None:
+        simulation = Simulation((50, 31), seed=1, clock=loop.true_s)
+        machine = Machine(clock_stops=False)
+        for name in ("a", "b"):
+            await simulation.add(name, step_s=3.0)
+        sleeper = await on(machine, simulation.add("sleeper", step_s=3.0))
+        await asyncio.sleep(60.0)
+        for peer in simulation.peers.values():
+            peer.service.context.timing.fetch_s = lambda *_: HOUR_S  # type: ignore[method-assign]
+        awake = simulation.peers["a"]
+        before = len(awake.reports)
+
+        machine.sleep()
+        await asyncio.sleep(HOUR_S / 6)
+        reports = awake.reports[before:]
+        expiry_s = awake.service.context.config.expiry_s
+        assert max(report.duration_s for report in reports) < 2 * expiry_s
+        assert sum(report.contributors == ("a", "b") for report in reports) > 20
+
+        machine.wake()
+        await asyncio.sleep(60)
+        assert len(awake.reports[-1].contributors) == 3
+        assert max(sleeper.versions()) >= min(awake.versions()) - 1
+
+    run_virtual(scenario, loop)
+
+
 def test_the_swarms_time_goes_on_in_sleep_and_does_not_follow_the_time_of_day(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

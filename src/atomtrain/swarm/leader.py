@@ -77,6 +77,11 @@ class LeaderRound:
         self._held: dict[str, Held] = {}
         self._refusals: dict[str, str] = {}
 
+    @property
+    def unanswered(self) -> frozenset[str]:
+        """Members whose answer to the invitation is still to come."""
+        return frozenset(self._waiting) if self.phase is Phase.FORMING else frozenset()
+
     def start(self) -> Outgoing:
         """Return the invitations."""
         call = self.call

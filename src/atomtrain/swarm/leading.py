@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from atomtrain.swarm.anchors import Stamp
 from atomtrain.swarm.bases import base_codec
@@ -21,6 +21,8 @@ _log = logging.getLogger("atomtrain.swarm")
 _Event = tuple[str, Message | None]
 _SAID_MAX = 2
 """Messages of a member, at most: that it is ready, and what it holds."""
+_LOOK_S = 1.0
+"""How often it is seen whether those that have not answered are members still."""
 
 
 class Leading:
@@ -69,20 +71,34 @@ class Leading:
     async def run(self) -> LeaderRound:
         """Lead until the decision has been sent; never raises for a member's sake."""
         invitations = self._round.start()
-        talks = [asyncio.create_task(self._talk(m, i)) for m, i in invitations]
+        talks = {m: asyncio.create_task(self._talk(m, i)) for m, i in invitations}
+        watch = asyncio.create_task(self._watch(talks))
         try:
             while self._round.phase is not Phase.DONE:
                 await self._send(await self._next())
             # Members close their streams when they have read the decision.
-            await asyncio.wait(talks, timeout=self._context.timing.floor_s)
+            await asyncio.wait(talks.values(), timeout=self._context.timing.floor_s)
             for member in self._round.late:
                 self._context.roster.was_late(member, self._round.call.round_index)
         finally:
-            for talk in talks:
-                talk.cancel()
+            for task in (watch, *talks.values()):
+                task.cancel()
             for channel in self._channels.values():
                 channel.close()
         return self._round
+
+    async def _watch(self, talks: Mapping[str, asyncio.Task[None]]) -> None:
+        """Wait for no answer of a member whose record has expired.
+
+        The time for an answer is that of a fetch, which may be long; who lives renews its record
+        meanwhile. A process that stands still keeps its streams, so nothing else would tell.
+        """
+        while self._round.phase is Phase.FORMING:
+            await asyncio.sleep(_LOOK_S)
+            for member in self._round.unanswered - {self._context.peer_id}:
+                if not self._context.roster.sees(member):
+                    talks[member].cancel()
+                    self._events.put_nowait((member, None))
 
     async def _next(self) -> Outgoing:
         try:
