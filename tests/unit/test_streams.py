@@ -10,7 +10,7 @@ from waiting import PATIENCE_S
 
 from atomtrain.errors import StreamError
 from atomtrain.swapping import streams
-from atomtrain.swapping.streams import Event, Stream, finished
+from atomtrain.swapping.streams import EagerStream, Event, Stream, finished
 
 
 def boom() -> None:
@@ -119,3 +119,49 @@ def test_waits_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "DEADLINE_S", 0.01)
     with pytest.raises(StreamError, match=r"did not finish within 0\.01 s"):
         Event().wait()
+
+
+def test_the_caller_does_what_need_not_wait_and_the_order_stays() -> None:
+    stream, gate = EagerStream("update"), Event()
+    seen: list[tuple[int, str]] = []
+
+    def note(number: int) -> None:
+        seen.append((number, threading.current_thread().name))
+
+    def submit(number: int, *after: Event) -> Event:
+        return stream.submit(lambda: note(number), after)
+
+    here = threading.current_thread().name
+    assert submit(0, finished()).is_done()
+    waiting = submit(1, gate)
+    behind = submit(2)  # waits for nothing but its turn
+    assert seen == [(0, here)]
+    gate.finish()
+    waiting.wait()
+    behind.wait()
+    assert submit(3).is_done()
+    assert seen == [(0, here), (1, "atom-update"), (2, "atom-update"), (3, here)]
+    stream.close()
+
+
+def test_what_fails_on_the_callers_thread_fails_whoever_waits_for_it() -> None:
+    stream = EagerStream("update")
+    failed = stream.submit(boom)
+    dependant = stream.submit(lambda: None, [failed])
+    stream.submit(lambda: None).wait()
+    for event in (failed, dependant):
+        with pytest.raises(StreamError, match="boom"):
+            event.wait()
+    stream.close()
+
+
+def test_an_interrupt_is_the_callers() -> None:
+    stream = EagerStream("update")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stream.submit(interrupted)
+    assert stream.submit(lambda: None).is_done()
+    stream.close()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.swapping.processor_device import ProcessorDevice
+from atomtrain.swapping.streams import EagerStream
 
 
 class HostDevice(ProcessorDevice):
@@ -21,6 +22,7 @@ class HostDevice(ProcessorDevice):
 
     name = "cpu"
     one_memory = True
+    stream_type = EagerStream
 
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -17,6 +17,7 @@ class ProcessorDevice:
     """The part of `Device` that does not depend on what the device stands for."""
 
     name: str
+    stream_type: type[Stream] = Stream
 
     def __init__(self, memory_bytes: int, inject: Inject | None = None) -> None:
         """Plans count against `memory_bytes`; `inject` runs before each job of each stream."""
@@ -24,10 +25,10 @@ class ProcessorDevice:
         self.generator = torch.default_generator
         self.memory_bytes = memory_bytes
         self.reserved_bytes = 0
-        self.load = Stream("load", inject)
-        self.fetch = Stream("fetch", inject)
-        self.unload = Stream("unload", inject)
-        self.save = Stream("save", inject)
+        self.load = self.stream_type("load", inject)
+        self.fetch = self.stream_type("fetch", inject)
+        self.unload = self.stream_type("unload", inject)
+        self.save = self.stream_type("save", inject)
         self._wait = Wait(inject)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -149,6 +149,39 @@ class Stream:
             del event, failed
 
 
+class EagerStream(Stream):
+    """A stream whose jobs the caller does himself, unless they have to wait for something.
+
+    For compute that has all cores already: a thread beside it takes them from operations whose own
+    threads then wait for each other. The order of jobs stays that of submission.
+    """
+
+    def __init__(self, name: str, inject: Inject | None = None) -> None:
+        super().__init__(name, inject)
+        self._last = finished()
+
+    def submit(self, job: Job, after: Sequence[Event] = (), label: str | None = None) -> Event:
+        """Do a job now if all before it and all events in `after` are done, else queue it."""
+        if not (self._last.is_done() and all(event.is_done() for event in after)):
+            self._last = super().submit(job, after, label)
+            return self._last
+        event = self._new_event()
+        if self.record is not None:
+            job = self._recorded(job, label or self.record.label, self.record)
+        try:
+            self._run(job, after, event)
+        except StreamError as error:
+            event.finish(error.with_traceback(None))  # see `_loop`
+        except Exception as error:  # noqa: BLE001  whoever waits for the event raises it
+            event.finish(error)
+        except BaseException as error:  # an interrupt is the caller's
+            event.finish(error)
+            raise
+        else:
+            event.finish()
+        return event
+
+
 class Wait:
     """Waits of a computing thread that is the host's own, and how long they took."""
 

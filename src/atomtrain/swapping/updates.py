@@ -46,6 +46,7 @@ class Updates:
         placement: Placement | None = None,
         guard: AbstractContextManager[Any] | None = None,
         inject: Inject | None = None,
+        stream_type: type[Stream] = Stream,
     ) -> None:
         """Open the streams.
 
@@ -58,6 +59,7 @@ class Updates:
             placement: What of the state lies on disk; `None` is nothing.
             guard: Optimizers run within it.
             inject: Called before each job of each stream; for tests.
+            stream_type: Of the stream that updates run on.
         """
         layout = store.layout
         self.optimizer = optimizer
@@ -82,7 +84,7 @@ class Updates:
         trained = [p for p in _in_model_order(chain) if p.requires_grad]
         self.deciding = Deciding(trained, clip_norm, loss_scale)
         """What all gradients of a step together decide."""
-        self.stream = Stream("update", inject)
+        self.stream = stream_type("update", inject)
         # Schedulers warn unless `step` of this very object was called; its workers' is.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.updated: list[Event] = [finished() for _ in self._blocks]
