@@ -8,6 +8,8 @@ process of its own:
   steps differ by themselves, the one of them that takes the least host memory. On the CPU its
   settings take turns, since a machine has slower minutes; on a GPU, whose memory is short, they
   follow one another.
+- *Same heap.* All processes keep what they free, as ATOM's engine has it on the CPU: a system that
+  takes pages back and fills them with zeros anew would decide who is fast.
 - *Same work.* Losses are compared with those of resident training; `loss_difference` is the
   largest relative one.
 - *Same clock.* A turn ends when all work is done, updates in the background included. It begins

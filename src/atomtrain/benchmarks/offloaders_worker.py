@@ -22,6 +22,7 @@ from atomtrain.benchmarks.common import Result
 from atomtrain.benchmarks.offloaders_case import OffloadCase
 from atomtrain.benchmarks.offloaders_contenders import OPEN, Contender, Order
 from atomtrain.errors import ConfigError
+from atomtrain.swapping.heap import keep_freed
 from atomtrain.units import parse_bytes
 
 _TINY = OffloadCase(layers=2, width=64, vocabulary=64, sequence_tokens=16, sequences=8)
@@ -82,6 +83,7 @@ def main() -> None:
 
     asked: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(asked.pop("threads"))
+    keep_freed()
     name = asked.pop("name")
     order = Order(**{**asked, "case": OffloadCase(**asked["case"])})
     try:

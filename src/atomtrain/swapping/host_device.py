@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from atomtrain.swapping.heap import give_back, keep_freed
 from atomtrain.swapping.processor_device import ProcessorDevice
-from atomtrain.swapping.streams import EagerStream
+from atomtrain.swapping.streams import EagerStream, Inject
 
 
 class HostDevice(ProcessorDevice):
@@ -23,6 +24,11 @@ class HostDevice(ProcessorDevice):
     name = "cpu"
     one_memory = True
     stream_type = EagerStream
+
+    def __init__(self, memory_bytes: int, inject: Inject | None = None) -> None:
+        """Plans count against `memory_bytes`; `inject` runs before each job of each stream."""
+        super().__init__(memory_bytes, inject)
+        keep_freed()  # or each step would get its activations' pages anew, filled with zeros
 
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -44,3 +50,7 @@ class HostDevice(ProcessorDevice):
 
     def peak_bytes(self) -> int:
         return 0
+
+    def close(self) -> None:
+        super().close()
+        give_back()
