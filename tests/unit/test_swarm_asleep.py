@@ -7,12 +7,24 @@ import time
 
 import pytest
 from sleeping import Machine, SleepyLoop, on
-from swarm_virtual import Simulation, run_virtual
+from swarm_virtual import SimulatedPeer, Simulation, run_virtual
 
 from atomtrain.swarm.clock import SwarmClock
 from atomtrain.swarm.directory import follow_clock
 
 HOUR_S = 3600.0
+
+
+async def three(
+    loop: SleepyLoop, *, clock_stops: bool
+) -> tuple[Simulation, Machine, SimulatedPeer]:
+    """Return peers "a", "b" and "sleeper", the machine that the last is on, and the last."""
+    simulation = Simulation((50, 31), seed=1, clock=loop.true_s)
+    machine = Machine(clock_stops=clock_stops)
+    for name in ("a", "b"):
+        await simulation.add(name, step_s=3.0)
+    sleeper = await on(machine, simulation.add("sleeper", step_s=3.0))
+    return simulation, machine, sleeper
 
 
 @pytest.mark.parametrize("moment_s", [60.0, 62.9])
@@ -28,11 +40,7 @@ def test_whoever_slept_for_an_hour_catches_up_and_averages_again(
     loop = SleepyLoop()
 
     async def scenario() -> None:
-        simulation = Simulation((50, 31), seed=1, clock=loop.true_s)
-        machine = Machine(clock_stops=lid)
-        for name in ("a", "b"):
-            await simulation.add(name, step_s=3.0)
-        sleeper = await on(machine, simulation.add("sleeper", step_s=3.0))
+        simulation, machine, sleeper = await three(loop, clock_stops=lid)
         awake = simulation.peers["a"]
         await asyncio.sleep(moment_s)
         assert any(len(report.contributors) == 3 for report in awake.reports)
@@ -64,11 +72,7 @@ def test_a_stopped_member_is_waited_for_no_longer_than_its_record_lives() -> Non
     loop = SleepyLoop()
 
     async def scenario() -> None:
-        simulation = Simulation((50, 31), seed=1, clock=loop.true_s)
-        machine = Machine(clock_stops=False)
-        for name in ("a", "b"):
-            await simulation.add(name, step_s=3.0)
-        sleeper = await on(machine, simulation.add("sleeper", step_s=3.0))
+        simulation, machine, sleeper = await three(loop, clock_stops=False)
         await asyncio.sleep(60.0)
         for peer in simulation.peers.values():
             peer.service.context.timing.fetch_s = lambda *_: HOUR_S  # type: ignore[method-assign]

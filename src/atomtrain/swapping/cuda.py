@@ -164,6 +164,7 @@ class CudaDevice:
     """A `Device` on a GPU, its memory capped at the budget."""
 
     one_memory = False
+    host_stream: type[Stream] = Stream
 
     def __init__(
         self, index: int, memory_bytes: int | None = None, inject: Inject | None = None

@@ -36,6 +36,8 @@ class Device(Protocol):
     """The budget; enforced, unless memory is one."""
     reserved_bytes: int
     """Part of the budget that libraries take and plans cannot use."""
+    host_stream: type[Stream]
+    """What updates run on."""
     load: Stream
     fetch: Stream
     unload: Stream

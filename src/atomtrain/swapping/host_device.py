@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atomtrain.swapping.heap import give_back, keep_freed
 from atomtrain.swapping.processor_device import ProcessorDevice
-from atomtrain.swapping.streams import EagerStream, Inject
+from atomtrain.swapping.streams import EagerStream, Inject, Stream
 
 
 class HostDevice(ProcessorDevice):
@@ -23,7 +23,7 @@ class HostDevice(ProcessorDevice):
 
     name = "cpu"
     one_memory = True
-    stream_type = EagerStream
+    host_stream: type[Stream] = EagerStream
 
     def __init__(self, memory_bytes: int, inject: Inject | None = None) -> None:
         """Plans count against `memory_bytes`; `inject` runs before each job of each stream."""

@@ -29,7 +29,6 @@ from atomtrain.swapping.precision import Narrowed
 from atomtrain.swapping.profile_cache import machine_key
 from atomtrain.swapping.profiling import take_profile
 from atomtrain.swapping.store import HostStore, require_data
-from atomtrain.swapping.streams import EagerStream, Stream
 from atomtrain.swapping.update_model import update_model
 from atomtrain.swapping.update_rates import measured_updates
 from atomtrain.swapping.updates import Updates
@@ -160,7 +159,7 @@ def _open(
             placement=placement,
             guard=TRACING if options.compile else None,
             inject=options.inject,
-            stream_type=EagerStream if opened.one_memory else Stream,
+            stream_type=opened.host_stream,
         )
         members, together = join(chain, devices, store, updates)
     except BaseException:

@@ -17,7 +17,8 @@ class ProcessorDevice:
     """The part of `Device` that does not depend on what the device stands for."""
 
     name: str
-    stream_type: type[Stream] = Stream
+    host_stream: type[Stream] = Stream
+    """Of its own streams too: all of them are threads of the host."""
 
     def __init__(self, memory_bytes: int, inject: Inject | None = None) -> None:
         """Plans count against `memory_bytes`; `inject` runs before each job of each stream."""
@@ -25,10 +26,10 @@ class ProcessorDevice:
         self.generator = torch.default_generator
         self.memory_bytes = memory_bytes
         self.reserved_bytes = 0
-        self.load = self.stream_type("load", inject)
-        self.fetch = self.stream_type("fetch", inject)
-        self.unload = self.stream_type("unload", inject)
-        self.save = self.stream_type("save", inject)
+        self.load = self.host_stream("load", inject)
+        self.fetch = self.host_stream("fetch", inject)
+        self.unload = self.host_stream("unload", inject)
+        self.save = self.host_stream("save", inject)
         self._wait = Wait(inject)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

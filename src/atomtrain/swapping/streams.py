@@ -70,6 +70,9 @@ def finished() -> Event:
 _FINISHED = Event()
 _FINISHED.finish()
 
+_Item = tuple[Job, Sequence[Event], Event]
+"""A job, the events that it starts after, and its own."""
+
 
 class Stream:
     """Runs jobs on a thread of its own, one after the other, in the order of submission.
@@ -84,8 +87,7 @@ class Stream:
     def __init__(self, name: str, inject: Inject | None = None) -> None:
         self.name = name
         self._inject = inject
-        self._jobs: queue.SimpleQueue[tuple[Job, Sequence[Event], Event] | None]
-        self._jobs = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=f"atom-{name}", daemon=True)
         self._thread.start()
 
@@ -94,16 +96,21 @@ class Stream:
 
         `label` names it in traces; `None` is what compute does while it is submitted.
         """
-        event = self._new_event()
-        if self.record is not None:
-            job = self._recorded(job, label or self.record.label, self.record)
-        self._jobs.put((job, after, event))
-        return event
+        item = self._item(job, after, label)
+        self._jobs.put(item)
+        return item[2]
 
     def close(self) -> None:
         """Finish the queued jobs, then end the thread."""
         self._jobs.put(None)
         self._thread.join(DEADLINE_S)
+
+    def _item(self, job: Job, after: Sequence[Event], label: str | None) -> _Item:
+        """Return a job with a new event; it notes when it ran if there is a record."""
+        event = self._new_event()
+        if self.record is not None:
+            job = self._recorded(job, label or self.record.label, self.record)
+        return job, after, event
 
     def _new_event(self) -> Event:
         return Event()
@@ -165,11 +172,10 @@ class EagerStream(Stream):
         if not (self._last.is_done() and all(event.is_done() for event in after)):
             self._last = super().submit(job, after, label)
             return self._last
-        event = self._new_event()
-        if self.record is not None:
-            job = self._recorded(job, label or self.record.label, self.record)
+        item = self._item(job, after, label)
+        event = item[2]
         try:
-            self._run(job, after, event)
+            self._run(*item)
         except StreamError as error:
             event.finish(error.with_traceback(None))  # see `_loop`
         except Exception as error:  # noqa: BLE001  whoever waits for the event raises it
