@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from steady_steps import steady_step_s
 from test_search import Built, Kind, Problem, build
 
 from atomtrain.planning import Layout, Plan, Request, make_plan
 from atomtrain.planning.costing import Costing, Given, Steps, spans_of
 from atomtrain.planning.schedule import training_visits
 from atomtrain.planning.search import least_budget_bytes
-from atomtrain.simulation.staleness import steady_step_s
 
 BLOCK = Kind(640, 1.0, 3.0, 64, 64, 64, (True, False), True)
 """Computes forward in a second."""
@@ -39,7 +39,7 @@ def steady_s(built: Built, plan: Plan) -> float:
     costing = Costing(given, Layout(built.chain), Steps(micro_batches=1))
     visits = training_visits(plan.shape)
     times = costing.visit_times(plan.shape, visits)
-    return steady_step_s(visits, times, clips=True, stale=False)
+    return steady_step_s(visits, times, clips=True)
 
 
 @pytest.mark.parametrize("update_s", [0.01, 0.5, 2.0, 8.0])

@@ -63,7 +63,7 @@ REGISTRY: dict[str, Benchmark] = {
         "atomtrain.benchmarks.disk", "optimizer state and parameters on disk against in memory"
     ),
     "staleness": Benchmark(
-        "atomtrain.benchmarks.staleness", "what parameters one update old would gain, predicted"
+        "atomtrain.benchmarks.staleness", "what updates one step late gain and cost"
     ),
     "network": Benchmark(
         "atomtrain.benchmarks.network",

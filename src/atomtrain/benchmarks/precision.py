@@ -117,8 +117,9 @@ def run(options: BenchmarkOptions, setup: PrecisionSetup | None = None) -> Resul
     }
 
 
-def learn(kind: Kind, setup: PrecisionSetup, text: Prepared) -> Result:
-    """Train the small model; return the loss of each step and what held-out text gives at last."""
+def learn(kind: Kind, setup: PrecisionSetup, text: Prepared, *, delays: bool = False) -> Result:
+    """Train the small model, with updates one step late if it `delays` them; return the loss of
+    each step and what held-out text gives at last."""
     options = TrainOptions(
         model="tiny", steps=setup.learning_steps, seed=setup.seed, **kind._asdict()
     )
@@ -136,7 +137,12 @@ def learn(kind: Kind, setup: PrecisionSetup, text: Prepared) -> Result:
         optimizer=lambda _: make_optimizer(model, recipe),
         device="emulated",
         device_memory="8MiB",
-        options=Options(precision=precision_of(kind), clip_norm=recipe.clip_norm, profile=False),
+        options=Options(
+            precision=precision_of(kind),
+            clip_norm=recipe.clip_norm,
+            delay_updates=delays,
+            profile=False,
+        ),
     ) as engine:
         for step in range(recipe.steps):
             for group in engine.optimizer.param_groups:

@@ -55,6 +55,8 @@ class Request:
     """How many devices of the host run the plan at once; `updates` are what they share."""
     spends: bool = False
     """Whether gradients wait on the host for their own update only, so that a few rooms do."""
+    delays: bool = False
+    """Whether updates are delayed by one step (`planning/delayed.py`)."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "segments", "slots", "gradient_buffers", "devices"):
@@ -96,6 +98,8 @@ class Plan:
     they save to the host. Plans written before there was a choice made it again."""
     spends: bool = False
     """Whether gradients wait on the host for their own update only (`planning/rooms.py`)."""
+    delays: bool = False
+    """Whether updates are delayed by one step (`planning/delayed.py`)."""
     host_layers: int
     """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]
@@ -236,6 +240,7 @@ class Plan:
                 f"{format_bytes(self.device_memory_bytes)}",
                 f"host       {format_bytes(self.host_bytes)}"
                 f"{', gradients spent at once' if self.spends else ''}",
+                *(["updates    one step late"] if self.delays else []),
                 *disk,
                 f"step       {in_a_row} predicted for "
                 f"{counted(self.micro_batches, 'micro-batch', 'es')}"

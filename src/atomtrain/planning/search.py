@@ -28,6 +28,7 @@ from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.choice import AS_FAST, Choice, rank_of
 from atomtrain.planning.costing import Given
+from atomtrain.planning.delayed import delayed, undelayed
 from atomtrain.planning.disk import choices
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
@@ -65,6 +66,14 @@ def make_plan(
         PlanError: nothing fits (names the layer and the least budget that would do), or a time is
             missing, negative or no number.
     """
+    if request.delays:
+        plan = make_plan(chain, costs, times, machine, undelayed(request, chain), below_s)
+        plan = delayed(plan, chain, request, machine.update_parameters_per_s)
+        if plan.host_bytes > machine.host_memory_bytes:
+            raise _too_large(plan, request, machine)
+        if plan.period_s >= below_s:
+            raise _too_slow(below_s)
+        return plan
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
     if not comes_ahead(request):
         return _planned(given, request, below_s)
@@ -108,9 +117,13 @@ def _planned(given: Given, request: Request, below_s: float) -> Plan:
         return next(each for each in plans if each.step_s <= limit_s)
     if too_slow is not None:
         raise too_slow
+    raise _too_large(plan, request, machine)
+
+
+def _too_large(plan: Plan, request: Request, machine: Machine) -> PlanError:
     most = " even with everything on disk that can be" if request.disk is not None else ""
     several = request.devices > 1
-    raise PlanError(
+    return PlanError(
         f"training this model{f' on {request.devices} devices' if several else ''} takes "
         f"{format_bytes(plan.host_bytes)} of host memory{most}, "
         f"{format_bytes(machine.host_memory_bytes)} are there; choose a smaller model"

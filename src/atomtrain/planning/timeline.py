@@ -15,7 +15,9 @@ from atomtrain.planning.rooms import ROOMS
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
 
-StreamName = Literal["compute", "load", "unload", "update", "fetch", "save", "read", "write"]
+StreamName = Literal[
+    "compute", "load", "unload", "update", "fetch", "save", "read", "write", "show"
+]
 
 
 class VisitTime(NamedTuple):

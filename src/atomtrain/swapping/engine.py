@@ -145,6 +145,11 @@ class Engine(EngineState):
                 "gradients that share rooms on the host cannot wait there to be combined; leave "
                 "out spend_gradients"
             )
+        if self._updates.delays:
+            raise ConfigError(
+                "gradients that are combined cannot be applied one step late; leave out "
+                "delay_updates"
+            )
         if not self._store.keeps_gradients:
             raise ConfigError(
                 f"gradients are not gathered on the host where the device is {self.device.name!r}; "
@@ -190,7 +195,8 @@ class Engine(EngineState):
         with self._guarded():
             # Exporting what the model does in evaluation switches flags that all threads see, so
             # no optimizer may run meanwhile.
-            self._updates.wait()
+            self._running.slots.ahead.forget()
+            self._updates.settle()
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:

@@ -90,8 +90,8 @@ class EngineBase:
         if self._executor is None:  # closed: it was done before
             return
         with self._guarded():
-            self._updates.wait()
             self._executor.slots.ahead.forget()  # the caller may write to the model
+            self._updates.settle()
             self._bring_to_host(range(self._store.layout.blocks), moments=True)
             self.device.synchronize()
             self._executor.buffers.to_host()

@@ -108,10 +108,10 @@ class EngineState(EngineBase):
         """
         self._check_whole()
         with self._guarded():
-            blocks = self._updates.wait_for_range(start_bytes, stop_bytes)
-            self._bring_to_host(blocks, moments=False)
             if self._executor is not None:
                 self._executor.slots.ahead.forget()  # the caller writes to the range
+            blocks = self._updates.settle_range(start_bytes, stop_bytes)
+            self._bring_to_host(blocks, moments=False)
         store, chain = self._store, self.planner.chain
         fragment = Fragment(chain, store.layout, store.parameters, start_bytes, stop_bytes)
         with fragment.view(self.masters) as values:

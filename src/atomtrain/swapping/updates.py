@@ -2,7 +2,8 @@
 
 A *block* is a layer's own parameters, or one weight that several layers share. Updates overlap
 everything except the next load of the same block, which waits for the block's event. So they run
-into the next step, yet no gradient is ever stale.
+into the next step, yet no gradient is ever stale (unless that is asked for:
+`swapping/delayed.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ Combining = Callable[[Tensor, Sequence[Event]], Event]
 
 class Updates:
     """Owns the optimizer state and the thread that applies it."""
+
+    delays = False
+    """Whether a step computes with what the step before it began with."""
 
     def __init__(
         self,
@@ -152,11 +156,21 @@ class Updates:
             self._labels[block] = label
             after = self._combined(block)
             if not self.waits:
-                self.updated[block] = self._submit(block, Decision(), after)
+                self._begin_update(block, Decision(), after)
                 self._submitted.add(block)
             else:
                 members, gradient_of = self._blocks[block], self._store.gradient
                 self.deciding.measure(self.stream, members, self.touched, gradient_of, after)
+
+    def loaded(self, layers: Layers, blocks: Iterable[int], event: Event) -> None:
+        """Take note that a step loads blocks no more once `event` is done, if updates are late."""
+
+    def places_free(self, blocks: Iterable[int]) -> Sequence[Event]:
+        """Return the events before which no gradients of these blocks may come.
+
+        None: they come after loads, which wait for the updates that used the ones before.
+        """
+        return ()
 
     def submitted(self, block: int) -> bool:
         """Return whether the block's update was submitted in this step, before its end."""
@@ -203,10 +217,10 @@ class Updates:
         if not self.waits:
             return
         decision = self.deciding.decide(self.stream)
-        for block in self._order:
+        for block in self._order_at_end:
             if block not in self.on_device:
                 after, label = [self.deciding.decided], self._labels[block]
-                self.updated[block] = self._submit(block, decision, after, label)
+                self._begin_update(block, decision, after, label)
 
     def scale_of_loss(self) -> float:
         """Return by what this step's loss is multiplied; waits until the step before has decided.
@@ -239,8 +253,15 @@ class Updates:
         if self.disk is not None:
             self.disk.wait()
 
-    def wait_for_range(self, start_bytes: int, stop_bytes: int) -> list[int]:
-        """Block until the blocks that overlap a range of the arena are updated; return them."""
+    def settle(self) -> None:
+        """Bring the host's parameters up to date; blocks until all updates are applied.
+
+        Nothing of them may be on its way to the device.
+        """
+        self.wait()
+
+    def settle_range(self, start_bytes: int, stop_bytes: int) -> list[int]:
+        """The same for the blocks that overlap a range of the arena; return them."""
         blocks = []
         for block, members in enumerate(self._blocks):
             ranges = [
@@ -287,6 +308,17 @@ class Updates:
             `None` if nothing of the block is ever updated.
         """
         return worker_for(self.optimizer, self._blocks[block], copies)
+
+    @property
+    def _order_at_end(self) -> Sequence[int]:
+        """The blocks in the order in which those that waited for all gradients are updated."""
+        return self._order
+
+    def _begin_update(
+        self, block: int, decision: Decision, after: Sequence[Event], label: str | None = None
+    ) -> None:
+        """Queue the update of a block."""
+        self.updated[block] = self._submit(block, decision, after, label)
 
     def _expected(self, deliveries: Mapping[Layers, Iterable[int]]) -> Iterable[int]:
         """Return the blocks in the order in which they will be updated."""

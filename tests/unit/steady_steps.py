@@ -1,10 +1,7 @@
-"""What a step would gain from parameters that are one update old: steps one after the other.
+"""Steps laid out one after the other, apart from the planner, to hold its predictions against.
 
-*Exact* training loads a segment for the next forward when its update is done. *Stale* training
-would load the parameters of the step before, so that an update had a whole step: step `t` would
-compute with what updates 0 to `t - 2` left. Since forward and backward of a step must see the same
-parameters, and an update writes while they are read, it takes a second copy of them, which an
-update has to bring up to date too.
+Exact training loads a segment for the next forward when its update is done. Where updates are one
+step *late* no load waits for them, but the gradients of the step after do, segment by segment.
 """
 
 from __future__ import annotations
@@ -14,11 +11,7 @@ from typing import NamedTuple
 
 from atomtrain.planning.schedule import Visit
 from atomtrain.planning.timeline import VisitTime
-from atomtrain.planning.updating import ADAMW_BYTES
 
-STALE_UPDATE = (ADAMW_BYTES + 8) / ADAMW_BYTES
-"""How much longer an update takes that reads one float32 copy of the parameters, and writes
-another: they are read and written once more."""
 _STEPS = 12
 
 
@@ -28,10 +21,12 @@ class _Step(NamedTuple):
     computed_s: float
     updated_s: Mapping[int, float]
     """By layer."""
+    released_s: Mapping[int, float]
+    """By gradient buffer."""
 
 
 def steady_step_s(
-    visits: Sequence[Visit], times: Sequence[VisitTime], *, clips: bool, stale: bool
+    visits: Sequence[Visit], times: Sequence[VisitTime], *, clips: bool, late: bool = False
 ) -> float:
     """Return the seconds from step to step once they follow each other evenly.
 
@@ -39,16 +34,15 @@ def steady_step_s(
         visits: Of a training step.
         times: The seconds of each visit.
         clips: Whether updates wait for the norm of all gradients; they then come in the order in
-            which forward wants them.
-        stale: Whether loads wait for the update before the last one only.
+            which forward wants them, or if they are late in backward's order.
+        late: Whether updates are one step late.
     """
     layers = range(min(v.layers[0] for v in visits), max(v.layers[1] for v in visits))
-    before = last = _Step(0.0, dict.fromkeys(layers, 0.0))
+    last = _Step(0.0, dict.fromkeys(layers, 0.0), {})
     clock = _Clock()
     ends = []
     for _ in range(_STEPS):
-        awaited = before if stale else last
-        before, last = last, _step(visits, times, last.computed_s, awaited, clock, clips, stale)
+        last = _step(visits, times, last, clock, clips, late)
         ends.append(last.computed_s)
     half = _STEPS // 2
     return (ends[-1] - ends[-1 - half]) / half
@@ -64,15 +58,14 @@ class _Clock:
 def _step(
     visits: Sequence[Visit],
     times: Sequence[VisitTime],
-    begins_s: float,
-    awaited: _Step,
+    before: _Step,
     clock: _Clock,
     clips: bool,
-    stale: bool,
+    late: bool,
 ) -> _Step:
-    compute = begins_s
+    compute = begins_s = before.computed_s
     done: list[float] = []
-    released: dict[int, float] = {}
+    released = dict(before.released_s)
     delivered: list[tuple[Visit, float]] = []
     updated: dict[int, float] = {}
 
@@ -80,14 +73,15 @@ def _step(
         start, stop = visit.layers
         clock.update = max(clock.update, from_s)
         for layer in range(start, stop):
-            clock.update += length_s * (STALE_UPDATE if stale else 1.0) / (stop - start)
+            clock.update += length_s / (stop - start)
             updated[layer] = clock.update
 
     for visit, time in zip(visits, times, strict=True):
         ready = 0.0
+        made_s = max(before.updated_s[layer] for layer in range(*visit.layers))
         if visit.load:
             free = done[visit.free_after] if visit.free_after >= 0 else begins_s
-            fresh = max(awaited.updated_s[layer] for layer in range(*visit.layers))
+            fresh = 0.0 if late else made_s
             ready = clock.load = max(clock.load, free, fresh) + time.load_s
         start = max(compute, ready)
         if visit.gradient is not None:
@@ -97,15 +91,16 @@ def _step(
         if time.return_s > 0:
             clock.load = max(clock.load, start + time.return_s)
         if visit.gradient is not None:
-            clock.unload = max(clock.unload, compute) + time.unload_s
+            place_free = made_s if late else 0.0
+            clock.unload = max(clock.unload, compute, place_free) + time.unload_s
             released[visit.gradient] = clock.unload
             if clips:
                 delivered.append((visit, time.update_s))
             else:
                 update(visit, time.update_s, clock.unload)
-    for visit, length_s in sorted(delivered, key=lambda entry: entry[0].layers):
+    for visit, length_s in sorted(delivered, key=lambda entry: entry[0].layers, reverse=late):
         update(visit, length_s, clock.unload)
     # Layers on the host, or what is not trained, is never waited for.
-    for layer in awaited.updated_s:
+    for layer in before.updated_s:
         updated.setdefault(layer, 0.0)
-    return _Step(compute, updated)
+    return _Step(compute, updated, released)
