@@ -62,7 +62,7 @@ def test_it_gains_where_forward_waits_for_updates() -> None:
     assert late.bound == "compute"
     slow = planned(built_with(8.0), LATE)
     assert slow.period_s == slow.update_s
-    assert slow.bound == "update"
+    assert slow.bound == "host optimizer"
 
 
 def test_the_timeline_has_the_updates_of_the_step_before() -> None:

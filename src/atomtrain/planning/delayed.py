@@ -27,8 +27,7 @@ LABEL = "of the step before"
 
 def delayed_updates(updates: UpdateModel | None, chain: Chain) -> UpdateModel:
     """Return what delayed updates take of the host: room to update a block in, and copies."""
-    updates, layout = updates or two_moments(chain), Layout(chain)
-    largest_bytes = max(layout.block_bytes(block) for block in range(layout.blocks))
+    updates = updates or two_moments(chain)
     moved = {id(p): _MOVED_BYTES * p.nbytes / ADAMW_BYTES for p in chain.parameters}
     return dataclasses.replace(
         updates,
@@ -36,9 +35,14 @@ def delayed_updates(updates: UpdateModel | None, chain: Chain) -> UpdateModel:
             key: one._replace(host_work=one.host_work + moved.get(key, 0.0))
             for key, one in updates.parameters.items()
         },
-        scratch_bytes=updates.scratch_bytes + largest_bytes,
+        scratch_bytes=updates.scratch_bytes + largest_update_bytes(Layout(chain)),
         device_scratch_bytes=None,
     )
+
+
+def largest_update_bytes(layout: Layout) -> int:
+    """Return the bytes of the parameters of a block that are updated, of the block with most."""
+    return max(layout.gradients.block_bytes(block) for block in range(layout.blocks))
 
 
 def apart_from_steps(updates: UpdateModel | None, chain: Chain) -> UpdateModel:
@@ -66,7 +70,6 @@ def undelayed(request: Request, chain: Chain) -> Request:
             raise PlanError(f"updates cannot be delayed with {what}; leave out one of the two")
     return dataclasses.replace(
         request,
-        delays=False,
         clips=False,
         host_layers=0,
         device_blocks=(),
@@ -85,14 +88,14 @@ def delayed(plan: Plan, chain: Chain, request: Request, update_rate: float) -> P
     """
     update_s = delayed_updates(request.updates, chain).host_work / update_rate
     layout = Layout(chain)
-    apart = sum(layout.block_bytes(block) for block in added_up(layout, plan.shape))
+    apart = sum(layout.gradients.block_bytes(block) for block in added_up(layout, plan.shape))
     return dataclasses.replace(
         plan,
         delays=True,
         update_s=update_s,
         step_s=max(plan.step_s, update_s),
         period_s=max(plan.period_s, update_s),
-        bound="update"
+        bound="host optimizer"
         if update_s > max(plan.compute_s, plan.load_s, plan.unload_s)
         else plan.bound,
         host_bytes=plan.host_bytes + apart,

@@ -66,15 +66,24 @@ def make_plan(
         PlanError: nothing fits (names the layer and the least budget that would do), or a time is
             missing, negative or no number.
     """
-    if request.delays:
-        plan = make_plan(chain, costs, times, machine, undelayed(request, chain), below_s)
-        plan = delayed(plan, chain, request, machine.update_parameters_per_s)
-        if plan.host_bytes > machine.host_memory_bytes:
-            raise _too_large(plan, request, machine)
-        if plan.period_s >= below_s:
-            raise _too_slow(below_s)
-        return plan
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
+    return (_late if request.delays else _made)(given, request, below_s)
+
+
+def _late(given: Given, request: Request, below_s: float) -> Plan:
+    """Return the plan for updates that are one step late."""
+    machine = given.machine
+    for asked in _with_less_on_host(undelayed(request, given.chain)):
+        plan = _made(given, asked, below_s)
+        plan = delayed(plan, given.chain, request, machine.update_parameters_per_s)
+        if plan.host_bytes <= machine.host_memory_bytes:
+            if plan.period_s >= below_s:
+                raise _too_slow(below_s)
+            return plan
+    raise _too_large(plan, request, machine)
+
+
+def _made(given: Given, request: Request, below_s: float) -> Plan:
     if not comes_ahead(request):
         return _planned(given, request, below_s)
     # A step by itself takes longer than from step to step.
@@ -123,12 +132,15 @@ def _planned(given: Given, request: Request, below_s: float) -> Plan:
 def _too_large(plan: Plan, request: Request, machine: Machine) -> PlanError:
     most = " even with everything on disk that can be" if request.disk is not None else ""
     several = request.devices > 1
+    disk = ", or let part of its state lie on disk (--disk)" if request.disk is None else ""
+    if request.delays:
+        disk = f", or leave out delay_updates (--delay-updates){disk}"
     return PlanError(
         f"training this model{f' on {request.devices} devices' if several else ''} takes "
         f"{format_bytes(plan.host_bytes)} of host memory{most}, "
         f"{format_bytes(machine.host_memory_bytes)} are there; choose a smaller model"
         f"{' or fewer devices' if several else ''}"
-        f"{'' if request.disk is not None else ', or let part of its state lie on disk (--disk)'}"
+        f"{disk}"
     )
 
 

@@ -22,18 +22,20 @@ Whoever reads or writes the model between two steps first has all updates `settl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, StreamError
+from atomtrain.planning.delayed import largest_update_bytes
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.deciding import Decision
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.options import Options
 from atomtrain.swapping.store import view_of
-from atomtrain.swapping.streams import Event, Stream, finished
+from atomtrain.swapping.streams import Event, Inject, Stream, finished
 from atomtrain.swapping.updates import Updates
 
 
@@ -56,13 +58,12 @@ class DelayedUpdates(Updates):
 
     delays = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As `Updates`, and a stream that shows what was updated."""
-        super().__init__(*args, **kwargs)
-        layout, self._inject = self._store.layout, kwargs.get("inject")
-        largest_bytes = max(layout.block_bytes(block) for block in range(layout.blocks))
-        self._scratch = torch.empty(largest_bytes, dtype=torch.uint8)
-        self._showing = Stream("show", self._inject)
+    def __init__(self, *given: Any, inject: Inject | None = None, **more: Any) -> None:
+        """Open the streams; arguments are those of `Updates`."""
+        super().__init__(*given, inject=inject, **more)
+        layout = self._store.layout
+        self._scratch = torch.empty(largest_update_bytes(layout), dtype=torch.uint8)
+        self._showing = Stream("show", inject)
         self._applied: list[Event] = [finished() for _ in self._blocks]
         """Of each block, done when its last update was computed; `updated`: when it is shown."""
         self._hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -113,6 +114,7 @@ class DelayedUpdates(Updates):
         self.wait()
         for block in range(len(self._blocks)):
             self._settle(block)
+        self._apart.clear()  # the next plan may need none
 
     def settle_range(self, start_bytes: int, stop_bytes: int) -> list[int]:
         """The same for the blocks that overlap a range of the arena; return them."""
@@ -128,9 +130,13 @@ class DelayedUpdates(Updates):
             event.wait()
 
     def close(self) -> None:
-        """Finish the queued updates and end the threads."""
+        """Finish the queued updates, show them unless one failed, and end the threads."""
         super().close()
         self._showing.close()
+        with suppress(StreamError):  # whoever drives the engine has been told
+            self.settle()
+        self._hidden.clear()
+        self._scratch = self._scratch[:0].clone()
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -139,8 +145,14 @@ class DelayedUpdates(Updates):
 
     @property
     def _order_at_end(self) -> Sequence[int]:
-        """The blocks as backward of the next step wants their places."""
-        return self._order[::-1]
+        """The blocks as backward of the next step wants their places: by the first user that
+        delivers a gradient, which is the only one unless several do."""
+
+        def delivers(block: int) -> int:
+            users = self._store.layout.users(block)
+            return users[-1] if block in self._added_up else users[0]
+
+        return sorted(self._order, key=delivers, reverse=True)
 
     def _begin_update(
         self, block: int, decision: Decision, after: Sequence[Event], label: str | None = None
@@ -190,8 +202,8 @@ class DelayedUpdates(Updates):
         return update_hidden
 
     def _in_scratch(self, block: int, parameter: nn.Parameter) -> Tensor:
-        layout = self._store.layout
-        offset = layout.offsets[id(parameter)] - layout.block_range(block)[0]
+        trained = self._store.layout.gradients
+        offset = trained.offsets[id(parameter)] - trained.block_range(block)[0]
         return view_of(self._scratch, offset, parameter.data)
 
     def _place_of(self, parameter: nn.Parameter, *, apart: bool) -> Tensor:

@@ -67,7 +67,7 @@ class Engine(EngineState):
     def gradient_norm(self) -> float | None:
         """Global norm of the last step's gradients before clipping; `None` without clipping."""
         with self._guarded():
-            self._updates.wait()
+            self._updates.deciding.decided.wait()
         return self._updates.deciding.gradient_norm
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> float:
