@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRAIN_ARGS ?=
 
-.PHONY: train test test-gpu interleavings lint types docs clean
+.PHONY: train test test-gpu bench-gpu interleavings lint types docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
@@ -18,6 +18,18 @@ test: lint types
 # One command for whoever has a GPU; skips cleanly without one.
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests -m gpu
+
+# What there is to measure on a GPU, into benchmarks/results: against others and resident training
+# under caps that stand for small cards, and a 7B model.
+bench-gpu: $(VENV)/.installed-bench
+	for cap in 11 24; do \
+	$(BIN)/atom bench offloaders --device cuda --device-memory $${cap}GiB --json \
+	--out benchmarks/results/offloaders-cuda-$${cap}gib.json > /dev/null || exit; done
+	$(BIN)/atom bench large --json --out benchmarks/results/large.json > /dev/null
+
+$(VENV)/.installed-bench: $(VENV)/.installed pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
 
 # SCHEDULES of the swarm's protocol on a virtual clock, divided among PROCESSES. One that fails is
 # printed; the same SEED draws the same ones.

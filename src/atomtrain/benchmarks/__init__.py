@@ -87,6 +87,11 @@ REGISTRY: dict[str, Benchmark] = {
         "ATOM against DeepSpeed ZeRO-3 and FSDP2 with CPU offload",
         takes=("device", "device_memory"),
     ),
+    "large": Benchmark(
+        "atomtrain.benchmarks.large",
+        "a 7B model on one GPU under a cap of its memory",
+        takes=("device_memory",),
+    ),
     "plan": Benchmark(
         "atomtrain.benchmarks.plan",
         "predicted against measured step time and memory peaks",

@@ -57,7 +57,7 @@ class BenchOptions:
         None, "With offloaders: cpu or cuda. Default: cuda if there is one.", "DEVICE"
     )
     device_memory: str | None = option(
-        None, "With offloaders: budget on the device, such as 8GiB.", "SIZE"
+        None, "With offloaders and large: budget on the device, such as 8GiB.", "SIZE"
     )
     case: tuple[int, ...] = option(
         (), "With plan: run this case only, from 1; may be repeated.", "NUMBER"
