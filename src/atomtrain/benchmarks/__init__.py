@@ -87,6 +87,9 @@ REGISTRY: dict[str, Benchmark] = {
         "ATOM against DeepSpeed ZeRO-3 and FSDP2 with CPU offload",
         takes=("device", "device_memory"),
     ),
+    "context": Benchmark(
+        "atomtrain.benchmarks.context", "a step of 131,072 tokens on a device of 2 GiB"
+    ),
     "large": Benchmark(
         "atomtrain.benchmarks.large",
         "a 7B model on one GPU under a cap of its memory",

@@ -44,7 +44,8 @@ def check_parameters(
             allowed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise ConfigError(
                 f"a parameter of shape {shape} is {parameter.dtype}; this host optimizer updates "
-                f"{allowed} only: convert the model with model.float()"
+                f"{allowed} only: convert the model with model.float(), or for training with "
+                "precision='bf16' or 'fp16' use atomtrain.optimizers.AdamW, which keeps masters"
             )
         # On the meta device nothing is ever updated: there one may ask for sizes.
         if parameter.device.type not in ("cpu", "meta"):
