@@ -220,6 +220,8 @@ def test_too_little_memory_names_the_layer_and_the_least_budget(chain_and_costs)
         plan(chain_and_costs, machine("100KiB"))
     least = str(caught.value).split("at least ")[1].split(",")[0]
     assert plan(chain_and_costs, machine(least)).device_peak_bytes <= parse_bytes(least)
+    with pytest.raises(PlanError, match="fewer than 99 slots"):
+        plan(chain_and_costs, machine(least), slots=99)
 
 
 def test_too_little_host_memory(chain_and_costs) -> None:

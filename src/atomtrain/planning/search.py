@@ -245,11 +245,13 @@ def _does_not_fit(problems: Sequence[Problem], machine: Machine) -> PlanError:
     problem = least[min(least)]
     needs = [problem.memory.least_layer_bytes(i) for i in range(len(problem.chain.layers))]
     worst = max(range(len(needs)), key=lambda index: needs[index])
+    slots = problem.space.request.slots or 0
     return PlanError(
         f"no plan fits the device budget of {format_bytes(machine.device_memory_bytes)}: layer "
         f"{problem.chain.layers[worst].name!r} alone needs {format_bytes(needs[worst])} with this "
         f"micro-batch; raise --device-memory to at least {_rounded_up(min(least))}, or have less "
         "at once: smaller micro-batches, shorter sequences, 16-bit precision"
+        f"{f', fewer than {slots} slots' if slots > 2 else ''}"
     )
 
 
