@@ -21,6 +21,7 @@ Whoever reads or writes the model between two steps first has all updates `settl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -77,8 +78,8 @@ class DelayedUpdates(Updates):
         """Start a step in which these segments deliver gradients of these blocks."""
         super().begin_step(deliveries)
         self._shown = set()
-        delivered = [block for blocks in deliveries.values() for block in blocks]
-        self._added_up = {block for block in delivered if delivered.count(block) > 1}
+        delivered = Counter(block for blocks in deliveries.values() for block in blocks)
+        self._added_up = {block for block, count in delivered.items() if count > 1}
 
     def loaded(self, layers: Layers, blocks: Iterable[int], event: Event) -> None:
         """Show what the step before made of blocks, once `event` is done.

@@ -90,8 +90,7 @@ class EngineBase:
         if self._executor is None:  # closed: it was done before
             return
         with self._guarded():
-            self._executor.slots.ahead.forget()  # the caller may write to the model
-            self._updates.settle()
+            self._settle()
             self._bring_to_host(range(self._store.layout.blocks), moments=True)
             self.device.synchronize()
             self._executor.buffers.to_host()
@@ -154,6 +153,11 @@ class EngineBase:
             self._executor = None
             self._executor = self._execute(plan)
             self.plan = plan
+
+    def _settle(self) -> None:
+        """Bring the host's parameters up to date; what came ahead comes again."""
+        self._running.slots.ahead.forget()  # first: updates may write where it is loaded from
+        self._updates.settle()
 
     def _bring_to_host(self, blocks: Iterable[int], *, moments: bool) -> None:
         if self._executor is not None:
