@@ -111,7 +111,7 @@ def test_a_failed_job_in_evaluation(stream: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_update_that_fails_after_the_last_step_shows_at_the_end() -> None:
-    for finish in (lambda e: e.synchronize(), lambda e: e.close(), lambda e: e.gradient_norm):
+    for finish in (lambda e: e.synchronize(), lambda e: e.close(), lambda e: e.wait()):
         fault = FailAt("update", 0)
         engine = swap(mlp(), torch.ones(2, 8), loss=square, segments=3, inject=fault)
         engine.step([torch.ones(2, 8)])
