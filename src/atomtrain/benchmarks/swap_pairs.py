@@ -59,7 +59,7 @@ class SwapSetup:
     threads: int = field(default_factory=_half_of_cores)
     """Threads that compute, on both sides; at least 1. Half of the cores: the emulated device has
     no processor of its own, and a GPU does not compute on the cores that copy and update."""
-    pairs: int = 9
+    pairs: int = 25
     """Pairs of one swapped and one resident block; at least 1."""
     block_steps: int = 1
     """Steps in a block; at least 1."""
@@ -71,7 +71,7 @@ class SwapSetup:
     """Width of the GPT that is nearer to those that people train."""
     wide_micro_batches: int = 2
     """Micro-batches in its step."""
-    wide_pairs: int = 9
+    wide_pairs: int = 15
     """Pairs with it; at least 1."""
     link_pairs: int = 7
     """Pairs on the link on which loading takes as long as computing; at least 1."""
@@ -79,7 +79,7 @@ class SwapSetup:
     """Blocks of the GPT there."""
     link_micro_batches: int = 8
     """Micro-batches in a step there, each of one sequence."""
-    warmup_steps: int = 1
+    warmup_steps: int = 2
     """Steps of each before the first pair; at least 1."""
     seed: int = 0
 

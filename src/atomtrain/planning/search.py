@@ -7,7 +7,7 @@
    are as fast, within 0.2%.
 
 3. Offloaded segments make again in backward what cheap operations can, unless plans in which they
-   send everything are more than 1% faster (and host memory can hold it).
+   send everything are more than 0.5% faster (and host memory can hold it).
 
 All are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`, for
 steps that stand alone. Where the next step's first segments come while one ends, the same is done
@@ -36,6 +36,10 @@ from atomtrain.planning.more_slots import EQUAL, comes_ahead, with_more_slots
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.problem import Problem, problems_of
 from atomtrain.units import format_bytes, format_seconds
+
+WORTH_SENDING = 0.005
+"""All that is saved is sent where that is faster by more than this. Less than `EQUAL`: what making
+again takes is known by itself, apart from the layer's own time."""
 
 
 class TooSlowError(PlanError):
@@ -154,11 +158,10 @@ def _with_less_on_host(request: Request) -> list[Request]:
 def _best(problems: Sequence[Problem], machine: Machine, below_s: float) -> Plan:
     """Return the fastest plan of several problems, with the least memory among those as fast.
 
-    All that is saved is sent only where that is faster by more than plans can be told apart, and
-    host memory can hold it.
+    All that is saved is sent only where that is worth it, and host memory can hold it.
     """
     remaking = _fastest([problem for problem in problems if problem.remakes], below_s)
-    limit_s = min((each.step_s for each in remaking), default=math.inf) / (1 + EQUAL)
+    limit_s = min((each.step_s for each in remaking), default=math.inf) / (1 + WORTH_SENDING)
     sending = [problem for problem in problems if not problem.remakes]
     found = [some for some in (_fastest(sending, min(limit_s, below_s)), remaking) if some]
     if not found:

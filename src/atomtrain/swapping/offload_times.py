@@ -33,9 +33,9 @@ from atomtrain.swapping.graphs import WaitingGraph, Where
 from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.offload import Offload, Parcel
 
-_ROUNDS = 10
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _MOST_S = 3.0
-"""Of all kinds together; after its share of this no further round of a kind begins."""
+"""Of all kinds together; after its share of this no round of a kind begins beyond the least."""
 _UNLIMITED_BYTES = 1 << 62
 _LINK_BYTES_PER_S = 1e11
 _ALIGNED_BYTES = 64
@@ -111,7 +111,9 @@ def _samples(bench: _Bench, most_s: float) -> list[_Sample]:
     bench.sample()  # touches memory
     samples: list[_Sample] = []
     ends_s = time.perf_counter() + most_s
-    while not samples or (len(samples) < _ROUNDS and time.perf_counter() < ends_s):
+    while len(samples) < _LEAST_ROUNDS or (
+        len(samples) < _MOST_ROUNDS and time.perf_counter() < ends_s
+    ):
         samples.append(bench.sample())
     return samples
 
