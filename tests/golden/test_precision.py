@@ -18,7 +18,7 @@ from torch import nn
 
 import atomtrain
 from atomtrain.checkpoint import load_latest, save
-from atomtrain.optimizers import AdamW, decay_groups
+from atomtrain.optimizers import SGD, AdamW, Muon, decay_groups, muon_groups
 from atomtrain.optimizers import moments as moments_module
 from atomtrain.training.state import restore, shards_of
 
@@ -27,7 +27,14 @@ FORMATS = {
     "10": ("split", "bfloat16"), "8": ("split", "int8"),
 }  # fmt: skip
 """Master and moments, by the bytes of a parameter on the host, gradient and stream included."""
-Factory = Callable[[nn.Module], AdamW]
+Kept = AdamW | Muon | SGD
+Factory = Callable[[nn.Module], Kept]
+OTHERS: dict[str, Factory] = {
+    "muon": lambda model: Muon(muon_groups(model), lr=1e-3),
+    "muon-split": lambda model: Muon(muon_groups(model), lr=1e-3, state="int8", master="split"),
+    "sgd": lambda model: SGD(decay_groups(model), lr=1e-2, momentum=0.9),
+    "sgd-split": lambda model: SGD(model.parameters(), lr=1e-2, master="split"),
+}
 gpt = partial(swapped.gpt, layers=3)
 
 
@@ -39,13 +46,15 @@ def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def factory_of(name: str) -> Factory:
+    if name in OTHERS:
+        return OTHERS[name]
     master, state = FORMATS[name]
     return lambda model: AdamW(
         decay_groups(model), lr=1e-3, state=state, master=master, seed=9, betas=(0.9, 0.95)
     )
 
 
-def narrowed(model: nn.Module, factory: Factory) -> tuple[nn.Module, AdamW]:
+def narrowed(model: nn.Module, factory: Factory) -> tuple[nn.Module, Kept]:
     """Return a bfloat16 twin and an optimizer whose masters are the model's parameters."""
     reference = twin(model).to(torch.bfloat16)
     optimizer = factory(reference)
@@ -68,7 +77,7 @@ def swap(model: nn.Module, example: Any, factory: Factory, **options: Any) -> at
     )
 
 
-def assert_equal(engine: atomtrain.Engine, reference: nn.Module, optimizer: AdamW) -> None:
+def assert_equal(engine: atomtrain.Engine, reference: nn.Module, optimizer: Kept) -> None:
     """Check streams, masters and moments bit for bit."""
     masters, moments = engine.state_dict(), engine.optimizer_state()
     streams = dict(engine.model.named_parameters())
@@ -82,7 +91,7 @@ def assert_equal(engine: atomtrain.Engine, reference: nn.Module, optimizer: Adam
                 assert_same_bits(moments[name][key], value, f"{name}/{key}")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *OTHERS])
 @pytest.mark.parametrize(
     ("segments", "micro_batches", "clip_norm"), [(1, 1, None), (3, 3, None), (5, 3, 0.5)]
 )
@@ -101,7 +110,7 @@ def test_every_bit_is_equal(
         assert_equal(engine, reference, resident)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *OTHERS])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_shared_weight(name: str, dropout: float) -> None:
     factory, steps = factory_of(name), token_batches(1)

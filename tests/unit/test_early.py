@@ -22,7 +22,7 @@ from atomtrain.training.options import TrainOptions
 
 
 def test_the_lists_are_those_of_their_owners() -> None:
-    assert set(early.OPTIMIZERS) == set(optimizing._FORMATS)
+    assert set(early.OPTIMIZERS) == set(optimizing._MASTERS)
     assert set(early.PRECISIONS) == set(optimizing._PARAMETER_BYTES)
     assert set(early.GRADIENT_DTYPES) == set(optimizing._GRADIENT_DTYPES)
     assert set(early.SCHEDULES) == set(KINDS)

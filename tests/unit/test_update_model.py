@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("assumed_times")
 CASES: list[tuple[str, Literal["bf16", "fp16"] | None]] = [
     ("adamw", None), ("adamw-bfloat16", None), ("adamw-int8", None), ("muon", None),
     ("adamw", "bf16"), ("adamw-split", "bf16"), ("adamw-bfloat16-split", "bf16"),
-    ("adamw-int8", "bf16"), ("adamw", "fp16"),
+    ("adamw-int8", "bf16"), ("adamw", "fp16"), ("muon", "bf16"), ("muon", "fp16"),
+    ("sgd", None), ("sgd", "bf16"),
 ]  # fmt: skip
 
 

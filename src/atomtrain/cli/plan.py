@@ -102,7 +102,7 @@ class PlanOptions:
     )
     optimizer: str = option(
         "adamw",
-        "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon; adamw-split or "
+        "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), muon or sgd; adamw-split or "
         "adamw-bfloat16-split: with --precision bf16, 2 bytes of host memory a parameter less.",
         "NAME",
     )

@@ -1,13 +1,12 @@
 """Optimizers for the host, groups of parameters, and learning rates as functions of the step."""
 
-from torch.optim import SGD
-
 from atomtrain.optimizers.adamw import AdamW
 from atomtrain.optimizers.groups import decay_groups, muon_groups
 from atomtrain.optimizers.masters import MASTER_BYTES
 from atomtrain.optimizers.moments import BYTES_PER_PARAMETER
 from atomtrain.optimizers.muon import Muon
 from atomtrain.optimizers.schedules import Schedule
+from atomtrain.optimizers.sgd import SGD
 
 __all__ = [
     "BYTES_PER_PARAMETER",

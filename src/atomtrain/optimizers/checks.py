@@ -34,9 +34,13 @@ def check_rates(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} must be at least 0 and finite, not {float(group[name])}")
 
 
-def check_parameters(
-    parameters: Iterable[Tensor], dtypes: Sequence[torch.dtype] = (torch.float32,)
-) -> None:
+def check_momentum(group: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if the momentum is out of range."""
+    if not 0 <= group["momentum"] < 1:
+        raise ConfigError(f"momentum must be at least 0 and below 1, not {group['momentum']}")
+
+
+def check_parameters(parameters: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     """Raise a `ConfigError` if a parameter cannot be updated in place on the host."""
     for parameter in parameters:
         shape = list(parameter.shape)
@@ -44,8 +48,7 @@ def check_parameters(
             allowed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise ConfigError(
                 f"a parameter of shape {shape} is {parameter.dtype}; this host optimizer updates "
-                f"{allowed} only: convert the model with model.float(), or for training with "
-                "precision='bf16' or 'fp16' use atomtrain.optimizers.AdamW, which keeps masters"
+                f"{allowed} only: convert the model with model.float()"
             )
         # On the meta device nothing is ever updated: there one may ask for sizes.
         if parameter.device.type not in ("cpu", "meta"):

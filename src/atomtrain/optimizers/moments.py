@@ -13,7 +13,6 @@ masters pass through float32 scratch part by part, small enough to stay in the p
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import companding, masters, randomness
 from atomtrain.optimizers.companding import BLOCK
 from atomtrain.optimizers.randomness import SLICE
+from atomtrain.optimizers.scratch import narrowed, scratch, wide_buffers, widened
 
 BYTES_PER_PARAMETER = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 * (1 + 4 / BLOCK)}
 """Bytes of both moments of one parameter, by format."""
@@ -45,7 +45,6 @@ HOST_PASS = 1 << 18
 and leave the cache, fewer spend the time on calls. No bit depends on it. A GPU takes whole slices,
 since there each call counts."""
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-_local = threading.local()
 
 
 def check_format(name: object) -> None:
@@ -76,13 +75,6 @@ def part_bytes(parameter: Tensor, kind: str) -> dict[str, int]:
         key: dtype.itemsize * (blocks if key.endswith("_scale") else parameter.numel())
         for key, dtype in _DTYPES[kind].items()
     }
-
-
-def cast_state(state: dict[str, Any], kind: str) -> None:
-    """Undo `Optimizer.load_state_dict`'s cast to the parameter's type; exact for its formats."""
-    for key, dtype in _DTYPES[kind].items():
-        if isinstance(state.get(key), Tensor):
-            state[key] = state[key].to(dtype)
 
 
 def check_state(state: dict[str, Any], kind: str) -> None:
@@ -139,14 +131,13 @@ def adamw_update(
         for (some, narrow_gradient, *master), moments, randoms in zip(
             split, narrow, random, strict=False
         ):
-            scratch = space.of(some.numel())
+            buffers = space.of(some.numel())
             if not master:
-                update(kernel, some, narrow_gradient, moments, randoms, scratch)
+                update(kernel, some, narrow_gradient, moments, randoms, buffers)
                 continue
-            values, wide = _widened(some, narrow_gradient, master[0], factor)
-            update(kernel, values, wide, moments, randoms, scratch)
-            rest = master[0] if master[0].dtype is torch.int16 else None
-            masters.part(values, some, rest, wide)  # the gradient's scratch is free
+            values, wide = widened(some, narrow_gradient, master[0], factor)
+            update(kernel, values, wide, moments, randoms, buffers)
+            narrowed(some, master[0], values, wide)
 
 
 def _moment_passes(
@@ -183,20 +174,6 @@ def _salts(gradient: Tensor, factor: float) -> list[int]:
     """
     first = gradient[::SLICE].float()
     return (first if factor == 1.0 else first * factor).view(torch.int32).tolist()
-
-
-def _widened(
-    stream: Tensor, gradient: Tensor, stored: Tensor, factor: float
-) -> tuple[Tensor, Tensor]:
-    """Return a slice's master (the memory itself if it is float32) and its gradient, as float32."""
-    if stored.dtype is torch.float32:
-        (wide,) = _scratch(1, stream.numel(), stream.device, "wide")
-        values = stored
-    else:
-        wide, values = _scratch(2, stream.numel(), stream.device, "wide")
-        masters.join(stream, stored, values, wide)
-    wide.copy_(gradient)
-    return values, wide if factor == 1.0 else wide.mul_(factor)
 
 
 def _on(device: torch.device, step: Tensor) -> Tensor:
@@ -284,7 +261,7 @@ class _Space:
         if count != self._count:
             self._count = count
             whole = -(-count // BLOCK) * BLOCK if self._kind == "int8" else count
-            self._scratch = [*_scratch(_MOMENT_BUFFERS[self._kind], whole, self._device)]
+            self._scratch = [*scratch(_MOMENT_BUFFERS[self._kind], whole, self._device)]
             if self._kind == "int8":
                 self._scratch = [companding.Buffer(memory, count) for memory in self._scratch]
         return self._scratch
@@ -298,28 +275,7 @@ _UPDATES = {"float32": _float32_pass, "bfloat16": _bfloat16_pass, "int8": _int8_
 
 def scratch_bytes(parameter: Tensor, group: dict[str, Any], *, on_gpu: bool = False) -> int:
     """Return the scratch that updating a parameter needs, the same memory for all of them."""
-    buffers = _MOMENT_BUFFERS[group["state"]]
-    if parameter.dtype in masters.STREAMS:
-        # The gradient, then bits that are rounded; a master that is put together.
-        buffers += 2 if group["master"] == "split" else 1
+    buffers = _MOMENT_BUFFERS[group["state"]] + wide_buffers(parameter, group["master"])
     count = min(SLICE if on_gpu else HOST_PASS, parameter.numel())
     scales = _SCALE_BUFFERS * -(-count // BLOCK) if group["state"] == "int8" else 0
     return 4 * (buffers * count + scales)
-
-
-def free_scratch() -> None:
-    """Free this thread's scratch, which it otherwise keeps for its next update."""
-    _local.__dict__.clear()
-
-
-def _scratch(
-    buffers: int, count: int, device: torch.device, purpose: str = "moments"
-) -> list[Tensor]:
-    """Return float32 buffers of `count` elements that are this thread's own; contents are old."""
-    kept: list[Tensor] = _local.__dict__.setdefault(f"{purpose} {device}", [])
-    while len(kept) < buffers:
-        kept.append(torch.empty(0, dtype=torch.float32, device=device))
-    for index in range(buffers):
-        if kept[index].numel() < count:
-            kept[index] = torch.empty(count, dtype=torch.float32, device=device)
-    return [buffer[:count] for buffer in kept[:buffers]]

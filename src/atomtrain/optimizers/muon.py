@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError, nearest
+from atomtrain.optimizers import masters
 from atomtrain.optimizers.adamw import update_one
-from atomtrain.optimizers.checks import (
-    check_adamw_group,
-    check_gradient,
-    check_parameters,
-    check_rates,
-)
-from atomtrain.optimizers.moments import cast_state, free_scratch, part_bytes, scratch_bytes
+from atomtrain.optimizers.base import HostOptimizer
+from atomtrain.optimizers.checks import check_adamw_group, check_momentum, check_rates
+from atomtrain.optimizers.moments import part_bytes, scratch_bytes
+from atomtrain.optimizers.scratch import wide_buffers
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -25,7 +23,7 @@ _EPS = 1e-7
 _ALGORITHMS = ("muon", "adamw")
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(HostOptimizer):
     """Momentum whose update is made orthogonal (Jordan et al. 2024, kellerjordan.github.io).
 
     For a matrix `W` of `[A, B]` with gradient `G` and momentum `M` (both float32):
@@ -38,8 +36,8 @@ class Muon(torch.optim.Optimizer):
     both take the same learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982).
 
     Each group says by `algorithm` which of the two updates it; `muon_groups` makes the groups.
-    Groups of AdamW take its options, the formats of moments included. Each parameter is updated
-    independently of all others, as the engine requires.
+    Groups of AdamW take its options, the formats of moments included. Parameters of 16 bits have
+    exact masters (`HostOptimizer`), which are what `W` is then.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         state: str = "float32",
         seed: int = 0,
+        master: str = "float32",
     ) -> None:
         """Make the optimizer; each argument but the first is the default of parameter groups.
 
@@ -64,6 +63,7 @@ class Muon(torch.optim.Optimizer):
             eps: Of AdamW.
             state: Format of AdamW's moments; Muon's momentum is float32.
             seed: Of the random rounding of AdamW's moments.
+            master: Format of the masters of bfloat16 parameters, as AdamW has it.
 
         Raises:
             ConfigError: parameters without groups, a number out of range, or a parameter that is
@@ -77,8 +77,10 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "state": state,
             "seed": seed,
+            "master": master,
         }
         check_adamw_group(defaults)
+        masters.check_master(master)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -94,51 +96,6 @@ class Muon(torch.optim.Optimizer):
                 f"{nearest(str(algorithm), _ALGORITHMS)} Make the groups with muon_groups(model)"
             )
         super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except ConfigError:
-            self.param_groups.pop()
-            raise
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the loss of `closure`, if given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if group["algorithm"] == "adamw":
-                    update_one(self.state, parameter, group)
-                else:
-                    _update(parameter, check_gradient(parameter.grad), self.state[parameter], group)
-        return loss
-
-    def state_bytes_of(self, parameter: Tensor) -> int:
-        """Return the bytes that the parameter's state takes, now or later."""
-        return sum(self.state_parts_of(parameter).values())
-
-    def state_parts_of(self, parameter: Tensor) -> dict[str, int]:
-        """Return the bytes of each tensor of the parameter's state, now or later; no scalars."""
-        group = self._group_of(parameter)
-        if group["algorithm"] == "adamw":
-            return part_bytes(parameter, group["state"])
-        return {"momentum_buffer": 4 * parameter.numel()}
-
-    def scratch_bytes(self, *, on_gpu: bool = False) -> int:
-        """Return the bytes of memory that updates need for a while, beside the state; `on_gpu` more
-        is updated at once."""
-        return max(
-            (
-                _scratch_bytes(p, group, on_gpu)
-                for group in self.param_groups
-                for p in group["params"]
-            ),
-            default=0,
-        )
 
     def flops_of(self, parameter: Tensor) -> int:
         """Return the FLOPs of the matrix products in a parameter's update."""
@@ -147,23 +104,50 @@ class Muon(torch.optim.Optimizer):
         short, long = sorted(parameter.shape)
         return _ITERATIONS * (4 * short * short * long + 2 * short**3)
 
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        for group in self.param_groups:
-            if any(parameter is member for member in group["params"]):
-                return group
-        raise ConfigError(f"a parameter of shape {list(parameter.shape)} is in no group of Muon")
+    def _check(self, group: dict[str, Any]) -> None:
+        if group["algorithm"] == "adamw":
+            check_adamw_group(group)
+            return
+        check_rates(group)
+        check_momentum(group)
+        for parameter in group["params"]:
+            if parameter.ndim != 2:
+                raise ConfigError(
+                    f"Muon updates matrices; a parameter of shape {list(parameter.shape)} belongs "
+                    "in a group with 'algorithm': 'adamw', as muon_groups(model) makes it"
+                )
 
-    def free_scratch(self) -> None:
-        """Free the scratch that the calling thread keeps for its next update."""
-        free_scratch()
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if group["algorithm"] == "adamw":
+            update_one(self.state, parameter, gradient, group, self.gradient_factor)
+            return
+        state = self.state[parameter]
+        if parameter.dtype not in masters.STREAMS:
+            _update_matrix(parameter, gradient, state, group)
+            return
+        if not state:
+            state.update(masters.new_master(parameter, group["master"]))
+        masters.check_stored(state, parameter, group["master"])
+        stored = state[masters.KEYS[group["master"]]]
+        values, wide = masters.read(parameter, stored), gradient.float()
+        if self.gradient_factor != 1.0:
+            wide = wide * self.gradient_factor
+        _update_matrix(values, wide, state, group)
+        masters.write(parameter, stored, values)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, exactly."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if group["algorithm"] == "adamw" and parameter in self.state:
-                    cast_state(self.state[parameter], group["state"])
+    def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
+        if group["algorithm"] == "adamw":
+            return part_bytes(parameter, group["state"])
+        return {"momentum_buffer": 4 * parameter.numel()}
+
+    def _scratch_bytes(self, parameter: Tensor, group: dict[str, Any], *, on_gpu: bool) -> int:
+        if group["algorithm"] == "adamw":
+            return scratch_bytes(parameter, group, on_gpu=on_gpu)
+        # What is made orthogonal, the iterate and the next one; its square and a polynomial of
+        # that. Of a stream all of the gradient, and of a split master, as float32.
+        short, _ = sorted(parameter.shape)
+        whole = 3 + wide_buffers(parameter, group["master"])
+        return 4 * (whole * parameter.numel() + 2 * short * short)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -185,35 +169,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
-def _scratch_bytes(parameter: Tensor, group: dict[str, Any], on_gpu: bool) -> int:
-    if group["algorithm"] != "muon":
-        return scratch_bytes(parameter, group, on_gpu=on_gpu)
-    # What is made orthogonal, the iterate and the next one; its square and a polynomial of that.
-    short, _ = sorted(parameter.shape)
-    return 4 * (3 * parameter.numel() + 2 * short * short)
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    check_parameters(group["params"])
-    if group["algorithm"] == "adamw":
-        check_adamw_group(group)
-        return
-    check_rates(group)
-    if not 0 <= group["momentum"] < 1:
-        raise ConfigError(f"momentum must be at least 0 and below 1, not {group['momentum']}")
-    for parameter in group["params"]:
-        if parameter.ndim != 2:
-            raise ConfigError(
-                f"Muon updates matrices; a parameter of shape {list(parameter.shape)} belongs "
-                "in a group with 'algorithm': 'adamw', as muon_groups(model) makes it"
-            )
-
-
-def _update(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+def _update_matrix(
+    values: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
 ) -> None:
-    if not state:
-        state["momentum_buffer"] = torch.zeros_like(parameter)
+    """Update float32 `values` of `[A, B]`, and the momentum in `state`."""
+    if not set(state) - set(masters.KEYS.values()):
+        state["momentum_buffer"] = torch.zeros_like(values)
     found = getattr(state.get("momentum_buffer"), "dtype", None)
     if found is not torch.float32:
         raise ConfigError(
@@ -224,5 +185,5 @@ def _update(
     momentum.lerp_(gradient, 1 - group["momentum"])
     ahead = gradient.lerp(momentum, group["momentum"])
     lr = float(group["lr"])
-    parameter.mul_(1 - lr * group["weight_decay"])
-    parameter.add_(orthogonal(ahead), alpha=-lr * 0.2 * math.sqrt(max(parameter.shape)))
+    values.mul_(1 - lr * group["weight_decay"])
+    values.add_(orthogonal(ahead), alpha=-lr * 0.2 * math.sqrt(max(values.shape)))

@@ -121,7 +121,8 @@ class Masters:
         if worker is not None and not self.has(parameter):
             raise ConfigError(
                 "computing in 16 bits needs an optimizer that keeps float32 masters, "
-                f"{type(worker).__name__} does not; use atomtrain.optimizers.AdamW"
+                f"{type(worker).__name__} does not; use AdamW, Muon or SGD of "
+                "atomtrain.optimizers"
             )
         return worker is not None
 

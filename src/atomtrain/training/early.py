@@ -18,7 +18,7 @@ from atomtrain.training.options import TrainOptions
 
 # Tables of the same names are where they are used; a test compares.
 OPTIMIZERS = (
-    "adamw", "adamw-split", "adamw-bfloat16", "adamw-bfloat16-split", "adamw-int8", "muon",
+    "adamw", "adamw-split", "adamw-bfloat16", "adamw-bfloat16-split", "adamw-int8", "muon", "sgd",
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16")
 GRADIENT_DTYPES = ("float32",)

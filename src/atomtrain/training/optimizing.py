@@ -11,6 +11,7 @@ from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import (
     BYTES_PER_PARAMETER,
     MASTER_BYTES,
+    SGD,
     AdamW,
     Muon,
     decay_groups,
@@ -28,9 +29,15 @@ _FORMATS = {
     "adamw-bfloat16": "bfloat16",
     "adamw-bfloat16-split": "bfloat16",
     "adamw-int8": "int8",
-    "muon": "float32",
 }
-"""Format of AdamW's moments by the optimizer's name."""
+"""Format of the moments by AdamW's name."""
+_MOMENTS_BYTES = {
+    **{name: BYTES_PER_PARAMETER[kind] for name, kind in _FORMATS.items()},
+    "muon": BYTES_PER_PARAMETER["float32"],
+    "sgd": 4.0,
+}
+"""Of one parameter, the most, by the optimizer's name."""
+_SGD_MOMENTUM = 0.9
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """By precision; of a gradient too."""
 _WIDER_GRADIENT_BYTES = 2
@@ -42,6 +49,8 @@ _MASTERS = {
     "adamw-bfloat16": "float32",
     "adamw-bfloat16-split": "split",
     "adamw-int8": "split",
+    "muon": "float32",
+    "sgd": "float32",
 }
 """Format of the masters with precision bf16, by the optimizer's name: both give the same bits, and
 who wants the least state wants the split."""
@@ -51,10 +60,10 @@ _SPLITS = {"adamw-split": "adamw", "adamw-bfloat16-split": "adamw-bfloat16"}
 
 def check_optimizer(name: str) -> None:
     """Raise a `ConfigError` if there is no optimizer of this name."""
-    if name not in _FORMATS:
+    if name not in _MASTERS:
         raise ConfigError(
-            f"there is no optimizer {name!r}.{nearest(name, _FORMATS)} "
-            f"Optimizers: {', '.join(_FORMATS)}"
+            f"there is no optimizer {name!r}.{nearest(name, _MASTERS)} "
+            f"Optimizers: {', '.join(_MASTERS)}"
         )
 
 
@@ -65,12 +74,6 @@ def check_precision(precision: str, optimizer: str) -> None:
             f"there is no precision {precision!r}."
             f"{nearest(precision, _PARAMETER_BYTES)} "
             f"Precisions: {', '.join(_PARAMETER_BYTES)}"
-        )
-    if precision != "fp32" and optimizer not in _MASTERS:
-        raise ConfigError(
-            f"the optimizer {optimizer!r} keeps no float32 masters, which precision {precision} "
-            "needs; "
-            f"choose one of {', '.join(_MASTERS)}, or precision fp32"
         )
     if precision != "bf16" and optimizer in _SPLITS:
         raise ConfigError(
@@ -112,7 +115,7 @@ def host_bytes_per_parameter(
     For `muon` it is the most: a matrix that Muon updates takes 4 bytes less.
     """
     masters = 0.0 if precision == "fp32" else MASTER_BYTES[_master_format(name, precision)]
-    moments = BYTES_PER_PARAMETER[_FORMATS[name]]
+    moments = _MOMENTS_BYTES[name]
     widened = gradient_dtype is not None and precision != "fp32"
     gradients = 0 if spent else _PARAMETER_BYTES[precision] + _WIDER_GRADIENT_BYTES * widened
     return _PARAMETER_BYTES[precision] + gradients + masters + moments
@@ -127,7 +130,7 @@ def smaller_states(
     def taken_bytes(other: str) -> float:
         return host_bytes_per_parameter(other, precision, gradient_dtype, spent=spent)
 
-    forms = [one for one in _MASTERS if precision == "bf16" or one not in _SPLITS]
+    forms = [one for one in _FORMATS if precision == "bf16" or one not in _SPLITS]
     less = {one: taken_bytes(one) for one in forms if taken_bytes(one) < taken_bytes(name)}
     return dict(sorted(less.items(), key=lambda one: -one[1]))
 
@@ -167,11 +170,12 @@ def named_optimizer(
 
     The model may be on the meta device, for the optimizer's sizes.
     """
-    options: dict[str, Any] = {
-        "lr": learning_rate, "weight_decay": weight_decay, "betas": BETAS,
-    }  # fmt: skip
+    options: dict[str, Any] = {"lr": learning_rate, "master": _master_format(name, precision)}
     if name == "muon":
-        return Muon(muon_groups(model, weight_decay), **options)
+        groups = muon_groups(model, weight_decay)
+        return Muon(groups, betas=BETAS, weight_decay=weight_decay, **options)
     groups = decay_groups(model, weight_decay)
-    master = _master_format(name, precision)
-    return AdamW(groups, state=_FORMATS[name], seed=seed, master=master, **options)
+    if name == "sgd":
+        return SGD(groups, momentum=_SGD_MOMENTUM, **options)
+    state = _FORMATS[name]
+    return AdamW(groups, betas=BETAS, state=state, seed=seed, **options)

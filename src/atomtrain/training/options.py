@@ -123,7 +123,7 @@ class TrainOptions:
     learning_rate: float | None = option(None, "Peak learning rate.", "RATE")
     optimizer: str | None = option(
         None,
-        "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), or muon; adamw-split or "
+        "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), muon or sgd; adamw-split or "
         "adamw-bfloat16-split: with --precision bf16, 2 bytes of host memory a parameter less, "
         "with the same bits. Default: adamw.",
         "NAME",

@@ -1,0 +1,169 @@
+"""What the host optimizers have in common: checked groups, exact masters, sizes told beforehand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomtrain.errors import ConfigError
+from atomtrain.optimizers import masters
+from atomtrain.optimizers.checks import check_gradient, check_parameters
+from atomtrain.optimizers.scratch import free_scratch
+
+_DTYPES = (torch.float32, *masters.STREAMS)
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """Updates each parameter independently of all others, as the engine requires.
+
+    A parameter of bfloat16 or float16 is the stream of an exact float32 master
+    (`atomtrain.optimizers.masters`), which lies in the state. At first it is the parameter's own
+    value, or what `set_master` says.
+    """
+
+    gradient_factor = 1.0
+    """What gradients of parameters with masters are multiplied by, as float32, before they are
+    used: where the loss was scaled, its inverse."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; it may have its own value of every argument of the constructor.
+
+        Raises:
+            ConfigError: an argument is out of its range, or a parameter cannot be updated here.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check(group)
+            masters.check_master(group["master"])
+            check_parameters(group["params"], _DTYPES)
+            for parameter in group["params"]:
+                masters.check_stream(parameter.dtype, group["master"])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; returns the loss of `closure`, if given.
+
+        Raises:
+            ConfigError: a state that was loaded is of another format, or a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, check_gradient(parameter.grad), group)
+        return loss
+
+    @torch.no_grad()
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Return the master of a parameter of 16 bits as float32.
+
+        It is the memory itself where the master is `float32` and has been set or updated, else a
+        copy: read only.
+        """
+        state = self.state.get(parameter, {})
+        key = masters.KEYS[self._group_of(parameter)["master"]]
+        return masters.read(parameter, state[key]) if key in state else parameter.float()
+
+    @torch.no_grad()
+    def set_master(self, parameter: Tensor, values: Tensor) -> None:
+        """Set the master of a parameter of 16 bits, and the parameter to it, rounded.
+
+        Args:
+            parameter: Of this optimizer.
+            values: float32 of the parameter's shape, contiguous. A `float32` master that there was
+                not before takes over this very memory.
+        """
+        kind = self._group_of(parameter)["master"]
+        state, key = self.state[parameter], masters.KEYS[kind]
+        if key not in state and kind == "float32":
+            state[key] = values
+        elif key not in state:
+            state.update(masters.new_master(parameter, kind))
+        masters.write(parameter, state[key], values)
+
+    def master_keys(self) -> frozenset[str]:
+        """Return the keys of a parameter's state that are its master, nothing else of it."""
+        return frozenset(masters.KEYS.values())
+
+    def state_bytes_of(self, parameter: Tensor) -> int:
+        """Return the bytes that a parameter's whole state takes, now or later."""
+        return sum(self.state_parts_of(parameter).values())
+
+    def state_parts_of(self, parameter: Tensor) -> dict[str, int]:
+        """Return the bytes of each tensor of the parameter's state, now or later; no scalars."""
+        group = self._group_of(parameter)
+        parts = self._parts(parameter, group)
+        if parameter.dtype in masters.STREAMS:
+            master = group["master"]
+            parts[masters.KEYS[master]] = int(masters.MASTER_BYTES[master]) * parameter.numel()
+        return parts
+
+    def scratch_bytes(self, *, on_gpu: bool = False) -> int:
+        """Return the bytes of scratch memory that updates need, beside the state; `on_gpu` more is
+        updated at once."""
+        return max(
+            (
+                self._scratch_bytes(parameter, group, on_gpu=on_gpu)
+                for group in self.param_groups
+                for parameter in group["params"]
+            ),
+            default=0,
+        )
+
+    def free_scratch(self) -> None:
+        """Free the scratch that the calling thread keeps for its next update."""
+        free_scratch()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, exactly; also that of torch's own optimizer of the
+        same name."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        # The base class casts to the type of the parameter, which is not exact.
+        saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        own = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
+        for number, parameter in zip(saved, own, strict=True):
+            if number in state_dict["state"]:
+                values = state_dict["state"][number]
+                self.state[parameter] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in values.items()
+                }
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Raise a `ConfigError` if the group, or an argument in it, is wrong."""
+        raise NotImplementedError
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter, and the state, which is made if there is none."""
+        raise NotImplementedError
+
+    def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
+        """Return the bytes of each tensor of the state but the master."""
+        raise NotImplementedError
+
+    def _scratch_bytes(self, parameter: Tensor, group: dict[str, Any], *, on_gpu: bool) -> int:
+        """Return the bytes that the update of a parameter needs for a while."""
+        raise NotImplementedError
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(parameter is member for member in group["params"]):
+                return group
+        raise ConfigError(
+            f"a parameter of shape {list(parameter.shape)} is not in this optimizer; add a group "
+            "with it"
+        )

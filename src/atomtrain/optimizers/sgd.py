@@ -1,0 +1,136 @@
+"""SGD for the host, with exact masters of parameters of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomtrain.errors import ConfigError
+from atomtrain.optimizers import masters, moments
+from atomtrain.optimizers.base import HostOptimizer
+from atomtrain.optimizers.checks import check_momentum, check_rates
+from atomtrain.optimizers.randomness import SLICE
+from atomtrain.optimizers.scratch import narrowed, wide_buffers, widened
+
+_MOMENTUM = "momentum_buffer"
+
+
+class SGD(HostOptimizer):
+    """Stochastic gradient descent, with momentum as `torch.optim.SGD` defines it.
+
+    For a parameter `p` with gradient `g` and momentum `m` (float32; `m = g` at the first step):
+
+        g <- g + weight_decay * p
+        m <- momentum * m + (1 - dampening) * g
+        p <- p - lr * m              (with `nesterov` p - lr * (g + momentum * m))
+
+    It equals `torch.optim.SGD(fused=True)` bit for bit and has the same state. Weight decay is part
+    of the gradient, not decoupled as AdamW's is. Parameters of 16 bits have exact masters
+    (`HostOptimizer`).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        master: str = "float32",
+    ) -> None:
+        """Make the optimizer; each argument but the first is the default of parameter groups.
+
+        Args:
+            params: Contiguous parameters of float32, bfloat16 or float16 on the CPU, or groups.
+            lr: Learning rate; at least 0.
+            momentum: At least 0, below 1; 0 keeps no state.
+            dampening: Of what is added to the momentum; 0 to 1.
+            weight_decay: Of the parameter that is added to its gradient; at least 0.
+            nesterov: Whether the step looks ahead; with momentum and without dampening.
+            master: Format of the masters of bfloat16 parameters, as AdamW has it.
+
+        Raises:
+            ConfigError: a number out of range, or a parameter that cannot be updated in place here.
+        """
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "master": master,
+        }
+        self._check(defaults)
+        masters.check_master(master)
+        super().__init__(params, defaults)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        check_rates(group)
+        check_momentum(group)
+        if not 0 <= group["dampening"] <= 1:
+            raise ConfigError(f"dampening must be from 0 to 1, not {group['dampening']}")
+        if group["nesterov"] and (not group["momentum"] or group["dampening"]):
+            raise ConfigError(
+                "nesterov needs momentum above 0 and dampening 0, not "
+                f"momentum={group['momentum']} and dampening={group['dampening']}"
+            )
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter] if group["momentum"] else self.state.get(parameter, {})
+        streamed = parameter.dtype in masters.STREAMS
+        if streamed:
+            state = self.state[parameter]
+            if not state:
+                state.update(masters.new_master(parameter, group["master"]))
+            masters.check_stored(state, parameter, group["master"])
+        first = state.get(_MOMENTUM) is None
+        momentum = _momentum(parameter, state, group)
+        if not streamed:
+            _step(parameter, gradient, momentum, group, first=first)
+            return
+        stored = state[masters.KEYS[group["master"]]]
+        whole = [parameter, gradient, stored, *momentum]
+        at_once = moments.HOST_PASS if parameter.device.type == "cpu" else SLICE
+        passes = (tensor.view(-1).split(at_once) for tensor in whole)
+        for stream, narrow, master, *some in zip(*passes, strict=True):
+            values, wide = widened(stream, narrow, master, self.gradient_factor)
+            _step(values, wide, some, group, first=first)
+            narrowed(stream, master, values, wide)
+
+    def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
+        return {_MOMENTUM: 4 * parameter.numel()} if group["momentum"] else {}
+
+    def _scratch_bytes(self, parameter: Tensor, group: dict[str, Any], *, on_gpu: bool) -> int:
+        count = min(SLICE if on_gpu else moments.HOST_PASS, parameter.numel())
+        return 4 * wide_buffers(parameter, group["master"]) * count
+
+
+def _momentum(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> list[Tensor]:
+    """Return the momentum in a list, which is empty if there is none; made if it was not."""
+    if not group["momentum"]:
+        return []
+    if state.get(_MOMENTUM) is None:
+        if set(state) - {*masters.KEYS.values(), _MOMENTUM}:
+            raise ConfigError(
+                "the optimizer state has no momentum_buffer; continue with the optimizer that it "
+                "was saved with"
+            )
+        state[_MOMENTUM] = torch.zeros(
+            parameter.shape, dtype=torch.float32, device=parameter.device
+        )
+    return [state[_MOMENTUM]]
+
+
+def _step(
+    values: Tensor, gradient: Tensor, momentum: list[Tensor], group: dict[str, Any], *, first: bool
+) -> None:
+    torch._fused_sgd_(
+        [values], [gradient], momentum,
+        lr=float(group["lr"]), momentum=group["momentum"], dampening=group["dampening"],
+        weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=False,
+        is_first_step=first,
+    )  # fmt: skip
