@@ -126,7 +126,7 @@ def test_a_shared_weight_adds_the_heads_gradients_first(
             assert_same_bits(value, weights[key], key)
 
 
-@pytest.mark.parametrize("name", bf16.FORMATS)
+@pytest.mark.parametrize("name", [*bf16.FORMATS, *bf16.OTHERS])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("shape", [SOME, None])
 def test_masters_on_the_device(
@@ -150,7 +150,7 @@ def clone_of(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("name", ["float32", "int8"])
+@pytest.mark.parametrize("name", ["float32", "int8", "muon"])
 def test_a_checkpoint_goes_on_with_the_same_bits(name: str, precision: Any, tmp_path: Path) -> None:
     """From a model that stays on the device to one that is swapped, and back."""
     factory, steps, model = FACTORIES[name], token_batches(1, steps=6), gpt()

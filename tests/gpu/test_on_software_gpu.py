@@ -36,7 +36,7 @@ import atomtrain
 from atomtrain.analysis.costs import layer_costs
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.models import GPT, GPTConfig
-from atomtrain.optimizers import AdamW
+from atomtrain.optimizers import SGD, AdamW, Muon
 from atomtrain.swapping.optimizer_facts import OptimizerFactory
 
 pytestmark = [
@@ -75,6 +75,18 @@ def own_adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return AdamW(parameters, lr=1e-3)
 
 
+def own_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def own_muon(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.ndim == 2], "algorithm": "muon"},
+        {"params": [p for p in parameters if p.ndim != 2], "algorithm": "adamw"},
+    ]
+    return Muon(groups, lr=1e-3)
+
+
 def trained(
     device: str = "cuda:0", optimizer: OptimizerFactory = adamw, **options: Any
 ) -> tuple[dict[str, Tensor], atomtrain.Engine]:
@@ -99,14 +111,17 @@ def test_updates_on_the_gpu(clip_norm: float | None) -> None:
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_with_float32_masters(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [("bf16", own_adamw), ("fp16", own_adamw), ("bf16", own_sgd), ("bf16", own_muon)],
+)
+def test_16_bits_with_float32_masters(precision: str, optimizer: OptimizerFactory) -> None:
     ways: list[dict[str, Any]] = [
         {"segments": 1, "optimizer_on_device": False},
         {"segments": 8, "optimizer_on_device": False, "activations": "offload"},
         {"optimizer_on_device": True},
     ]
-    found = [trained(precision=precision, optimizer=own_adamw, **way)[0] for way in ways]
+    found = [trained(precision=precision, optimizer=optimizer, **way)[0] for way in ways]
     assert found[0]["head.weight"].dtype == torch.float32
     assert_equal(found[1], found[0])
     assert_equal(found[2], found[0])
