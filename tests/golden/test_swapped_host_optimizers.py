@@ -15,7 +15,7 @@ from torch import nn
 import atomtrain
 from atomtrain.checkpoint import load_latest, save
 from atomtrain.errors import StreamError
-from atomtrain.optimizers import AdamW, Muon, Schedule, decay_groups, muon_groups
+from atomtrain.optimizers import SGD, AdamW, Muon, Schedule, decay_groups, muon_groups
 from atomtrain.optimizers import moments as moments_module
 from atomtrain.training.state import restore, shards_of
 
@@ -26,6 +26,8 @@ FACTORIES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "int8": lambda model: AdamW(decay_groups(model), lr=1e-3, state="int8", seed=9),
     "muon": lambda model: Muon(muon_groups(model), lr=1e-3),
     "muon-int8": lambda model: Muon(muon_groups(model), lr=1e-3, state="int8"),
+    "sgd": lambda model: SGD(decay_groups(model), lr=1e-2),
+    "sgd-momentum": lambda model: SGD(decay_groups(model), lr=1e-2, momentum=0.9, nesterov=True),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
-from atomtrain.optimizers import SGD, Muon, masters, moments
+from atomtrain.optimizers import SGD, AdamW, Muon, masters, moments
 
 SHAPES = [(40, 17), (8, 24), (130,)]
 Make = Callable[..., Any]
@@ -185,3 +185,14 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     half = parameters(torch.float16)
     with pytest.raises(ConfigError, match="parameters of float16 need"):
         muon(half, master="split")
+
+
+def test_a_state_of_what_is_not_done_here_is_refused() -> None:
+    owned = parameters(torch.float32)
+    torchs = torch.optim.SGD(owned, lr=0.1, momentum=0.9, maximize=True)
+    mine = sgd(owned)
+    with pytest.raises(ConfigError, match="has maximize=True"):
+        mine.load_state_dict(torchs.state_dict())
+    assert mine.param_groups[0]["lr"] == 1e-2
+    with pytest.raises(ConfigError, match="has amsgrad=True"):
+        AdamW(owned).load_state_dict(torch.optim.AdamW(owned, amsgrad=True).state_dict())

@@ -80,7 +80,8 @@ def run(options: BenchmarkOptions, setup: LargeSetup | None = None) -> Result:
         )
     torch.manual_seed(setup.seed)
     sizes = preset(setup.model)
-    parameters = parameter_count(subject(setup.model, setup.context_tokens).model)
+    outline = subject(setup.model, setup.context_tokens)
+    parameters = parameter_count(outline.model)
     optimizer = _largest_state(parameters, setup.precision)
     progress(f"{setup.model} with {optimizer}: {parameters / 1e9:.2f}B parameters")
     model = GPT(sizes)
@@ -113,7 +114,7 @@ def run(options: BenchmarkOptions, setup: LargeSetup | None = None) -> Result:
         engine.wait()
         step_s = (time.perf_counter() - started_s) / setup.steps
         device, budget_bytes = engine.device_name, engine.device.memory_bytes
-    flops = subject(setup.model, setup.context_tokens).analyse(setup.sequences).step_flops
+    flops = outline.analyse(setup.sequences).step_flops
     return {
         "tokens_per_s": setup.tokens_per_step / step_s,
         "model_flops_per_s": setup.micro_batches * flops / step_s,

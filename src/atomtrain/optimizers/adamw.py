@@ -69,8 +69,6 @@ class AdamW(HostOptimizer):
             "seed": seed,
             "master": master,
         }
-        check_adamw_group(defaults)
-        masters.check_master(master)
         super().__init__(params, defaults)
 
     def _check(self, group: dict[str, Any]) -> None:
@@ -95,12 +93,9 @@ def update_one(
 ) -> None:
     """Make the state of a parameter if there is none, check it, and update by AdamW."""
     state = states[parameter]
-    streamed = parameter.dtype in masters.STREAMS
-    if not state and streamed:
-        state.update(masters.new_master(parameter, group["master"]))
+    if parameter.dtype in masters.STREAMS:
+        masters.stored_master(state, parameter, group["master"])
     if "step" not in state:
         state.update(new_state(parameter, group["state"]))
     check_state(state, group["state"])
-    if streamed:
-        masters.check_stored(state, parameter, group["master"])
     adamw_update(parameter, gradient, state, group, gradient_factor)

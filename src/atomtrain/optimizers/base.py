@@ -11,10 +11,8 @@ from torch import Tensor
 
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import masters
-from atomtrain.optimizers.checks import check_gradient, check_parameters
+from atomtrain.optimizers.checks import check_gradient, check_parameters, check_saved_groups
 from atomtrain.optimizers.scratch import free_scratch
-
-_DTYPES = (torch.float32, *masters.STREAMS)
 
 
 class HostOptimizer(torch.optim.Optimizer):
@@ -39,10 +37,7 @@ class HostOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._check(group)
-            masters.check_master(group["master"])
-            check_parameters(group["params"], _DTYPES)
-            for parameter in group["params"]:
-                masters.check_stream(parameter.dtype, group["master"])
+            check_parameters(group["params"], group["master"])
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -127,7 +122,12 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, exactly; also that of torch's own optimizer of the
-        same name."""
+        same name.
+
+        Raises:
+            ConfigError: it did what is not done here; nothing is changed.
+        """
+        check_saved_groups(state_dict["param_groups"])
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for key, value in self.defaults.items():

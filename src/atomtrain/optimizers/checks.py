@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError
+from atomtrain.optimizers.masters import STREAMS, check_master, check_stream
 from atomtrain.optimizers.moments import check_format
+
+_DTYPES = (torch.float32, *STREAMS)
+_UNKNOWN = ("maximize", "amsgrad")
+"""What torch's optimizers can do to an update, and the host optimizers cannot."""
 
 
 def check_adamw_group(group: Mapping[str, Any]) -> None:
@@ -40,12 +45,14 @@ def check_momentum(group: Mapping[str, Any]) -> None:
         raise ConfigError(f"momentum must be at least 0 and below 1, not {group['momentum']}")
 
 
-def check_parameters(parameters: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> None:
-    """Raise a `ConfigError` if a parameter cannot be updated in place on the host."""
+def check_parameters(parameters: Iterable[Tensor], master: str) -> None:
+    """Raise a `ConfigError` if a parameter cannot be updated in place on the host, or cannot have
+    masters of this format."""
+    check_master(master)
     for parameter in parameters:
         shape = list(parameter.shape)
-        if parameter.dtype not in dtypes:
-            allowed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        if parameter.dtype not in _DTYPES:
+            allowed = " and ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise ConfigError(
                 f"a parameter of shape {shape} is {parameter.dtype}; this host optimizer updates "
                 f"{allowed} only: convert the model with model.float()"
@@ -61,6 +68,18 @@ def check_parameters(parameters: Iterable[Tensor], dtypes: Sequence[torch.dtype]
                 f"a parameter of shape {shape} is not contiguous in memory; make it so with "
                 "parameter.data = parameter.data.contiguous()"
             )
+        check_stream(parameter.dtype, master)
+
+
+def check_saved_groups(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise a `ConfigError` if a saved optimizer did what the host optimizers cannot do."""
+    for group in groups:
+        for name in _UNKNOWN:
+            if group.get(name):
+                raise ConfigError(
+                    f"the saved optimizer has {name}={group[name]}, which the host optimizers "
+                    "cannot do; continue with that of torch.optim"
+                )
 
 
 def check_gradient(gradient: Tensor) -> Tensor:

@@ -82,8 +82,14 @@ def new_master(stream: Tensor, kind: str) -> dict[str, Tensor]:
     return {KEYS[kind]: stream.detach().float()}
 
 
-def check_stored(state: dict[str, Any], stream: Tensor, kind: str) -> None:
-    """Raise a `ConfigError` if a state has no master of this format and shape."""
+def stored_master(state: dict[str, Any], stream: Tensor, kind: str) -> Tensor:
+    """Return what a state has of a master; made of the stream if the state is empty.
+
+    Raises:
+        ConfigError: the state has no master of this format and shape.
+    """
+    if not state:
+        state.update(new_master(stream, kind))
     found = state.get(KEYS[kind])
     if not (
         isinstance(found, Tensor)
@@ -96,6 +102,7 @@ def check_stored(state: dict[str, Any], stream: Tensor, kind: str) -> None:
             f"{list(stream.shape)}, which master={kind!r} needs; continue with the master= that "
             "it was saved with"
         )
+    return found
 
 
 def read(stream: Tensor, stored: Tensor) -> Tensor:

@@ -79,8 +79,6 @@ class Muon(HostOptimizer):
             "seed": seed,
             "master": master,
         }
-        check_adamw_group(defaults)
-        masters.check_master(master)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -125,10 +123,7 @@ class Muon(HostOptimizer):
         if parameter.dtype not in masters.STREAMS:
             _update_matrix(parameter, gradient, state, group)
             return
-        if not state:
-            state.update(masters.new_master(parameter, group["master"]))
-        masters.check_stored(state, parameter, group["master"])
-        stored = state[masters.KEYS[group["master"]]]
+        stored = masters.stored_master(state, parameter, group["master"])
         values, wide = masters.read(parameter, stored), gradient.float()
         if self.gradient_factor != 1.0:
             wide = wide * self.gradient_factor

@@ -64,8 +64,6 @@ class SGD(HostOptimizer):
             "nesterov": nesterov,
             "master": master,
         }
-        self._check(defaults)
-        masters.check_master(master)
         super().__init__(params, defaults)
 
     def _check(self, group: dict[str, Any]) -> None:
@@ -80,20 +78,15 @@ class SGD(HostOptimizer):
             )
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter] if group["momentum"] else self.state.get(parameter, {})
+        state = self.state[parameter]
         streamed = parameter.dtype in masters.STREAMS
-        if streamed:
-            state = self.state[parameter]
-            if not state:
-                state.update(masters.new_master(parameter, group["master"]))
-            masters.check_stored(state, parameter, group["master"])
+        stored = [masters.stored_master(state, parameter, group["master"])] if streamed else []
         first = state.get(_MOMENTUM) is None
         momentum = _momentum(parameter, state, group)
         if not streamed:
             _step(parameter, gradient, momentum, group, first=first)
             return
-        stored = state[masters.KEYS[group["master"]]]
-        whole = [parameter, gradient, stored, *momentum]
+        whole = [parameter, gradient, *stored, *momentum]
         at_once = moments.HOST_PASS if parameter.device.type == "cpu" else SLICE
         passes = (tensor.view(-1).split(at_once) for tensor in whole)
         for stream, narrow, master, *some in zip(*passes, strict=True):
