@@ -179,9 +179,11 @@ def test_mistakes_are_refused(options: dict[str, Any], words: str) -> None:
 def test_a_state_of_another_optimizer_is_refused() -> None:
     owned = parameters(torch.float32)
     optimizer = sgd(owned)
-    optimizer.state[owned[0]] = {"exp_avg": torch.zeros(SHAPES[0])}
-    with pytest.raises(ConfigError, match="has no momentum_buffer"):
-        train(optimizer, owned, gradients(1, torch.float32))
+    momentum = torch.zeros(SHAPES[0], dtype=torch.bfloat16)
+    for state in ({"exp_avg": momentum.float()}, {"momentum_buffer": momentum}):
+        optimizer.state[owned[0]] = state
+        with pytest.raises(ConfigError, match="has no float32 momentum_buffer"):
+            train(optimizer, owned, gradients(1, torch.float32))
     half = parameters(torch.float16)
     with pytest.raises(ConfigError, match="parameters of float16 need"):
         muon(half, master="split")

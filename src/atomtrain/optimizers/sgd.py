@@ -106,14 +106,14 @@ def _momentum(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -
     """Return the momentum in a list, which is empty if there is none; made if it was not."""
     if not group["momentum"]:
         return []
-    if state.get(_MOMENTUM) is None:
-        if set(state) - {*masters.KEYS.values(), _MOMENTUM}:
-            raise ConfigError(
-                "the optimizer state has no momentum_buffer; continue with the optimizer that it "
-                "was saved with"
-            )
+    if state.get(_MOMENTUM) is None and not set(state) - {*masters.KEYS.values(), _MOMENTUM}:
         state[_MOMENTUM] = torch.zeros(
             parameter.shape, dtype=torch.float32, device=parameter.device
+        )
+    if getattr(state.get(_MOMENTUM), "dtype", None) is not torch.float32:
+        raise ConfigError(
+            "the optimizer state has no float32 momentum_buffer; continue with the optimizer that "
+            "it was saved with"
         )
     return [state[_MOMENTUM]]
 
