@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
 from atomtrain.data import Sampler, SamplerConfig, default_cache, prepare, read_corpus
-from atomtrain.training.optimizing import make_optimizer
+from atomtrain.training.recipe import make_optimizer
 from atomtrain.training.state import recipe_of
 
 pytest.importorskip("transformers")

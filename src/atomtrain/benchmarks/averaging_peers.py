@@ -15,7 +15,7 @@ from atomtrain.benchmarks.averaging_costs import Costs
 from atomtrain.benchmarks.averaging_gloo import RawGloo
 from atomtrain.benchmarks.averaging_mesh import Mesh
 from atomtrain.benchmarks.averaging_streams import EncryptedMesh
-from atomtrain.benchmarks.network_worker import Reply
+from atomtrain.benchmarks.network_replies import Reply
 from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
 from atomtrain.swarm.hivemind_parts import import_hivemind
 

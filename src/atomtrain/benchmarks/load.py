@@ -33,9 +33,9 @@ from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
 from atomtrain.training.loading import Weights
 from atomtrain.training.objective import NextToken
-from atomtrain.training.optimizing import make_optimizer, precision_of
+from atomtrain.training.optimizing import precision_of
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.recipe import new_recipe
+from atomtrain.training.recipe import make_optimizer, new_recipe
 
 _CHILD_S = 600.0
 _SHARD = "50MB"

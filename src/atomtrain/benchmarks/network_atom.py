@@ -12,7 +12,7 @@ from typing import Any
 import atomtrain
 from atomtrain.benchmarks.codec_costs import CodecTime
 from atomtrain.benchmarks.network_model import ModelSetup, fused_adamw
-from atomtrain.benchmarks.network_worker import Reply, sent_bytes
+from atomtrain.benchmarks.network_replies import Reply, sent_bytes
 from atomtrain.errors import PlanError
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
 from atomtrain.swarm.agenda import MEASURED

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.common import progress
 from atomtrain.benchmarks.network_peers import Peers
+from atomtrain.benchmarks.network_replies import Reply
 from atomtrain.benchmarks.network_setup import (
     UNSHAPED_BITS_PER_S,
     NetworkSetup,
     device_link_bytes_per_s,
 )
-from atomtrain.benchmarks.network_worker import Reply
 from atomtrain.benchmarks.pipeline_speeds import Speeds
 from atomtrain.benchmarks.shaping import Link, Network
 from atomtrain.errors import PlanError

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from atomtrain.analysis.storages import StorageTracker
 from atomtrain.benchmarks.connections import set_congestion_control
 from atomtrain.benchmarks.network_model import Batch, ModelSetup, fused_adamw, run_layers
+from atomtrain.benchmarks.network_replies import Reply, sent_bytes
 from atomtrain.benchmarks.network_swapped import SwappedParallel
-from atomtrain.benchmarks.network_worker import Reply, sent_bytes
 from atomtrain.benchmarks.pipeline import Beside, RankPlan, Stage, decode, encode
 from atomtrain.benchmarks.pipeline_library import LibraryStage
 from atomtrain.benchmarks.pipeline_speeds import merged

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from atomtrain.benchmarks.network_worker import Reply
+from atomtrain.benchmarks.network_replies import Reply
 
 
 class Measured(NamedTuple):

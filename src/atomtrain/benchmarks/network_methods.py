@@ -17,11 +17,11 @@ from atomtrain.benchmarks.network_atom_method import (
 )
 from atomtrain.benchmarks.network_measured import Measured, by_stage, measured
 from atomtrain.benchmarks.network_peers import PeerError, Peers
+from atomtrain.benchmarks.network_replies import Reply
 from atomtrain.benchmarks.network_setup import (
     UNSHAPED_BITS_PER_S,
     NetworkSetup,
 )
-from atomtrain.benchmarks.network_worker import Reply
 from atomtrain.benchmarks.pipeline_prediction import Candidate
 from atomtrain.benchmarks.pipeline_search import candidates, to_measure
 from atomtrain.benchmarks.pipeline_speeds import Speeds

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from atomtrain.benchmarks.network_worker import Reply
+from atomtrain.benchmarks.network_replies import Reply
 from atomtrain.benchmarks.shaping import Network
 from atomtrain.errors import AtomError
 

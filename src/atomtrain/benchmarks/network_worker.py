@@ -14,12 +14,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
-from atomtrain.benchmarks.shaping import INTERFACE
-
-Reply = dict[str, Any]
+from atomtrain.benchmarks.network_replies import Reply
 
 
 class Method(Protocol):
@@ -28,18 +25,6 @@ class Method(Protocol):
     def commands(self) -> Mapping[str, Callable[..., Reply]]:
         """Return what it can be told, by name."""
         ...
-
-
-def sent_bytes() -> int:
-    """Return the bytes that have left this host's interface so far, headers included.
-
-    Without such an interface (in tests) there is nothing to count.
-    """
-    for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(numbers.split()[8])
-    return 0
 
 
 def serve(method: Method, commands: TextIO, replies: TextIO) -> None:

@@ -37,9 +37,9 @@ from atomtrain.errors import ConfigError
 from atomtrain.models import make_model
 from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
-from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
+from atomtrain.training.optimizing import host_bytes_per_parameter
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.recipe import new_recipe
+from atomtrain.training.recipe import make_optimizer, new_recipe
 from atomtrain.units import format_bytes
 
 _DEADLINE_S = 600.0

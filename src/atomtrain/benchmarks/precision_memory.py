@@ -23,9 +23,8 @@ from atomtrain.swapping.engine import Engine
 from atomtrain.swapping.heap import give_back
 from atomtrain.swapping.opening import swap
 from atomtrain.swapping.options import Options
-from atomtrain.training.optimizing import make_optimizer
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.recipe import new_recipe
+from atomtrain.training.recipe import make_optimizer, new_recipe
 
 _STEPS = 2
 _CLIP_NORM = 1.0

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from atomtrain.benchmarks.common import BenchmarkOptions, Result, description, progress
 from atomtrain.benchmarks.simulation_encoding import measured_encoding
-from atomtrain.cli.simulate import SimulateOptions, prospect_of
+from atomtrain.cli.simulate import prospect_of
 from atomtrain.cli.simulate_fleet import fleet_rows
+from atomtrain.cli.simulate_options import SimulateOptions
 from atomtrain.errors import PlanError
 from atomtrain.models.presets import GPT3
 from atomtrain.planning.prospect import Prospect

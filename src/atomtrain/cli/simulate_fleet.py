@@ -14,7 +14,7 @@ from atomtrain.simulation.site import site_of
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_rate
 
 if TYPE_CHECKING:
-    from atomtrain.cli.simulate import SimulateOptions
+    from atomtrain.cli.simulate_options import SimulateOptions
     from atomtrain.planning.prospect import Prospect
 
 _ANCHOR_BYTES_PER_PARAMETER = 4

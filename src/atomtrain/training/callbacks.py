@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from atomtrain.units import format_seconds
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from torch import nn
 
-    from atomtrain.training.trainer import Trainer
+    from atomtrain.swapping.engine import Engine
+    from atomtrain.training.trainer_arguments import TrainerArguments
 
 
 @dataclass
@@ -34,22 +36,38 @@ class Course:
     """Set it to end the training after this step."""
 
 
-class Callback:
-    """Base of callbacks: override what you need. All run on the training thread."""
+class Training(Protocol):
+    """What callbacks see of a `Trainer`."""
 
-    def on_train_begin(self, trainer: Trainer, course: Course) -> None:
+    model: nn.Module
+    args: TrainerArguments
+    course: Course
+
+    @property
+    def engine(self) -> Engine:
+        """The open engine."""
+        ...
+
+
+class Callback:
+    """Base of callbacks: override what you need. All run on the training thread.
+
+    `trainer` is the `Trainer` that calls; subclasses may say so in their annotations.
+    """
+
+    def on_train_begin(self, trainer: Any, course: Course) -> None:
         """The engine is open; no step has run."""
 
-    def on_step_end(self, trainer: Trainer, course: Course, loss: float) -> None:
+    def on_step_end(self, trainer: Any, course: Course, loss: float) -> None:
         """A step has ended; its updates may still run on the host."""
 
-    def on_evaluate(self, trainer: Trainer, course: Course, loss: float) -> None:
+    def on_evaluate(self, trainer: Any, course: Course, loss: float) -> None:
         """An evaluation has ended."""
 
-    def on_save(self, trainer: Trainer, course: Course, path: Path) -> None:
+    def on_save(self, trainer: Any, course: Course, path: Path) -> None:
         """A checkpoint has been written to `path`."""
 
-    def on_train_end(self, trainer: Trainer, course: Course) -> None:
+    def on_train_end(self, trainer: Any, course: Course) -> None:
         """The last step has ended, and everything is saved."""
 
 
@@ -61,11 +79,11 @@ class Progress(Callback):
         self._every_steps = every_steps
         self._told_step = 0
 
-    def on_train_begin(self, trainer: Trainer, course: Course) -> None:
+    def on_train_begin(self, trainer: Training, course: Course) -> None:
         """Begin to count."""
         self._told_step = course.step
 
-    def on_step_end(self, trainer: Trainer, course: Course, loss: float) -> None:
+    def on_step_end(self, trainer: Training, course: Course, loss: float) -> None:
         """Write a line if it is time."""
         report = trainer.engine.last
         if report is None or (course.step % self._every_steps and course.step < course.steps):
@@ -80,7 +98,7 @@ class Progress(Callback):
         )
         sys.stdout.flush()
 
-    def on_evaluate(self, trainer: Trainer, course: Course, loss: float) -> None:
+    def on_evaluate(self, trainer: Training, course: Course, loss: float) -> None:
         """Write the loss."""
         sys.stdout.write(f"step {course.step} of {course.steps}: held-out loss {loss:.4f}\n")
         sys.stdout.flush()

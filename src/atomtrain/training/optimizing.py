@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from atomtrain.optimizers import (
     decay_groups,
     muon_groups,
 )
-
-if TYPE_CHECKING:
-    from atomtrain.training.recipe import Recipe
 
 BETAS = (0.9, 0.95)
 """As GPT-3 (Brown et al. 2020, appendix B)."""
@@ -143,18 +140,6 @@ def _master_format(name: str, precision: str) -> str:
 def precision_of(name: str) -> Literal["bf16", "fp16"] | None:
     """Return what the engine calls a recipe's precision."""
     return None if name == "fp32" else cast(Literal["bf16", "fp16"], name)
-
-
-def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer of all of a model's trainable parameters."""
-    return named_optimizer(
-        model,
-        recipe.optimizer,
-        recipe.precision,
-        learning_rate=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        seed=recipe.seed,
-    )
 
 
 def named_optimizer(

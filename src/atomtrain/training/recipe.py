@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.models.hugging_face import (
@@ -25,9 +25,14 @@ from atomtrain.training.optimizing import (
     check_gradient_dtype,
     check_optimizer,
     check_precision,
+    named_optimizer,
     train_alike,
 )
 from atomtrain.training.options import TrainOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 FORMAT = 1
 _FINE_TUNING_CONTEXT = 1024
@@ -314,3 +319,15 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
     if options.measured_rounds:
         changes["local_steps"] = 0
     return dataclasses.replace(recipe, **changes)
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
+    """Return the recipe's optimizer of all of a model's trainable parameters."""
+    return named_optimizer(
+        model,
+        recipe.optimizer,
+        recipe.precision,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        seed=recipe.seed,
+    )

@@ -50,7 +50,7 @@ from atomtrain.training.gradients import (
 )
 from atomtrain.training.objective import Objective
 from atomtrain.training.objectives import objective_of
-from atomtrain.training.optimizing import gradient_dtype_of, make_optimizer, precision_of
+from atomtrain.training.optimizing import gradient_dtype_of, precision_of
 from atomtrain.training.option_checks import check_spending
 from atomtrain.training.options import TrainOptions
 from atomtrain.training.peering import (
@@ -63,7 +63,7 @@ from atomtrain.training.peering import (
     with_rules,
 )
 from atomtrain.training.preference import PreferredAnswer
-from atomtrain.training.recipe import Recipe, model_name
+from atomtrain.training.recipe import Recipe, make_optimizer, model_name
 from atomtrain.training.references import with_references
 from atomtrain.training.sources import Source, find_source
 from atomtrain.training.state import restore, swarm_tensors

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atomtrain.events import EventLog
 from atomtrain.models.counting import parameter_count
+from atomtrain.training.callbacks import Training
 from atomtrain.training.plan_event import tell_plan
 
-if TYPE_CHECKING:
-    from atomtrain.training.trainer import Trainer
 
-
-def tell_start(trainer: Trainer, events: EventLog) -> None:
+def tell_start(trainer: Training, events: EventLog) -> None:
     """Tell how a training begins, and the plan that it follows."""
     engine = trainer.engine
     events.emit(
@@ -29,7 +26,7 @@ def tell_start(trainer: Trainer, events: EventLog) -> None:
     tell_plan(engine, events)
 
 
-def tell_step(trainer: Trainer, events: EventLog, loss: float, tokens: int | None) -> None:
+def tell_step(trainer: Training, events: EventLog, loss: float, tokens: int | None) -> None:
     """Tell the step that has just ended; `tokens` is `None` where samples have none."""
     engine, course = trainer.engine, trainer.course
     report = engine.last
