@@ -59,6 +59,22 @@ def test_an_evaluation_is_that_of_the_run(place: Path, capsys: pytest.CaptureFix
     assert main([*train, "--resume", *SMALL, "--steps", "5"]) == 0
 
 
+def test_packing_is_refused_for_a_model_that_carries_a_state(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    carrying = {
+        **UNTIED, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]
+    }  # fmt: skip
+    write_model(place / "models" / "carrying", carrying)
+    train = ["train", "--model", "models/carrying", "--data", "books", "--run", "carried", *SMALL]
+    capsys.readouterr()
+    assert main([*train, "--packing"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "carrying does not keep documents that share a sequence apart" in line
+    assert "train it without --packing" in line
+    assert not (place / "runs" / "carried").exists()
+
+
 def test_inspecting_shows_what_is_learnt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["data", "inspect", "chats.jsonl", "--model", "models/smollm2-135m", "--context", "120"]
     assert main([*given, "--json"]) == 0
