@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,71 @@ def test_an_evaluation_is_that_of_the_run(place: Path, capsys: pytest.CaptureFix
                  "--json"]) == 0  # fmt: skip
     assert json.loads(capsys.readouterr().out)["loss"] > found["loss"]
     assert main([*train, "--resume", *SMALL, "--steps", "5"]) == 0
+
+
+def test_packing_is_refused_for_a_model_that_carries_a_state(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    carrying = {
+        **UNTIED, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]
+    }  # fmt: skip
+    write_model(place / "models" / "carrying", carrying)
+    train = ["train", "--model", "models/carrying", "--data", "books", "--run", "carried", *SMALL]
+    capsys.readouterr()
+    assert main([*train, "--packing"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "carrying does not keep documents that share a sequence apart" in line
+    assert "train it without --packing" in line
+    assert not (place / "runs" / "carried").exists()
+
+
+def test_rows_without_an_answer_are_skipped_and_told(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (place / "chats.jsonl").read_text().splitlines()
+    empty = json.dumps({"messages": [{"role": "user", "content": "the cat"}]})
+    (place / "some.jsonl").write_text("\n".join([*lines[:3], empty, *lines[3:], empty]))
+    train = ["train", "--model", "models/smollm2-135m", *SMALL]
+    assert main([*train, "--data", "some.jsonl", "--run", "some"]) == 0
+    told = "2 of 42 rows of some.jsonl have no answer and are skipped (the first: some.jsonl:4"
+    assert capsys.readouterr().out.count(told) == 1
+    events = read_events(place / "runs" / "some" / "peer-0" / "events.jsonl")
+    (warning,) = [event for event in events if event["event"] == "warning"]
+    assert warning["skipped_rows"] == 2
+    given = ["data", "inspect", "--model", "models/smollm2-135m", "--context", "64", "--json"]
+    counts = []
+    for data in ("some.jsonl", "chats.jsonl"):
+        assert main([*given, data]) == 0
+        counts.append(json.loads(capsys.readouterr().out))
+    assert counts[0] == {**counts[1], "skipped_rows": 2}
+    (place / "none.jsonl").write_text(f"{empty}\n{empty}\n")
+    assert main([*train, "--data", "none.jsonl", "--run", "none"]) == 2
+    assert "none of the 2 rows of none.jsonl has an answer" in capsys.readouterr().err
+
+
+def test_a_table_is_trained_on_as_the_same_rows_in_json_are(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = SENTENCE.split()
+    rows = [
+        {"prompt": f"{words[n % 7]}, ", "completion": words[n % 5] + " sat"} for n in range(40)
+    ]  # fmt: skip
+    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, delimiter in (("rows.csv", ","), ("rows.tsv", "\t")):
+        with (place / name).open("w", newline="") as file:
+            table = csv.DictWriter(file, ["prompt", "completion"], delimiter=delimiter)
+            table.writeheader()
+            table.writerows(rows)
+    losses = []
+    for name in ("rows.jsonl", "rows.csv", "rows.tsv"):
+        train = ["train", "--model", "models/smollm2-135m", "--data", name, "--run", name, *SMALL]
+        assert main(train) == 0
+        events = read_events(place / "runs" / name / "peer-0" / "events.jsonl")
+        losses.append([event["loss"] for event in events if event["event"] == "step"])
+    assert losses[0] == losses[1] == losses[2]
+    capsys.readouterr()
+    assert main(["train", "--model", "tiny", "--data", "rows.csv", *SMALL]) == 2
+    assert "is of kind 'completion', which needs a trained model" in capsys.readouterr().err
 
 
 def test_inspecting_shows_what_is_learnt(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,15 @@ from hugging_face_models import tokenizer
 
 from atomtrain.data import SamplerConfig
 from atomtrain.data.chat import ChatTemplate, Encoder, Example
-from atomtrain.data.dialogues import Dialogue, Plain, understand
+from atomtrain.data.corpus import read_corpus
+from atomtrain.data.dialogues import (
+    Dialogue,
+    NoAnswerError,
+    Plain,
+    is_pair,
+    understand,
+    understand_pair,
+)
 from atomtrain.data.examples import IGNORED, Examples, Rows, RowSampler, held_out_rows
 from atomtrain.data.pairs import PairMaterial, References
 from atomtrain.data.rows import Row, has_rows, read_rows
@@ -95,7 +103,7 @@ def test_text_is_learnt_as_a_whole_and_cannot_forge_the_end() -> None:
         ({"messages": []}, "must be a list of messages"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "the role 'bot'; allowed are"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0] needs a text"),
-        ({"messages": [ASK]}, "nothing to learn"),
+        ({"messages": [ASK]}, "no message is an assistant's answer"),
         ({"messages": ["the cat"]}, "must be an object"),
         ({"conversations": [{"from": "martian", "value": ""}]}, "from 'martian'; known are"),
         ({"conversations": "x"}, "must be a list of turns"),
@@ -108,6 +116,45 @@ def test_bad_rows_are_named(values: dict[str, Any], expected: str) -> None:
         understand(row(**values))
     assert str(caught.value).startswith("file.jsonl:7: ")
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"messages": [ASK]},
+        {"messages": [ASK, {**ANSWER, "content": " \n"}]},
+        {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": ""}]},
+        {"instruction": "x", "output": ""},
+        {"instruction": "x", "output": None},
+        {"prompt": "x", "completion": " "},
+        {"prompt": [ASK], "completion": [{**ANSWER, "content": ""}]},
+        {"text": ""},
+        {"text": None},
+    ],
+)
+def test_rows_without_an_answer_are_told_from_broken_ones(values: dict[str, Any]) -> None:
+    with pytest.raises(NoAnswerError, match=r"^file\.jsonl:7: "):
+        understand(row(**values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": "x", "chosen": "", "rejected": "y"},
+        {"prompt": "x", "chosen": "y", "rejected": None},
+        {"chosen": [ASK, ANSWER], "rejected": [ASK, {**ANSWER, "content": ""}]},
+    ],
+)
+def test_pairs_that_lack_an_answer_are_told(values: dict[str, Any]) -> None:
+    assert is_pair(row(**values))
+    with pytest.raises(NoAnswerError):
+        understand_pair(row(**values))
+
+
+def test_a_blank_answer_among_others_is_not_learnt() -> None:
+    pytest.importorskip("transformers")
+    turns = [ASK, {**ANSWER, "content": ""}, ASK, ANSWER]
+    assert answers_of(encoder().encode(row(messages=turns))) == "sat on the mat<|endoftext|>"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
@@ -159,6 +206,57 @@ def test_a_json_list_is_rows_as_well(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(DataError, match=expected):
             list(read_rows(str(file)))
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t"), (".CSV", ",")])
+def test_a_table_is_rows_whose_keys_its_first_line_names(
+    tmp_path: Path, suffix: str, delimiter: str
+) -> None:
+    file = tmp_path / f"rows{suffix}"
+    long = "word " * 40_000  # more than the csv module takes unless told
+    lines = ["\ufeffprompt,completion", '"a, b\tc","two\nlines ""quoted"""', "", f"x,{long}", "y,"]
+    file.write_text("\n".join(lines).replace(",", delimiter), encoding="utf-8")
+    assert has_rows(str(file))
+    found = list(read_rows(str(file)))
+    asked = "a, b\tc".replace(",", delimiter)
+    assert [r.values for r in found] == [
+        {"prompt": asked, "completion": 'two\nlines "quoted"'},
+        {"prompt": "x", "completion": long},
+        {"prompt": "y", "completion": ""},
+    ]
+    assert found[1].place.endswith(f"rows{suffix}: row 2")
+    assert understand(found[0]) == Plain("completion", asked, 'two\nlines "quoted"')
+    with pytest.raises(NoAnswerError, match="row 3: 'completion' is empty"):
+        understand(found[2])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "its first line must name every column once"),
+        ("text,text\na,b\n", "its first line must name every column once"),
+        ("text,\na,b\n", "its first line must name every column once"),
+        ("text\na\nb,c\n", "row 2 has 2 cells, the first line names 1 columns"),
+        ("prompt,completion\na\n", "row 1 has 1 cells, the first line names 2"),
+        ('text\n"a\n', "not a table"),
+    ],
+)
+def test_what_is_not_a_table_is_told(tmp_path: Path, content: str, expected: str) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(DataError, match=expected):
+        list(read_rows(str(tmp_path / "a.csv")))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.ndjson", "a.JSON", "a.parquet"])
+def test_rows_are_never_read_as_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / "book.txt").write_text("the cat sat\n" * 1000)
+    read_corpus(str(tmp_path))
+    (tmp_path / name).write_text("text\n" * 1000)
+    for spec in (str(tmp_path), f"{tmp_path / 'book.txt'},{tmp_path / name}"):
+        assert not has_rows(spec)
+        with pytest.raises(DataError, match=rf"{name} holds rows.*hold text; name one kind"):
+            read_corpus(spec)
+    read_corpus(str(tmp_path / "*.txt"))
 
 
 def test_what_lies_beside_the_rows_of_a_folder_is_passed_over(tmp_path: Path) -> None:
@@ -282,11 +380,11 @@ def test_pairs_have_both_answers_behind_the_prompt(values: dict[str, Any]) -> No
     ("values", "expected"),
     [
         ({"prompt": "x", "completion": "y"}, "has 'prompt', 'completion'; --objective dpo needs"),
-        ({"prompt": "x", "chosen": "y", "rejected": None}, "needs chosen and rejected"),
+        ({"prompt": "x", "chosen": "y"}, "needs chosen and rejected"),
         ({"prompt": [USER], "chosen": "y", "rejected": "z"}, "'chosen' must be one as well"),
         ({"chosen": [ANSWER], "rejected": "z"}, "must both be texts, or both lists"),
         ({"chosen": 1, "rejected": 2}, "'chosen' must be a list of messages"),
-        ({"chosen": [USER], "rejected": [OTHER]}, "nothing to learn"),
+        ({"chosen": [USER], "rejected": [OTHER]}, "no message is an assistant's answer"),
     ],
 )
 def test_bad_pairs_are_named(values: dict[str, Any], expected: str) -> None:

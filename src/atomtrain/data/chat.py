@@ -6,7 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from atomtrain.data.dialogues import Dialogue, Message, Plain, understand, understand_pair
+from atomtrain.data.dialogues import (
+    Dialogue,
+    Message,
+    Plain,
+    is_answer,
+    understand,
+    understand_pair,
+)
 from atomtrain.data.rows import Row
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
@@ -76,6 +83,7 @@ class Encoder:
         """Return a row as tokens.
 
         Raises:
+            NoAnswerError: the row has no answer.
             DataError: what the row says cannot be learnt; names file and line.
         """
         return self._encoded(row, understand(row))
@@ -84,6 +92,7 @@ class Encoder:
         """Return the better answer and the other one, each behind the prompt.
 
         Raises:
+            NoAnswerError: the row lacks one of both.
             DataError: the row is no pair; names file and line.
         """
         chosen, rejected = understand_pair(row)
@@ -105,7 +114,7 @@ class Encoder:
         whole = self._template.render(said.messages)
         spans = []
         for index, message in enumerate(said.messages):
-            if message["role"] == "assistant" and index >= said.from_message:
+            if is_answer(message) and index >= said.from_message:
                 spans.append(self._span(said.messages, index, whole))
         encoded = self._tokenizer.encode_marked(whole)
         # A token counts if it begins in an answer: merges do not cross the template's own tokens.

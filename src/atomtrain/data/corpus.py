@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.data.demo import DEMO_LICENCE, DEMO_NAME, demo_texts
+from atomtrain.data.rows import is_table
 from atomtrain.errors import DataError
 from atomtrain.units import format_bytes
 
@@ -89,8 +90,9 @@ def read_corpus(spec: str | None) -> Corpus:
             as `books/*.txt`; several are separated by commas. `None` is the demonstration corpus.
 
     Raises:
-        DataError: nothing matches, a file cannot be read, is not UTF-8 or (if named itself) is
-            empty, there is too little text, or the demonstration corpus is not installed.
+        DataError: nothing matches, a file holds rows, cannot be read, is not UTF-8 or (if named
+            itself) is empty, there is too little text, or the demonstration corpus is not
+            installed.
     """
     if spec is None:
         documents = tuple(_document(name, text) for name, text in demo_texts())
@@ -187,6 +189,11 @@ def _unique(paths: Iterable[Path]) -> list[Path]:
 
 
 def _read_document(path: Path) -> Document:
+    if is_table(path):
+        raise DataError(
+            f"{path} holds rows, and other files beside it hold text; name one kind with --data, "
+            "such as 'folder/*.txt'"
+        )
     content = _read_file(path)
     try:
         characters = len(content.decode())

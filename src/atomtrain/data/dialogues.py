@@ -13,6 +13,8 @@ A row may instead say which of two answers is the better one:
 | kind | keys of a row |
 |---|---|
 | preference | `chosen` and `rejected`, and possibly `prompt`: texts, or lists of messages |
+
+An answer that is empty, blank or null is none.
 """
 
 from __future__ import annotations
@@ -34,8 +36,12 @@ KINDS = ("messages", "sharegpt", "alpaca", "completion", "text")
 PREFERENCE = "preference"
 
 
+class NoAnswerError(DataError):
+    """A row says nothing that could be learnt."""
+
+
 class Dialogue(NamedTuple):
-    """Messages, of which those of the assistant are learnt."""
+    """Messages, of which those of the assistant are learnt that are not blank."""
 
     kind: str
     messages: list[Message]
@@ -55,6 +61,7 @@ def understand(row: Row) -> Dialogue | Plain:
     """Return what a row says.
 
     Raises:
+        NoAnswerError: it has no answer.
         DataError: it is of none of the kinds, or lacks something; names file and line.
     """
     values = row.values
@@ -72,7 +79,7 @@ def understand(row: Row) -> Dialogue | Plain:
     if "prompt" in values and "completion" in values:
         return _completion(row)
     if "text" in values:
-        return Plain("text", "", _text(row, "text"))
+        return Plain("text", "", _answer(row, "text"))
     keys = ", ".join(map(repr, values)) or "nothing"
     raise DataError(
         f"{row.place}: has {keys}; a row needs messages, conversations, instruction and output, "
@@ -89,16 +96,19 @@ class Pair(NamedTuple):
 
 def is_pair(row: Row) -> bool:
     """Return whether a row says which of two answers is the better one."""
-    return row.values.get("chosen") is not None and row.values.get("rejected") is not None
+    values = row.values
+    both = "chosen" in values and "rejected" in values
+    return both and (values["chosen"] is not None or values["rejected"] is not None)
 
 
 def understand_pair(row: Row) -> Pair:
     """Return both answers of a row, each behind the prompt.
 
     Raises:
-        DataError: it has no two answers of one form; names file and line.
+        NoAnswerError: one of the two is missing.
+        DataError: they are not of one form; names file and line.
     """
-    if not is_pair(row):
+    if "chosen" not in row.values or "rejected" not in row.values:
         keys = ", ".join(map(repr, row.values)) or "nothing"
         raise DataError(
             f"{row.place}: has {keys}; --objective dpo needs chosen and rejected, and usually "
@@ -114,12 +124,13 @@ def understand_pair(row: Row) -> Pair:
 
 def _preferred(row: Row, key: str) -> Dialogue | Plain:
     prompt = row.values.get("prompt")
-    if isinstance(row.values[key], str):
+    if row.values[key] is None or isinstance(row.values[key], str):
+        answer_text = _answer(row, key)
         if isinstance(prompt, list):
             raise DataError(
                 f"{row.place}: 'prompt' is a list of messages, so {key!r} must be one as well"
             )
-        return Plain(PREFERENCE, "" if prompt is None else _text(row, "prompt"), _text(row, key))
+        return Plain(PREFERENCE, "" if prompt is None else _text(row, "prompt"), answer_text)
     answer = _answered(row, PREFERENCE, _messages(row, key)).messages
     if isinstance(prompt, str):
         before = [{"role": "user", "content": prompt}]
@@ -141,9 +152,14 @@ def _shared(row: Row) -> int:
 
 
 def _answered(row: Row, kind: str, messages: list[Message]) -> Dialogue:
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{row.place}: no message is an assistant's, so there is nothing to learn")
+    if not any(is_answer(message) for message in messages):
+        raise NoAnswerError(f"{row.place}: no message is an assistant's answer")
     return Dialogue(kind, messages)
+
+
+def is_answer(message: Message) -> bool:
+    """Return whether a message is the assistant's and not blank."""
+    return message["role"] == "assistant" and bool(message["content"].strip())
 
 
 def _messages(row: Row, key: str) -> list[Message]:
@@ -189,7 +205,7 @@ def _alpaca(row: Row) -> list[Message]:
         asked = f"{asked}\n\n{_text(row, 'input')}"
     messages = [
         {"role": "user", "content": asked},
-        {"role": "assistant", "content": _text(row, "output")},
+        {"role": "assistant", "content": _answer(row, "output")},
     ]
     if row.values.get("system"):
         messages.insert(0, {"role": "system", "content": _text(row, "system")})
@@ -201,7 +217,14 @@ def _completion(row: Row) -> Dialogue | Plain:
         prompt, answer = _messages(row, "prompt"), _messages(row, "completion")
         made = _answered(row, "completion", answer)
         return Dialogue("completion", [*prompt, *made.messages], len(prompt))
-    return Plain("completion", _text(row, "prompt"), _text(row, "completion"))
+    return Plain("completion", _text(row, "prompt"), _answer(row, "completion"))
+
+
+def _answer(row: Row, key: str) -> str:
+    """Return a text that is to be learnt."""
+    if row.values[key] is None or not _text(row, key).strip():
+        raise NoAnswerError(f"{row.place}: {key!r} is empty")
+    return _text(row, key)
 
 
 def _text(row: Row, key: str) -> str:

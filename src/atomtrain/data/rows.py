@@ -1,8 +1,12 @@
-"""Rows of examples: JSON or parquet files, folders of them, or a data set by name."""
+"""Rows of examples: JSON, CSV or parquet files, folders of them, or a data set by name.
+
+The header of a CSV or TSV file names its columns, as keys do in JSON; all values are texts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import glob
 import itertools
 import json
@@ -13,7 +17,9 @@ from typing import Any, NamedTuple
 from atomtrain.data.named import is_named, named_rows
 from atomtrain.errors import DataError
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+SUFFIXES = (".jsonl", ".ndjson", ".json", *_DELIMITERS, ".parquet")
+_LONGEST_CELL = 2**31 - 1
 _COMPANIONS = ("readme", "license", "dataset_info", "metadata")
 """Beginnings of the names of files that lie beside rows and are none."""
 _GLOB_SIGNS = frozenset("*?[")
@@ -37,25 +43,34 @@ def has_rows(spec: str | None) -> bool:
     if is_named(spec):
         return True
     files = _files(spec)
-    return bool(files) and all(file.suffix in SUFFIXES for file in files)
+    return bool(files) and all(is_table(file) for file in files)
+
+
+def is_table(file: Path) -> bool:
+    """Return whether a file holds rows, by its suffix."""
+    return file.suffix.lower() in SUFFIXES
 
 
 def read_rows(spec: str) -> Iterator[Row]:
     """Yield the rows of all files in order, a few in memory at a time.
 
     Args:
-        spec: A `.jsonl`, `.json` or `.parquet` file, a folder of such, several separated by
-            commas, or a data set by name (see `named`).
+        spec: A file with one of `SUFFIXES`, a folder of such, several separated by commas, or a
+            data set by name (see `named`).
 
     Raises:
-        DataError: a file cannot be read, or a row is no JSON object; names file and line.
+        DataError: a file cannot be read, or a row is no JSON object, or has not one cell for each
+            column; names file and line.
     """
     if is_named(spec):
         yield from itertools.starmap(Row, named_rows(spec))
         return
     for file in _files(spec):
-        if file.suffix == ".parquet":
+        suffix = file.suffix.lower()
+        if suffix == ".parquet":
             yield from _parquet(file)
+        elif suffix in _DELIMITERS:
+            yield from _cells(file, _DELIMITERS[suffix])
         else:
             yield from (_array(file) if _is_array(file) else _lines(file))
 
@@ -81,7 +96,7 @@ def _inside(folder: Path) -> list[Path]:
         if file.is_file()
         and not any(name.startswith(".") for name in file.relative_to(folder).parts)
     )
-    if any(file.suffix in SUFFIXES for file in files):
+    if any(is_table(file) for file in files):
         return [file for file in files if not file.name.lower().startswith(_COMPANIONS)]
     return files
 
@@ -126,6 +141,31 @@ def _lines(file: Path) -> Iterator[Row]:
             if not isinstance(values, dict):
                 raise DataError(f"{place}: not a JSON object; each line must be one")
             yield Row(place, values)
+
+
+def _cells(file: Path, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(_LONGEST_CELL)  # a cell may be a whole document
+    with _told(file), file.open(encoding="utf-8-sig", newline="") as lines:
+        found = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            columns = next(found, [])
+            if not all(columns) or len(set(columns)) != len(columns) or not columns:
+                raise DataError(
+                    f"{file}: its first line must name every column once, as JSON's keys would "
+                    f"(text, or prompt and completion); it is {','.join(columns)[:80]!r}"
+                )
+            for number, cells in enumerate(filter(None, found), 1):  # without empty lines
+                place = f"{file}: row {number}"
+                if len(cells) != len(columns):
+                    raise DataError(
+                        f"{place} has {len(cells)} cells, the first line names {len(columns)} "
+                        "columns; quote cells that hold the delimiter or a line break"
+                    )
+                yield Row(place, dict(zip(columns, cells, strict=True)))
+        except csv.Error as error:
+            raise DataError(
+                f"{file}:{found.line_num}: not a table ({error}); restore it"
+            ) from error
 
 
 @contextlib.contextmanager

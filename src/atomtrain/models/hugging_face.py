@@ -202,6 +202,25 @@ def build(
     return model.train()
 
 
+def build_random(sizes: HuggingFaceConfig, what: str = "the configuration") -> nn.Module:
+    """Return the model with random float32 weights, as its class begins, to be evaluated.
+
+    Experts are computed one by one: the other ways ask for widths that not every model has.
+
+    Raises:
+        AnalysisError: the configuration cannot be made a model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _auto_config(sizes.config, what)
+    config.use_cache = False
+    config._experts_implementation = "eager"
+    make: Any = AutoModelForCausalLM.from_config
+    with _making(what):
+        model: nn.Module = make(config, dtype=torch.float32)
+    return model.eval()
+
+
 def _auto_config(stored: dict[str, Any], what: str) -> Any:
     from transformers import AutoConfig
 

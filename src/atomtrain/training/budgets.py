@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,21 +99,6 @@ def check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
         raise ConfigError(
             f"--micro-batch {micro_batch} is odd, but with --objective dpo every pair takes two "
             "sequences; give an even divisor"
-        )
-
-
-def check_packing(outline: nn.Module, recipe: Recipe) -> None:
-    """Refuse to pack for a model that cannot be told where a document begins.
-
-    Raises:
-        ConfigError: it is such a model.
-    """
-    if not recipe.packed or isinstance(recipe.sizes, GPTConfig):
-        return
-    if "position_ids" not in inspect.signature(outline.forward).parameters:
-        raise ConfigError(
-            f"{recipe.model} takes no position_ids, so rows that share a sequence would see each "
-            "other; leave --packing out"
         )
 
 

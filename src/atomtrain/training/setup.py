@@ -31,7 +31,6 @@ from atomtrain.training.budgets import (
     check_devices,
     check_host_memory,
     check_micro_batch,
-    check_packing,
     device_memory_of,
     example_of,
     find_fit,
@@ -65,6 +64,7 @@ from atomtrain.training.peering import (
 from atomtrain.training.preference import PreferredAnswer
 from atomtrain.training.recipe import Recipe, make_optimizer, model_name
 from atomtrain.training.references import with_references
+from atomtrain.training.separation import check_separation
 from atomtrain.training.sources import Source, find_source
 from atomtrain.training.state import restore, swarm_tensors
 from atomtrain.training.texts import Text
@@ -159,7 +159,8 @@ def _assemble(
     outline = make_outline(recipe.sizes, recipe.lora)
     if recipe.precision in PRECISIONS:
         outline.to(PRECISIONS[recipe.precision])
-    check_packing(outline, recipe)
+    if recipe.packed and isinstance(recipe.sizes, HuggingFaceConfig):
+        check_separation(recipe.model, recipe.sizes, outline)
     gradients = averages_gradients(options, source)
     if options.spend_gradients:
         check_spending(recipe.clip_norm, recipe.precision, averaged=gradients)

@@ -35,6 +35,9 @@ def announce(session: Session, events: EventLog) -> None:
         fetched_bytes=None if swarm is None else swarm.fetched_bytes,
         directory=str(session.directory),
     )
+    if session.text.skipped is not None:
+        skipped = session.text.skipped_rows
+        events.emit("warning", message=session.text.skipped, skipped_rows=skipped)
     tell_plan(engine, events)
 
 

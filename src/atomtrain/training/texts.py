@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 from atomtrain.data import Tokenizer, default_cache, prepare, read_corpus
 from atomtrain.data.chat import ChatTemplate, Encoder
 from atomtrain.data.corpus import Corpus, corpus_of_texts
-from atomtrain.data.dialogues import Plain, is_pair, understand
+from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand
 from atomtrain.data.examples import Examples
 from atomtrain.data.material import ExampleMaterial, Material, TextMaterial
 from atomtrain.data.pairs import PairMaterial
-from atomtrain.data.rows import has_rows, read_rows
+from atomtrain.data.rows import SUFFIXES, Row, has_rows, read_rows
 from atomtrain.errors import DataError
 from atomtrain.models import HuggingFaceConfig, Sizes
+
+_Understood = TypeVar("_Understood")
 
 
 class Text(NamedTuple):
@@ -24,6 +28,50 @@ class Text(NamedTuple):
     sha256: str
     tokenizer: Tokenizer
     material: Material
+    skipped_rows: int = 0
+    """Rows that have no answer."""
+    skipped: str | None = None
+    """What is to be told of them."""
+
+
+class _Answered:
+    """The rows of data that have an answer; the others are counted."""
+
+    def __init__(self, data: str) -> None:
+        self._data = data
+        self._rows = self.skipped_rows = 0
+        self._first: str | None = None
+
+    def through(self, understood: Callable[[Row], _Understood]) -> Iterator[_Understood]:
+        """Yield what each row says.
+
+        Raises:
+            DataError: none has an answer.
+        """
+        for row in read_rows(self._data):
+            self._rows += 1
+            try:
+                said = understood(row)
+            except NoAnswerError as error:
+                self.skipped_rows += 1
+                self._first = self._first or str(error)
+            else:
+                yield said
+        if self._first is not None and self.skipped_rows == self._rows:
+            raise DataError(
+                f"none of the {self._rows} rows of {self._data} has an answer (the first: "
+                f"{self._first}); add answers, or name other files with --data"
+            )
+
+    @property
+    def told(self) -> str | None:
+        """One line for the user, if rows were skipped."""
+        if self._first is None:
+            return None
+        return (
+            f"{self.skipped_rows} of {self._rows} rows of {self._data} have no answer and are "
+            f"skipped (the first: {self._first})"
+        )
 
 
 def read_text(
@@ -45,29 +93,33 @@ def read_text(
         pairs: Whether each row must say which of two answers is the better one.
 
     Raises:
-        DataError: something cannot be read or learnt; names the file, and the line if there is one.
+        DataError: something cannot be read or learnt, or no row has an answer; names the file, and
+            the line if there is one.
     """
     if not has_rows(data):
         if pairs:
             raise DataError(
                 f"{data or 'the demo corpus'} is running text; --objective dpo needs rows with "
-                "chosen and rejected: name .jsonl, .json or .parquet files with --data"
+                f"chosen and rejected: name files with --data that end in {', '.join(SUFFIXES)}"
             )
         return _running(data, read_corpus(data), sizes, tokenizer, packed)
     assert data is not None
+    answered = _Answered(data)
     if not isinstance(sizes, HuggingFaceConfig):
-        corpus = corpus_of_texts(data, _texts_only(data))
-        return _running(data, corpus, sizes, tokenizer, packed)
+        corpus = corpus_of_texts(data, list(answered.through(_text_only)))
+        text = _running(data, corpus, sizes, tokenizer, packed)
+        return text._replace(skipped_rows=answered.skipped_rows, skipped=answered.told)
     assert tokenizer is not None
     encoder = Encoder(tokenizer, ChatTemplate(sizes.files))
+    material: ExampleMaterial | PairMaterial
     if pairs:
-        both = (example for row in read_rows(data) for example in encoder.encode_pair(row))
-        examples = Examples(both, data, together=2)
-        paired = PairMaterial(examples, tokenizer.separator)
-        return Text(data, examples.counts.sha256, tokenizer, paired)
-    examples = Examples((encoder.encode(row) for row in read_rows(data)), data)
-    material = ExampleMaterial(examples, packed, tokenizer.separator)
-    return Text(data, examples.counts.sha256, tokenizer, material)
+        both = itertools.chain.from_iterable(answered.through(encoder.encode_pair))
+        material = PairMaterial(Examples(both, data, together=2), tokenizer.separator)
+    else:
+        examples = Examples(answered.through(encoder.encode), data)
+        material = ExampleMaterial(examples, packed, tokenizer.separator)
+    sha256 = material.examples.counts.sha256
+    return Text(data, sha256, tokenizer, material, answered.skipped_rows, answered.told)
 
 
 def has_pairs(data: str | None) -> bool:
@@ -86,14 +138,11 @@ def _running(
     return Text(data, corpus.sha256, prepared.tokenizer, TextMaterial(prepared.tokens, separator))
 
 
-def _texts_only(data: str) -> list[str]:
-    texts = []
-    for row in read_rows(data):
-        said = understand(row)
-        if not isinstance(said, Plain) or said.kind != "text":
-            raise DataError(
-                f"{row.place}: is of kind {said.kind!r}, which needs a trained model; name the "
-                "folder of one with --model, or give rows with text"
-            )
-        texts.append(said.answer)
-    return texts
+def _text_only(row: Row) -> str:
+    said = understand(row)
+    if not isinstance(said, Plain) or said.kind != "text":
+        raise DataError(
+            f"{row.place}: is of kind {said.kind!r}, which needs a trained model; name the "
+            "folder of one with --model, or give rows with text"
+        )
+    return said.answer
