@@ -247,7 +247,7 @@ def test_what_is_not_a_table_is_told(tmp_path: Path, content: str, expected: str
         list(read_rows(str(tmp_path / "a.csv")))
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.ndjson", "a.JSON", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.ndjson", "a.CSV", "a.parquet"])
 def test_rows_are_never_read_as_text(tmp_path: Path, name: str) -> None:
     (tmp_path / "book.txt").write_text("the cat sat\n" * 1000)
     read_corpus(str(tmp_path))
@@ -257,6 +257,12 @@ def test_rows_are_never_read_as_text(tmp_path: Path, name: str) -> None:
         with pytest.raises(DataError, match=rf"{name} holds rows.*hold text; name one kind"):
             read_corpus(spec)
     read_corpus(str(tmp_path / "*.txt"))
+
+
+def test_settings_in_json_among_code_are_text(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("print(1)\n" * 1000)
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    assert len(read_corpus(str(tmp_path)).documents) == 2
 
 
 def test_what_lies_beside_the_rows_of_a_folder_is_passed_over(tmp_path: Path) -> None:

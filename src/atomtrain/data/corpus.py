@@ -189,7 +189,7 @@ def _unique(paths: Iterable[Path]) -> list[Path]:
 
 
 def _read_document(path: Path) -> Document:
-    if is_table(path):
+    if is_table(path) and path.suffix.lower() != ".json":  # settings, among code
         raise DataError(
             f"{path} holds rows, and other files beside it hold text; name one kind with --data, "
             "such as 'folder/*.txt'"
