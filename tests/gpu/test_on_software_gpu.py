@@ -177,19 +177,3 @@ def test_gradients_spent_at_once(precision: str | None) -> None:
     found, spent = trained(spend_gradients=True, **options)
     assert spent.plan.host_bytes < kept.plan.host_bytes
     assert_equal(found, expected)
-
-
-@pytest.mark.parametrize(("precision", "clip_norm"), [(None, None), ("bf16", 1.0)])
-def test_updates_one_step_late(precision: str | None, clip_norm: float | None) -> None:
-    """What the host writes waits for what the device still loads."""
-    options: dict[str, Any] = {
-        "precision": precision, "optimizer": own_adamw, "clip_norm": clip_norm,
-        "delay_updates": True,
-    }  # fmt: skip
-    expected, _ = trained(segments=1, **options)
-    for late in ("update", "show", "load"):
-        found, _ = trained(
-            segments=8, inject=lambda stream, late=late: time.sleep(0.02 * (stream == late)),
-            **options,
-        )  # fmt: skip
-        assert_equal(found, expected)

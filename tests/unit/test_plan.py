@@ -95,6 +95,13 @@ def test_plans_from_before_steps_were_told_in_a_row_stand_alone(chain_and_costs)
     assert Plan.from_json(before) == dataclasses.replace(made, period_s=made.step_s)
 
 
+def test_plans_of_late_updates_are_refused_and_others_of_that_time_read(chain_and_costs) -> None:
+    made = plan(chain_and_costs, machine(), segments=3)
+    assert Plan.from_json({**made.to_json(), "delays": False}) == made
+    with pytest.raises(PlanError, match="one step late"):
+        Plan.from_json({**made.to_json(), "delays": True})
+
+
 def test_what_is_one_is_told_as_one(chain_and_costs) -> None:
     ones = {"slots": 1, "gradient_buffers": 1, "micro_batches": 1, "host_layers": 1}
     made = plan(chain_and_costs, machine(), host_layers=0)

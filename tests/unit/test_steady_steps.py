@@ -1,4 +1,4 @@
-"""Steps one after the other, exact and with updates that are one step late."""
+"""Steps one after the other, as tests lay them out."""
 
 from __future__ import annotations
 
@@ -14,16 +14,8 @@ TIME = VisitTime(compute_s=10.0, load_s=1.0, unload_s=1.0, update_s=5.0)
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_one_segment_waits_for_everything_or_for_its_load(clips: bool) -> None:
+def test_one_segment_waits_for_everything(clips: bool) -> None:
     assert steady_step_s(WHOLE, [TIME], clips=clips) == pytest.approx(17)
-    assert steady_step_s(WHOLE, [TIME], clips=clips, late=True) == pytest.approx(11)
-
-
-def test_a_slow_optimizer_bounds_late_updates_too() -> None:
-    """The unload of one segment comes between two of its updates."""
-    slow = TIME._replace(update_s=40.0)
-    assert steady_step_s(WHOLE, [slow], clips=False) == pytest.approx(52)
-    assert steady_step_s(WHOLE, [slow], clips=False, late=True) == pytest.approx(41)
 
 
 def test_updates_of_many_segments_overlap_the_steps_unless_they_are_slow() -> None:
@@ -32,8 +24,6 @@ def test_updates_of_many_segments_overlap_the_steps_unless_they_are_slow() -> No
     visits = training_visits(shape)
     times = [VisitTime(10.0, 1.0, 1.0, 2.0) for _ in visits]
     exact = steady_step_s(visits, times, clips=False)
-    late = steady_step_s(visits, times, clips=False, late=True)
-    assert late == pytest.approx(len(visits) * 10 + 1)
-    assert exact == pytest.approx(late + 1 + 2)
+    assert exact == pytest.approx(len(visits) * 10 + 1 + 1 + 2)
     clipped = steady_step_s(visits, times, clips=True)
     assert clipped == pytest.approx(exact), "forward is slower than the updates it waits for"

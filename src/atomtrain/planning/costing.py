@@ -19,7 +19,6 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
-from atomtrain.planning.delayed import apart_from_steps, span_of
 from atomtrain.planning.disk import DiskUse, States, disk_use
 from atomtrain.planning.host import HostTime, host_time, without
 from atomtrain.planning.layout import Layout
@@ -241,8 +240,6 @@ def spans_of(
     """
     costing, aside = _costing(plan, given, states, clips=clips, updates=updates)
     spans = costing.spans(plan.shape)
-    if plan.delays:
-        spans.append(span_of(plan))
     return _with_host(spans, aside, plan.host_layers) if plan.host_layers else spans
 
 
@@ -261,7 +258,7 @@ def period_of(
     step_s = costing.step(plan.shape).step_s + aside.step_s
     period_s = costing.period_s(plan.shape, aside) if devices == 1 else None
     period_s = step_s if period_s is None else min(step_s, period_s)
-    return max(period_s, plan.update_s) if plan.delays else period_s
+    return period_s
 
 
 def _costing(
@@ -275,8 +272,6 @@ def _costing(
     """Return what a plan's whole chain takes, and what its layers on the host do."""
     if not plan.remakes:
         given = given.sending_all()
-    if plan.delays:
-        updates, clips = apart_from_steps(updates, given.chain), False
     chain, costs, count = given.chain, given.costs, plan.host_layers
     layout, rest = Layout(chain), without(chain, costs, count).chain
     steps = Steps(

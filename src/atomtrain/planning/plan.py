@@ -55,8 +55,6 @@ class Request:
     """How many devices of the host run the plan at once; `updates` are what they share."""
     spends: bool = False
     """Whether gradients wait on the host for their own update only, so that a few rooms do."""
-    delays: bool = False
-    """Whether updates are delayed by one step (`planning/delayed.py`)."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "segments", "slots", "gradient_buffers", "devices"):
@@ -98,8 +96,6 @@ class Plan:
     they save to the host. Plans written before there was a choice made it again."""
     spends: bool = False
     """Whether gradients wait on the host for their own update only (`planning/rooms.py`)."""
-    delays: bool = False
-    """Whether updates are delayed by one step (`planning/delayed.py`)."""
     host_layers: int
     """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]
@@ -186,6 +182,7 @@ class Plan:
         Raises:
             PlanError: a key is missing or unknown, or the shape is impossible.
         """
+        data = _without_delays(data)
         known = {field.name: field for field in fields(cls)}
         for key in data:
             if key not in known:
@@ -240,7 +237,6 @@ class Plan:
                 f"{format_bytes(self.device_memory_bytes)}",
                 f"host       {format_bytes(self.host_bytes)}"
                 f"{', gradients spent at once' if self.spends else ''}",
-                *(["updates    one step late"] if self.delays else []),
                 *disk,
                 f"step       {in_a_row} predicted for "
                 f"{counted(self.micro_batches, 'micro-batch', 'es')}"
@@ -250,6 +246,16 @@ class Plan:
                 f"{format_seconds(self.update_s)}{busy}; bound by {self.bound}",
             )
         )
+
+
+def _without_delays(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a plan's values without what earlier versions wrote of updates one step late."""
+    if data.get("delays"):
+        raise PlanError(
+            "the plan applies updates one step late, which this version does not do; make a new "
+            "plan, or use the version of atomtrain that wrote it"
+        )
+    return {key: value for key, value in data.items() if key != "delays"}
 
 
 def disk_text(plan: Plan) -> str:

@@ -28,7 +28,6 @@ from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.choice import AS_FAST, Choice, rank_of
 from atomtrain.planning.costing import Given
-from atomtrain.planning.delayed import delayed, undelayed
 from atomtrain.planning.disk import choices
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
@@ -71,20 +70,7 @@ def make_plan(
             missing, negative or no number.
     """
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
-    return (_late if request.delays else _made)(given, request, below_s)
-
-
-def _late(given: Given, request: Request, below_s: float) -> Plan:
-    """Return the plan for updates that are one step late."""
-    machine = given.machine
-    for asked in _with_less_on_host(undelayed(request, given.chain)):
-        plan = _made(given, asked, below_s)
-        plan = delayed(plan, given.chain, request, machine.update_parameters_per_s)
-        if plan.host_bytes <= machine.host_memory_bytes:
-            if plan.period_s >= below_s:
-                raise _too_slow(below_s)
-            return plan
-    raise _too_large(plan, request, machine)
+    return _made(given, request, below_s)
 
 
 def _made(given: Given, request: Request, below_s: float) -> Plan:
@@ -137,8 +123,6 @@ def _too_large(plan: Plan, request: Request, machine: Machine) -> PlanError:
     most = " even with everything on disk that can be" if request.disk is not None else ""
     several = request.devices > 1
     disk = ", or let part of its state lie on disk (--disk)" if request.disk is None else ""
-    if request.delays:
-        disk = f", or leave out delay_updates (--delay-updates){disk}"
     return PlanError(
         f"training this model{f' on {request.devices} devices' if several else ''} takes "
         f"{format_bytes(plan.host_bytes)} of host memory{most}, "

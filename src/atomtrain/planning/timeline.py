@@ -15,9 +15,7 @@ from atomtrain.planning.rooms import ROOMS
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
 
-StreamName = Literal[
-    "compute", "load", "unload", "update", "fetch", "save", "read", "write", "show"
-]
+StreamName = Literal["compute", "load", "unload", "update", "fetch", "save", "read", "write"]
 
 
 class VisitTime(NamedTuple):

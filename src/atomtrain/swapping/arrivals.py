@@ -133,10 +133,6 @@ class Arrivals:
                 complete.append(block)
         return complete
 
-    def lacks_only(self, layers: Layers, block: int) -> bool:
-        """Return whether these layers alone are still to deliver gradients of a block."""
-        return self._waiting[block] <= {layers}
-
     def order(self, deliveries: Mapping[Layers, Iterable[int]]) -> list[int]:
         """Return the blocks in the order in which they will be complete; call after `begin`."""
         waiting = [set(layers) for layers in self._waiting]

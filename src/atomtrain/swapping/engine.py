@@ -145,11 +145,6 @@ class Engine(EngineState):
                 "gradients that share rooms on the host cannot wait there to be combined; leave "
                 "out spend_gradients"
             )
-        if self._updates.delays:
-            raise ConfigError(
-                "gradients that are combined cannot be applied one step late; leave out "
-                "delay_updates"
-            )
         if not self._store.keeps_gradients:
             raise ConfigError(
                 f"gradients are not gathered on the host where the device is {self.device.name!r}; "

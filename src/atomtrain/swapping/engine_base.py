@@ -157,7 +157,7 @@ class EngineBase:
     def _settle(self) -> None:
         """Bring the host's parameters up to date; what came ahead comes again."""
         self._running.slots.ahead.forget()  # first: updates may write where it is loaded from
-        self._updates.settle()
+        self._updates.wait()
 
     def _bring_to_host(self, blocks: Iterable[int], *, moments: bool) -> None:
         if self._executor is not None:

@@ -110,7 +110,7 @@ class EngineState(EngineBase):
         with self._guarded():
             if self._executor is not None:
                 self._executor.slots.ahead.forget()  # the caller writes to the range
-            blocks = self._updates.settle_range(start_bytes, stop_bytes)
+            blocks = self._updates.wait_for_range(start_bytes, stop_bytes)
             self._bring_to_host(blocks, moments=False)
         store, chain = self._store, self.planner.chain
         fragment = Fragment(chain, store.layout, store.parameters, start_bytes, stop_bytes)

@@ -16,7 +16,6 @@ from atomtrain.planning.rooms import host_gradients
 from atomtrain.planning.several import share_of
 from atomtrain.swapping.compiled import TRACING, compiled, require_compilable
 from atomtrain.swapping.crew import check_shared, join, machine_of_all, times_of_all
-from atomtrain.swapping.delayed import DelayedUpdates, check_delays
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_devices
 from atomtrain.swapping.disk_placement import Placement, machine_with_disk, placed
@@ -122,7 +121,6 @@ def _open(
                 f"with device='cpu' all layers compute on the host store itself; leave {what} out, "
                 "or choose device='emulated'"
             )
-        check_delays(options, devices)
         if options.compile:
             require_compilable(opened)
         costs = layer_costs(chain, inputs, opened.torch_device)
@@ -152,7 +150,7 @@ def _open(
             placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
         places = host_gradients(layout, plan.shape, spends=plan.spends)
         store = HostStore(chain, layout, opened, placement, options.inject, places)
-        updates = (DelayedUpdates if options.delay_updates else Updates)(
+        updates = Updates(
             chain,
             store,
             made,

@@ -63,12 +63,6 @@ class Options:
     segment's size instead of a place for each: 2 or 4 bytes a parameter less. Backward then waits
     where updates are slower. Without clipping or loss scaling, on one device; where device and host
     memory are one it is always so."""
-    delay_updates: bool = False
-    """`True`: the update from a step's gradients runs during the next step, and the one after that
-    is the first to see it, so that nothing waits for updates. Another training than the exact one:
-    gradients are applied one step late. Reading the model (`synchronize`, `evaluate`,
-    `state_dict`) first applies all. On one device with a memory of its own, all updates on the
-    host, nothing on disk."""
     host_memory: str | int | None = None
     """Host memory that parameters, gradients and optimizer state may take, such as `"8GiB"`, or
     `None` for all that the machine has."""
@@ -115,8 +109,6 @@ class Options:
                 "spend_gradients needs updates that wait for no other gradient; leave out "
                 f"{'clip_norm' if self.clip_norm is not None else 'fp16'}, or spend_gradients"
             )
-        if self.delay_updates:
-            self._check_delays()
         if self.host_memory is not None:
             parse_bytes(self.host_memory, "host memory")
         if self.on_disk is not None:
@@ -132,17 +124,3 @@ class Options:
                 f"head_pieces must be at least 1, 'auto', or None for the model's own head, not "
                 f"{pieces!r}"
             )
-
-    def _check_delays(self) -> None:
-        """Refuse what cannot be together with updates that are one step late."""
-        refused = {
-            "spend_gradients": self.spend_gradients,
-            "disk": self.disk is not None,
-            "host_layers": bool(self.host_layers),
-            "optimizer_on_device": bool(self.optimizer_on_device),
-        }
-        for name, given in refused.items():
-            if given:
-                raise ConfigError(
-                    f"delay_updates cannot be together with {name}; leave out one of the two"
-                )

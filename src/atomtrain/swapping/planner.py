@@ -66,7 +66,6 @@ class Planner:
             clips=self.options.waits,
             devices=self.devices,
             spends=self.options.spend_gradients and not self.one_memory,
-            delays=self.options.delay_updates,
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
 

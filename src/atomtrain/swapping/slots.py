@@ -127,9 +127,6 @@ class Slots:
         if index in self._loads:
             self._device.hold(self._loads.pop(index))
         leaves = self._leaves(visit)
-        if visit.gradient is not None and self._updates.whole.delays:
-            blocks = self.delivered(visit.layers)
-            self._updates.whole.loaded(visit.layers, blocks, self._device.mark())
         if visit.gradient is not None:
             self._prepare_gradients(visit, leaves)
         leaves = {**leaves, **self._residents.leaves}
@@ -302,7 +299,7 @@ class Slots:
         copies += [self._residents.unload_of(block) for block in leaving]
 
         delivered, room = self.delivered(visit.layers), self._store.places.rooms.get(visit.layers)
-        after = [self._device.mark(), *self._updates.whole.places_free(delivered)]
+        after = [self._device.mark()]
         if room is not None:
             after += self._spent[room]
         if self.ahead.expects(visit.layers) and len(delivered) == 1 == len(copies):

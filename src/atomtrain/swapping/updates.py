@@ -2,8 +2,7 @@
 
 A *block* is a layer's own parameters, or one weight that several layers share. Updates overlap
 everything except the next load of the same block, which waits for the block's event. So they run
-into the next step, yet no gradient is ever stale (unless that is asked for:
-`swapping/delayed.py`).
+into the next step, yet no gradient is ever stale.
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ Combining = Callable[[Tensor, Sequence[Event]], Event]
 
 class Updates:
     """Owns the optimizer state and the thread that applies it."""
-
-    delays = False
-    """Whether a step computes with what the step before it began with."""
 
     def __init__(
         self,
@@ -156,21 +152,11 @@ class Updates:
             self._labels[block] = label
             after = self._combined(block)
             if not self.waits:
-                self._begin_update(block, Decision(), after)
+                self._submit(block, Decision(), after)
                 self._submitted.add(block)
             else:
                 members, gradient_of = self._blocks[block], self._store.gradient
                 self.deciding.measure(self.stream, members, self.touched, gradient_of, after)
-
-    def loaded(self, layers: Layers, blocks: Iterable[int], event: Event) -> None:
-        """Take note that a step loads blocks no more once `event` is done, if updates are late."""
-
-    def places_free(self, blocks: Iterable[int]) -> Sequence[Event]:
-        """Return the events before which no gradients of these blocks may come.
-
-        None: they come after loads, which wait for the updates that used the ones before.
-        """
-        return ()
 
     def submitted(self, block: int) -> bool:
         """Return whether the block's update was submitted in this step, before its end."""
@@ -217,10 +203,10 @@ class Updates:
         if not self.waits:
             return
         decision = self.deciding.decide(self.stream)
-        for block in self._order_at_end:
+        for block in self._order:  # as the next forward wants them
             if block not in self.on_device:
                 after, label = [self.deciding.decided], self._labels[block]
-                self._begin_update(block, decision, after, label)
+                self._submit(block, decision, after, label)
 
     def scale_of_loss(self) -> float:
         """Return by what this step's loss is multiplied; waits until the step before has decided.
@@ -253,14 +239,7 @@ class Updates:
         if self.disk is not None:
             self.disk.wait()
 
-    def settle(self) -> None:
-        """Bring the host's parameters up to date; blocks until all updates are applied.
-
-        Nothing of them may be on its way to the device.
-        """
-        self.wait()
-
-    def settle_range(self, start_bytes: int, stop_bytes: int) -> list[int]:
+    def wait_for_range(self, start_bytes: int, stop_bytes: int) -> list[int]:
         """The same for the blocks that overlap a range of the arena; return them."""
         blocks = []
         for block, members in enumerate(self._blocks):
@@ -309,17 +288,6 @@ class Updates:
         """
         return worker_for(self.optimizer, self._blocks[block], copies)
 
-    @property
-    def _order_at_end(self) -> Sequence[int]:
-        """The blocks in the order in which those that waited for all gradients are updated."""
-        return self._order
-
-    def _begin_update(
-        self, block: int, decision: Decision, after: Sequence[Event], label: str | None = None
-    ) -> None:
-        """Queue the update of a block."""
-        self.updated[block] = self._submit(block, decision, after, label)
-
     def _expected(self, deliveries: Mapping[Layers, Iterable[int]]) -> Iterable[int]:
         """Return the blocks in the order in which they will be updated."""
         if self.waits:
@@ -340,17 +308,18 @@ class Updates:
         decision: Decision,
         after: Sequence[Event],
         label: str | None = None,
-    ) -> Event:
-        """Queue the update of a block; return its event."""
+    ) -> None:
+        """Queue the update of a block."""
         job = self._update_job(block, decision)
         if self.disk is None or not self.disk.has(block):
-            return self.stream.submit(job, after, label)
+            self.updated[block] = self.stream.submit(job, after, label)
+            return
         members, touched = self._blocks[block], self.touched
 
         def changes() -> bool:
             return any(id(parameter) in touched for parameter in members)
 
-        return self.disk.submit(self.stream, block, job, after, label, changes)
+        self.updated[block] = self.disk.submit(self.stream, block, job, after, label, changes)
 
     def _update_job(
         self, block: int, decision: Decision, members: Sequence[nn.Parameter] | None = None
