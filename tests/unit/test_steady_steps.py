@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from planning_models import random_shape
 from steady_steps import steady_step_s
 
 from atomtrain.planning.schedule import training_visits
 from atomtrain.planning.shape import Shape
-from atomtrain.planning.timeline import VisitTime
+from atomtrain.planning.timeline import VisitTime, predict
 
 WHOLE = training_visits(Shape((0,), (0, 3), 1, 1, "device"))
 TIME = VisitTime(compute_s=10.0, load_s=1.0, unload_s=1.0, update_s=5.0)
@@ -27,3 +30,19 @@ def test_updates_of_many_segments_overlap_the_steps_unless_they_are_slow() -> No
     assert exact == pytest.approx(len(visits) * 10 + 1 + 1 + 2)
     clipped = steady_step_s(visits, times, clips=True)
     assert clipped == pytest.approx(exact), "forward is slower than the updates it waits for"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_clipping_a_step_alone_takes_what_it_takes_in_a_row(seed: int) -> None:
+    """Any shape, any link: the next step's first load waits for this step's last updates.
+
+    Where it needs only the first of these the prediction is too long, by the others.
+    """
+    source = random.Random(seed)
+    visits = training_visits(random_shape(source, 6, 6))
+    times = [VisitTime(*(source.uniform(0.1, 4.0) for _ in range(4))) for _ in visits]
+    row_s, alone_s = steady_step_s(visits, times, clips=False), predict(visits, times).step_s
+    (_, first), (_, last) = visits[0].layers, visits[-1].layers
+    others_s = max(0.0, 1 - first / last) * times[-1].update_s
+    assert alone_s - others_s <= row_s + 1e-9
+    assert row_s <= alone_s + 1e-9

@@ -165,7 +165,7 @@ class Prospect:
     @property
     def tokens_per_s(self) -> float:
         """Predicted."""
-        return self.tokens_per_step / self.plan.period_s
+        return self.tokens_per_step / self.plan.step_s
 
     @property
     def spans(self) -> list[Span]:
@@ -181,7 +181,7 @@ class Prospect:
     def flops_per_s(self) -> float:
         """Predicted useful FLOP/s of all devices: forward and backward, recomputing not counted."""
         micro_batches = self.devices * self.plan.micro_batches
-        return self.analysis.step_flops * micro_batches / self.plan.period_s
+        return self.analysis.step_flops * micro_batches / self.plan.step_s
 
 
 def prospect(

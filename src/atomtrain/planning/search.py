@@ -9,10 +9,7 @@
 3. Offloaded segments make again in backward what cheap operations can, unless plans in which they
    send everything are more than 0.5% faster (and host memory can hold it).
 
-All are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`, for
-steps that stand alone. Where the next step's first segments come while one ends, the same is done
-for more slots than two, and what is found compared by the time from step to step
-(`planning/more_slots.py`).
+All are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`.
 """
 
 from __future__ import annotations
@@ -31,11 +28,12 @@ from atomtrain.planning.costing import Given
 from atomtrain.planning.disk import choices
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
-from atomtrain.planning.more_slots import EQUAL, comes_ahead, with_more_slots
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.problem import Problem, problems_of
 from atomtrain.units import format_bytes, format_seconds
 
+EQUAL = 0.01
+"""Plans that differ by less are equally fast: profiles are no better than that."""
 WORTH_SENDING = 0.005
 """All that is saved is sent where that is faster by more than this. Less than `EQUAL`: what making
 again takes is known by itself, apart from the layer's own time."""
@@ -61,8 +59,8 @@ def make_plan(
         times: Seconds of each kind of layer for one micro-batch.
         machine: Rates and budgets.
         request: What is fixed beforehand.
-        below_s: Plans that take longer from step to step are of no use; the less time is given, the
-            sooner it is known.
+        below_s: Plans whose step takes longer are of no use; the less time is given, the sooner it
+            is known.
 
     Raises:
         TooSlowError: no plan is faster than `below_s`.
@@ -70,24 +68,6 @@ def make_plan(
             missing, negative or no number.
     """
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
-    return _made(given, request, below_s)
-
-
-def _made(given: Given, request: Request, below_s: float) -> Plan:
-    if not comes_ahead(request):
-        return _planned(given, request, below_s)
-    # A step by itself takes longer than from step to step.
-    plan = _planned(given, request, math.inf)
-    plan = with_more_slots(plan, given, request, lambda asked: _planned(given, asked, math.inf))
-    if plan.period_s >= below_s:
-        raise _too_slow(below_s)
-    return plan
-
-
-def _planned(given: Given, request: Request, below_s: float) -> Plan:
-    """Return the fastest plan that fits the machine if steps stand alone, with the least memory
-    among equals; one or two slots unless the request has others."""
-    machine = given.machine
     plans: list[Plan] = []
     too_slow: TooSlowError | None = None
     # More on disk is never faster, so nothing is behind the first that fits as it is fastest.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
-from atomtrain.planning.parts import Part
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.streams import Event, Stream
 
@@ -63,24 +62,6 @@ class Delivery(Protocol):
         self, layers: Layers, blocks: Iterable[int], event: Event, touched: set[int]
     ) -> None:
         """Take note that a segment's gradients are on the host once `event` is done."""
-        ...
-
-    def divisible(self, block: int) -> Sequence[Part]:
-        """Return the parts in which a block may be delivered and updated; none if only whole."""
-        ...
-
-    def arrived_in_parts(
-        self, layers: Layers, block: int, events: Mapping[Part, Event], touched: set[int]
-    ) -> None:
-        """Take note that a segment's gradients of a divisible block come part by part."""
-        ...
-
-    def updated_parts(self, block: int) -> Mapping[Part, Event]:
-        """Return of each part of a block the event of its last update; none if it was whole."""
-        ...
-
-    def submitted(self, block: int) -> bool:
-        """Return whether `updated` of the block is already this step's event."""
         ...
 
     def finish_step(self) -> None:

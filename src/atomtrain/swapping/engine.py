@@ -190,7 +190,7 @@ class Engine(EngineState):
         with self._guarded():
             # Exporting what the model does in evaluation switches flags that all threads see, so
             # no optimizer may run meanwhile.
-            self._settle()
+            self._updates.wait()
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:

@@ -90,16 +90,15 @@ class EngineBase:
         if self._executor is None:  # closed: it was done before
             return
         with self._guarded():
-            self._settle()
+            self._updates.wait()
             self._bring_to_host(range(self._store.layout.blocks), moments=True)
             self.device.synchronize()
             self._executor.buffers.to_host()
 
     def wait(self) -> None:
-        """Block until all that the steps began is done: updates, and what comes for the next step.
+        """Block until all that the steps began is done: updates.
 
-        For clocks. What came ahead stays, so the next step begins as if nobody had waited; hence
-        nothing may be written to the model without `synchronize`.
+        For clocks; nothing may be written to the model without `synchronize`.
 
         Raises:
             StreamError: as of `synchronize`.
@@ -107,8 +106,6 @@ class EngineBase:
         self._check_whole()
         with self._guarded():
             self._updates.wait()
-            if self._executor is not None:
-                self._executor.slots.ahead.wait()
 
     def close(self) -> None:
         """Finish pending updates; give back device memory, gradients and threads, at once.
@@ -153,11 +150,6 @@ class EngineBase:
             self._executor = None
             self._executor = self._execute(plan)
             self.plan = plan
-
-    def _settle(self) -> None:
-        """Bring the host's parameters up to date; what came ahead comes again."""
-        self._running.slots.ahead.forget()  # first: updates may write where it is loaded from
-        self._updates.wait()
 
     def _bring_to_host(self, blocks: Iterable[int], *, moments: bool) -> None:
         if self._executor is not None:

@@ -108,8 +108,6 @@ class EngineState(EngineBase):
         """
         self._check_whole()
         with self._guarded():
-            if self._executor is not None:
-                self._executor.slots.ahead.forget()  # the caller writes to the range
             blocks = self._updates.wait_for_range(start_bytes, stop_bytes)
             self._bring_to_host(blocks, moments=False)
         store, chain = self._store, self.planner.chain

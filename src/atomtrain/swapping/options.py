@@ -25,8 +25,7 @@ class Options:
     segments: int | None = None
     """Number of segments, or `None` for the planner's choice."""
     slots: int | None = None
-    """Number of device slots, or `None` for the planner's choice: more than two on a slow link,
-    without clipping."""
+    """Number of device slots, or `None` for the planner's choice of one or two."""
     gradient_buffers: int | None = None
     """Number of gradient buffers, or `None` for the planner's choice."""
     host_layers: int | None = None

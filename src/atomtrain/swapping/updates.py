@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.layout import Layout
-from atomtrain.planning.parts import Part, parts_of
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.arrivals import Arrivals
 from atomtrain.swapping.deciding import Deciding, Decision
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.disk_state import DiskState
 from atomtrain.swapping.loss_scale import LossScale
-from atomtrain.swapping.optimizer_facts import ScalesGradients, steps_parameter_by_parameter
+from atomtrain.swapping.optimizer_facts import ScalesGradients
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
 from atomtrain.swapping.workers import worker_for
@@ -95,16 +94,12 @@ class Updates:
         self.hyperparameters: Sequence[Mapping[str, Any]] = []
         """Of each group, as they were when the step began."""
         self._arrivals = Arrivals(self._blocks)
-        self._submitted: set[int] = set()
-        self._parts: dict[int, tuple[Part, ...]] = {}
-        self._divided: dict[int, tuple[Event, dict[Part, Event]]] = {}
         self._labels = [""] * len(self._blocks)
 
     def begin_step(self, deliveries: Mapping[Layers, Iterable[int]]) -> None:
         """Start a step in which these segments deliver gradients of these blocks."""
         self._arrivals.begin(deliveries)
         self.deciding.begin()
-        self._submitted = set()
         # Read now, on the caller's thread: a scheduler may change them while updates still run.
         self.hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
@@ -153,50 +148,9 @@ class Updates:
             after = self._combined(block)
             if not self.waits:
                 self._submit(block, Decision(), after)
-                self._submitted.add(block)
             else:
                 members, gradient_of = self._blocks[block], self._store.gradient
                 self.deciding.measure(self.stream, members, self.touched, gradient_of, after)
-
-    def submitted(self, block: int) -> bool:
-        """Return whether the block's update was submitted in this step, before its end."""
-        return block in self._submitted
-
-    def divisible(self, block: int) -> Sequence[Part]:
-        """Return the parts in which a block may be updated; none if only as a whole."""
-        if self.waits or self.combining or not steps_parameter_by_parameter(self.optimizer):
-            return ()
-        if self.disk is not None and self.disk.has(block):
-            return ()
-        if block not in self._parts:  # the same in each step
-            self._parts[block] = parts_of(self._store.layout, block, self._blocks[block])
-        return self._parts[block]
-
-    def arrived_in_parts(
-        self, layers: Layers, block: int, events: Mapping[Part, Event], touched: set[int]
-    ) -> None:
-        """Take note that a segment's gradients of a divisible block come part by part."""
-        label = "" if self.stream.record is None else self.stream.record.label
-        *_, last = events.values()
-        if not self._arrivals.note(layers, [block], last, touched):
-            return
-        self._labels[block] = label
-        earlier = self.arrivals_of(block)[:-1]
-        done: dict[Part, Event] = {}
-        for part, event in events.items():
-            job = self._update_job(block, Decision(), part.members)
-            # Each waits for the one before, so that the last one fails if any does.
-            after = [*earlier, event, *list(done.values())[-1:]]
-            done[part] = self.stream.submit(job, after)
-        self.updated[block] = done[part]
-        self._divided[block] = done[part], done
-        self._submitted.add(block)
-
-    def updated_parts(self, block: int) -> Mapping[Part, Event]:
-        """Return of each part of a block the event of its last update; nothing if that was done as
-        a whole."""
-        last, parts = self._divided.get(block, (None, {}))
-        return parts if last is self.updated[block] else {}
 
     def finish_step(self) -> None:
         """Submit what had to wait for all gradients; never blocks."""
@@ -321,12 +275,9 @@ class Updates:
 
         self.updated[block] = self.disk.submit(self.stream, block, job, after, label, changes)
 
-    def _update_job(
-        self, block: int, decision: Decision, members: Sequence[nn.Parameter] | None = None
-    ) -> Callable[[], None]:
-        """Return the update of a block, or of some of its parameters; the others have no gradient
-        meanwhile."""
-        worker, members = self._workers[block], members or self._blocks[block]
+    def _update_job(self, block: int, decision: Decision) -> Callable[[], None]:
+        """Return the update of a block."""
+        worker, members = self._workers[block], self._blocks[block]
         hyperparameters, touched = self.hyperparameters, self.touched
 
         def update() -> None:
