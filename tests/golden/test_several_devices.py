@@ -27,6 +27,8 @@ from atomtrain.errors import ConfigError, PlanError
 from atomtrain.optimizers import AdamW
 from atomtrain.planning.several import share_of
 from atomtrain.swapping.crew import divided
+from atomtrain.swapping.streams import Inject
+from support.injecting import device_with
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 TWO = "emulated:1GiB/s,emulated:1GiB/s"
@@ -43,13 +45,14 @@ def swap(
     optimizer: Any = adamw,
     loss: Any = None,
     devices: int = 2,
+    inject: Inject | None = None,
     **options: Any,
 ) -> atomtrain.Engine:
     return atomtrain.swap(
         model,
         example,
         optimizer=optimizer,
-        device=["emulated:1GiB/s"] * devices,
+        device=device_with(inject, ["emulated:1GiB/s"] * devices, "64MiB"),
         device_memory="64MiB",
         loss=loss,
         options=atomtrain.Options(**options),

@@ -180,6 +180,7 @@ class CudaDevice:
                 "Without a GPU use --device emulated:4GiB/s"
             )
         self.torch_device = torch.device("cuda", index)
+        self.inject = inject
         self.name = torch.cuda.get_device_name(index)
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         if memory_bytes is None:

@@ -111,7 +111,7 @@ def _open(
         chain = split_head(chain, options.head_pieces)
     chain = with_gradients_in(chain, options.gradient_dtype)
     require_data(chain)
-    devices = open_devices(device, device_memory, options.inject)
+    devices = open_devices(device, device_memory)
     opened = devices[0]
     placement: Placement | None = None
     try:
@@ -149,7 +149,7 @@ def _open(
         if states is not None and plan.on_disk and options.disk is not None:
             placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
         places = host_gradients(layout, plan.shape, spends=plan.spends)
-        store = HostStore(chain, layout, opened, placement, options.inject, places)
+        store = HostStore(chain, layout, opened, placement, places)
         updates = Updates(
             chain,
             store,
@@ -158,7 +158,7 @@ def _open(
             loss_scale=_loss_scale_of(options),
             placement=placement,
             guard=TRACING if options.compile else None,
-            inject=options.inject,
+            inject=opened.inject,
             stream_type=opened.host_stream,
         )
         members, together = join(chain, devices, store, updates)

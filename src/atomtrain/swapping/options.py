@@ -11,7 +11,6 @@ from atomtrain.planning.disk import on_disk_up_to
 from atomtrain.planning.shape import ACTIVATIONS, Activation
 from atomtrain.swapping.loss_scale import FIRST_SCALE, STEPS_TO_DOUBLE, check_scale
 from atomtrain.swapping.precision import check_precision
-from atomtrain.swapping.streams import Inject
 from atomtrain.units import parse_bytes
 
 
@@ -78,8 +77,6 @@ class Options:
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the
     catalogue, and the emulated device's from the model's FLOPs."""
-    inject: Inject | None = None
-    """Called before each job of each stream; tests delay transfers with it."""
 
     @property
     def waits(self) -> bool:
