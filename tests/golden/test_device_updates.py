@@ -81,10 +81,10 @@ def test_a_model_that_stays_on_the_device(
     options = {"micro_batches": micro_batches, "clip_norm": clip_norm, "inject": jobs.append}
     with swap(model, steps[0][0], factory, **options) as engine:
         losses = [engine.step(steps[0])]
-        engine._updates.wait()
+        engine._core.updates.wait()
         jobs.clear()
         losses += [engine.step(micro_batches) for micro_batches in steps[1:]]
-        engine._updates.wait()
+        engine._core.updates.wait()
         moved = set(jobs) & {"load", "save", "update", "unload"}
         assert moved == ({"update", "unload"} if clip_norm else set()), "norms and a factor only"
         assert losses == expected

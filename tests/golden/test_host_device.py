@@ -129,10 +129,10 @@ def test_the_model_lies_in_memory_once() -> None:
     model, steps = gpt(tied=False), token_batches(1)
     with atomtrain.swap(model, steps[0][0], optimizer=adamw, device="cpu") as engine:
         engine.step(steps[0])
-        arena = engine._store.parameters.untyped_storage().data_ptr()
+        arena = engine._core.store.parameters.untyped_storage().data_ptr()
         leaves = [
             leaf
-            for held in engine._executor.slots._views._leaves.values()
+            for held in engine._core.executor.slots._views._leaves.values()
             for leaf in held.values()
         ]
         assert leaves

@@ -221,7 +221,7 @@ def test_what_the_host_holds_is_planned() -> None:
     with swap(gpt(), example, devices=1, optimizer_on_device=False) as engine:
         alone = engine.state_bytes
     with swap(gpt(), example, devices=3) as engine:
-        gradients_bytes = engine._store.gradients.nbytes
+        gradients_bytes = engine._core.store.gradients.nbytes
         assert engine.state_bytes == alone + 2 * gradients_bytes
         assert engine.plan.host_bytes > engine.state_bytes
         regions = engine.memory_map()
@@ -231,7 +231,7 @@ def test_what_the_host_holds_is_planned() -> None:
         assert [r.bytes for r in further] == [gradients_bytes] * 2
         assert engine.plan.device_blocks == ()
         # The parameters are there once.
-        stores = [member.store for member in engine._members]
+        stores = [member.store for member in engine._core.members]
         assert {store.parameters.data_ptr() for store in stores} == {
             stores[0].parameters.data_ptr()
         }

@@ -100,7 +100,7 @@ def test_a_load_waits_for_the_last_use_of_its_slot(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Stream, "submit", submit)
     with swap(mlp(5), X, loss=square, segments=5, slots=2) as engine:
         engine.step([X])
-        visits = [visit for visit in engine._executor._training.visits if visit.load]
+        visits = [visit for visit in engine._core.executor._training.visits if visit.load]
     for marked, visit in zip(loads, visits, strict=True):
         assert marked >= visit.free_after
 

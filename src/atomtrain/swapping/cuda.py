@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError, DeviceMemoryError, StreamError
-from atomtrain.swapping.disk_file import aligned_empty
+from atomtrain.swapping.aligned import aligned_empty
 from atomtrain.swapping.streams import Event, Inject, Job, Stream
 from atomtrain.swapping.tracing import Record
 from atomtrain.units import format_bytes

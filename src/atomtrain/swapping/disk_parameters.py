@@ -24,8 +24,9 @@ from torch import Tensor
 
 from atomtrain.errors import DiskError
 from atomtrain.planning.disk import LOAD_PIECES, PAGE_BYTES, paged
+from atomtrain.swapping.aligned import aligned_empty
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.disk_file import DiskFile, aligned_empty
+from atomtrain.swapping.disk_file import DiskFile
 from atomtrain.swapping.streams import Event, Stream, finished
 
 

@@ -29,7 +29,7 @@ from atomtrain.planning.rooms import ROOMS
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
-from atomtrain.swapping.arrivals import Delivery
+from atomtrain.swapping.delivery import Delivery
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.device_updates import DeviceUpdates
 from atomtrain.swapping.gradients import Collector
