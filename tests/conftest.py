@@ -22,7 +22,7 @@ if importlib.util.find_spec("hypothesis") is not None:  # tests of GPUs do witho
     # With `--hypothesis-profile other --hypothesis-seed N`: other examples for each N.
     settings.register_profile("other", settings.get_profile("atom"), derandomize=False)
     settings.load_profile("atom")
-sys.path.insert(0, str(Path(__file__).parent / "unit"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "unit")]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -88,7 +88,7 @@ def cross(swarm: Swarm, vectors: Vectors, step_s: float) -> list[RoundReport]:
 
 
 def daemon_pid(swarm: Swarm) -> int:
-    return swarm._service.context.transport.daemon_pid
+    return swarm._service.context.transport._daemon.pid
 
 
 def _path(settings: dict[str, Any], name: str) -> Path | None:

@@ -21,7 +21,8 @@ import atomtrain
 from atomtrain.checkpoint import load_latest
 from atomtrain.cli.main import main
 from atomtrain.errors import DiskError, StreamError
-from atomtrain.swapping.disk_file import PAGE_BYTES, DiskFile, aligned_empty
+from atomtrain.swapping.aligned import aligned_empty
+from atomtrain.swapping.disk_file import PAGE_BYTES, DiskFile
 from atomtrain.swapping.disk_profile import disk_rates
 
 MIB = 1 << 20
@@ -218,7 +219,8 @@ def test_kill_leaves_no_file(tmp_path: Path) -> None:
     code = (
         "import sys, time, torch\n"
         "from pathlib import Path\n"
-        "from atomtrain.swapping.disk_file import DiskFile, aligned_empty\n"
+        "from atomtrain.swapping.aligned import aligned_empty\n"
+        "from atomtrain.swapping.disk_file import DiskFile\n"
         "file = DiskFile(Path(sys.argv[1]), 1 << 20)\n"
         "file.write(0, aligned_empty(1 << 20))\n"
         "print('ready', flush=True)\n"

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import atomtrain
 from atomtrain.analysis import Layer
 from atomtrain.models import GPT, GPTConfig
+from atomtrain.swapping.streams import Inject
+from support.injecting import device_with
 
 STEPS = 3
 LAYERS = 4
@@ -64,13 +66,18 @@ def random_delays(seed: int) -> Callable[[str], None]:
 
 
 def swap(
-    model: nn.Module, example: Any, optimizer: Any = adamw, loss: Any = None, **options: Any
+    model: nn.Module,
+    example: Any,
+    optimizer: Any = adamw,
+    loss: Any = None,
+    inject: Inject | None = None,
+    **options: Any,
 ) -> atomtrain.Engine:
     return atomtrain.swap(
         model,
         example,
         optimizer=optimizer,
-        device="emulated:1GiB/s",
+        device=device_with(inject, "emulated:1GiB/s", "64MiB"),
         device_memory="64MiB",
         loss=loss,
         options=atomtrain.Options(**{"optimizer_on_device": False, **options}),

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from late import check_late
 from planning_models import use_shape
 from swapped import DEEP_LAYERS as LAYERS
 from swapped import check, deep_gpt, random_delays, token_batches
 
 from atomtrain.planning import Shape
-from atomtrain.swapping.delayed import DelayedUpdates
 from atomtrain.swapping.residents import Copy
 from atomtrain.swapping.slots import Slots
 from atomtrain.swapping.updates import Updates
@@ -95,31 +93,6 @@ def test_nothing_that_is_free_is_read(
     steps = token_batches(2)
     check(deep_gpt(0.2, tied=False), steps, inject=random_delays(8), **options)
     assert set(canaries) == {"slot", "gradient buffer", "host gradient"}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_nothing_that_is_free_is_read_where_updates_are_late(
-    monkeypatch: pytest.MonkeyPatch, canaries: list[str], shape: Shape, clip_norm: float | None
-) -> None:
-    """The place of a gradient has new values then, and is free when they were shown."""
-    use_shape(monkeypatch, shape)
-    show_job = DelayedUpdates._show_job
-
-    def shown(updates: DelayedUpdates, block: int) -> Callable[[], None]:
-        def show() -> None:
-            hidden = updates._hidden.get(block, ())
-            show_job(updates, block)()
-            for _, place in hidden:
-                place.fill_(float("nan"))
-                canaries.append("new values")
-
-        return show
-
-    monkeypatch.setattr(DelayedUpdates, "_show_job", shown)
-    steps = token_batches(2, steps=4)
-    check_late(deep_gpt(0.0, tied=False), steps, inject=random_delays(8), clip_norm=clip_norm)
-    assert set(canaries) == {"slot", "gradient buffer", "host gradient", "new values"}
 
 
 def test_a_load_that_nobody_waits_for_is_seen(

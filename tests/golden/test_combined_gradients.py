@@ -45,7 +45,6 @@ def test_updates_see_what_was_made_of_gradients(
     """Twice the gradients, a little later, are those of twice the loss."""
     torch.manual_seed(3)
     use_shape(monkeypatch, shape)
-    monkeypatch.setattr("atomtrain.planning.parts._LEAST_BYTES", 256)
     tied = shape is not ON_HOST
     # With more micro-batches a tied weight's gradients are added in an order of their own.
     model, steps = deep_gpt(0.0, tied=tied), token_batches(1 if tied else 2)

@@ -20,7 +20,9 @@ from atomtrain.errors import PlanError
 from atomtrain.optimizers import AdamW
 from atomtrain.optimizers import moments as moments_module
 from atomtrain.planning import Shape
+from atomtrain.swapping.streams import Inject
 from atomtrain.training.state import restore, shards_of
+from support.injecting import device_with
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 SOME = Shape((0, 1, 3), (0, 2, 3, 4), 2, 2, resident_blocks=(1, 2, 3), device_blocks=(1, 3))
@@ -36,13 +38,19 @@ def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments_module, "SLICE", 1024)
 
 
-def swap(model: nn.Module, example: Any, factory: Any, **options: Any) -> atomtrain.Engine:
+def swap(
+    model: nn.Module,
+    example: Any,
+    factory: Any,
+    inject: Inject | None = None,
+    **options: Any,
+) -> atomtrain.Engine:
     options.setdefault("optimizer_on_device", True)
     return atomtrain.swap(
         model,
         example,
         optimizer=lambda _: factory(model),
-        device="emulated:1GiB/s",
+        device=device_with(inject, "emulated:1GiB/s", "64MiB"),
         device_memory="64MiB",
         options=atomtrain.Options(**options),
     )
@@ -73,10 +81,10 @@ def test_a_model_that_stays_on_the_device(
     options = {"micro_batches": micro_batches, "clip_norm": clip_norm, "inject": jobs.append}
     with swap(model, steps[0][0], factory, **options) as engine:
         losses = [engine.step(steps[0])]
-        engine._updates.wait()
+        engine._core.updates.wait()
         jobs.clear()
         losses += [engine.step(micro_batches) for micro_batches in steps[1:]]
-        engine._updates.wait()
+        engine._core.updates.wait()
         moved = set(jobs) & {"load", "save", "update", "unload"}
         assert moved == ({"update", "unload"} if clip_norm else set()), "norms and a factor only"
         assert losses == expected

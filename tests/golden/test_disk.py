@@ -21,7 +21,9 @@ from atomtrain.checkpoint import load_latest, save
 from atomtrain.optimizers import AdamW, Muon, decay_groups, muon_groups
 from atomtrain.optimizers import moments as moments_module
 from atomtrain.swapping.disk_file import DiskFile
+from atomtrain.swapping.streams import Inject
 from atomtrain.training.state import restore, shards_of
+from support.injecting import device_with
 
 Factory = Callable[[nn.Module], torch.optim.Optimizer]
 gpt = partial(swapped.gpt, tied=False, layers=4)
@@ -52,13 +54,18 @@ def token_batches(micro_batches: int = 1, steps: int = STEPS) -> list[list[dict[
 
 
 def swap(
-    model: nn.Module, example: Any, factory: Factory, folder: Path, **options: Any
+    model: nn.Module,
+    example: Any,
+    factory: Factory,
+    folder: Path,
+    inject: Inject | None = None,
+    **options: Any,
 ) -> atomtrain.Engine:
     return atomtrain.swap(
         model,
         example,
         optimizer=lambda _: factory(model),
-        device="emulated:1GiB/s",
+        device=device_with(inject, "emulated:1GiB/s", "64MiB"),
         device_memory="64MiB",
         options=atomtrain.Options(
             **{"profile": False, "disk": folder, "on_disk": "moments", **options}

@@ -111,9 +111,7 @@ def test_each_load_brings_the_bytes_that_were_predicted(
             for visit, time in zip(visits, costing.visit_times(shape, visits), strict=True)
             if visit.load
         ]
-        loads, ahead = loads[: len(expected)], loads[len(expected) :]
         assert [sum(copy.source.numel() for copy in copies) for copies in loads] == expected
-        assert len(ahead) == (shape.slots if training else 0)  # the next step's
         for block in shape.early_blocks:  # once in a pass, in pieces that do not overlap
             start, stop = layout.block_range(block)
             pieces = sorted(

@@ -15,6 +15,8 @@ from torch import nn
 import atomtrain
 from atomtrain.errors import ConfigError
 from atomtrain.planning import Shape
+from atomtrain.swapping.streams import Inject
+from support.injecting import device_with
 
 STEPS = 3
 
@@ -34,13 +36,19 @@ def wide(model: nn.Module) -> nn.Module:
     return model
 
 
-def swap(model: nn.Module, example: Any, device: str = "emulated", **options: Any) -> Any:
+def swap(
+    model: nn.Module,
+    example: Any,
+    device: str = "emulated",
+    inject: Inject | None = None,
+    **options: Any,
+) -> Any:
     factory = factory_of("16")
     return atomtrain.swap(
         model,
         example,
         optimizer=lambda _: factory(model),
-        device=device,
+        device=device_with(inject, device, "64MiB"),
         device_memory="64MiB",
         options=atomtrain.Options(
             precision="bf16", gradient_dtype="float32", profile=False, **options

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import atomtrain
 from atomtrain.errors import ConfigError
 from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.streams import Inject
+from support.injecting import device_with
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 
@@ -31,7 +33,12 @@ def _seed() -> None:
 
 
 def check(
-    model: nn.Module, steps: Any, optimizer: Any = adamw, loss_of: Any = gpt_loss, **options: Any
+    model: nn.Module,
+    steps: Any,
+    optimizer: Any = adamw,
+    loss_of: Any = gpt_loss,
+    inject: Inject | None = None,
+    **options: Any,
 ) -> None:
     reference = twin(model)
     resident = optimizer(reference.parameters())
@@ -42,7 +49,7 @@ def check(
         model,
         steps[0][0],
         optimizer=optimizer,
-        device="cpu",
+        device=device_with(inject, "cpu"),
         options=atomtrain.Options(micro_batches=len(steps[0]), **options),
     ) as engine:
         assert [engine.step(step) for step in steps] == expected
@@ -122,10 +129,10 @@ def test_the_model_lies_in_memory_once() -> None:
     model, steps = gpt(tied=False), token_batches(1)
     with atomtrain.swap(model, steps[0][0], optimizer=adamw, device="cpu") as engine:
         engine.step(steps[0])
-        arena = engine._store.parameters.untyped_storage().data_ptr()
+        arena = engine._core.store.parameters.untyped_storage().data_ptr()
         leaves = [
             leaf
-            for held in engine._executor.slots._views._leaves.values()
+            for held in engine._core.executor.slots._views._leaves.values()
             for leaf in held.values()
         ]
         assert leaves

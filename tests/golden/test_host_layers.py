@@ -142,7 +142,7 @@ def test_the_host_waits_for_what_still_reads_its_outputs() -> None:
     batches = token_batches(5, steps=1)[0]
     with swap(deep_gpt(0.0, tied=False), batches[0], host_layers=1, micro_batches=2) as engine:
         order: list[str] = []
-        device, host = engine.device, engine._executor._host
+        device, host = engine.device, engine._core.executor._host
         synchronize, forward = device.synchronize, host.forward
         device.synchronize = lambda: (order.append("synchronize"), synchronize())[1]
         host.forward = lambda *given: (order.append("forward"), forward(*given))[1]

@@ -97,7 +97,7 @@ def test_swapped_adapters_are_resident_ones_bit_for_bit(
         for micro_batches in steps(model):
             engine.step(micro_batches)
         engine.synchronize()
-        store = engine._store
+        store = engine._core.store
         trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         layout = store.layout
         assert trained_bytes <= layout.gradients.total_bytes == store.gradients.numel()

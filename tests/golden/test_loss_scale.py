@@ -15,6 +15,8 @@ from atomtrain.errors import ConfigError
 from atomtrain.optimizers import AdamW
 from atomtrain.swapping.loss_scale import LossScale
 from atomtrain.swapping.randomness import micro_batch_seeds
+from atomtrain.swapping.streams import Inject
+from support.injecting import device_with
 
 STEPS = 5
 TOO_LARGE = 2.0**21
@@ -101,13 +103,18 @@ def check(
 
 
 def swapped(
-    model: nn.Module, steps: Any, scale: float, steps_to_double: int = 2000, **options: Any
+    model: nn.Module,
+    steps: Any,
+    scale: float,
+    steps_to_double: int = 2000,
+    inject: Inject | None = None,
+    **options: Any,
 ) -> atomtrain.Engine:
     return atomtrain.swap(
         model,
         steps[0][0],
         optimizer=adamw,
-        device="emulated:1GiB/s",
+        device=device_with(inject, "emulated:1GiB/s", "64MiB"),
         device_memory="64MiB",
         options=atomtrain.Options(
             micro_batches=len(steps[0]),

@@ -20,7 +20,9 @@ import atomtrain
 from atomtrain.checkpoint import load_latest, save
 from atomtrain.optimizers import SGD, AdamW, Muon, decay_groups, muon_groups
 from atomtrain.optimizers import moments as moments_module
+from atomtrain.swapping.streams import Inject
 from atomtrain.training.state import restore, shards_of
+from support.injecting import device_with
 
 FORMATS = {
     "16": ("float32", "float32"), "14": ("split", "float32"), "12": ("float32", "bfloat16"),
@@ -64,12 +66,18 @@ def narrowed(model: nn.Module, factory: Factory) -> tuple[nn.Module, Kept]:
     return reference, optimizer
 
 
-def swap(model: nn.Module, example: Any, factory: Factory, **options: Any) -> atomtrain.Engine:
+def swap(
+    model: nn.Module,
+    example: Any,
+    factory: Factory,
+    inject: Inject | None = None,
+    **options: Any,
+) -> atomtrain.Engine:
     return atomtrain.swap(
         model,
         example,
         optimizer=lambda _: factory(model),
-        device="emulated:1GiB/s",
+        device=device_with(inject, "emulated:1GiB/s", "64MiB"),
         device_memory="64MiB",
         options=atomtrain.Options(
             precision="bf16", profile=False, optimizer_on_device=False, **options

@@ -187,7 +187,7 @@ def test_where_all_is_sent_nothing_is_made_again(
             made.clear()
             engine.step(step)
             assert bool(made) is remakes
-            host_bytes.append((engine.plan.host_bytes, engine._executor.pool.total_bytes))
+            host_bytes.append((engine.plan.host_bytes, engine._core.executor.pool.total_bytes))
     (remaking, little), (sending, much) = host_bytes
     assert little < much
     assert sending - remaking >= much - little

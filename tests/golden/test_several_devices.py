@@ -27,6 +27,8 @@ from atomtrain.errors import ConfigError, PlanError
 from atomtrain.optimizers import AdamW
 from atomtrain.planning.several import share_of
 from atomtrain.swapping.crew import divided
+from atomtrain.swapping.streams import Inject
+from support.injecting import device_with
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
 TWO = "emulated:1GiB/s,emulated:1GiB/s"
@@ -43,13 +45,14 @@ def swap(
     optimizer: Any = adamw,
     loss: Any = None,
     devices: int = 2,
+    inject: Inject | None = None,
     **options: Any,
 ) -> atomtrain.Engine:
     return atomtrain.swap(
         model,
         example,
         optimizer=optimizer,
-        device=["emulated:1GiB/s"] * devices,
+        device=device_with(inject, ["emulated:1GiB/s"] * devices, "64MiB"),
         device_memory="64MiB",
         loss=loss,
         options=atomtrain.Options(**options),
@@ -218,7 +221,7 @@ def test_what_the_host_holds_is_planned() -> None:
     with swap(gpt(), example, devices=1, optimizer_on_device=False) as engine:
         alone = engine.state_bytes
     with swap(gpt(), example, devices=3) as engine:
-        gradients_bytes = engine._store.gradients.nbytes
+        gradients_bytes = engine._core.store.gradients.nbytes
         assert engine.state_bytes == alone + 2 * gradients_bytes
         assert engine.plan.host_bytes > engine.state_bytes
         regions = engine.memory_map()
@@ -228,7 +231,7 @@ def test_what_the_host_holds_is_planned() -> None:
         assert [r.bytes for r in further] == [gradients_bytes] * 2
         assert engine.plan.device_blocks == ()
         # The parameters are there once.
-        stores = [member.store for member in engine._members]
+        stores = [member.store for member in engine._core.members]
         assert {store.parameters.data_ptr() for store in stores} == {
             stores[0].parameters.data_ptr()
         }

@@ -155,7 +155,7 @@ def test_where_all_gradients_are_needed_it_is_refused() -> None:
 def test_every_shape_has_room_for_each_segment() -> None:
     model, example = deep_gpt(0.0, tied=True), token_batches(1)[0][0]
     with swap(model, example, segments=LAYERS) as engine:
-        layout = engine._store.layout
+        layout = engine._core.store.layout
     for shape in SHAPES:
         places = host_gradients(layout, shape, spends=True)
         held: list[tuple[int, int]] = []

@@ -27,6 +27,7 @@ from swapped import (
 from torch import nn
 
 import atomtrain
+from support.injecting import device_with
 
 
 @pytest.fixture(autouse=True)
@@ -99,13 +100,13 @@ def test_values_that_wait_on_the_host() -> None:
     state = torch.get_rng_state()
     expected = train(reference, steps, resident)
     torch.set_rng_state(state)
+    budget = _least_budget(model, steps[0][0])
     with atomtrain.swap(
         model,
         steps[0][0],
         optimizer=adamw,
-        device="emulated:1GiB/s",
-        device_memory=_least_budget(model, steps[0][0]),
-        options=atomtrain.Options(micro_batches=7, inject=random_delays(0)),
+        device=device_with(random_delays(0), "emulated:1GiB/s", budget),
+        options=atomtrain.Options(micro_batches=7),
     ) as engine:
         assert engine.plan.boundary == "host"
         assert [engine.step(micro_batches) for micro_batches in steps] == expected

@@ -11,6 +11,7 @@ import torch
 from reference import assert_equal_training, train, twin
 from swapped import gpt, token_batches
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import atomtrain
 from atomtrain.checkpoint import load_latest, save
@@ -71,13 +72,13 @@ def test_a_shared_weight_and_a_schedule(name: str) -> None:
     model = gpt(tied=True)
     reference = twin(model)
     resident = factory(reference)
-    scheduler = schedule.for_optimizer(resident)
+    scheduler = LambdaLR(resident, schedule)
     expected = []
     for step in steps:
         expected += train(reference, [step], resident)
         scheduler.step()
     with swap(model, steps[0][0], factory, segments=2) as engine:
-        scheduler = schedule.for_optimizer(engine.optimizer)
+        scheduler = LambdaLR(engine.optimizer, schedule)
         losses = []
         for step in steps:
             losses.append(engine.step(step))

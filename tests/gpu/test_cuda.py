@@ -20,6 +20,7 @@ from atomtrain.planning.shape import Activation
 from atomtrain.swapping.cuda import CudaDevice, _CudaEvent, _CudaStream
 from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.streams import Event
+from support.injecting import device_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,7 +81,6 @@ def train(
         micro_batches=micro_batches,
         segments=segments,
         clip_norm=clip_norm,
-        inject=inject,
         activations=activations,
         slots=slots,
         # Host and device round differently, and the planner would keep so small a model there.
@@ -89,8 +89,9 @@ def train(
     )
     torch.manual_seed(2)
     with atomtrain.swap(
-        model, steps[0][0], optimizer=adamw, device="cuda", device_memory=BUDGET, options=options
-    ) as engine:
+        model, steps[0][0], optimizer=adamw, device=device_with(inject, "cuda", BUDGET),
+        device_memory=BUDGET, options=options,
+    ) as engine:  # fmt: skip
         losses = [engine.step(step) for step in steps]
         state = {name: value.clone() for name, value in engine.state_dict().items()}
     return losses, state, engine

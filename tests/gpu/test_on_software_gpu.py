@@ -38,6 +38,8 @@ from atomtrain.errors import DeviceMemoryError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import SGD, AdamW, Muon
 from atomtrain.swapping.optimizer_facts import OptimizerFactory
+from atomtrain.swapping.streams import Inject
+from support.injecting import device_with
 
 pytestmark = [
     pytest.mark.skipif(
@@ -88,13 +90,17 @@ def own_muon(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def trained(
-    device: str = "cuda:0", optimizer: OptimizerFactory = adamw, **options: Any
+    device: str = "cuda:0",
+    optimizer: OptimizerFactory = adamw,
+    inject: Inject | None = None,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], atomtrain.Engine]:
     """Train; return the parameters, and the engine, which is closed."""
     model, steps = untied_gpt(), batches(3)
     torch.manual_seed(2)
     with atomtrain.swap(
-        model, steps[0][0], optimizer=optimizer, device=device, device_memory="64MiB",
+        model, steps[0][0], optimizer=optimizer, device=device_with(inject, device, "64MiB"),
+        device_memory="64MiB",
         options=atomtrain.Options(**{"micro_batches": 3, "host_layers": 0, **options}),
     ) as engine:  # fmt: skip
         for step in steps:
@@ -177,19 +183,3 @@ def test_gradients_spent_at_once(precision: str | None) -> None:
     found, spent = trained(spend_gradients=True, **options)
     assert spent.plan.host_bytes < kept.plan.host_bytes
     assert_equal(found, expected)
-
-
-@pytest.mark.parametrize(("precision", "clip_norm"), [(None, None), ("bf16", 1.0)])
-def test_updates_one_step_late(precision: str | None, clip_norm: float | None) -> None:
-    """What the host writes waits for what the device still loads."""
-    options: dict[str, Any] = {
-        "precision": precision, "optimizer": own_adamw, "clip_norm": clip_norm,
-        "delay_updates": True,
-    }  # fmt: skip
-    expected, _ = trained(segments=1, **options)
-    for late in ("update", "show", "load"):
-        found, _ = trained(
-            segments=8, inject=lambda stream, late=late: time.sleep(0.02 * (stream == late)),
-            **options,
-        )  # fmt: skip
-        assert_equal(found, expected)

@@ -14,7 +14,7 @@ from software_gpu.runtime import functions
 from software_gpu.streams import DeviceContext, Event, Stream, StreamContext
 from torch import Tensor
 
-from atomtrain.swapping.disk_file import aligned_empty
+from atomtrain.swapping.aligned import aligned_empty
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built(), reason="a real torch.cuda is not to be replaced"

@@ -144,30 +144,6 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(
     assert_same_bits(final_tensors(folder), final_tensors(straight[0]))
 
 
-def test_with_late_updates_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint applies what waits; to the bit until the resumed peer's swarm reads the model,
-    which applies it too."""
-    trainer = Trainer(tmp_path)
-    late = ("--data", str(trainer.text), "--delay-updates")
-    recipe = (*RECIPE, *late, "--steps", str(3 * EVERY))
-    done = trainer.run(*recipe)
-    assert done.returncode == 0, done.stderr
-    assert "one step late" in done.stdout
-    (whole,) = (tmp_path / "runs").glob("*/peer-0")
-    whole = whole.rename(tmp_path / "whole")
-    killed, code = trainer.stopped(*recipe, at=("checkpoint", 2), number=signal.SIGKILL)
-    assert code == -signal.SIGKILL
-    resumed = trainer.run(
-        "--run", killed.parent.name, *late, "--resume", "--device", "emulated",
-        "--device-memory", "6MiB",
-    )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stderr
-    expected, found = losses_of(whole), losses_of(killed)
-    assert found[: 2 * EVERY + 2] == expected[: 2 * EVERY + 2]
-    assert [step for step, _ in found] == [step for step, _ in expected]
-    assert found[-1][1] < found[0][1] - 1.0
-
-
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 

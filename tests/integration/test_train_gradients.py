@@ -63,7 +63,6 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     for options, says in (
         (("--average", "gradients"), "Did you mean 'gradient'"),
         (("--average", "gradient"), "belong together"),
-        (("--delay-updates", "--run", "r", *_GRADIENT), "choose --average local"),
         (("--optimizer", "muon", "--run", "r", *_GRADIENT), "for AdamW in float32"),
     ):
         done = trainer.run("--model", "tiny", "--data", str(trainer.text), *options)

@@ -12,6 +12,8 @@ import atomtrain
 from atomtrain.analysis import Chain, LayerTime
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.models import GPT, GPTConfig
+from atomtrain.swapping.streams import Inject
+from support.injecting import device_with
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -25,6 +27,7 @@ def swap(
     memory: str | int = "64MiB",
     optimizer: Any = adamw,
     loss: Any = None,
+    inject: Inject | None = None,
     **options: Any,
 ) -> atomtrain.Engine:
     """Swap a model on an emulated device whose link costs no time."""
@@ -32,7 +35,7 @@ def swap(
         model,
         example,
         optimizer=optimizer,
-        device="emulated:1000GB/s",
+        device=device_with(inject, "emulated:1000GB/s", memory),
         device_memory=memory,
         loss=loss,
         options=atomtrain.Options(**{"optimizer_on_device": False, **options}),

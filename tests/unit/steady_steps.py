@@ -1,7 +1,6 @@
 """Steps laid out one after the other, apart from the planner, to hold its predictions against.
 
-Exact training loads a segment for the next forward when its update is done. Where updates are one
-step *late* no load waits for them, but the gradients of the step after do, segment by segment.
+A segment is loaded for the next forward when its update is done.
 """
 
 from __future__ import annotations
@@ -25,24 +24,21 @@ class _Step(NamedTuple):
     """By gradient buffer."""
 
 
-def steady_step_s(
-    visits: Sequence[Visit], times: Sequence[VisitTime], *, clips: bool, late: bool = False
-) -> float:
+def steady_step_s(visits: Sequence[Visit], times: Sequence[VisitTime], *, clips: bool) -> float:
     """Return the seconds from step to step once they follow each other evenly.
 
     Args:
         visits: Of a training step.
         times: The seconds of each visit.
         clips: Whether updates wait for the norm of all gradients; they then come in the order in
-            which forward wants them, or if they are late in backward's order.
-        late: Whether updates are one step late.
+            which forward wants them.
     """
     layers = range(min(v.layers[0] for v in visits), max(v.layers[1] for v in visits))
     last = _Step(0.0, dict.fromkeys(layers, 0.0), {})
     clock = _Clock()
     ends = []
     for _ in range(_STEPS):
-        last = _step(visits, times, last, clock, clips, late)
+        last = _step(visits, times, last, clock, clips)
         ends.append(last.computed_s)
     half = _STEPS // 2
     return (ends[-1] - ends[-1 - half]) / half
@@ -61,7 +57,6 @@ def _step(
     before: _Step,
     clock: _Clock,
     clips: bool,
-    late: bool,
 ) -> _Step:
     compute = begins_s = before.computed_s
     done: list[float] = []
@@ -81,8 +76,7 @@ def _step(
         made_s = max(before.updated_s[layer] for layer in range(*visit.layers))
         if visit.load:
             free = done[visit.free_after] if visit.free_after >= 0 else begins_s
-            fresh = 0.0 if late else made_s
-            ready = clock.load = max(clock.load, free, fresh) + time.load_s
+            ready = clock.load = max(clock.load, free, made_s) + time.load_s
         start = max(compute, ready)
         if visit.gradient is not None:
             start = max(start, released.get(visit.gradient, 0.0))
@@ -91,14 +85,13 @@ def _step(
         if time.return_s > 0:
             clock.load = max(clock.load, start + time.return_s)
         if visit.gradient is not None:
-            place_free = made_s if late else 0.0
-            clock.unload = max(clock.unload, compute, place_free) + time.unload_s
+            clock.unload = max(clock.unload, compute) + time.unload_s
             released[visit.gradient] = clock.unload
             if clips:
                 delivered.append((visit, time.update_s))
             else:
                 update(visit, time.update_s, clock.unload)
-    for visit, length_s in sorted(delivered, key=lambda entry: entry[0].layers, reverse=late):
+    for visit, length_s in sorted(delivered, key=lambda entry: entry[0].layers):
         update(visit, length_s, clock.unload)
     # Layers on the host, or what is not trained, is never waited for.
     for layer in before.updated_s:

@@ -23,8 +23,8 @@ from atomtrain.swarm.assembly import build_service
 from atomtrain.swarm.bases import stepped
 from atomtrain.swarm.codec import Codec, codec_named, decode_span, encode_span
 from atomtrain.swarm.config import Manifest, Rules, SwarmConfig
-from atomtrain.swarm.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
 from atomtrain.swarm.slices import Span
+from support.memory_network import MemoryDirectory, MemoryNetwork, MemoryTransport
 
 ResultT = TypeVar("ResultT")
 

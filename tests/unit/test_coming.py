@@ -123,7 +123,7 @@ def test_backward_visits_find_their_first_values_on_the_way(
         host_layers=0,
     ) as engine:  # fmt: skip
         engine.step(batches)
-        visits = engine._executor._training.visits
+        visits = engine._core.executor._training.visits
     labels = [label_of(visit) for visit in visits if visit.phase is Phase.BACKWARD]
     assert len(labels) == 4
     # Those that a visit fetches: values, and gradients where they wait on the host too.

@@ -21,7 +21,7 @@ def test_closing_gives_device_memory_and_gradients_back_at_once() -> None:
         model = mlp()
         engine = swap(model, X, loss=square, segments=3)
         engine.step([X])
-        gradients = weakref.ref(engine._store.gradients.untyped_storage())
+        gradients = weakref.ref(engine._core.store.gradients.untyped_storage())
         engine.device.reset_peak()
         assert engine.device.peak_bytes() > 0
         engine.close()

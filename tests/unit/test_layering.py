@@ -71,6 +71,22 @@ def outside_of(path: Path) -> set[str]:
     return {top for top in tops if top != "atomtrain" and top not in sys.stdlib_module_names}
 
 
+def test_the_engine_has_no_circle_of_imports() -> None:
+    """Those within functions and for types alone count too."""
+    names = {
+        f"atomtrain.swapping.{path.stem}": path
+        for path in modules("swapping")
+        if path.stem != "__init__"
+    }
+    below = {
+        name: {each for each in imports(path) if each in names} for name, path in names.items()
+    }
+    while free := [name for name, others in below.items() if not others & below.keys()]:
+        for name in free:
+            del below[name]
+    assert not below, "each of these imports another one of them"
+
+
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_packages_import_only_those_below_them(package: str) -> None:
     allowed = MAY_IMPORT[package] | BASE | {package}

@@ -93,9 +93,9 @@ def host_bytes_of(engine: atomtrain.Engine) -> int:
     """Return what the engine really holds on the host."""
     states = engine.optimizer_state().values()
     moments = {id(t): t.nbytes for state in states for t in state.values() if t.dim()}
-    store = engine._store
+    store = engine._core.store
     arenas = store.parameters.nbytes + store.gradients.nbytes
-    return arenas + sum(moments.values()) + engine._executor.pool.total_bytes
+    return arenas + sum(moments.values()) + engine._core.executor.pool.total_bytes
 
 
 class Turned(nn.Module):

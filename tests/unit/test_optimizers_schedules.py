@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import SGD, Schedule
@@ -65,7 +66,7 @@ def test_torchs_scheduler_multiplies_the_rate_of_each_group() -> None:
     groups = [{"params": [parameters[0]]}, {"params": [parameters[1]], "lr": 3.0}]
     optimizer = SGD(groups, lr=1.0)
     schedule = Schedule(kind="linear", steps=10, warmup_steps=2, final=0.0)
-    scheduler = schedule.for_optimizer(optimizer)
+    scheduler = LambdaLR(optimizer, schedule)
     for step in range(12):
         factor = schedule(step)
         assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([factor, 3 * factor])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -53,8 +52,3 @@ def test_the_sources_are_complete(built: Path) -> None:
                    "examples/trainer.py", "tests/unit/test_packaging.py"):  # fmt: skip
         assert needed in names
     assert {f"src/{needed}" for needed in NEEDED} <= names
-
-
-def test_dependencies_stay_few() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert len(project["dependencies"]) <= 10

@@ -22,7 +22,7 @@ from atomtrain.planning.disk import DiskRequest, on_disk_up_to, two_moments
 from atomtrain.planning.disks import DISKS
 from atomtrain.planning.memory import MemoryModel
 from atomtrain.planning.search import TooSlowError
-from atomtrain.units import format_seconds, parse_bytes
+from atomtrain.units import parse_bytes
 
 BATCH = torch.zeros(2, 64, dtype=torch.long)
 EXAMPLE = {"input_ids": BATCH, "labels": BATCH}
@@ -75,24 +75,12 @@ def test_plans_from_before_there_was_a_choice_make_again(chain_and_costs) -> Non
     assert "offloaded whole" not in made.describe()
 
 
-def test_steps_in_a_row_are_shorter_only_where_something_comes_ahead(chain_and_costs) -> None:
-    on, fixed = machine(link=1e7), {"segments": 6, "resident": (), "device_blocks": ()}
-    free = plan(chain_and_costs, on, **fixed)
-    assert 0.5 * free.step_s < free.period_s < free.step_s
-    clipped = plan(chain_and_costs, on, clips=True, **fixed)
-    assert clipped.period_s == clipped.step_s
-    several = plan(chain_and_costs, on, devices=2, **fixed)
-    assert several.period_s == several.step_s
-    told = f"{format_seconds(free.period_s)} predicted for 2 micro-batches in a row, "
-    assert f"{told}{format_seconds(free.step_s)} alone" in free.describe()
-    assert "in a row" not in clipped.describe()
-
-
-def test_plans_from_before_steps_were_told_in_a_row_stand_alone(chain_and_costs) -> None:
-    made = plan(chain_and_costs, machine(link=1e7), segments=6)
-    before = made.to_json()
-    del before["period_s"]
-    assert Plan.from_json(before) == dataclasses.replace(made, period_s=made.step_s)
+def test_plans_of_late_updates_are_refused_and_others_of_that_time_read(chain_and_costs) -> None:
+    made = plan(chain_and_costs, machine(), segments=3)
+    before = {**made.to_json(), "delays": False, "period_s": 0.9 * made.step_s}
+    assert Plan.from_json(before) == made
+    with pytest.raises(PlanError, match="one step late"):
+        Plan.from_json({**made.to_json(), "delays": True})
 
 
 def test_what_is_one_is_told_as_one(chain_and_costs) -> None:

@@ -154,7 +154,7 @@ def test_a_model_of_mixed_types_has_no_fragments() -> None:
 )  # fmt: skip
 def test_the_plan_counts_masters_and_moments(master: str, state: str, each_bytes: int) -> None:
     with swap(mlp(), optimizer=lambda given: AdamW(given, state=state, master=master)) as engine:
-        arena_bytes = 2 * engine._store.layout.total_bytes
+        arena_bytes = 2 * engine._core.store.layout.total_bytes
         assert engine.state_bytes == arena_bytes + each_bytes * engine.parameters
         wide = swap(mlp(), optimizer=lambda given: AdamW(given, state="float32"))
         difference = (12 - each_bytes) * engine.parameters

@@ -25,6 +25,7 @@ from atomtrain.planning.catalogue import GPUS, gpu_reported_as
 from atomtrain.swapping import profiling
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.machines import assumed_machine, catalogue_gpu, measure_machine
+from atomtrain.swapping.opening import measured_overhead
 from atomtrain.swapping.overhead import Overhead
 from atomtrain.swapping.profiling import take_profile
 
@@ -141,7 +142,7 @@ def test_the_rate_of_products_is_a_rate() -> None:
 def test_a_measured_machine_has_every_rate(tmp_path: Path) -> None:
     device = EmulatedDevice(64 << 20, 1e9)
     try:
-        machine = measure_machine(device, tmp_path)
+        machine = measure_machine(device, measured_overhead, tmp_path)
     finally:
         device.close()
     assert machine.device_memory_bytes == 64 << 20
@@ -156,39 +157,35 @@ def test_a_measured_machine_has_every_rate(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def visits_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_overhead() -> Overhead:
     """Leave out the longest measurement."""
-    monkeypatch.setattr("atomtrain.swapping.machines.emulated_overhead", lambda: Overhead(0.0, 0.0))
+    return Overhead(0.0, 0.0)
 
 
-@pytest.mark.usefixtures("visits_cost_nothing")
 def test_measuring_a_small_device_behind_a_slow_link(tmp_path: Path) -> None:
     device = EmulatedDevice(1 << 10, 1e6)
     try:
-        machine = measure_machine(device, tmp_path)
+        machine = measure_machine(device, no_overhead, tmp_path)
     finally:
         device.close()
     assert 0 < machine.load_bytes_per_s <= 1e6
 
 
-@pytest.mark.usefixtures("visits_cost_nothing")
 def test_streams_that_tests_disturb_are_not_measured(tmp_path: Path) -> None:
     def disturb(stream: str) -> None:
         pytest.fail(f"a job ran on {stream}")
 
     device = EmulatedDevice(1 << 20, 1e9, disturb)
     try:
-        measure_machine(device, tmp_path)
+        measure_machine(device, no_overhead, tmp_path)
     finally:
         device.close()
 
 
-@pytest.mark.usefixtures("visits_cost_nothing")
 def test_storage_that_cannot_be_measured_is_unknown(tmp_path: Path) -> None:
     device = EmulatedDevice(1 << 20, 1e9)
     try:
-        machine = measure_machine(device, tmp_path / "nowhere")
+        machine = measure_machine(device, no_overhead, tmp_path / "nowhere")
     finally:
         device.close()
     assert machine.storage_read_bytes_per_s is None
@@ -200,7 +197,7 @@ def test_without_a_profile_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(profiling, name, lambda *_, **__: pytest.fail("measured"))
     device = EmulatedDevice(1 << 20, 3e9)
     try:
-        taken = take_profile(device, *parts(small_gpt()), measure=False)
+        taken = take_profile(device, *parts(small_gpt()), no_overhead, measure=False)
     finally:
         device.close()
     assert taken.machine.load_bytes_per_s == 3e9

@@ -21,6 +21,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.planning.machine import Machine
 from atomtrain.swapping import profile_cache, profiling
 from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.opening import measured_overhead
 from atomtrain.swapping.options import Options
 from atomtrain.swapping.profile_cache import (
     ProfileCache,
@@ -67,7 +68,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def profile(device: EmulatedDevice, folder: Path, layers: int = 2) -> Profile:
-    return take_profile(device, *parts(small_gpt(layers)), folder=folder)
+    return take_profile(device, *parts(small_gpt(layers)), measured_overhead, folder=folder)
 
 
 def test_the_second_time_nothing_is_measured(
@@ -357,11 +358,11 @@ def test_everything_is_measured_again_on_demand(
 ) -> None:
     profile(device, tmp_path)
     taken = list(measured)
-    take_profile(device, *parts(small_gpt(2)), measure="again", folder=tmp_path)
+    take_profile(device, *parts(small_gpt(2)), measured_overhead, measure="again", folder=tmp_path)
     assert measured == 2 * taken
-    profiled_machine(device, tmp_path)
+    profiled_machine(device, measured_overhead, tmp_path)
     assert measured == 2 * taken
-    profiled_machine(device, tmp_path, again=True)
+    profiled_machine(device, measured_overhead, tmp_path, again=True)
     assert measured == [*taken, *taken, "machine"]
     with pytest.raises(ConfigError, match="'again'"):
         Options(profile="anew")  # type: ignore[arg-type]

@@ -55,6 +55,14 @@ def test_values_have_the_types_of_their_options(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_late_updates_are_gone_and_recipes_that_never_asked_for_them_go_on(tmp_path: Path) -> None:
+    without = read_recipe(written(tmp_path, "delay-updates: no\nmodel: tiny\n"))
+    assert without.values == {"model": "tiny"}
+    path = written(tmp_path, "model: tiny\ndelay-updates: true\n")
+    with pytest.raises(RecipeFileError, match=":2: delay-updates: updates are never"):
+        read_recipe(path)
+
+
 def test_the_command_line_counts_more(tmp_path: Path) -> None:
     path = written(tmp_path, "model: tiny\nsteps: 7\nplain: true\nmetrics: prometheus:9100\n")
     options = options_of([str(path), "--steps", "9", "--plain=false"])

@@ -9,13 +9,13 @@ import pytest
 
 from atomtrain.errors import PlanError
 from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
-from atomtrain.planning.shape import Layers, Shape, finest
+from atomtrain.planning.shape import Layers, Shape
 
 SIZES = [(s, k) for s in range(1, 13) for k in range(1, 4)]
 
 
 def uniform(segments: int, slots: int, buffers: int = 2) -> Shape:
-    return Shape(finest(segments - 1), finest(segments), slots, buffers)
+    return Shape(tuple(range(segments)), tuple(range(segments + 1)), slots, buffers)
 
 
 def both(segments: int, slots: int) -> list[tuple[Visit, ...]]:

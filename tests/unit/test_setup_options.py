@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,39 +96,6 @@ def test_clipping_can_be_left_out_and_gradients_spent() -> None:
     assert losses[0][0] == losses[1][0]
     assert losses[0] != losses[1]
     assert losses[1] == losses[2]
-
-
-def test_updates_can_be_one_step_late() -> None:
-    exact, late = (
-        TrainOptions(model="tiny", sequences=4, context=16, device="emulated", delay_updates=delays)
-        for delays in (False, True)
-    )
-    losses = []
-    for options in (exact, late):
-        recipe = new_recipe(options)
-        batch = example_of(recipe, 2, objective_of(recipe))
-        with opened(options) as engine:
-            assert engine.plan.delays is options.delay_updates
-            losses.append([engine.step([batch, batch]) for _ in range(3)])
-    assert losses[1][:2] == [losses[0][0]] * 2, "the second step sees no update yet"
-    assert losses[1][2] == losses[0][1], "the third sees the first one"
-
-
-@pytest.mark.parametrize(
-    ("flag", "more"), [("disk", {"disk": Path("there")}), ("spend-gradients", SPENT)]
-)
-def test_late_updates_and_what_cannot_be_with_them(flag: str, more: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"--delay-updates cannot be together with --{flag}"):
-        TrainOptions(delay_updates=True, **more)
-
-
-@pytest.mark.parametrize("device", ["cpu", "emulated,emulated"])
-def test_late_updates_need_one_device_with_memory_of_its_own(device: str) -> None:
-    options = TrainOptions(
-        model="tiny", device=device, delay_updates=True, data=setup.__file__, sequences=4
-    )
-    with pytest.raises(ConfigError, match="one step late"):
-        setup.open_session(options)
 
 
 @pytest.mark.parametrize(

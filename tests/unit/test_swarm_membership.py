@@ -31,7 +31,7 @@ from atomtrain.swarm.records import JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.roster import Roster
 from atomtrain.swarm.runtime_folder import RuntimeFolder
 from atomtrain.swarm.service import beat_pause_s
-from atomtrain.swarm.signing import RecordReader, open_record, sign_record
+from atomtrain.swarm.signing import RecordReader, sign_record
 from atomtrain.swarm.transport import LinkLost
 
 NOW_S = 1_700_000_000.0
@@ -94,7 +94,7 @@ def test_strange_ids_and_signatures_are_refused(peer_id: str, signature: bytes) 
 
 def test_a_record_comes_back_as_its_peer_signed_it() -> None:
     data = sign_record(ALICE, "run", b"record", NOW_S + 30)
-    assert open_record(ALICE.peer_id, "run", data, NOW_S) == (b"record", NOW_S + 30)
+    assert RecordReader("run").open(ALICE.peer_id, data, NOW_S) == (b"record", NOW_S + 30)
 
 
 def test_forged_replayed_and_stale_records_are_refused() -> None:
@@ -113,7 +113,7 @@ def test_forged_replayed_and_stale_records_are_refused() -> None:
         ("too long", sign_record(ALICE, "run", bytes(9 << 20), NOW_S + 30), "run", NOW_S),
     ):
         with pytest.raises(BadMessage):
-            assert not open_record(ALICE.peer_id, run, wrong, now_s), what
+            assert not RecordReader(run).open(ALICE.peer_id, wrong, now_s), what
 
 
 def test_a_reader_checks_a_signature_once_and_the_time_always(
@@ -162,7 +162,7 @@ def test_any_change_of_a_record_shows(garbage: bytes, position: int, value: int)
     for wrong in (garbage, bytes(changed), data[: position % len(data)]):
         if wrong != data:
             with pytest.raises(BadMessage):
-                open_record(ALICE.peer_id, "run", wrong, NOW_S)
+                RecordReader("run").open(ALICE.peer_id, wrong, NOW_S)
 
 
 def test_nodes_of_the_hash_table_keep_signed_records_of_the_run_only(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from atomtrain.swarm import messages
 from atomtrain.swarm.anchors import Stamp
 from atomtrain.swarm.config import PROTOCOL
 from atomtrain.swarm.leader import LeaderRound, Phase, RoundCall
-from atomtrain.swarm.memory import MemoryTransport, channel_pair
+from atomtrain.swarm.memory import channel_pair
 from atomtrain.swarm.messages import (
     Abandon,
     AskAnchor,
@@ -33,6 +33,7 @@ from atomtrain.swarm.messages import (
 )
 from atomtrain.swarm.records import PeerRecord
 from atomtrain.swarm.transport import Inbox, LinkLost, PeerRefused
+from support.memory_network import MemoryTransport
 
 _VALUES = {
     "int": st.integers(0, 2**53),

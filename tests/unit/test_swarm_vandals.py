@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from swarm_virtual import Simulation, run_virtual
 
 from atomtrain.swarm.config import PROTOCOL
-from atomtrain.swarm.memory import MemoryDirectory, MemoryTransport
 from atomtrain.swarm.messages import (
     AskAnchor,
     AskManifest,
@@ -30,6 +29,7 @@ from atomtrain.swarm.messages import (
     Ready,
 )
 from atomtrain.swarm.transport import Channel, LinkLost
+from support.memory_network import MemoryDirectory, MemoryTransport
 
 LARGEST = 2**53
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from atomtrain.planning.schedule import Phase, training_visits
-from atomtrain.planning.shape import Shape, finest
+from atomtrain.planning.shape import Shape
 from atomtrain.planning.timeline import StepTime, VisitTime, predict, step_spans
 
 
 def uniform(segments: int, slots: int, buffers: int) -> Shape:
-    return Shape(finest(segments - 1), finest(segments), slots, buffers)
+    return Shape(tuple(range(segments)), tuple(range(segments + 1)), slots, buffers)
 
 
 def step(

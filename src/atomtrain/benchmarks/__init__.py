@@ -62,9 +62,6 @@ REGISTRY: dict[str, Benchmark] = {
     "disk": Benchmark(
         "atomtrain.benchmarks.disk", "optimizer state and parameters on disk against in memory"
     ),
-    "staleness": Benchmark(
-        "atomtrain.benchmarks.staleness", "what updates one step late gain and cost"
-    ),
     "network": Benchmark(
         "atomtrain.benchmarks.network",
         "ATOM against a pipeline on links from fast to slow",

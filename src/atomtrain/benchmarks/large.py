@@ -119,7 +119,7 @@ def run(options: BenchmarkOptions, setup: LargeSetup | None = None) -> Result:
         "tokens_per_s": setup.tokens_per_step / step_s,
         "model_flops_per_s": setup.micro_batches * flops / step_s,
         "step_s": step_s,
-        "predicted_step_s": plan.period_s,
+        "predicted_step_s": plan.step_s,
         "link_wait_share": sum(waits_s) / setup.steps / step_s,
         "device": device,
         "device_budget_bytes": budget_bytes,

@@ -4,9 +4,8 @@ Each case is a model, a budget and a link. A fresh process profiles, plans and t
 Then it times layers and trains again, by turns, since a machine's speed changes by tens of percent
 within seconds. What is compared:
 
-- *Step time*: the median of what all these times predict for the plan in a row of steps, with the
-  median of the timed steps. `predictions_s` has each, the first of them the one that a user would
-  have seen.
+- *Step time*: the median of what all these times predict for the plan, with the median of the
+  timed steps. `predictions_s` has each, the first of them the one that a user would have seen.
 - *Device peak*: the plan's prediction with the most that the emulated device had in use; it counts
   every storage.
 - *Host peak*: the plan's host bytes with the growth of the process's resident set over training.

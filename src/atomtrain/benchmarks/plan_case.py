@@ -69,10 +69,10 @@ def measure_steps(case: PlanCase, rounds: int, steps: int, warmup_steps: int) ->
     data = [_step_data(case) for _ in range(3)]
     seconds: list[list[float]] = []
     with _trained(case, data) as engine:
-        predicted = [engine.plan.period_s]
+        predicted = [engine.plan.step_s]
         for _ in range(rounds):
-            # What a round's first step would have brought ahead for it was not: it does not count.
-            # The process's very first steps touch memory and wait for it, too.
+            # A round's first step does not count: layers were timed before it. The process's very
+            # first steps touch memory and wait for it, too.
             for step in range(1 if seconds else warmup_steps):
                 engine.step(data[step % len(data)])
             timed = []
@@ -160,7 +160,7 @@ def _predicted_again(engine: Engine, micro_batch: dict[str, Tensor]) -> float:
     planner = engine.planner
     times = profiling.measured_times(engine.device, planner.chain, planner.costs, micro_batch)
     again = dataclasses.replace(planner, times=times)
-    return again.period_s(engine.plan)
+    return again.step_s(engine.plan)
 
 
 def _device_bytes_at_host_peak(engine: Engine) -> int:

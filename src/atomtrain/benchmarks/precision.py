@@ -117,9 +117,8 @@ def run(options: BenchmarkOptions, setup: PrecisionSetup | None = None) -> Resul
     }
 
 
-def learn(kind: Kind, setup: PrecisionSetup, text: Prepared, *, delays: bool = False) -> Result:
-    """Train the small model, with updates one step late if it `delays` them; return the loss of
-    each step and what held-out text gives at last."""
+def learn(kind: Kind, setup: PrecisionSetup, text: Prepared) -> Result:
+    """Train the small model; return the loss of each step and what held-out text gives at last."""
     options = TrainOptions(
         model="tiny", steps=setup.learning_steps, seed=setup.seed, **kind._asdict()
     )
@@ -140,7 +139,6 @@ def learn(kind: Kind, setup: PrecisionSetup, text: Prepared, *, delays: bool = F
         options=Options(
             precision=precision_of(kind),
             clip_norm=recipe.clip_norm,
-            delay_updates=delays,
             profile=False,
         ),
     ) as engine:

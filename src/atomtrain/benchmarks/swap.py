@@ -25,9 +25,8 @@ What makes the comparison fair:
 - *Copies are real.* `processor_s` tells how long each of the engine's threads was at work in a
   step, `resident_processor_s` the same of the resident model's.
 - *Nothing hidden, nothing charged to the other.* The engine's updates run in the background, into
-  its next step, and the next step's first segments come ahead. So the clock stops after
-  `Engine.wait`: every update and every load is paid for in the engine's own time. Waiting for the
-  last of them counts as waiting for the link.
+  its next step. So the clock stops after `Engine.wait`: every update is paid for in the engine's
+  own time. Waiting for the last of them counts as waiting for the link.
 """
 
 from __future__ import annotations

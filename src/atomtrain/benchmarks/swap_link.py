@@ -3,13 +3,12 @@
 There a step can take no less than the larger of the two: what resident training takes, and what
 the loaded bytes take. `link_bound_share` says how near to that bound a step is.
 
-Forward computes a third as long as backward for each byte that it loads. So with two slots it waits
-for the link while backward leaves the link idle, and no order of visits comes near the bound. What
-helps is memory: with more slots, more of forward's segments come while backward still computes, and
-the planner takes them. Micro-batches of one sequence, and more of them, make room for those slots,
-and resident training gets the same ones. The model is deeper than that of the main case, under the
-same share of its state: each step ends with a block's gradient that leaves and its parameters that
-come back, while nothing computes, which is one part in so many as there are blocks.
+Forward computes a third as long as backward for each byte that it loads. So it waits for the link
+while backward leaves the link idle, and no order of visits with two slots comes near the bound.
+Resident training gets the same micro-batches of one sequence. The model is deeper than that of the
+main case, under the same share of its state: each step ends with a block's gradient that leaves and
+its parameters that come back, while nothing computes, which is one part in so many as there are
+blocks.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def run(setup: SwapSetup) -> Result:
         "link_bound_resident_step_s": statistics.median(b.step_s for b in measured.resident),
         "link_bound_loading_s": loading_s,
         "link_bound_bytes_per_s": rate,
-        "link_bound_predicted_share": max(plan.compute_s, plan.load_s) / plan.period_s,
+        "link_bound_predicted_share": max(plan.compute_s, plan.load_s) / plan.step_s,
         "link_bound_wait_s": statistics.median(block.wait_s for block in measured.swapped),
         "link_bound_parameters": parameters,
         "link_bound_micro_batches": setup.micro_batches,

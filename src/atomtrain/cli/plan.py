@@ -23,7 +23,6 @@ from atomtrain.training.early import (
 from atomtrain.training.option_checks import (
     check_clip_norm,
     check_counts,
-    check_delaying,
     check_spending,
     memory_of,
 )
@@ -112,9 +111,6 @@ class PlanOptions:
     spend_gradients: bool = option(
         False, "Gradients wait on the host for their own update only; with --clip-norm 0."
     )
-    delay_updates: bool = option(
-        False, "Each step's gradients are applied during the next one: no step waits for updates."
-    )
     lora: str | None = option(
         None, "Train adapters of a frozen model, as --lora of atom train: r=16,bits=4.", "SETTINGS"
     )
@@ -139,12 +135,6 @@ class PlanOptions:
         check_clip_norm(self.clip_norm)
         if self.spend_gradients:
             check_spending(self.clip_norm, self.precision)
-        if self.delay_updates:
-            check_delaying(
-                disk=self.disk is not None,
-                devices=self.devices > 1,
-                spend_gradients=self.spend_gradients,
-            )
         memory_of(self)
         if self.on_disk is not None and self.disk is None:
             raise ConfigError(f"--on-disk {self.on_disk} needs --disk DISK")
@@ -223,7 +213,6 @@ def run(arguments: Sequence[str]) -> int:
         on_disk=options.on_disk,
         clips=bool(options.clip_norm) or options.precision == "fp16",
         spends=options.spend_gradients,
-        delays=options.delay_updates,
         activations=cast("Activation | None", options.activations),
         devices=options.devices,
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bit of each of a character's 4 by 2 dots, by row and column (Unicode, block U+2800)."""
-STREAMS = ("load", "fetch", "compute", "save", "unload", "read", "update", "show", "write")
+STREAMS = ("load", "fetch", "compute", "save", "unload", "read", "update", "write")
 PHASE_MARKS = {"forward": "█", "turn": "▓", "backward": "▒"}
 _OTHER_MARK = "░"
 

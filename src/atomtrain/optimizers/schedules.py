@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from atomtrain.errors import ConfigError, nearest
 
 KINDS = ("constant", "cosine", "linear", "wsd")
@@ -25,6 +23,9 @@ class Schedule:
     | `cosine` | `final + (1 - final) * (1 + cos(pi x)) / 2` (Loshchilov and Hutter 2017) |
     | `linear` | `1 - (1 - final) * x` |
     | `wsd` | 1, then over the last `decay_steps` as `linear` (Hu et al. 2024, arXiv 2404.06395) |
+
+    `torch.optim.lr_scheduler.LambdaLR` takes it, best as `lambda step: schedule(step)`: torch then
+    saves the step, not the schedule, and a resumed run may have another one.
 
     From step `steps` on the factor stays at `final` (at 1 with `constant`).
     """
@@ -85,18 +86,6 @@ class Schedule:
         if self.kind == "cosine":
             return self.final + (1 - self.final) / 2 * (1 + math.cos(math.pi * progress))
         return 1 - (1 - self.final) * progress
-
-    def for_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """Return torch's scheduler, which multiplies each group's learning rate by the factor.
-
-        Call its `step` after each step of the optimizer, or of the engine with `engine.optimizer`.
-        Its `state_dict` holds the step, not the schedule: a resumed run may have another one.
-        """
-
-        def factor(step: int) -> float:
-            return self(step)
-
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def _progress(self, step: int) -> float:
         length = self.steps - self.warmup_steps

@@ -76,7 +76,7 @@ def advice(now: Prospect, changes: Sequence[Change], replan: Replan) -> tuple[Ad
                     speed_ratio=ratio,
                     tokens_per_s=then.tokens_per_s,
                     tokens_per_step=then.tokens_per_step,
-                    step_s=then.plan.period_s,
+                    step_s=then.plan.step_s,
                     bound=then.plan.bound,
                 )
             )
@@ -100,7 +100,7 @@ def possible_changes(now: Prospect, setting: Setting) -> tuple[Change, ...]:
     fixed = dataclasses.replace(
         setting, workload=dataclasses.replace(workload, micro_batch=now.micro_batch)
     )
-    waits = now.plan.period_s > WORTH_SAYING * now.plan.compute_s
+    waits = now.plan.step_s > WORTH_SAYING * now.plan.compute_s
     return (
         _more_memory(growing),
         *(_less_waiting(now, fixed) if waits else ()),

@@ -19,12 +19,10 @@ from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
-from atomtrain.planning.delayed import apart_from_steps, span_of
 from atomtrain.planning.disk import DiskUse, States, disk_use
 from atomtrain.planning.host import HostTime, host_time, without
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
-from atomtrain.planning.period import coming_segments, period_s
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Phase, Visit, training_visits
 from atomtrain.planning.segments import Segments, segments_of, sending_all
@@ -110,8 +108,7 @@ class Costing:
         self.layer_backward_s = [micro_batches * time.backward_s for time in per_layer]
         self._segments = segments_of(chain, costs)
         updates = steps.updates or two_moments(chain)
-        self._chain, self._layout = chain, layout
-        self._updated, self._in_parts = updates.of_blocks(chain, layout), updates.in_parts
+        self._updated = updates.of_blocks(chain, layout)
         self._host_only = {
             block for block in range(layout.blocks) if not layout.users(block, steps.host_layers)
         }
@@ -147,16 +144,6 @@ class Costing:
         visits = training_visits(shape)
         times, disk = self.visit_times(shape, visits), self.disk_work(shape.device_blocks)
         return step_spans(visits, times, disk, spends=self._spends)
-
-    def period_s(self, shape: Shape, aside: HostTime) -> float | None:
-        """Return the seconds from step to step in a row of them, or `None` where nothing comes
-        ahead, so that each begins when the one before it ended; `aside`: of layers on the host."""
-        if self._clips or self._disk is not None:
-            return None
-        visits = training_visits(shape)
-        coming = coming_segments(shape, visits, self._chain, self._layout, in_parts=self._in_parts)
-        times = self.visit_times(shape, visits)
-        return period_s(visits, times, coming, aside, spends=self._spends)
 
     def visit_times(self, shape: Shape, visits: Sequence[Visit]) -> list[VisitTime]:
         """Return the seconds of each visit of a shape."""
@@ -241,27 +228,20 @@ def spans_of(
     """
     costing, aside = _costing(plan, given, states, clips=clips, updates=updates)
     spans = costing.spans(plan.shape)
-    if plan.delays:
-        spans.append(span_of(plan))
     return _with_host(spans, aside, plan.host_layers) if plan.host_layers else spans
 
 
-def period_of(
+def step_s_of(
     plan: Plan,
     given: Given,
     *,
     states: States | None = None,
     clips: bool = False,
     updates: UpdateModel | None = None,
-    devices: int = 1,
 ) -> float:
-    """Return the predicted seconds from step to step of a plan; arguments as for `spans_of`, and
-    how many devices run the plan."""
+    """Return the predicted seconds of a plan's step; arguments as for `spans_of`."""
     costing, aside = _costing(plan, given, states, clips=clips, updates=updates)
-    step_s = costing.step(plan.shape).step_s + aside.step_s
-    period_s = costing.period_s(plan.shape, aside) if devices == 1 else None
-    period_s = step_s if period_s is None else min(step_s, period_s)
-    return max(period_s, plan.update_s) if plan.delays else period_s
+    return costing.step(plan.shape).step_s + aside.step_s
 
 
 def _costing(
@@ -275,8 +255,6 @@ def _costing(
     """Return what a plan's whole chain takes, and what its layers on the host do."""
     if not plan.remakes:
         given = given.sending_all()
-    if plan.delays:
-        updates, clips = apart_from_steps(updates, given.chain), False
     chain, costs, count = given.chain, given.costs, plan.host_layers
     layout, rest = Layout(chain), without(chain, costs, count).chain
     steps = Steps(

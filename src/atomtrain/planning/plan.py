@@ -25,8 +25,7 @@ class Request:
     segments: int | None = None
     """Number of backward segments, or `None` for the planner's choice."""
     slots: int | None = None
-    """Device slots, or `None` for the planner's choice: more than two only where that shortens the
-    time from step to step."""
+    """Device slots, or `None` for the planner's choice of one or two."""
     gradient_buffers: int | None = None
     """Gradient buffers, or `None` for the planner's choice of one or two."""
     boundary: Boundary | None = None
@@ -55,8 +54,6 @@ class Request:
     """How many devices of the host run the plan at once; `updates` are what they share."""
     spends: bool = False
     """Whether gradients wait on the host for their own update only, so that a few rooms do."""
-    delays: bool = False
-    """Whether updates are delayed by one step (`planning/delayed.py`)."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "segments", "slots", "gradient_buffers", "devices"):
@@ -98,8 +95,6 @@ class Plan:
     they save to the host. Plans written before there was a choice made it again."""
     spends: bool = False
     """Whether gradients wait on the host for their own update only (`planning/rooms.py`)."""
-    delays: bool = False
-    """Whether updates are delayed by one step (`planning/delayed.py`)."""
     host_layers: int
     """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]
@@ -127,10 +122,7 @@ class Plan:
     disk_written_bytes: int
     """Written a step."""
     step_s: float
-    """Predicted for a step that stands alone."""
-    period_s: float
-    """Predicted from step to step in a row: less than `step_s` where the next one's first segments
-    come while a step ends. Plans written before there was this are read with `step_s`."""
+    """Predicted, from step to step."""
     compute_s: float
     """Predicted busy time of the device in a step."""
     load_s: float
@@ -186,12 +178,11 @@ class Plan:
         Raises:
             PlanError: a key is missing or unknown, or the shape is impossible.
         """
+        data = _without_past(data)
         known = {field.name: field for field in fields(cls)}
         for key in data:
             if key not in known:
                 raise PlanError(f"a plan has no {key!r}.{nearest(key, known)}")
-        if "step_s" in data:
-            data = {"period_s": data["step_s"], **data}
         needed = [name for name, field in known.items() if field.default is MISSING]
         if missing := [name for name in needed if name not in data]:
             raise PlanError(f"the plan lacks {missing[0]!r}; write it with Plan.to_json")
@@ -230,7 +221,6 @@ class Plan:
             lines.append(f"early      blocks {_listed(self.early_blocks)}: a piece with each layer")
         if self.shape.waiting:
             lines.append(f"saved      {saved_text(self.shape)}")
-        alone, in_a_row = format_seconds(self.step_s), format_seconds(self.period_s)
         disk = [f"disk       {disk_text(self)}"] if self.on_disk else []
         busy = f", disk {format_seconds(self.disk_s)}" if self.on_disk else ""
         return "\n".join(
@@ -240,11 +230,9 @@ class Plan:
                 f"{format_bytes(self.device_memory_bytes)}",
                 f"host       {format_bytes(self.host_bytes)}"
                 f"{', gradients spent at once' if self.spends else ''}",
-                *(["updates    one step late"] if self.delays else []),
                 *disk,
-                f"step       {in_a_row} predicted for "
-                f"{counted(self.micro_batches, 'micro-batch', 'es')}"
-                f"{f' in a row, {alone} alone' if in_a_row != alone else ''}: compute "
+                f"step       {format_seconds(self.step_s)} predicted for "
+                f"{counted(self.micro_batches, 'micro-batch', 'es')}: compute "
                 f"{format_seconds(self.compute_s)}, load "
                 f"{format_seconds(self.load_s)}, unload {format_seconds(self.unload_s)}, update "
                 f"{format_seconds(self.update_s)}{busy}; bound by {self.bound}",
@@ -252,10 +240,21 @@ class Plan:
         )
 
 
+def _without_past(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a plan's values without those that only earlier versions wrote: updates one step late,
+    and the time of a step in a row of them."""
+    if data.get("delays"):
+        raise PlanError(
+            "the plan applies updates one step late, which this version does not do; make a new "
+            "plan, or use the version of atomtrain that wrote it"
+        )
+    return {key: value for key, value in data.items() if key not in ("delays", "period_s")}
+
+
 def disk_text(plan: Plan) -> str:
     """Return what is on disk, and what a disk wears out by: bytes written."""
     written = plan.disk_written_bytes
-    a_day = written * DAY_S / plan.period_s
+    a_day = written * DAY_S / plan.step_s
     return (
         f"{', '.join(plan.on_disk)}: {format_bytes(plan.disk_bytes)}; {format_bytes(written)} "
         f"written a step, {format_bytes(a_day)} a day"

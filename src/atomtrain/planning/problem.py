@@ -78,9 +78,8 @@ class Problem:
             request.devices,
             spends=request.spends,
         )
-        self._aside = host_time(chain, costs, host_layers, machine, count, self._disk, updates)
-        self.host_s = self._aside.step_s
-        self._devices = request.devices
+        aside = host_time(chain, costs, host_layers, machine, count, self._disk, updates)
+        self.host_s = aside.step_s
         _check_request(self.space, layout)
 
     @property
@@ -105,8 +104,6 @@ class Problem:
         offloads = "offload" in choice.shape.activations
         shape = choice.shape._replace(remakes=self.remakes or not offloads)
         plan = plan_of(shape, self.memory, self.costing, self._machine)
-        step_s = plan.step_s + self.host_s
-        period_s = self.costing.period_s(shape, self._aside) if self._devices == 1 else None
         shape = whole_shape(shape, self._whole, self.chain, self.host_layers)
         return dataclasses.replace(
             plan,
@@ -115,8 +112,7 @@ class Problem:
             on_disk=self._disk.on_disk,
             disk_bytes=self._disk.file_bytes,
             disk_written_bytes=self._disk.written_bytes,
-            step_s=step_s,
-            period_s=step_s if period_s is None else min(step_s, period_s),
+            step_s=plan.step_s + self.host_s,
         )
 
 
@@ -189,6 +185,5 @@ def plan_of(shape: Shape, memory: MemoryModel, costing: Costing, machine: Machin
         disk_written_bytes=0,
         spends=memory.spends,
         bound=time.bound,
-        period_s=time.step_s,
         **time._asdict(),
     )

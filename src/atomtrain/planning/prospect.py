@@ -17,7 +17,6 @@ from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import ConfigError, PlanError
 from atomtrain.planning.costing import Given, spans_of
-from atomtrain.planning.delayed import delayed_updates
 from atomtrain.planning.disk import (
     DiskRequest,
     States,
@@ -108,8 +107,6 @@ class Workload:
     """Whether no update begins before the norm of all gradients is known, as with clipping."""
     spends: bool = False
     """Whether gradients wait on the host for their own update only; not if it clips."""
-    delays: bool = False
-    """Whether updates are delayed by one step."""
     on_disk: str | None = None
     """Up to which kind of state it does then, or `None` for as little as host memory demands."""
     devices: int = 1
@@ -168,7 +165,7 @@ class Prospect:
     @property
     def tokens_per_s(self) -> float:
         """Predicted."""
-        return self.tokens_per_step / self.plan.period_s
+        return self.tokens_per_step / self.plan.step_s
 
     @property
     def spans(self) -> list[Span]:
@@ -184,7 +181,7 @@ class Prospect:
     def flops_per_s(self) -> float:
         """Predicted useful FLOP/s of all devices: forward and backward, recomputing not counted."""
         micro_batches = self.devices * self.plan.micro_batches
-        return self.analysis.step_flops * micro_batches / self.plan.period_s
+        return self.analysis.step_flops * micro_batches / self.plan.step_s
 
 
 def prospect(
@@ -284,7 +281,6 @@ def _fastest(
             clips=workload.clips,
             devices=workload.devices,
             spends=workload.spends,
-            delays=workload.delays,
         )
         tokens = workload.devices * request.micro_batches * size * workload.context_tokens
         least = max(least_tokens_per_s, _HELPS * best.tokens_per_s if best else 0.0)
@@ -355,14 +351,13 @@ def covering_tokens(
     micro_batch_tokens: int,
     *,
     clips: bool = False,
-    delays: bool = False,
 ) -> int:
     """Return the least tokens of a step with which compute has 95% of it, by the lower bounds.
 
     With c seconds of compute a micro-batch, n of them take at least `max(n c_f, P / load)` for
     forward and `max(n c_b, P / load, P / unload, N / update)` for backward; P bytes and N
     parameters. Their sum is compared with `n (c_f + c_b)`. With clipping the updates are
-    forward's to wait for; one step late they have as long as a whole step.
+    forward's to wait for.
     """
     forward_s = sum(times[layer.kind].forward_s for layer in analysis.costs.layers)
     backward_s = sum(times[layer.kind].backward_s for layer in analysis.costs.layers)
@@ -370,22 +365,17 @@ def covering_tokens(
         return micro_batch_tokens
     load_s = analysis.parameter_bytes / machine.load_bytes_per_s
     back_s = max(load_s, analysis.parameter_bytes / machine.unload_bytes_per_s)
-    work = analysis.update_work
-    if delays:
-        work = delayed_updates(analysis.updates, analysis.chain).host_work
-    update_s = work / machine.update_parameters_per_s
-    ahead_s = max(load_s, update_s) if clips and not delays else load_s
-    back_s = back_s if clips or delays else max(back_s, update_s)
-    step_s = update_s if delays else 0.0
+    update_s = analysis.update_work / machine.update_parameters_per_s
+    ahead_s = max(load_s, update_s) if clips else load_s
+    back_s = back_s if clips else max(back_s, update_s)
 
     def covered(n: float) -> bool:
         compute_s = n * (forward_s + backward_s)
         bound_s = max(n * forward_s, ahead_s) + max(n * backward_s, back_s)
-        return compute_s >= COMPUTE_SHARE * max(bound_s, step_s)
+        return compute_s >= COMPUTE_SHARE * bound_s
 
     # The share grows with n; both maxima have their kinks below `high`.
-    whole = step_s / (forward_s + backward_s)
-    low, high = 0.0, max(ahead_s / forward_s, back_s / backward_s, whole)
+    low, high = 0.0, max(ahead_s / forward_s, back_s / backward_s)
     while high - low > 0.001 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if covered(middle) else (middle, high)
@@ -400,8 +390,8 @@ def _sequences(
     if workload.tokens_per_step is not None:
         return workload.tokens_per_step // context // workload.devices
     micro_batch = workload.micro_batch or workload.least_micro_batch
-    each, clips, delays = micro_batch * context, workload.clips, workload.delays
-    tokens = covering_tokens(analysis, times, machine, each, clips=clips, delays=delays)
+    each = micro_batch * context
+    tokens = covering_tokens(analysis, times, machine, each, clips=workload.clips)
     sequences = -(-tokens // context)
     return -(-sequences // micro_batch) * micro_batch
 

@@ -74,36 +74,6 @@ def evaluation_visits(shape: Shape) -> tuple[Visit, ...]:
     return _assign(order, shape.slots, 1, {})
 
 
-class HandOver(NamedTuple):
-    """A segment with which the next step begins, and the slot that it may come to while this step
-    still computes."""
-
-    free_after: int
-    """Index of the visit after which this step needs the slot no more."""
-    visit: int
-    """Index of the visit in the next step."""
-    slot: int
-    """The slot's number in this step's visits; in the next step's it is that of its visit."""
-
-
-def hand_overs(visits: Sequence[Visit]) -> list[HandOver]:
-    """Return which slots take which of the next step's first segments; what is free first comes
-    first.
-
-    Backward updates the first segment last; so it gets the slot that falls free last, the second
-    one the slot before, and so on.
-    """
-    last = {visit.slot: index for index, visit in enumerate(visits)}
-    first: dict[int, int] = {}
-    for index, visit in enumerate(visits):
-        first.setdefault(visit.slot, index)
-    freed = sorted(last, key=lambda slot: -last[slot])
-    return sorted(
-        HandOver(last[slot], visit, slot)
-        for visit, slot in zip(sorted(first.values()), freed, strict=True)
-    )
-
-
 def _assign(
     order: Sequence[tuple[Phase, Layers]],
     slots: int,

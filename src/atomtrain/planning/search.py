@@ -9,10 +9,7 @@
 3. Offloaded segments make again in backward what cheap operations can, unless plans in which they
    send everything are more than 0.5% faster (and host memory can hold it).
 
-All are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`, for
-steps that stand alone. Where the next step's first segments come while one ends, the same is done
-for more slots than two, and what is found compared by the time from step to step
-(`planning/more_slots.py`).
+All are exact for the space of `planning/space.py` and the predictor of `planning/timeline.py`.
 """
 
 from __future__ import annotations
@@ -28,15 +25,15 @@ from atomtrain.analysis.profile import LayerTime
 from atomtrain.errors import PlanError
 from atomtrain.planning.choice import AS_FAST, Choice, rank_of
 from atomtrain.planning.costing import Given
-from atomtrain.planning.delayed import delayed, undelayed
 from atomtrain.planning.disk import choices
 from atomtrain.planning.least import least_device_bytes
 from atomtrain.planning.machine import Machine
-from atomtrain.planning.more_slots import EQUAL, comes_ahead, with_more_slots
 from atomtrain.planning.plan import Plan, Request
 from atomtrain.planning.problem import Problem, problems_of
 from atomtrain.units import format_bytes, format_seconds
 
+EQUAL = 0.01
+"""Plans that differ by less are equally fast: profiles are no better than that."""
 WORTH_SENDING = 0.005
 """All that is saved is sent where that is faster by more than this. Less than `EQUAL`: what making
 again takes is known by itself, apart from the layer's own time."""
@@ -62,8 +59,8 @@ def make_plan(
         times: Seconds of each kind of layer for one micro-batch.
         machine: Rates and budgets.
         request: What is fixed beforehand.
-        below_s: Plans that take longer from step to step are of no use; the less time is given, the
-            sooner it is known.
+        below_s: Plans whose step takes longer are of no use; the less time is given, the sooner it
+            is known.
 
     Raises:
         TooSlowError: no plan is faster than `below_s`.
@@ -71,37 +68,6 @@ def make_plan(
             missing, negative or no number.
     """
     given = Given(chain=chain, costs=costs, times=times, machine=machine)
-    return (_late if request.delays else _made)(given, request, below_s)
-
-
-def _late(given: Given, request: Request, below_s: float) -> Plan:
-    """Return the plan for updates that are one step late."""
-    machine = given.machine
-    for asked in _with_less_on_host(undelayed(request, given.chain)):
-        plan = _made(given, asked, below_s)
-        plan = delayed(plan, given.chain, request, machine.update_parameters_per_s)
-        if plan.host_bytes <= machine.host_memory_bytes:
-            if plan.period_s >= below_s:
-                raise _too_slow(below_s)
-            return plan
-    raise _too_large(plan, request, machine)
-
-
-def _made(given: Given, request: Request, below_s: float) -> Plan:
-    if not comes_ahead(request):
-        return _planned(given, request, below_s)
-    # A step by itself takes longer than from step to step.
-    plan = _planned(given, request, math.inf)
-    plan = with_more_slots(plan, given, request, lambda asked: _planned(given, asked, math.inf))
-    if plan.period_s >= below_s:
-        raise _too_slow(below_s)
-    return plan
-
-
-def _planned(given: Given, request: Request, below_s: float) -> Plan:
-    """Return the fastest plan that fits the machine if steps stand alone, with the least memory
-    among equals; one or two slots unless the request has others."""
-    machine = given.machine
     plans: list[Plan] = []
     too_slow: TooSlowError | None = None
     # More on disk is never faster, so nothing is behind the first that fits as it is fastest.
@@ -137,8 +103,6 @@ def _too_large(plan: Plan, request: Request, machine: Machine) -> PlanError:
     most = " even with everything on disk that can be" if request.disk is not None else ""
     several = request.devices > 1
     disk = ", or let part of its state lie on disk (--disk)" if request.disk is None else ""
-    if request.delays:
-        disk = f", or leave out delay_updates (--delay-updates){disk}"
     return PlanError(
         f"training this model{f' on {request.devices} devices' if several else ''} takes "
         f"{format_bytes(plan.host_bytes)} of host memory{most}, "

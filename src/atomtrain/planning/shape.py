@@ -121,8 +121,3 @@ class Shape(NamedTuple):
                     f"{activation} what its forward saves, because it is no forward segment; let "
                     "both partitions have it, or recompute it"
                 )
-
-
-def finest(layers: int) -> tuple[int, ...]:
-    """Return the bounds that make each layer a segment."""
-    return tuple(range(layers + 1))

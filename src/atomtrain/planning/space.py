@@ -6,8 +6,8 @@ A plan of the space has
   partition for both, and for each segment its own choice: the segments next to the turn are kept
   (what is kept last is held for the shortest time), any others are recomputed, or offloaded if
   they fill the window of transfers; slots and gradient buffers take the largest segment of both;
-- one or two slots, one or two gradient buffers (or as many as were asked for, by the user or by
-  `planning/more_slots.py`), never more than there are segments to fill them;
+- one or two slots, one or two gradient buffers (or as many as were asked for), never more than
+  there are segments to fill them;
 - values at the cuts on the device or on the host;
 - as resident blocks any of the shared weights and of the layers that are the only ones of their
   kind (embedding, head), among the three largest of these that have at least a 32nd of the largest

@@ -2,8 +2,7 @@
 
 A step is counted from the start of its first load to the end of its last update. The next step
 cannot begin sooner: the layers visited first in forward are the last ones in backward, so their
-update is the last to be done, and the first load of the next step waits for it. What of that load
-comes while the step ends is in `planning/period.py`.
+update is the last to be done, and the first load of the next step waits for it.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from atomtrain.planning.rooms import ROOMS
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
 
-StreamName = Literal[
-    "compute", "load", "unload", "update", "fetch", "save", "read", "write", "show"
-]
+StreamName = Literal["compute", "load", "unload", "update", "fetch", "save", "read", "write"]
 
 
 class VisitTime(NamedTuple):
@@ -179,10 +176,6 @@ def step_spans(
     return streams.spans
 
 
-WHOLE = (1.0,)
-"""A segment that is handed over as a whole."""
-
-
 class Streams:
     """Lays visits out in time, one after the other: when each stream is free."""
 
@@ -195,10 +188,7 @@ class Streams:
         self.spans: list[Span] = []
         self.compute_s = self.load_s = self.unload_s = self.update_s = 0.0
         """When each is done with all that was laid out."""
-        self.ends_s: list[float] = []
-        """Of the visits of this step."""
-        self.updated_s: list[float] = []
-        """When each part of the last visit's segment was updated."""
+        self._ends_s: list[float] = []  # of the visits so far
         self._released: dict[int, float] = {}  # when each gradient buffer is empty again
 
     def add(self, stream: StreamName, visit: Visit, start_s: float, length_s: float) -> float:
@@ -206,31 +196,19 @@ class Streams:
         self.spans.append(Span(stream, label_of(visit), start_s, start_s + length_s))
         return start_s + length_s
 
-    def lay(
-        self,
-        visit: Visit,
-        time: VisitTime,
-        *,
-        begin_s: float = 0.0,
-        loaded_s: float | None = None,
-        updated_s: float = 0.0,
-        shares: Sequence[float] = WHOLE,
-    ) -> None:
+    def lay(self, visit: Visit, time: VisitTime, *, begin_s: float = 0.0) -> None:
         """Lay out a step's next visit.
 
         Args:
             visit: The visit.
             time: How long it takes on each stream.
             begin_s: When it may begin.
-            loaded_s: When its segment was loaded, if that is so already.
-            updated_s: When it may be loaded.
-            shares: The parts of its segment in which gradients leave and are updated.
         """
-        ready = loaded_s or 0.0
-        if visit.load and loaded_s is None:
-            free = self.ends_s[visit.free_after] if visit.free_after >= 0 else 0.0
+        ready = 0.0
+        if visit.load:
+            free = self._ends_s[visit.free_after] if visit.free_after >= 0 else 0.0
             # What is on disk is read and loaded piece by piece: the slower of both counts.
-            begun = max(self.load_s, free, updated_s) + max(0.0, time.stage_s - time.load_s)
+            begun = max(self.load_s, free) + max(0.0, time.stage_s - time.load_s)
             ready = self.load_s = self.add("load", visit, begun, time.load_s)
         start = max(self.compute_s, ready, begin_s)
         if visit.gradient is not None:
@@ -240,27 +218,24 @@ class Streams:
                 self.add(stream, visit, start, length_s)  # type: ignore[arg-type]
         self.add("compute", visit, start, time.compute_s)
         self.compute_s = start + time.visit_s
-        self.ends_s.append(self.compute_s)
+        self._ends_s.append(self.compute_s)
         if time.return_s > 0:
             self.load_s = max(self.load_s, start + time.return_s)
         if visit.gradient is not None:
-            self._leave(visit, time, shares)
+            self._leave(visit, time)
             self._released[visit.gradient] = self.unload_s
 
-    def _leave(self, visit: Visit, time: VisitTime, shares: Sequence[float]) -> None:
+    def _leave(self, visit: Visit, time: VisitTime) -> None:
         """Lay out what comes after a visit: its gradients leave and are updated."""
-        self.updated_s = []
         room_s = 0.0
         if self._spends:
             self._room = 0 if visit.phase is Phase.TURN else (self._room + 1) % ROOMS
             room_s = self._spent_s[self._room]
-        for share in shares:
-            begun = max(self.unload_s, self.compute_s, room_s)
-            self.unload_s = self.add("unload", visit, begun, share * time.unload_s)
-            if self._updates:
-                begun = max(self.update_s, self.unload_s)
-                self.update_s = self.add("update", visit, begun, share * time.update_s)
-                self.updated_s.append(self.update_s)
+        begun = max(self.unload_s, self.compute_s, room_s)
+        self.unload_s = self.add("unload", visit, begun, time.unload_s)
+        if self._updates:
+            begun = max(self.update_s, self.unload_s)
+            self.update_s = self.add("update", visit, begun, time.update_s)
         self._spent_s[self._room] = self.update_s
 
 

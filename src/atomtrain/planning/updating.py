@@ -62,8 +62,6 @@ class UpdateModel:
     device_scratch_bytes: int | None = 0
     """Of the device while a block is updated there, beside the state; `None`: it must stay on the
     host."""
-    in_parts: bool = True
-    """Whether updating some parameters of a block, then the others, is one update of all."""
 
     @property
     def host_bytes(self) -> int:

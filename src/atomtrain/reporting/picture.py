@@ -21,7 +21,6 @@ ROWS = {
     "unload": "unload\ngradients",
     "read": "read\n(disk)",
     "update": "update\n(host)",
-    "show": "show\nupdates",
     "write": "write\n(disk)",
 }
 """Streams from top to bottom, in the order of the data's way, and what is written beside them."""

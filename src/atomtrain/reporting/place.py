@@ -19,6 +19,7 @@ from atomtrain.planning.prospect import Analysis, Compute
 from atomtrain.planning.updating import UpdateModel
 from atomtrain.reporting.subject import MeasureUpdates
 from atomtrain.swapping.devices import open_device
+from atomtrain.swapping.opening import measured_overhead
 from atomtrain.swapping.profile_cache import machine_key
 from atomtrain.swapping.profiling import profiled_machine, take_profile
 from atomtrain.swapping.update_rates import measured_updates
@@ -63,7 +64,7 @@ def this_place(device_memory_bytes: int | None, *, again: bool = False) -> Place
     """
     device = open_device("auto", device_memory_bytes)
     try:
-        profile = profiled_machine(device, again=again)
+        profile = profiled_machine(device, measured_overhead, again=again)
         rate = flops_per_s(device.torch_device, device.synchronize)
         key, on_gpu = machine_key(device), device.torch_device.type == "cuda"
     finally:
@@ -103,7 +104,7 @@ class _Measured:
         device = open_device("auto", self._device_memory_bytes)
         try:
             chain = _with_data(analysis.chain, analysis.costs)
-            return take_profile(device, chain, analysis.costs, {}).times
+            return take_profile(device, chain, analysis.costs, {}, measured_overhead).times
         finally:
             device.close()
 

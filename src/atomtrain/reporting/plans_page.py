@@ -171,7 +171,7 @@ def treatment_table(name: str, model: Subject, card: Gpu) -> Iterator[str]:
             ", ".join(host_names(found)) or "-",
             ", ".join(resident_names(found)) or "-",
             format_bytes(loaded_bytes(found)),
-            format_duration(plan.period_s),
+            format_duration(plan.step_s),
             format_tokens_per_s(found.tokens_per_s),
         )
 
@@ -212,7 +212,7 @@ def _plan_row(name: str, report: Report | PlanError) -> str:
         format_bytes(plan.device_peak_bytes),
         f"{plan.segments}",
         f"{found.tokens_per_step:,} ({plan.micro_batches} x {found.micro_batch})",
-        format_duration(plan.period_s),
+        format_duration(plan.step_s),
         format_tokens_per_s(found.tokens_per_s),
         f"{100 * (report.peak_share or 0):.0f}%",
         plan.bound,

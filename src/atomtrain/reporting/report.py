@@ -53,7 +53,7 @@ class Report:
         """Share of the step in which each resource is busy."""
         plan = self.prospect.plan
         fields = STREAM_FIELDS if plan.on_disk else STREAM_FIELDS[:-1]
-        return {name[:-2]: getattr(plan, name) / plan.period_s for name in fields}
+        return {name[:-2]: getattr(plan, name) / plan.step_s for name in fields}
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

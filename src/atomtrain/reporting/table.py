@@ -29,7 +29,7 @@ def caption(report: Report) -> Caption:
     """Return what the picture of the step says above its bars."""
     found = report.prospect
     facts = (
-        f"predicted: {format_duration(found.plan.period_s)} for a step of "
+        f"predicted: {format_duration(found.plan.step_s)} for a step of "
         f"{found.tokens_per_step:,} tokens, {format_tokens_per_s(found.tokens_per_s)} tokens/s, "
         f"bound by {found.plan.bound}"
     )
@@ -174,7 +174,7 @@ def _speed(report: Report) -> list[tuple[str, str]]:
     rows = [
         (
             "speed",
-            f"{format_duration(plan.period_s)} a step, {format_tokens_per_s(found.tokens_per_s)} "
+            f"{format_duration(plan.step_s)} a step, {format_tokens_per_s(found.tokens_per_s)} "
             f"tokens/s; a billion tokens take {format_duration(1e9 / found.tokens_per_s)}",
         ),
         (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from atomtrain.planning.timeline import Span
 from atomtrain.reporting.files import replacing
 
-STREAMS = ("compute", "load", "fetch", "unload", "save", "read", "update", "show", "write")
+STREAMS = ("compute", "load", "fetch", "unload", "save", "read", "update", "write")
 """In the order in which they are shown."""
 _US_PER_S = 1e6
 

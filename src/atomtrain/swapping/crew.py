@@ -28,8 +28,8 @@ from atomtrain.errors import ConfigError
 from atomtrain.planning.machine import Machine
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.schedule import Visit
-from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.buffers import DeviceBuffers
+from atomtrain.swapping.delivery import Delivery
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.executor import Executor, Values

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError, DeviceMemoryError, StreamError
-from atomtrain.swapping.disk_file import aligned_empty
+from atomtrain.swapping.aligned import aligned_empty
 from atomtrain.swapping.streams import Event, Inject, Job, Stream
 from atomtrain.swapping.tracing import Record
 from atomtrain.units import format_bytes
@@ -180,6 +180,7 @@ class CudaDevice:
                 "Without a GPU use --device emulated:4GiB/s"
             )
         self.torch_device = torch.device("cuda", index)
+        self.inject = inject
         self.name = torch.cuda.get_device_name(index)
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         if memory_bytes is None:

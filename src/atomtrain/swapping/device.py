@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from atomtrain.swapping.streams import Event, Stream
+from atomtrain.swapping.streams import Event, Inject, Stream
 from atomtrain.swapping.tracing import Record
 
 
@@ -38,6 +38,8 @@ class Device(Protocol):
     """Part of the budget that libraries take and plans cannot use."""
     host_stream: type[Stream]
     """What updates run on."""
+    inject: Inject | None
+    """Called before each job of each stream, those of the host too; for tests."""
     load: Stream
     fetch: Stream
     unload: Stream

@@ -13,32 +13,18 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from atomtrain.errors import DiskError
 from atomtrain.planning.disk import PAGE_BYTES, paged
+from atomtrain.swapping.aligned import aligned_empty
 from atomtrain.units import format_bytes
 
 _PIECE_BYTES = 16 << 20
 """Moved by one system call: enough for a disk to be busy with, and other threads get their turn."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def aligned_empty(n_bytes: int, empty: Callable[[int], Tensor] | None = None) -> Tensor:
-    """Return uint8 memory that begins at a page, as direct I/O needs it.
-
-    Args:
-        n_bytes: How much.
-        empty: Allocates it, such as `Device.host_empty`; `None` is ordinary memory.
-    """
-    n_bytes = paged(n_bytes)
-    whole = (empty or _ordinary)(n_bytes + PAGE_BYTES)
-    start = -whole.data_ptr() % PAGE_BYTES
-    return whole[start : start + n_bytes]
 
 
 class DiskFile:
@@ -204,7 +190,3 @@ def _open_nameless(folder: Path) -> int:
 
 def _view(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
-
-
-def _ordinary(n_bytes: int) -> Tensor:
-    return torch.empty(n_bytes, dtype=torch.uint8)

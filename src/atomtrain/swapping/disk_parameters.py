@@ -24,9 +24,10 @@ from torch import Tensor
 
 from atomtrain.errors import DiskError
 from atomtrain.planning.disk import LOAD_PIECES, PAGE_BYTES, paged
+from atomtrain.swapping.aligned import aligned_empty
 from atomtrain.swapping.device import Device
-from atomtrain.swapping.disk_file import DiskFile, aligned_empty
-from atomtrain.swapping.streams import Event, Inject, Stream, finished
+from atomtrain.swapping.disk_file import DiskFile
+from atomtrain.swapping.streams import Event, Stream, finished
 
 
 class DiskArena:
@@ -101,9 +102,7 @@ class DiskArena:
 class StagedLoads:
     """Copies parameters from the file to the device, piece by piece. One thread drives it."""
 
-    def __init__(
-        self, arena: DiskArena, device: Device, piece_bytes: int, inject: Inject | None = None
-    ) -> None:
+    def __init__(self, arena: DiskArena, device: Device, piece_bytes: int) -> None:
         self._arena, self._device = arena, device
         self._piece_bytes = max(PAGE_BYTES, piece_bytes)
         # A range need not begin at a page.
@@ -111,7 +110,7 @@ class StagedLoads:
         self._pieces = deque(
             (aligned_empty(size, device.host_empty), finished()) for _ in range(LOAD_PIECES)
         )
-        self.reading = Stream("read", inject)
+        self.reading = Stream("read", device.inject)
 
     def submit(
         self,

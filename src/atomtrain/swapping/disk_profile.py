@@ -21,7 +21,8 @@ from atomtrain.errors import DiskError
 from atomtrain.files import replacing
 from atomtrain.planning.disks import ASSUMED_DISK, disk
 from atomtrain.planning.machine import Machine
-from atomtrain.swapping.disk_file import DiskFile, aligned_empty
+from atomtrain.swapping.aligned import aligned_empty
+from atomtrain.swapping.disk_file import DiskFile
 from atomtrain.swapping.profile_cache import KEPT_S, profile_folder
 
 _VERSION = 1

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from atomtrain.errors import DiskError
 from atomtrain.planning.disk import PAGE_BYTES, paged, tensors_on_disk
-from atomtrain.swapping.disk_file import aligned_empty
+from atomtrain.swapping.aligned import aligned_empty
 from atomtrain.swapping.disk_placement import DiskTraffic, Placement
 from atomtrain.swapping.disk_places import Key, Place, runs_of, starts_of, tensor_at
 from atomtrain.swapping.precision import KeepsMasters, Workers

@@ -9,12 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
-from atomtrain.analysis.trace import Traced
 from atomtrain.errors import ConfigError, StreamError
 from atomtrain.planning.plan import Plan
 from atomtrain.planning.rooms import host_gradients
@@ -22,11 +21,11 @@ from atomtrain.planning.schedule import Visit
 from atomtrain.planning.several import share_of
 from atomtrain.swapping.crew import Crew, Member, Together, executor_of
 from atomtrain.swapping.executor import Executor
-from atomtrain.swapping.model_state import ModelState
 from atomtrain.swapping.planner import Planner
 from atomtrain.swapping.precision import Masters, Part
 from atomtrain.swapping.store import HostStore
-from atomtrain.swapping.updates import Updates
+from atomtrain.swapping.tracing import Record
+from atomtrain.swapping.updates import Combining, Updates
 
 
 class SegmentDone(NamedTuple):
@@ -38,13 +37,24 @@ class SegmentDone(NamedTuple):
     """Names of the segment's layers."""
 
 
-class EngineBase:
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one step took."""
+
+    loss: float
+    step_s: float
+    link_wait_s: float
+    """Time that compute waited for the link or for host updates; the longest of several devices."""
+    device_peak_bytes: int
+    """The highest of several devices."""
+
+
+class EngineCore:
     """Owns executor, host store and updates; not thread-safe."""
 
     def __init__(
         self,
         model: nn.Module,
-        traced: Traced,
         planner: Planner,
         plan: Plan,
         store: HostStore,
@@ -54,143 +64,133 @@ class EngineBase:
     ) -> None:
         """`members` are the devices; `together` is what several of them have in common."""
         self.model, self.plan = model, plan
-        self.device = members[0].device
-        """The first device."""
         self.devices = tuple(member.device for member in members)
-        self._members, self._together = members, together
+        self.members, self._together = members, together
         self.on_segment: Callable[[SegmentDone], None] | None = None
-        """Called after each segment's visit, in steps and evaluations, on the caller's thread; of
-        several devices, after those of the first one. What it raises ends the step and the engine
-        with it, as any other error in a step."""
-        self._traced, self._store, self._updates = traced, store, updates
-        self.planner = planner
-        """What plans are made from: costs and times of the layers, rates of the machine."""
+        """Called after each segment's visit."""
+        self.planner, self.store, self.updates = planner, store, updates
         present = None if updates.disk is None else updates.disk.present
         self.masters = Masters(updates.worker_of, present, self._wrote)
         """The parameters' values; call `synchronize` before."""
-        self._state = ModelState(model, self.masters)
         self._broken: BaseException | None = None
-        self._closed = False
+        self.closed = False
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
         self._release = weakref.finalize(self, _release, updates, members, together)
         try:
-            self._executor: Executor | Crew | None = self._execute(plan)
+            self.executor: Executor | Crew | None = self._execute(plan)
         except BaseException:
             self._release()
             raise
 
     def synchronize(self) -> None:
-        """Block until all updates are applied and the model on the host is current.
-
-        Raises:
-            StreamError: a transfer or update failed, or an earlier step did; then part of the
-                model is a step ahead of the rest, and must not be taken for a model.
-        """
-        self._check_whole()
-        if self._executor is None:  # closed: it was done before
+        """See `Engine.synchronize`."""
+        self.check_whole()
+        if self.executor is None:  # closed: it was done before
             return
-        with self._guarded():
-            self._settle()
-            self._bring_to_host(range(self._store.layout.blocks), moments=True)
-            self.device.synchronize()
-            self._executor.buffers.to_host()
+        with self.guarded():
+            self.updates.wait()
+            self.bring_to_host(range(self.store.layout.blocks), moments=True)
+            self.devices[0].synchronize()
+            self.executor.buffers.to_host()
 
     def wait(self) -> None:
-        """Block until all that the steps began is done: updates, and what comes for the next step.
-
-        For clocks. What came ahead stays, so the next step begins as if nobody had waited; hence
-        nothing may be written to the model without `synchronize`.
-
-        Raises:
-            StreamError: as of `synchronize`.
-        """
-        self._check_whole()
-        with self._guarded():
-            self._updates.wait()
-            if self._executor is not None:
-                self._executor.slots.ahead.wait()
+        """See `Engine.wait`."""
+        self.check_whole()
+        with self.guarded():
+            self.updates.wait()
 
     def close(self) -> None:
-        """Finish pending updates; give back device memory, gradients and threads, at once.
-
-        The model stays usable, and so do `state_dict` and `optimizer_state`, unless part of the
-        state lies on disk. Leaving a `with` block closes the engine.
-        """
-        if self._closed:
+        """See `Engine.close`."""
+        if self.closed:
             return
         try:
             if self._broken is None:
                 self.synchronize()
         finally:
-            self._closed = True
+            self.closed = True
             try:
                 self._release()  # first: copies may still be on their way to what goes now
             finally:
-                self._executor = None  # and with it slots, gradient buffers and resident blocks
+                self.executor = None  # and with it slots, gradient buffers and resident blocks
             for device in self.devices:
                 device.trim()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _make_room(self, micro_batches: int) -> None:
+    def make_room(self, micro_batches: int) -> None:
         """Make a new plan if the step has more micro-batches than the plan was made for."""
         share = share_of(micro_batches, len(self.devices))
         if share <= self.plan.micro_batches:
             return
         plan = self.planner.plan(share, self.plan.on_disk)
         self.synchronize()
-        with self._guarded():
+        with self.guarded():
             # The old slots must be gone before the new ones come, or both would count.
-            self._executor = None
-            self._executor = self._execute(plan)
+            self.executor = None
+            self.executor = self._execute(plan)
             self.plan = plan
 
-    def _settle(self) -> None:
-        """Bring the host's parameters up to date; what came ahead comes again."""
-        self._running.slots.ahead.forget()  # first: updates may write where it is loaded from
-        self._updates.settle()
+    def combine_gradients(self, combine: Combining) -> None:
+        """See `Engine.combine_gradients`."""
+        if len(self.devices) > 1:
+            raise ConfigError(
+                f"gradients of {len(self.devices)} devices are already added up by the engine; "
+                "combine those of engines with one device each"
+            )
+        if self.planner.options.optimizer_on_device is not False:
+            raise ConfigError(
+                "gradients are combined on the host, where all blocks have to be updated; give "
+                "Options(optimizer_on_device=False)"
+            )
+        if self.plan.spends:
+            raise ConfigError(
+                "gradients that share rooms on the host cannot wait there to be combined; leave "
+                "out spend_gradients"
+            )
+        if not self.store.keeps_gradients:
+            name = self.devices[0].name
+            raise ConfigError(
+                f"gradients are not gathered on the host where the device is {name!r}; "
+                "choose one with memory of its own, such as 'emulated'"
+            )
+        self.updates.combining = combine
 
-    def _bring_to_host(self, blocks: Iterable[int], *, moments: bool) -> None:
-        if self._executor is not None:
-            with self.device.computing():
-                self._executor.slots.there.to_host(blocks, moments=moments)
+    def bring_to_host(self, blocks: Iterable[int], *, moments: bool) -> None:
+        """Bring the host's copies of blocks that are updated on the device up to date."""
+        if self.executor is not None:
+            with self.devices[0].computing():
+                self.executor.slots.there.to_host(blocks, moments=moments)
 
-    def _wrote_blocks(self, blocks: Iterable[int]) -> None:
+    def wrote_blocks(self, blocks: Iterable[int]) -> None:
         """Take note of what was written to the host's copies of parameters."""
-        for block in blocks if self._executor is not None else ():
-            self._running.slots.there.wrote(block, values=True)
+        for block in blocks if self.executor is not None else ():
+            self.running.slots.there.wrote(block, values=True)
 
     def _wrote(self, parameter: nn.Parameter, part: Part) -> None:
         """Take note of what was written to the host's copy of a parameter."""
-        block, values = self._updates.block_of(parameter), part == "values"
-        if self._executor is not None:
-            self._executor.slots.there.wrote(block, values=values, moments=not values)
+        block, values = self.updates.block_of(parameter), part == "values"
+        if self.executor is not None:
+            self.executor.slots.there.wrote(block, values=values, moments=not values)
 
     @property
-    def _running(self) -> Executor | Crew:
-        if self._executor is None:
+    def running(self) -> Executor | Crew:
+        """What runs the plan.
+
+        Raises:
+            ConfigError: the engine is closed.
+        """
+        if self.executor is None:
             raise ConfigError("the engine is closed; call atomtrain.swap again")
-        return self._executor
+        return self.executor
 
     def _execute(self, plan: Plan) -> Executor | Crew:
         planner = self.planner
         if plan.spends:
-            places = host_gradients(self._store.layout, plan.shape, spends=True)
-            self._store.place_gradients(planner.chain, self.device, places)
-        executor = executor_of(self._members, planner.costs, plan, self._together)
-        engine = weakref.ref(self)  # no cycle, so that a forgotten engine goes at once
+            places = host_gradients(self.store.layout, plan.shape, spends=True)
+            self.store.place_gradients(planner.chain, self.devices[0], places)
+        executor = executor_of(self.members, planner.costs, plan, self._together)
+        core = weakref.ref(self)  # no cycle, so that a forgotten engine goes at once
 
         def visited(visit: Visit) -> None:
-            there = engine()
+            there = core()
             if there is not None and there.on_segment is not None:
                 layers = planner.chain.layers[slice(*visit.layers)]
                 names = tuple(layer.name for layer in layers)
@@ -199,14 +199,44 @@ class EngineBase:
         executor.visited = visited
         return executor
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
+        """Refuse to go on after a failure.
+
+        Raises:
+            StreamError: says what failed.
+        """
         if self._broken is not None:
             raise StreamError(
                 f"the engine failed earlier ({self._broken}); resume from the last checkpoint"
             ) from self._broken
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def noting(self, record: Record | None) -> Iterator[None]:
+        """Let the streams note what they do in a step, if there is a record."""
+        device = self.devices[0]
+        streams = (device.load, device.fetch, device.unload, device.save, *self.updates.streams)
+        holders = (*streams, self.running)
+        for holder in holders:
+            holder.record = record
+        try:
+            yield
+        finally:
+            for holder in holders:
+                holder.record = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have the model's modules in evaluation mode, then as they were."""
+        training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
         """Remember a failure: half a step has run, so nothing after it would be right."""
         try:
             yield

@@ -21,11 +21,11 @@ from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
 from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of, label_of_layers
-from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.buffers import DeviceBuffers
 from atomtrain.swapping.carried import Carried, Outbox, Saved, leaf_of
 from atomtrain.swapping.coming import Coming
 from atomtrain.swapping.compiled import CompiledLayer
+from atomtrain.swapping.delivery import Delivery
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.graphs import Graphs, WaitingGraph, Where
 from atomtrain.swapping.host_layers import HostLayers

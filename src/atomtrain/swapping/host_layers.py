@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from atomtrain.analysis.chain import Chain
-from atomtrain.swapping.arrivals import Delivery
 from atomtrain.swapping.carried import Saved
+from atomtrain.swapping.delivery import Delivery
 from atomtrain.swapping.gradients import accept_wide
 from atomtrain.swapping.host_pool import HostPool
 from atomtrain.swapping.store import HostStore, view_of

@@ -18,7 +18,7 @@ from atomtrain.swapping.device import Device
 from atomtrain.swapping.disk_profile import storage_rates
 from atomtrain.swapping.emulated import EmulatedDevice
 from atomtrain.swapping.host_device import HostDevice
-from atomtrain.swapping.overhead import Overhead, emulated_overhead
+from atomtrain.swapping.overhead import MeasureOverhead, Overhead
 from atomtrain.swapping.probes import (
     Stolen,
     device_update_parameters_per_s,
@@ -35,11 +35,14 @@ _NO_TIME_PER_S = 1e18
 """Rate of what takes no time: copies that nobody makes, updates that compute itself makes."""
 
 
-def measure_machine(device: Device, folder: Path | None = None) -> Machine:
+def measure_machine(
+    device: Device, overhead: MeasureOverhead, folder: Path | None = None
+) -> Machine:
     """Return this machine's rates, measured; takes a second or two.
 
     Args:
         device: Idle, with a quarter of its budget free.
+        overhead: Called for the emulated device.
         folder: Whose disk is measured; `None` is that of temporary files.
     """
     if isinstance(device, HostDevice):
@@ -54,7 +57,7 @@ def measure_machine(device: Device, folder: Path | None = None) -> Machine:
         lost = _stolen(probe, pinned.load_bytes_per_s) if emulated else Stolen(0.0, 0.0)
         there = device_update_parameters_per_s(probe)
     # A GPU computes while its host hands over.
-    spent = emulated_overhead() if emulated else Overhead(0.0, 0.0)
+    spent = overhead() if emulated else Overhead(0.0, 0.0)
     storage = storage_rates(folder or Path(tempfile.gettempdir()))
     return Machine(
         name=device.name,

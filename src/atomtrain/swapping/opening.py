@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,19 +13,22 @@ from atomtrain.analysis.head import split_head, split_head_as_needed
 from atomtrain.analysis.trace import Loss, MicroBatch, chain_of
 from atomtrain.errors import ConfigError
 from atomtrain.planning.layout import Layout
+from atomtrain.planning.machine import Machine
 from atomtrain.planning.rooms import host_gradients
 from atomtrain.planning.several import share_of
 from atomtrain.swapping.compiled import TRACING, compiled, require_compilable
 from atomtrain.swapping.crew import check_shared, join, machine_of_all, times_of_all
-from atomtrain.swapping.delayed import DelayedUpdates, check_delays
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.devices import open_devices
-from atomtrain.swapping.disk_placement import Placement, machine_with_disk, placed
+from atomtrain.swapping.disk_placement import Placement, placed
+from atomtrain.swapping.disk_profile import disk_rates
 from atomtrain.swapping.engine import Engine
+from atomtrain.swapping.engine_base import EngineCore
 from atomtrain.swapping.gradients import with_gradients_in
 from atomtrain.swapping.loss_scale import LossScale
 from atomtrain.swapping.optimizer_facts import OptimizerFactory, optimizer_of, states_of
 from atomtrain.swapping.options import Options
+from atomtrain.swapping.overhead import Overhead, emulated_overhead
 from atomtrain.swapping.planner import Planner
 from atomtrain.swapping.precision import Narrowed
 from atomtrain.swapping.profile_cache import machine_key
@@ -33,6 +37,7 @@ from atomtrain.swapping.store import HostStore, require_data
 from atomtrain.swapping.update_model import update_model
 from atomtrain.swapping.update_rates import measured_updates
 from atomtrain.swapping.updates import Updates
+from atomtrain.units import parse_bytes
 
 
 def swap(
@@ -94,6 +99,11 @@ def swap(
     return engine
 
 
+def measured_overhead() -> Overhead:
+    """Return what compute spends beside layers on the emulated device, measured by training."""
+    return emulated_overhead(swap)
+
+
 def _open(
     model: nn.Module,
     example: MicroBatch,
@@ -112,7 +122,7 @@ def _open(
         chain = split_head(chain, options.head_pieces)
     chain = with_gradients_in(chain, options.gradient_dtype)
     require_data(chain)
-    devices = open_devices(device, device_memory, options.inject)
+    devices = open_devices(device, device_memory)
     opened = devices[0]
     placement: Placement | None = None
     try:
@@ -122,7 +132,6 @@ def _open(
                 f"with device='cpu' all layers compute on the host store itself; leave {what} out, "
                 "or choose device='emulated'"
             )
-        check_delays(options, devices)
         if options.compile:
             require_compilable(opened)
         costs = layer_costs(chain, inputs, opened.torch_device)
@@ -130,11 +139,13 @@ def _open(
         if options.head_pieces == "auto":
             chain = split_head_as_needed(chain, costs, opened.torch_device)
             costs = layer_costs(chain, inputs, opened.torch_device)
-        profile = take_profile(opened, chain, costs, inputs, measure=options.profile)
+        profile = take_profile(
+            opened, chain, costs, inputs, measured_overhead, measure=options.profile
+        )
         if options.compile:
             chain = compiled(chain, costs)
         made = optimizer_of(chain, optimizer)
-        machine = machine_of_all(machine_with_disk(profile.machine, options), devices)
+        machine = machine_of_all(_machine_with_disk(profile.machine, options), devices)
         states = None if options.disk is None else states_of(made)
         on_gpu = opened.torch_device.type == "cuda"
         taken = update_model(made, chain, on_gpu=on_gpu)
@@ -151,8 +162,8 @@ def _open(
         if states is not None and plan.on_disk and options.disk is not None:
             placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
         places = host_gradients(layout, plan.shape, spends=plan.spends)
-        store = HostStore(chain, layout, opened, placement, options.inject, places)
-        updates = (DelayedUpdates if options.delay_updates else Updates)(
+        store = HostStore(chain, layout, opened, placement, places)
+        updates = Updates(
             chain,
             store,
             made,
@@ -160,7 +171,7 @@ def _open(
             loss_scale=_loss_scale_of(options),
             placement=placement,
             guard=TRACING if options.compile else None,
-            inject=options.inject,
+            inject=opened.inject,
             stream_type=opened.host_stream,
         )
         members, together = join(chain, devices, store, updates)
@@ -170,7 +181,22 @@ def _open(
         if placement is not None:
             placement.file.close()
         raise
-    return Engine(model, traced, planner, plan, store, members, updates, together)
+    core = EngineCore(model, planner, plan, store, members, updates, together)
+    return Engine(core, traced)
+
+
+def _machine_with_disk(machine: Machine, options: Options) -> Machine:
+    """Return the machine with the host memory that may be used, and the rates of the disk.
+
+    Raises:
+        DiskError: the folder cannot be used.
+    """
+    if options.host_memory is not None:
+        n_bytes = parse_bytes(options.host_memory, "host memory")
+        machine = dataclasses.replace(machine, host_memory_bytes=n_bytes)
+    if options.disk is None:
+        return machine
+    return disk_rates(Path(options.disk), measure=options.profile).of(machine)
 
 
 def _loss_scale_of(options: Options) -> LossScale | None:

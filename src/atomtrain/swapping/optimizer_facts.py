@@ -72,11 +72,3 @@ def states_of(optimizer: torch.optim.Optimizer) -> States:
             tuple(n_bytes for key, n_bytes in parts.items() if key in hidden),
         )
     return states
-
-
-def steps_parameter_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether stepping some parameters, then the others, is one step of all of them.
-
-    Others than torch's and ATOM's may count their calls in the groups, as many published ones do.
-    """
-    return type(optimizer).__module__.startswith(("torch.optim.", "atomtrain.optimizers."))

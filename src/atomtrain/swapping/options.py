@@ -11,7 +11,6 @@ from atomtrain.planning.disk import on_disk_up_to
 from atomtrain.planning.shape import ACTIVATIONS, Activation
 from atomtrain.swapping.loss_scale import FIRST_SCALE, STEPS_TO_DOUBLE, check_scale
 from atomtrain.swapping.precision import check_precision
-from atomtrain.swapping.streams import Inject
 from atomtrain.units import parse_bytes
 
 
@@ -25,8 +24,7 @@ class Options:
     segments: int | None = None
     """Number of segments, or `None` for the planner's choice."""
     slots: int | None = None
-    """Number of device slots, or `None` for the planner's choice: more than two on a slow link,
-    without clipping."""
+    """Number of device slots, or `None` for the planner's choice of one or two."""
     gradient_buffers: int | None = None
     """Number of gradient buffers, or `None` for the planner's choice."""
     host_layers: int | None = None
@@ -63,12 +61,6 @@ class Options:
     segment's size instead of a place for each: 2 or 4 bytes a parameter less. Backward then waits
     where updates are slower. Without clipping or loss scaling, on one device; where device and host
     memory are one it is always so."""
-    delay_updates: bool = False
-    """`True`: the update from a step's gradients runs during the next step, and the one after that
-    is the first to see it, so that nothing waits for updates. Another training than the exact one:
-    gradients are applied one step late. Reading the model (`synchronize`, `evaluate`,
-    `state_dict`) first applies all. On one device with a memory of its own, all updates on the
-    host, nothing on disk."""
     host_memory: str | int | None = None
     """Host memory that parameters, gradients and optimizer state may take, such as `"8GiB"`, or
     `None` for all that the machine has."""
@@ -85,8 +77,6 @@ class Options:
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the
     catalogue, and the emulated device's from the model's FLOPs."""
-    inject: Inject | None = None
-    """Called before each job of each stream; tests delay transfers with it."""
 
     @property
     def waits(self) -> bool:
@@ -115,8 +105,6 @@ class Options:
                 "spend_gradients needs updates that wait for no other gradient; leave out "
                 f"{'clip_norm' if self.clip_norm is not None else 'fp16'}, or spend_gradients"
             )
-        if self.delay_updates:
-            self._check_delays()
         if self.host_memory is not None:
             parse_bytes(self.host_memory, "host memory")
         if self.on_disk is not None:
@@ -132,17 +120,3 @@ class Options:
                 f"head_pieces must be at least 1, 'auto', or None for the model's own head, not "
                 f"{pieces!r}"
             )
-
-    def _check_delays(self) -> None:
-        """Refuse what cannot be together with updates that are one step late."""
-        refused = {
-            "spend_gradients": self.spend_gradients,
-            "disk": self.disk is not None,
-            "host_layers": bool(self.host_layers),
-            "optimizer_on_device": bool(self.optimizer_on_device),
-        }
-        for name, given in refused.items():
-            if given:
-                raise ConfigError(
-                    f"delay_updates cannot be together with {name}; leave out one of the two"
-                )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from atomtrain.planning.saved import SavedTensors
 from atomtrain.planning.schedule import training_visits
 from atomtrain.planning.shape import Activation, Shape
 from atomtrain.swapping.emulated import EmulatedDevice
+from atomtrain.swapping.options import Options
 
 _LAYERS = 6
 _WIDTH = 16
@@ -42,6 +44,12 @@ class Overhead(NamedTuple):
     """On a storage that is sent to the host to wait for backward, and again on its way back."""
 
 
+MeasureOverhead = Callable[[], Overhead]
+"""Measures it on the emulated device."""
+Swap = Callable[..., Any]
+"""Opens an engine that trains, as `atomtrain.swap` does."""
+
+
 class Sample(NamedTuple):
     """A step of the model, of one micro-batch: what it took, and what is known of that."""
 
@@ -53,14 +61,17 @@ class Sample(NamedTuple):
     """That were offloaded."""
 
 
-def emulated_overhead() -> Overhead:
+def emulated_overhead(swap: Swap) -> Overhead:
     """Return what compute spends beside layers on the emulated device.
 
     There the computing thread itself hands values, gradients and what is saved over to the streams.
     Takes a second at most.
+
+    Args:
+        swap: `atomtrain.swap`, which itself asks for this: so it is not imported here.
     """
     with torch.random.fork_rng([]):
-        return overhead_of(_sample("recompute"), _sample("offload"))
+        return overhead_of(_sample(swap, "recompute"), _sample(swap, "offload"))
 
 
 def overhead_of(recomputed: Sample, offloaded: Sample) -> Overhead:
@@ -71,10 +82,7 @@ def overhead_of(recomputed: Sample, offloaded: Sample) -> Overhead:
     return Overhead(visit_s, each_s)
 
 
-def _sample(activation: Activation) -> Sample:
-    from atomtrain.swapping.opening import swap  # it imports what imports this
-    from atomtrain.swapping.options import Options
-
+def _sample(swap: Swap, activation: Activation) -> Sample:
     model = nn.Sequential(*(_layer() for _ in range(_LAYERS)))
     example = torch.ones(_WIDTH, _WIDTH)
     traced = chain_of(model, example, torch.sum)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from atomtrain.analysis.chain import Chain
 from atomtrain.analysis.costs import ChainCosts
 from atomtrain.analysis.profile import LayerTime
-from atomtrain.planning.costing import Given, period_of, spans_of
+from atomtrain.planning.costing import Given, spans_of, step_s_of
 from atomtrain.planning.disk import DiskRequest, OnDisk, States, on_disk_up_to
 from atomtrain.planning.layout import Layout
 from atomtrain.planning.machine import Machine
@@ -66,7 +66,6 @@ class Planner:
             clips=self.options.waits,
             devices=self.devices,
             spends=self.options.spend_gradients and not self.one_memory,
-            delays=self.options.delay_updates,
         )
         return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
@@ -81,15 +80,14 @@ class Planner:
         )
         return tuple(span for span in spans if span.end_s > span.start_s)
 
-    def period_s(self, plan: Plan) -> float:
-        """Return what the plan expects from step to step."""
-        return period_of(
+    def step_s(self, plan: Plan) -> float:
+        """Return how long the plan expects a step to take."""
+        return step_s_of(
             plan,
             self.given,
             states=self.states,
             clips=self.options.waits,
             updates=self._shared_updates(),
-            devices=self.devices,
         )
 
     @property

@@ -23,6 +23,7 @@ class ProcessorDevice:
     def __init__(self, memory_bytes: int, inject: Inject | None = None) -> None:
         """Plans count against `memory_bytes`; `inject` runs before each job of each stream."""
         self.torch_device = torch.device("cpu")
+        self.inject = inject
         self.generator = torch.default_generator
         self.memory_bytes = memory_bytes
         self.reserved_bytes = 0

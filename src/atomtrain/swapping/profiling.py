@@ -26,6 +26,7 @@ from atomtrain.swapping.machines import (
     measure_machine,
 )
 from atomtrain.swapping.offload_times import with_offloading
+from atomtrain.swapping.overhead import MeasureOverhead
 from atomtrain.swapping.profile_cache import (
     ProfileCache,
     layer_key,
@@ -48,6 +49,7 @@ def take_profile(
     chain: Chain,
     costs: ChainCosts,
     inputs: Mapping[str, Any],
+    overhead: MeasureOverhead,
     *,
     measure: bool | Literal["again"] = True,
     folder: Path | None = None,
@@ -61,6 +63,7 @@ def take_profile(
         chain: With real parameters; they are not changed.
         costs: Of the chain.
         inputs: One micro-batch, by the chain's input names.
+        overhead: Measures what compute spends beside layers, for the emulated device.
         measure: `"again"` forgets what the cache has. If `False`, a GPU's figures come from the
             catalogue, and the emulated device's times from FLOPs and the rate of a matrix product.
         folder: Of the cache; `None` is the user's.
@@ -81,6 +84,7 @@ def take_profile(
     if again or not _complete(cache, keys) or _less_crowded(cache, keys.values()):
         with cache.turn():
             _forget(cache, keys.values(), again=again)
+            _measure_machine(cache, device, overhead)
             _measure(cache, device, chain, costs, inputs, keys)
             cache.save()
     machine = cache.machine(budget_bytes(device), host_memory_bytes())
@@ -89,13 +93,16 @@ def take_profile(
     return Profile(machine, times, cache.crowded_share(keys.values()))
 
 
-def profiled_machine(device: Device, folder: Path | None = None, *, again: bool = False) -> Profile:
+def profiled_machine(
+    device: Device, overhead: MeasureOverhead, folder: Path | None = None, *, again: bool = False
+) -> Profile:
     """Return a machine's rates, without times of layers.
 
     They are measured in a second or two the first time, then they come from the cache.
 
     Args:
         device: Idle, with a quarter of its budget free.
+        overhead: As of `take_profile`.
         folder: Of the cache; `None` is the user's.
         again: Forget what the cache has, times of layers too.
     """
@@ -103,7 +110,7 @@ def profiled_machine(device: Device, folder: Path | None = None, *, again: bool 
     if again or cache.machine(1, 1) is None or _less_crowded(cache, ()):
         with cache.turn():
             _forget(cache, (), again=again)
-            _measure_machine(cache, device)
+            _measure_machine(cache, device, overhead)
             cache.save()
     machine = cache.machine(budget_bytes(device), host_memory_bytes())
     assert machine is not None
@@ -137,8 +144,7 @@ def _measure(
     inputs: Mapping[str, Any],
     keys: Mapping[str, str],
 ) -> None:
-    """Measure what the cache lacks."""
-    _measure_machine(cache, device)
+    """Measure the times of layers that the cache lacks."""
     missing = [kind for kind, key in keys.items() if cache.time(key) is None]
     if missing:
         watch = Watch()
@@ -176,11 +182,12 @@ def measured_times(
     return with_offloading(times, chain, costs, inputs) if _emulated(device) else times
 
 
-def _measure_machine(cache: ProfileCache, device: Device) -> None:
+def _measure_machine(cache: ProfileCache, device: Device, overhead: MeasureOverhead) -> None:
     """Measure the machine's rates if the cache lacks them."""
     if cache.machine(1, 1) is None:
         watch = Watch()
-        cache.put_machine(measure_machine(device, cache.path.parent), watch.crowded_share())
+        machine = measure_machine(device, overhead, cache.path.parent)
+        cache.put_machine(machine, watch.crowded_share())
 
 
 def _emulated(device: Device) -> bool:

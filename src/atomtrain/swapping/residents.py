@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
-from atomtrain.planning.parts import Part
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.gradients import Collector, accept_wide
@@ -27,13 +26,6 @@ class Copy(NamedTuple):
 
     target: Tensor
     source: Tensor
-
-    def cut(self, part: Part, whole: tuple[int, int]) -> Copy:
-        """Return the copy of a part, of a copy of a whole range of bytes."""
-        start, stop = whole
-        assert self.source.numel() == stop - start
-        inside = slice(part.start_bytes - start, part.stop_bytes - start)
-        return Copy(self.target[inside], self.source[inside])
 
 
 class _Place(NamedTuple):

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
-from atomtrain.planning.parts import Part
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.arrivals import Arrivals
 from atomtrain.swapping.store import HostStore
@@ -82,25 +81,6 @@ class Share:
         """Take note that a segment's gradients are on the host once `event` is done."""
         for block in self._arrivals.note(layers, blocks, event, touched):
             self._sums.complete(block)
-
-    def divisible(self, block: int) -> Sequence[Part]:
-        """Return nothing: shares are added block by block."""
-        return ()
-
-    def arrived_in_parts(
-        self, layers: Layers, block: int, events: Mapping[Part, Event], touched: set[int]
-    ) -> None:
-        """Is never called."""
-        raise NotImplementedError
-
-    def updated_parts(self, block: int) -> Mapping[Part, Event]:
-        """Return nothing."""
-        return {}
-
-    def submitted(self, block: int) -> bool:
-        """Return whether the block's update is known to be submitted: never, since that depends on
-        other devices."""
-        return False
 
     def finish_step(self) -> None:
         """Do nothing: the step is over when all shares have come."""

@@ -13,9 +13,7 @@ the first gradient there, and awaited by a load of what was added before |
 that were in it |
 
 A resident block (`swapping/residents.py`) comes with the first segment that uses it, or in pieces
-with all segments up to that one, unless it is updated on the device. Segments with which the next
-step begins come to slots that this one needs no more (`swapping/ahead.py`); their blocks' gradients
-are complete then, so nothing of this step uses them any more.
+with all segments up to that one, unless it is updated on the device.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ from atomtrain.planning.rooms import ROOMS
 from atomtrain.planning.schedule import Phase, Visit
 from atomtrain.planning.shape import Layers
 from atomtrain.planning.timeline import label_of
-from atomtrain.swapping.ahead import Ahead, ahead_of
-from atomtrain.swapping.arrivals import Delivery
+from atomtrain.swapping.delivery import Delivery
 from atomtrain.swapping.device import Device
 from atomtrain.swapping.device_updates import DeviceUpdates
 from atomtrain.swapping.gradients import Collector
@@ -91,8 +88,6 @@ class Slots:
         self._visits: Sequence[Visit] = ()
         self._loads: dict[int, Event] = {}
         self._next = 0
-        self.ahead = Ahead(plan.slots)
-        """What comes for the next step."""
 
     @property
     def storages(self) -> frozenset[int]:
@@ -101,7 +96,7 @@ class Slots:
 
     def slot_of(self, visit: Visit) -> Tensor:
         """Return the slot in which a visit has its segment."""
-        return self._slots[self.ahead.slot(visit.slot)]
+        return self._slots[visit.slot]
 
     def delivered(self, layers: Layers) -> list[int]:
         """Return the blocks whose gradients leave after the backward visit of these layers."""
@@ -114,9 +109,9 @@ class Slots:
         ]
 
     def begin(self, visits: Sequence[Visit]) -> None:
-        """Start a pass over the segments; what the slots hold is stale, but for what came ahead."""
+        """Start a pass over the segments; what the slots hold is stale."""
         self._visits, self._next = visits, 0
-        self._loads = self.ahead.begin(visits)
+        self._loads = {}
         self._collector.touched.clear()
         self._advance(-1)
         self.there.begin()
@@ -127,9 +122,6 @@ class Slots:
         if index in self._loads:
             self._device.hold(self._loads.pop(index))
         leaves = self._leaves(visit)
-        if visit.gradient is not None and self._updates.whole.delays:
-            blocks = self.delivered(visit.layers)
-            self._updates.whole.loaded(visit.layers, blocks, self._device.mark())
         if visit.gradient is not None:
             self._prepare_gradients(visit, leaves)
         leaves = {**leaves, **self._residents.leaves}
@@ -159,67 +151,31 @@ class Slots:
                 leaf.grad = None
             self._residents.release(visit.layers)
         self._advance(index)
-        self._bring_ahead(index)
 
     def _advance(self, done: int) -> None:
         """Submit, in order, the loads whose slots are free once visit `done` is over."""
         free = self._device.mark()
         while self._next < len(self._visits):
             visit = self._visits[self._next]
-            if visit.load and self._next not in self._loads:
+            if visit.load:
                 if visit.free_after > done:
                     return
-                slot = self.ahead.slot(visit.slot)
-                self._loads[self._next] = self._submit_load(visit, slot, free)
+                self._loads[self._next] = self._submit_load(visit, free)
             self._next += 1
 
-    def _bring_ahead(self, done: int) -> None:
-        """Submit the loads for the next step that may begin once visit `done` is over."""
-        if self._device.one_memory or self._store.loads is not None:
-            return
-
-        def ready(visit: Visit) -> bool:
-            return all(map(self._updates.submitted, self._arriving(visit, 0)[1]))
-
-        for coming in self.ahead.may_come(done, ready):
-            event = self._submit_load(
-                self._visits[coming.visit], coming.slot, self._device.mark(), self.ahead
-            )
-            self.ahead.note(coming, event)
-
-    def _submit_load(
-        self, visit: Visit, slot: int, free: Event, ahead: Ahead | None = None
-    ) -> Event:
-        """Submit the load of a visit's segment to a slot of the device; `ahead` of the step that
-        wants it, if that is the next one."""
-        copies, blocks = self._arriving(visit, slot)
+    def _submit_load(self, visit: Visit, free: Event) -> Event:
+        """Submit the load of a visit's segment to its slot, which is free after an event."""
+        copies, blocks = self._arriving(visit)
         if not blocks:  # all of it is updated on the device
             return finished()
         ready = [self._updates.updated[block] for block in blocks]
         if self._store.loads is not None:
             return self._store.loads.submit(copies, ready, free, label_of(visit))
-        if ahead is None:
-            return self._device.load.submit(self._in(copies), [free, *ready], label_of(visit))
-        label, before = ahead_of(label_of(visit)), list[Event]()
-        for some, updated in self._in_parts(copies, blocks) or [(copies, ready)]:
-            job = ahead.while_wanted(self._in(some))
-            before = [self._device.load.submit(job, [free, *updated, *before], label)]
-        return before[0]
+        return self._device.load.submit(self._in(copies), [free, *ready], label_of(visit))
 
-    def _in_parts(
-        self, copies: Sequence[Copy], blocks: Sequence[int]
-    ) -> list[tuple[list[Copy], list[Event]]]:
-        """Return the copies of a block that was updated in parts, each with its update's event."""
-        if len(blocks) != 1 or len(copies) != 1:
-            return []
-        parts, whole = self._updates.updated_parts(blocks[0]), self._layout.block_range(blocks[0])
-        if copies[0].source.numel() != whole[1] - whole[0]:  # a piece that comes early
-            return []
-        return [([copies[0].cut(part, whole)], [event]) for part, event in parts.items()]
-
-    def _arriving(self, visit: Visit, slot_number: int) -> tuple[list[Copy], list[int]]:
-        """Return the copies that bring a visit's segment to a slot, and the blocks they are of."""
-        slot, source = self._slots[slot_number], self._store.parameters
+    def _arriving(self, visit: Visit) -> tuple[list[Copy], list[int]]:
+        """Return the copies that bring a visit's segment to its slot, and their blocks."""
+        slot, source = self._slots[visit.slot], self._store.parameters
         copies = [
             Copy(slot[offset:][: stop - start], source[start:stop])
             for start, stop, offset in self._views.moved_pieces(visit.layers)
@@ -236,7 +192,7 @@ class Slots:
 
         They are those with which its graph was built, if it waited for backward.
         """
-        return self._views.leaves(visit.layers, self.ahead.slot(visit.home))
+        return self._views.leaves(visit.layers, visit.home)
 
     def _prepare_gradients(self, visit: Visit, leaves: dict[int, Tensor]) -> None:
         assert visit.gradient is not None
@@ -302,20 +258,9 @@ class Slots:
         copies += [self._residents.unload_of(block) for block in leaving]
 
         delivered, room = self.delivered(visit.layers), self._store.places.rooms.get(visit.layers)
-        after = [self._device.mark(), *self._updates.whole.places_free(delivered)]
+        after = [self._device.mark()]
         if room is not None:
             after += self._spent[room]
-        if self.ahead.expects(visit.layers) and len(delivered) == 1 == len(copies):
-            (block,), whole = delivered, self._layout.gradient_range(delivered[0])
-            events = {
-                part: self._device.unload.submit(self._out([copies[0].cut(part, whole)]), after)
-                for part in self._updates.divisible(block)
-            }
-            if events:
-                *_, self._free[visit.gradient] = events.values()
-                self._updates.arrived_in_parts(visit.layers, block, events, self._collector.touched)
-                self._spend(room, delivered)
-                return
         event = self._device.unload.submit(self._out(copies), after) if delivered else finished()
         self._free[visit.gradient] = event
         self._updates.arrived(visit.layers, delivered, event, self._collector.touched)

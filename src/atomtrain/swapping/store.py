@@ -18,7 +18,6 @@ from atomtrain.swapping.disk_parameters import DiskArena, StagedLoads
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.gradients import accept_wide
 from atomtrain.swapping.heap import give_back
-from atomtrain.swapping.streams import Inject
 
 
 class HostStore:
@@ -34,7 +33,6 @@ class HostStore:
         layout: Layout,
         device: Device,
         placement: Placement | None = None,
-        inject: Inject | None = None,
         places: HostGradients | None = None,
     ) -> None:
         """Move the chain's parameters into the arena, one at a time.
@@ -48,7 +46,7 @@ class HostStore:
         if placement is not None and "parameters" in placement.use.on_disk:
             self.arena = DiskArena(placement.file, layout.total_bytes)
             piece_bytes = placement.use.load_piece_bytes
-            self.loads = StagedLoads(self.arena, device, piece_bytes, inject)
+            self.loads = StagedLoads(self.arena, device, piece_bytes)
             self.parameters = self.arena.values  # [total_bytes] uint8
         else:
             self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8

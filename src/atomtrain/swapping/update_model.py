@@ -10,7 +10,6 @@ from torch import Tensor
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.updating import ParameterUpdate, UpdateModel, two_moments, work_of
-from atomtrain.swapping.optimizer_facts import steps_parameter_by_parameter
 
 _TORCH_COPIES = 3
 """Temporaries of a parameter's size that the optimizers of `torch.optim` make at most, unless they
@@ -67,7 +66,6 @@ def update_model(
             return UpdateModel(
                 parameters=two_moments(chain).parameters,
                 device_scratch_bytes=None,
-                in_parts=steps_parameter_by_parameter(optimizer),
             )
         sizes = [size for size in found if size is not None]
         scratch, there = 0, _torch_scratch_bytes(optimizer, chain, bool(on_gpu))
@@ -79,7 +77,6 @@ def update_model(
         },
         scratch_bytes=scratch,
         device_scratch_bytes=there,
-        in_parts=steps_parameter_by_parameter(optimizer),
     )
 
 

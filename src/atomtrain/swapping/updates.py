@@ -2,8 +2,7 @@
 
 A *block* is a layer's own parameters, or one weight that several layers share. Updates overlap
 everything except the next load of the same block, which waits for the block's event. So they run
-into the next step, yet no gradient is ever stale (unless that is asked for:
-`swapping/delayed.py`).
+into the next step, yet no gradient is ever stale.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.chain import Chain
 from atomtrain.planning.layout import Layout
-from atomtrain.planning.parts import Part, parts_of
 from atomtrain.planning.shape import Layers
 from atomtrain.swapping.arrivals import Arrivals
 from atomtrain.swapping.deciding import Deciding, Decision
 from atomtrain.swapping.disk_placement import Placement
 from atomtrain.swapping.disk_state import DiskState
 from atomtrain.swapping.loss_scale import LossScale
-from atomtrain.swapping.optimizer_facts import ScalesGradients, steps_parameter_by_parameter
+from atomtrain.swapping.optimizer_facts import ScalesGradients
 from atomtrain.swapping.store import HostStore
 from atomtrain.swapping.streams import Event, Inject, Stream, finished
 from atomtrain.swapping.workers import worker_for
@@ -35,9 +33,6 @@ Combining = Callable[[Tensor, Sequence[Event]], Event]
 
 class Updates:
     """Owns the optimizer state and the thread that applies it."""
-
-    delays = False
-    """Whether a step computes with what the step before it began with."""
 
     def __init__(
         self,
@@ -99,16 +94,12 @@ class Updates:
         self.hyperparameters: Sequence[Mapping[str, Any]] = []
         """Of each group, as they were when the step began."""
         self._arrivals = Arrivals(self._blocks)
-        self._submitted: set[int] = set()
-        self._parts: dict[int, tuple[Part, ...]] = {}
-        self._divided: dict[int, tuple[Event, dict[Part, Event]]] = {}
         self._labels = [""] * len(self._blocks)
 
     def begin_step(self, deliveries: Mapping[Layers, Iterable[int]]) -> None:
         """Start a step in which these segments deliver gradients of these blocks."""
         self._arrivals.begin(deliveries)
         self.deciding.begin()
-        self._submitted = set()
         # Read now, on the caller's thread: a scheduler may change them while updates still run.
         self.hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
@@ -156,71 +147,20 @@ class Updates:
             self._labels[block] = label
             after = self._combined(block)
             if not self.waits:
-                self._begin_update(block, Decision(), after)
-                self._submitted.add(block)
+                self._submit(block, Decision(), after)
             else:
                 members, gradient_of = self._blocks[block], self._store.gradient
                 self.deciding.measure(self.stream, members, self.touched, gradient_of, after)
-
-    def loaded(self, layers: Layers, blocks: Iterable[int], event: Event) -> None:
-        """Take note that a step loads blocks no more once `event` is done, if updates are late."""
-
-    def places_free(self, blocks: Iterable[int]) -> Sequence[Event]:
-        """Return the events before which no gradients of these blocks may come.
-
-        None: they come after loads, which wait for the updates that used the ones before.
-        """
-        return ()
-
-    def submitted(self, block: int) -> bool:
-        """Return whether the block's update was submitted in this step, before its end."""
-        return block in self._submitted
-
-    def divisible(self, block: int) -> Sequence[Part]:
-        """Return the parts in which a block may be updated; none if only as a whole."""
-        if self.waits or self.combining or not steps_parameter_by_parameter(self.optimizer):
-            return ()
-        if self.disk is not None and self.disk.has(block):
-            return ()
-        if block not in self._parts:  # the same in each step
-            self._parts[block] = parts_of(self._store.layout, block, self._blocks[block])
-        return self._parts[block]
-
-    def arrived_in_parts(
-        self, layers: Layers, block: int, events: Mapping[Part, Event], touched: set[int]
-    ) -> None:
-        """Take note that a segment's gradients of a divisible block come part by part."""
-        label = "" if self.stream.record is None else self.stream.record.label
-        *_, last = events.values()
-        if not self._arrivals.note(layers, [block], last, touched):
-            return
-        self._labels[block] = label
-        earlier = self.arrivals_of(block)[:-1]
-        done: dict[Part, Event] = {}
-        for part, event in events.items():
-            job = self._update_job(block, Decision(), part.members)
-            # Each waits for the one before, so that the last one fails if any does.
-            after = [*earlier, event, *list(done.values())[-1:]]
-            done[part] = self.stream.submit(job, after)
-        self.updated[block] = done[part]
-        self._divided[block] = done[part], done
-        self._submitted.add(block)
-
-    def updated_parts(self, block: int) -> Mapping[Part, Event]:
-        """Return of each part of a block the event of its last update; nothing if that was done as
-        a whole."""
-        last, parts = self._divided.get(block, (None, {}))
-        return parts if last is self.updated[block] else {}
 
     def finish_step(self) -> None:
         """Submit what had to wait for all gradients; never blocks."""
         if not self.waits:
             return
         decision = self.deciding.decide(self.stream)
-        for block in self._order_at_end:
+        for block in self._order:  # as the next forward wants them
             if block not in self.on_device:
                 after, label = [self.deciding.decided], self._labels[block]
-                self._begin_update(block, decision, after, label)
+                self._submit(block, decision, after, label)
 
     def scale_of_loss(self) -> float:
         """Return by what this step's loss is multiplied; waits until the step before has decided.
@@ -253,14 +193,7 @@ class Updates:
         if self.disk is not None:
             self.disk.wait()
 
-    def settle(self) -> None:
-        """Bring the host's parameters up to date; blocks until all updates are applied.
-
-        Nothing of them may be on its way to the device.
-        """
-        self.wait()
-
-    def settle_range(self, start_bytes: int, stop_bytes: int) -> list[int]:
+    def wait_for_range(self, start_bytes: int, stop_bytes: int) -> list[int]:
         """The same for the blocks that overlap a range of the arena; return them."""
         blocks = []
         for block, members in enumerate(self._blocks):
@@ -309,17 +242,6 @@ class Updates:
         """
         return worker_for(self.optimizer, self._blocks[block], copies)
 
-    @property
-    def _order_at_end(self) -> Sequence[int]:
-        """The blocks in the order in which those that waited for all gradients are updated."""
-        return self._order
-
-    def _begin_update(
-        self, block: int, decision: Decision, after: Sequence[Event], label: str | None = None
-    ) -> None:
-        """Queue the update of a block."""
-        self.updated[block] = self._submit(block, decision, after, label)
-
     def _expected(self, deliveries: Mapping[Layers, Iterable[int]]) -> Iterable[int]:
         """Return the blocks in the order in which they will be updated."""
         if self.waits:
@@ -340,24 +262,22 @@ class Updates:
         decision: Decision,
         after: Sequence[Event],
         label: str | None = None,
-    ) -> Event:
-        """Queue the update of a block; return its event."""
+    ) -> None:
+        """Queue the update of a block."""
         job = self._update_job(block, decision)
         if self.disk is None or not self.disk.has(block):
-            return self.stream.submit(job, after, label)
+            self.updated[block] = self.stream.submit(job, after, label)
+            return
         members, touched = self._blocks[block], self.touched
 
         def changes() -> bool:
             return any(id(parameter) in touched for parameter in members)
 
-        return self.disk.submit(self.stream, block, job, after, label, changes)
+        self.updated[block] = self.disk.submit(self.stream, block, job, after, label, changes)
 
-    def _update_job(
-        self, block: int, decision: Decision, members: Sequence[nn.Parameter] | None = None
-    ) -> Callable[[], None]:
-        """Return the update of a block, or of some of its parameters; the others have no gradient
-        meanwhile."""
-        worker, members = self._workers[block], members or self._blocks[block]
+    def _update_job(self, block: int, decision: Decision) -> Callable[[], None]:
+        """Return the update of a block."""
+        worker, members = self._workers[block], self._blocks[block]
         hyperparameters, touched = self.hyperparameters, self.touched
 
         def update() -> None:

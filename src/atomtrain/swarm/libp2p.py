@@ -113,11 +113,6 @@ class Libp2pTransport:
         """Whether this peer listens on this machine only."""
         return host_of(self.address).startswith("127.")
 
-    @property
-    def daemon_pid(self) -> int:
-        """Process id of the daemon."""
-        return self._daemon.pid
-
     async def serve(self, handler: Handler) -> None:
         """Run `handler` for each incoming stream."""
 

@@ -1,26 +1,23 @@
-"""A transport and a directory inside one process: for tests, simulations, and a peer's own streams.
+"""Streams inside one process: those of a peer with itself.
 
-Bytes take `delay_s()` to arrive, in order. A peer that is cut off breaks all its streams at once,
-as the kernel does for a killed process.
+Bytes take `delay_s()` to arrive, in order.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from atomtrain.swarm.identity import Identity
-from atomtrain.swarm.transport import OPEN_S, Channel, Handler, LinkLost, StreamChannel
+from atomtrain.swarm.transport import Channel, StreamChannel
 
 
-class _Pipe:
+class Pipe:
     """One direction of a stream; `close` ends it for both."""
 
     def __init__(self, delay_s: Callable[[], float]) -> None:
         self.reader = asyncio.StreamReader(limit=1 << 30)
-        self.other: _Pipe | None = None
+        self.other: Pipe | None = None
         self._delay_s = delay_s
         self._last_s = 0.0
         self._under_way: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
@@ -49,235 +46,28 @@ class _Pipe:
         loop.call_at(self._last_s, self._arrive)
 
     def _arrive(self) -> None:
-        if self._under_way:  # empty after a reset
-            call, args = self._under_way.popleft()
-            call(*args)
-
-    def reset(self) -> None:
-        """End both directions at once; what is under way is lost."""
-        for pipe in (self, self.other):
-            if pipe is not None:
-                pipe._closed = True
-                pipe._under_way.clear()
-                pipe.reader.feed_eof()
+        call, args = self._under_way.popleft()
+        call(*args)
 
 
-def _loop_s() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _no_delay() -> float:
+def no_delay() -> float:
+    """Return 0: bytes arrive at once."""
     return 0.0
 
 
-def _pipe_pair(delay_s: Callable[[], float]) -> tuple[_Pipe, _Pipe]:
-    one, other = _Pipe(delay_s), _Pipe(delay_s)
+def pipe_pair(delay_s: Callable[[], float]) -> tuple[Pipe, Pipe]:
+    """Return the two directions of a stream."""
+    one, other = Pipe(delay_s), Pipe(delay_s)
     one.other, other.other = other, one
     return one, other
 
 
 def channel_pair(
-    first: str, second: str, stall_s: float, delay_s: Callable[[], float] = _no_delay
+    first: str, second: str, stall_s: float, delay_s: Callable[[], float] = no_delay
 ) -> tuple[Channel, Channel]:
     """Return the two ends of a stream: the one `first` holds, and the one `second` holds."""
-    to_first, to_second = _pipe_pair(delay_s)
+    to_first, to_second = pipe_pair(delay_s)
     return (
         StreamChannel(second, to_first.reader, to_second, stall_s),
         StreamChannel(first, to_second.reader, to_first, stall_s),
     )
-
-
-class MemoryNetwork:
-    """All the peers that can reach each other, and the records they share."""
-
-    def __init__(self, delay_s: Callable[[], float] = _no_delay, stall_s: float = 5.0) -> None:
-        """Make an empty network whose chunks take `delay_s()` each."""
-        self.delay_s = delay_s
-        self.stall_s = stall_s
-        self.transports: dict[str, MemoryTransport] = {}
-        self._tables: dict[str, dict[str, tuple[bytes, float]]] = {}
-        """By peer: the table of records that it shares with others."""
-        self.hidden: set[str] | None = None
-        """Peers that nobody can dial, as behind a NAT; None: all are in one place."""
-        self.identities: dict[str, Identity] = {}
-        """By peer: its key, where its id names one."""
-        self._links: set[frozenset[str]] = set()
-        """Pairs of peers that one of them has dialled: streams go both ways."""
-        self._side: dict[str, int] = {}
-        """By peer: on which side of a split it is; peers without an entry reach everybody."""
-
-    def cut(self, peer_id: str, *, lossy: bool = False) -> None:
-        """Kill a peer: its streams break, it can neither dial nor be dialled.
-
-        What it had sent still arrives, unless the cut is `lossy`.
-        """
-        self._links = {link for link in self._links if peer_id not in link}
-        transport = self.transports.pop(peer_id, None)
-        if transport is not None:
-            transport.break_all(lossy)
-
-    def split(self, *sides: set[str]) -> None:
-        """Cut the network: peers reach those of their own side only, and share records with them.
-
-        Streams from one side to another break. `heal` makes the network whole; the records stay
-        apart until somebody introduces two peers to each other.
-        """
-        self._side = {peer: number for number, side in enumerate(sides) for peer in side}
-        for side in sides:
-            for shared in {id(self.table(peer)): self.table(peer) for peer in side}.values():
-                copy = dict(shared)
-                for peer in side:
-                    if self.table(peer) is shared:
-                        self._tables[peer] = copy
-        for transport in self.transports.values():
-            transport.break_all(True, lambda a, b: not self.connected(a, b))
-
-    def heal(self) -> None:
-        """Make the network whole again."""
-        self._side = {}
-
-    def dial(self, caller: str, called: str) -> bool:
-        """Say whether one peer gets a stream to another."""
-        link = frozenset((caller, called))
-        there = caller in self.transports and self.connected(caller, called)
-        hidden = self.hidden is not None and called in self.hidden and caller != called
-        if not there or (hidden and link not in self._links):
-            return False
-        self._links.add(link)
-        return True
-
-    def connected(self, one: str, other: str) -> bool:
-        """Say whether two peers are on one side."""
-        sides = self._side.get(one), self._side.get(other)
-        return None in sides or sides[0] == sides[1]
-
-    def table(self, peer_id: str) -> dict[str, tuple[bytes, float]]:
-        """Return the records that a peer shares; a new peer shares those of any that is there."""
-        if peer_id not in self._tables:
-            there = (self._tables[peer] for peer in self.transports if peer in self._tables)
-            self._tables[peer_id] = next(there, {})
-        return self._tables[peer_id]
-
-    def join_tables(self, one: str, other: str) -> None:
-        """Have two peers, and all that share records with either, share them all."""
-        kept, gone = self.table(one), self.table(other)
-        if kept is gone:
-            return
-        for peer_id, entry in gone.items():
-            if peer_id not in kept or entry[1] > kept[peer_id][1]:
-                kept[peer_id] = entry
-        for peer_id, table in self._tables.items():
-            if table is gone:
-                self._tables[peer_id] = kept
-
-
-class MemoryTransport:
-    """One peer's view of a `MemoryNetwork`."""
-
-    def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
-        """Attach a peer."""
-        self.peer_id = peer_id
-        self.address = f"memory/{peer_id}"
-        self.identity = network.identities.get(peer_id) or Identity.create()
-        self._network = network
-        self._handler: Handler | None = None
-        self._context = contextvars.copy_context()
-        self._channels: list[tuple[Channel, _Pipe]] = []
-        self._tasks: set[asyncio.Future[None]] = set()
-        network.transports[peer_id] = self
-
-    @property
-    def is_local(self) -> bool:
-        """Whether nobody is anywhere else."""
-        return self._network.hidden is None
-
-    async def serve(self, handler: Handler) -> None:
-        """Run `handler` for each incoming stream, in the context of whoever calls this."""
-        self._handler = handler
-        self._context = contextvars.copy_context()
-
-    async def open(self, peer_id: str, *, bulk: bool = False, within_s: float = OPEN_S) -> Channel:
-        """Return a new stream; raises `LinkLost` if either side is cut off."""
-        network = self._network
-        await asyncio.sleep(network.delay_s())
-        remote = network.transports.get(peer_id)
-        if remote is None or remote._handler is None or not network.dial(self.peer_id, peer_id):
-            raise LinkLost(f"peer {peer_id[-8:]} cannot be reached")
-        to_me, to_them = _pipe_pair(network.delay_s)
-        mine = StreamChannel(peer_id, to_me.reader, to_them, network.stall_s)
-        theirs = StreamChannel(self.peer_id, to_them.reader, to_me, network.stall_s)
-        self._channels.append((mine, to_me))
-        remote._channels.append((theirs, to_them))
-        remote._spawn(theirs)
-        return mine
-
-    def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
-        """Nothing to remember: everybody is in the same network."""
-
-    async def answers(self, address: str, within_s: float) -> bool:
-        """Say whether a peer answers who dials this address, in time."""
-        delay_s = self._network.delay_s()
-        await asyncio.sleep(min(delay_s, within_s))
-        if delay_s > within_s:
-            return False
-        peer_id = address.rpartition("/")[2]
-        network = self._network
-        there = peer_id in network.transports and peer_id not in (network.hidden or ())
-        return there and network.connected(self.peer_id, peer_id)
-
-    async def close(self) -> None:
-        """Leave the network."""
-        self._network.cut(self.peer_id)
-
-    def break_all(self, lossy: bool, which: Callable[[str, str], bool] = lambda *_: True) -> None:
-        """Break every stream between this peer and another for which `which` says so."""
-        for channel, pipe in self._channels:
-            if which(self.peer_id, channel.remote):
-                if lossy:
-                    pipe.reset()
-                channel.close()
-        self._channels = [
-            entry for entry in self._channels if not which(self.peer_id, entry[0].remote)
-        ]
-
-    async def _handle(self, channel: Channel) -> None:
-        assert self._handler is not None
-        await self._handler(channel)
-
-    def _spawn(self, channel: Channel) -> None:
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self._handle(channel), context=self._context.copy())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-class MemoryDirectory:
-    """Membership records of a `MemoryNetwork`."""
-
-    def __init__(
-        self, network: MemoryNetwork, peer_id: str, clock: Callable[[], float] | None = None
-    ) -> None:
-        """Attach a peer; `clock` tells the time that is the same for all, else the loop does."""
-        self._network = network
-        self._peer_id = peer_id
-        self._clock = clock or _loop_s
-
-    async def publish(self, record: bytes, expiry_s: float) -> None:
-        """Store this peer's record, unless it is cut off."""
-        if self._peer_id in self._network.transports:
-            expires_s = self._clock() + expiry_s
-            self._network.table(self._peer_id)[self._peer_id] = (record, expires_s)
-
-    async def records(self) -> dict[str, bytes]:
-        """Return the records that have not expired."""
-        now_s = self._clock()
-        table = self._network.table(self._peer_id)
-        return {k: data for k, (data, end_s) in table.items() if end_s > now_s}
-
-    async def introduce(self, peer_id: str) -> bool:
-        """Share all records with another peer, if it can be reached."""
-        network = self._network
-        if peer_id not in network.transports or not network.connected(self._peer_id, peer_id):
-            return False
-        network.join_tables(self._peer_id, peer_id)
-        return True

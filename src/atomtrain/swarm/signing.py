@@ -31,18 +31,8 @@ def sign_record(identity: Identity, run: str, record: bytes, expires_s: float) -
     return _MAGIC + identity.sign(_signed(run, identity.peer_id, tail)) + tail
 
 
-def open_record(peer_id: str, run: str, data: bytes, now_s: float) -> tuple[bytes, float]:
-    """Return the record that `peer_id` signed for this run, and until when it counts.
-
-    Raises:
-        BadMessage: somebody else made it, it is of another run, has expired, or never would.
-    """
-    check_signature(peer_id, run, data)
-    return _valid_now(data, now_s)
-
-
 class RecordReader:
-    """Opens records of a run as `open_record` does, but checks each one's signature once only.
+    """Opens records of a run; checks each one's signature once only.
 
     Every replica of the hash table shows a node all records at each beat, nearly all of them as
     they were a moment ago. Checking a signature costs a hundred times what comparing the bytes
@@ -56,7 +46,11 @@ class RecordReader:
         self._good_bytes = 0
 
     def open(self, peer_id: str, data: bytes, now_s: float) -> tuple[bytes, float]:
-        """Return what `open_record` would; raises as it does."""
+        """Return the record that `peer_id` signed for this run, and until when it counts.
+
+        Raises:
+            BadMessage: somebody else made it, it is of another run, has expired, or never would.
+        """
         if not isinstance(data, bytes) or self._good.get(data) != peer_id:
             check_signature(peer_id, self._run, data)
             self._remember(peer_id, data)

@@ -79,8 +79,7 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
             f"training {recipe.model} ({format_count(parameter_count(outline))} parameters) takes "
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
             f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters, "
-            f"--disk FOLDER{' without --delay-updates' if options.delay_updates else ''}"
-            f"{next(would_fit, '')}"
+            f"--disk FOLDER{next(would_fit, '')}"
         )
 
 

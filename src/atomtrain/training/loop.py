@@ -16,7 +16,7 @@ import torch
 from atomtrain.data.sampler import joined
 from atomtrain.errors import DiskError, StreamError
 from atomtrain.events import EventLog
-from atomtrain.swapping.engine import StepReport
+from atomtrain.swapping.engine_base import StepReport
 from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.training.gradients import GradientFragments
 from atomtrain.training.picture import loss_picture

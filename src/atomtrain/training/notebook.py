@@ -32,7 +32,7 @@ class PlanView:
     def _repr_png_(self) -> bytes:
         """Return the predicted step as a picture."""
         plan = self._engine.plan
-        facts = f"predicted: {format_seconds(plan.period_s)} a step, bound by {plan.bound}"
+        facts = f"predicted: {format_seconds(plan.step_s)} a step, bound by {plan.bound}"
         caption = Caption(f"Plan for {self._engine.device_name}", facts)
         figure = step_figure(self._engine.predicted_spans(), caption)
         target = io.BytesIO()

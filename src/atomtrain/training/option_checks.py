@@ -122,20 +122,6 @@ def check_spending(clip_norm: float, precision: str, *, averaged: bool = False) 
         raise ConfigError(f"--spend-gradients cannot be: gradients wait {waits}, or leave it out")
 
 
-def check_delaying(**together: bool) -> None:
-    """Refuse updates one step late together with other flags, given by name if they are set.
-
-    Raises:
-        ConfigError: names the flag.
-    """
-    for name, given in together.items():
-        if given:
-            flag = name.replace("_", "-")
-            raise ConfigError(
-                f"--delay-updates cannot be together with --{flag}; leave out one of the two"
-            )
-
-
 def check_text(flag: str, text: str) -> None:
     """Refuse bytes that are no text; Python's strings may carry them."""
     try:
@@ -152,8 +138,6 @@ def check_port(port: int) -> None:
 
 def _check_parts(given: TrainOptions) -> None:
     """Refuse mistakes in what has parts of its own."""
-    if given.delay_updates:
-        check_delaying(disk=given.disk is not None, spend_gradients=given.spend_gradients)
     if given.lora is not None:
         from atomtrain.models.lora_config import parse_lora
 

@@ -152,13 +152,6 @@ class TrainOptions:
         "parameter less. With --clip-norm 0.",
         "",
     )
-    delay_updates: bool = option(
-        False,
-        "Apply each step's gradients during the next step, so that no step waits for updates: "
-        "faster where the host updates slowly, but another training, with gradients one step late. "
-        "Give it again with --resume.",
-        "",
-    )
     schedule: str | None = option(
         None,
         "Learning rate after the warm-up: cosine, linear, constant or wsd (constant, then a "

@@ -21,7 +21,7 @@ def tell_plan(engine: Engine, events: EventLog) -> None:
         "plan",
         text=plan.describe(),
         segments=plan.segments,
-        predicted_step_s=plan.period_s,
+        predicted_step_s=plan.step_s,
         predicted_device_peak_bytes=plan.device_peak_bytes,
         host_bytes=plan.host_bytes,
         bound=plan.bound,
@@ -45,7 +45,7 @@ def tell_timeline(engine: Engine, step: int, events: EventLog) -> None:
         step=step,
         start_time_s=start_s,
         step_s=step_s,
-        predicted_step_s=engine.plan.period_s,
+        predicted_step_s=engine.plan.step_s,
         measured=[_plain_span(span) for span in measured],
         predicted=[_plain_span(span) for span in predicted],
     )

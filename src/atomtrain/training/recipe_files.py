@@ -22,6 +22,8 @@ SUFFIXES = (".yaml", ".yml")
 _TRUTHS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 _MOST_BYTES = 1 << 20
+_GONE = "delay_updates"
+"""An option of earlier versions, which recipes may still name."""
 _TEXT_MISTAKES = 5
 """A file with so many keys, and no option among them, is something else."""
 
@@ -75,6 +77,9 @@ def read_recipe(path: Path) -> RecipeFile:
     for key, node in _entries(path):
         line, name = key.start_mark.line + 1, str(key.value).replace("-", "_")
         try:
+            if name == _GONE:
+                _check_gone(str(key.value), node)
+                continue
             if name not in hints:
                 names = [known.replace("_", "-") for known in hints]
                 raise ConfigError(f"there is no key {key.value!r}.{nearest(str(key.value), names)}")
@@ -187,6 +192,14 @@ def _value(key: str, node: Any, hint: Any) -> Any:
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
     return _scalar(key, node, hint)
+
+
+def _check_gone(key: str, node: Any) -> None:
+    """Pass over `delay-updates` where it asks for what is always done now."""
+    if not _is_null(node) and _scalar(key, node, bool):
+        raise ConfigError(
+            f"{key}: updates are never one step late any more; leave it out to train exactly"
+        )
 
 
 def _is_null(node: Any) -> bool:

@@ -164,11 +164,6 @@ def _assemble(
     gradients = averages_gradients(options, source)
     if options.spend_gradients:
         check_spending(recipe.clip_norm, recipe.precision, averaged=gradients)
-    if options.delay_updates and gradients:
-        raise ConfigError(
-            "--delay-updates cannot be: peers that average gradients apply them together; choose "
-            "--average local, or leave it out"
-        )
     check_host_memory(outline, recipe, options)
     devices = open_devices(options.device, memory)
     try:
@@ -241,7 +236,6 @@ def _open_engine(
             micro_batches=recipe.sequences // fit.micro_batch,
             clip_norm=recipe.clip_norm or None,
             spend_gradients=options.spend_gradients,
-            delay_updates=options.delay_updates,
             head_pieces=fit.head_pieces,
             precision=precision_of(recipe.precision),
             gradient_dtype=gradient_dtype_of(recipe.gradient_dtype),

@@ -77,7 +77,7 @@ def trace_last_step(session: Session) -> None:
     about = {
         "model": session.recipe.model,
         "device": engine.device_name,
-        "predicted_step_s": engine.plan.period_s,
+        "predicted_step_s": engine.plan.step_s,
         "measured_step_s": engine.last.step_s,
     }
     write_trace(path, accounts, about)
