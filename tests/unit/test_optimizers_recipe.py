@@ -12,9 +12,9 @@ from engine_models import gpt, tokens
 from atomtrain.errors import CheckpointError, ConfigError, PlanError
 from atomtrain.optimizers import SGD, AdamW, Muon
 from atomtrain.training import budgets
-from atomtrain.training.optimizing import host_bytes_per_parameter, make_optimizer
+from atomtrain.training.optimizing import host_bytes_per_parameter
 from atomtrain.training.options import TrainOptions
-from atomtrain.training.recipe import Recipe, amended, new_recipe
+from atomtrain.training.recipe import Recipe, amended, make_optimizer, new_recipe
 
 
 def recipe(**options: object) -> Recipe:
