@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml
+CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 
 .PHONY: train test test-gpu bench-gpu interleavings lint types docs clean
@@ -27,8 +29,8 @@ bench-gpu: $(VENV)/.installed-bench
 	--out benchmarks/results/offloaders-cuda-$${cap}gib.json > /dev/null || exit; done
 	$(BIN)/atom bench large --json --out benchmarks/results/large.json > /dev/null
 
-$(VENV)/.installed-bench: $(VENV)/.installed pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+$(VENV)/.installed-bench: $(VENV)/.installed benchmarks/pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e . -e research -e 'benchmarks[offloaders]'
 	touch $@
 
 # SCHEDULES of the swarm's protocol on a virtual clock, divided among PROCESSES. One that fails is
@@ -40,18 +42,18 @@ interleavings: $(VENV)/.installed-dev
 	@seq $(SEED) $$(($(SEED) + $(PROCESSES) - 1)) | ATOM_SWARM_EXAMPLES=$$(($(SCHEDULES) / $(PROCESSES))) \
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 xargs -P $(PROCESSES) -I SEED_OF_ONE nice $(BIN)/python -m pytest -q --timeout 0 \
 	-p no:cacheprovider --hypothesis-profile other --hypothesis-seed SEED_OF_ONE \
-	tests/unit/test_swarm_interleavings.py
+	tests/unit/swarm/rounds/test_interleavings.py
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 # The documentation site, in site/.
 docs: $(VENV)/.installed-docs
-	$(BIN)/python -m atomtrain.cli.commands_page
+	$(BIN)/python -m atombench.pages.commands_page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/.installed-docs: $(VENV)/.installed pyproject.toml
@@ -61,12 +63,12 @@ $(VENV)/.installed-docs: $(VENV)/.installed pyproject.toml
 $(VENV)/bin/pip:
 	./scripts/make-venv $(PYTHON) $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
+$(VENV)/.installed: $(VENV)/bin/pip $(PROJECTS) constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]' -e research -e benchmarks
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(VENV)/.installed-dev: $(VENV)/bin/pip $(PROJECTS) constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e research -e benchmarks
 	touch $@ $(VENV)/.installed
 
 clean:

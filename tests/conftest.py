@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import ROOT
 
 if importlib.util.find_spec("hypothesis") is not None:  # tests of GPUs do without
     from hypothesis import HealthCheck, settings
@@ -22,7 +23,8 @@ if importlib.util.find_spec("hypothesis") is not None:  # tests of GPUs do witho
     # With `--hypothesis-profile other --hypothesis-seed N`: other examples for each N.
     settings.register_profile("other", settings.get_profile("atom"), derandomize=False)
     settings.load_profile("atom")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "unit")]
+# Processes that tests start find `tests.support` as tests do.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -56,16 +58,15 @@ def _one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def assumed_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assume the rates of layers and host, so that plans are quickly made and always the same."""
-    from engine_models import assumed_times
-
-    from atomtrain.swapping.machines import assumed_machine
-    from atomtrain.swapping.profiling import Profile
+    from atomtrain.engine.calibration.machines import assumed_machine
+    from atomtrain.engine.calibration.profiling import Profile
+    from tests.support.engine_models import assumed_times
 
     def assumed_profile(device: Any, chain: Any, costs: Any, *_: Any, **__: Any) -> Profile:
         return Profile(assumed_machine(device), assumed_times(chain, costs))
 
-    monkeypatch.setattr("atomtrain.swapping.opening.take_profile", assumed_profile)
+    monkeypatch.setattr("atomtrain.engine.api.take_profile", assumed_profile)
+    monkeypatch.setattr("atomtrain.engine.api.measured_updates", lambda model, *_, **__: model)
     monkeypatch.setattr(
-        "atomtrain.swapping.opening.measured_updates", lambda model, *_, **__: model
+        "atomtrain.engine.calibration.machines.update_parameters_per_s", lambda *_: 1e9
     )
-    monkeypatch.setattr("atomtrain.swapping.machines.update_parameters_per_s", lambda *_: 1e9)

@@ -12,12 +12,12 @@ from atomtrain.lazy import getter
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from atomtrain.swapping.engine import Engine as Engine
-    from atomtrain.swapping.opening import swap as swap
-    from atomtrain.swapping.options import Options as Options
-    from atomtrain.training.callbacks import Callback as Callback
-    from atomtrain.training.trainer import Trainer as Trainer
-    from atomtrain.training.trainer_arguments import TrainerArguments as TrainerArguments
+    from atomtrain.engine.api import swap as swap
+    from atomtrain.engine.engine import Engine as Engine
+    from atomtrain.engine.options import Options as Options
+    from atomtrain.training.trainer.callbacks import Callback as Callback
+    from atomtrain.training.trainer.trainer import Trainer as Trainer
+    from atomtrain.training.trainer.trainer_arguments import TrainerArguments as TrainerArguments
 
 __all__ = [
     "Callback",
@@ -32,11 +32,11 @@ __all__ = [
 __getattr__ = getter(
     __name__,
     {
-        "swap": "atomtrain.swapping.opening",
-        "Engine": "atomtrain.swapping.engine",
-        "Options": "atomtrain.swapping.options",
-        "Callback": "atomtrain.training.callbacks",
-        "Trainer": "atomtrain.training.trainer",
-        "TrainerArguments": "atomtrain.training.trainer_arguments",
+        "swap": "atomtrain.engine.api",
+        "Engine": "atomtrain.engine.engine",
+        "Options": "atomtrain.engine.options",
+        "Callback": "atomtrain.training.trainer.callbacks",
+        "Trainer": "atomtrain.training.trainer.trainer",
+        "TrainerArguments": "atomtrain.training.trainer.trainer_arguments",
     },
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from swarm_processes import PeerProcess
+
+from tests.support.swarm_processes import PeerProcess
 
 
 @pytest.fixture

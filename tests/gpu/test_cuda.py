@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import atomtrain
+from atomtrain.engine.devices.cuda import CudaDevice, _CudaEvent, _CudaStream
+from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.streams import Event
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import masters
-from atomtrain.planning.disk import PAGE_BYTES
-from atomtrain.planning.shape import Activation
-from atomtrain.swapping.cuda import CudaDevice, _CudaEvent, _CudaStream
-from atomtrain.swapping.host_pool import HostPool
-from atomtrain.swapping.streams import Event
-from support.injecting import device_with
+from atomtrain.planning.plan.disk import PAGE_BYTES
+from atomtrain.planning.plan.shape import Activation
+from tests.support.injecting import device_with
 
 pytestmark = [
     pytest.mark.gpu,

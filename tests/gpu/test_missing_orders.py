@@ -14,16 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from software_gpu import installed
-from test_cuda import train, untied_gpt
-from test_on_software_gpu import small  # noqa: F401
 from torch import Tensor
 
 import atomtrain
-from atomtrain.planning.shape import Activation
-from atomtrain.swapping import carried, cuda, offload, planner
-from atomtrain.swapping.cuda import CudaDevice, _CudaEvent, _CudaStream
-from atomtrain.swapping.streams import Event, Job
+from atomtrain.engine import planner
+from atomtrain.engine.devices import cuda
+from atomtrain.engine.devices.cuda import CudaDevice, _CudaEvent, _CudaStream
+from atomtrain.engine.devices.streams import Event, Job
+from atomtrain.engine.execution import boundary_activations as carried
+from atomtrain.engine.execution import offload
+from atomtrain.planning.plan.shape import Activation
+from tests.gpu.test_cuda import train, untied_gpt
+from tests.gpu.test_on_software_gpu import small  # noqa: F401
+from tests.support.software_gpu import installed
 
 pytestmark = [
     pytest.mark.skipif(

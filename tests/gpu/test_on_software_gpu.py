@@ -11,35 +11,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import test_cuda
 import torch
-from software_gpu import SoftwareGpus, installed
-from test_cuda import (  # noqa: F401  collected here again
-    _same_bits,
-    adamw,
-    assert_equal,
-    batches,
-    late_copies,
-    late_jobs,
-    test_a_closed_engine_leaves_the_gpu_as_it_was,
-    test_every_partition_gives_the_same_bits,
-    test_pinned_host_memory_has_the_exact_size_up_to_pages,
-    test_random_delays_change_nothing,
-    test_small_pinned_buffers_and_long_copies,
-    test_what_forward_saves_waits_and_changes_nothing,
-    train,
-    untied_gpt,
-)
 from torch import Tensor
 
 import atomtrain
-from atomtrain.analysis.costs import layer_costs
+from atomtrain.analysis.costs.costs import layer_costs
+from atomtrain.engine.devices.streams import Inject
+from atomtrain.engine.updates.optimizer_facts import OptimizerFactory
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import SGD, AdamW, Muon
-from atomtrain.swapping.optimizer_facts import OptimizerFactory
-from atomtrain.swapping.streams import Inject
-from support.injecting import device_with
+from tests.gpu import test_cuda
+from tests.gpu.test_cuda import (
+    adamw,
+    assert_equal,
+    batches,
+    untied_gpt,
+)
+from tests.support.injecting import device_with
+from tests.support.software_gpu import SoftwareGpus, installed
 
 pytestmark = [
     pytest.mark.skipif(
@@ -59,7 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_cuda, "STEPS", 2)
     # torch's fake tensors are on a GPU only where it has CUDA.
     monkeypatch.setattr(
-        "atomtrain.swapping.opening.layer_costs",
+        "atomtrain.engine.api.layer_costs",
         lambda chain, inputs, _: layer_costs(chain, inputs, "cpu"),
     )
 

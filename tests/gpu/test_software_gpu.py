@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from software_gpu import NotEmulatedError, SoftwareGpus, installed
-from software_gpu.runtime import functions
-from software_gpu.streams import DeviceContext, Event, Stream, StreamContext
 from torch import Tensor
 
-from atomtrain.swapping.aligned import aligned_empty
+from atomtrain.engine.devices.aligned import aligned_empty
+from tests.support.software_gpu import NotEmulatedError, SoftwareGpus, installed
+from tests.support.software_gpu.runtime import functions
+from tests.support.software_gpu.streams import DeviceContext, Event, Stream, StreamContext
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built(), reason="a real torch.cuda is not to be replaced"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atomtrain.swapping.device import Device
-from atomtrain.swapping.devices import open_devices
-from atomtrain.swapping.streams import Inject
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.devices import open_devices
+from atomtrain.engine.devices.streams import Inject
 
 
 def device_with(

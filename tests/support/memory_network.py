@@ -9,9 +9,9 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Iterable
 
-from atomtrain.swarm.identity import Identity
-from atomtrain.swarm.memory import Pipe, no_delay, pipe_pair
-from atomtrain.swarm.transport import OPEN_S, Channel, Handler, LinkLost, StreamChannel
+from atomtrain.swarm.transport.identity import Identity
+from atomtrain.swarm.transport.memory import Pipe, no_delay, pipe_pair
+from atomtrain.swarm.transport.transport import OPEN_S, Channel, Handler, LinkLost, StreamChannel
 
 
 class MemoryNetwork:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.training.options import option
+from atomtrain.training.config.options import option
 
 SHELLS = ("bash", "zsh", "fish")
 _ABOUT_CHARACTERS = 72
@@ -83,17 +83,18 @@ def names_after(commands: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
     Where nothing is known, or nothing that is known fits, shells offer files.
     """
-    from atomtrain.benchmarks import REGISTRY
+    from atomtrain.cli.main import command_module, is_installed
     from atomtrain.models.presets import PRESETS
-    from atomtrain.training.recipe_files import ready_recipes
+    from atomtrain.training.config.recipe_files import ready_recipes
 
     names: dict[str, tuple[str, ...]] = {
         "train": tuple(ready_recipes()),
         "plan": tuple(PRESETS),
         "simulate": tuple(PRESETS),
-        "bench": tuple(REGISTRY),
         "completion": SHELLS,
     }
+    if is_installed("bench"):
+        names["bench"] = tuple(command_module("bench").REGISTRY)
     for words in commands:
         command, _, below = words.partition(" ")
         if below:

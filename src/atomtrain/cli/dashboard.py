@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
-from atomtrain.training.option_checks import check_port
-from atomtrain.training.options import option
+from atomtrain.training.config.option_checks import check_port
+from atomtrain.training.config.options import option
 
 if TYPE_CHECKING:
-    from atomtrain.dashboard.source import Source
+    from atomtrain.views.dashboard.source import Source
 
 _EXAMPLES = """\
   atom dashboard runs/mine                 all peers of a run on this machine
@@ -74,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("target",),
     )
-    from atomtrain.dashboard.server import application, missing_extra
+    from atomtrain.views.dashboard.server import application, missing_extra
 
     source = _source(options)
     token = options.token or (None if options.is_local else secrets.token_hex(16))
@@ -99,12 +99,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _source(options: DashboardOptions) -> Source:
-    from atomtrain.dashboard.source import FolderSource
+    from atomtrain.views.dashboard.source import FolderSource
 
     if "@" not in options.target or Path(options.target).is_dir():
         return FolderSource(Path(options.target))
     from atomtrain.cli.swarm import outside_config, pasted_addresses
-    from atomtrain.dashboard.remote import SwarmSource
+    from atomtrain.views.dashboard.remote import SwarmSource
 
     run_name, addresses = pasted_addresses(options.target)
     return SwarmSource(outside_config(run_name, options.run_key, None), addresses)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.training.option_checks import check_counts
-from atomtrain.training.options import option
+from atomtrain.training.config.option_checks import check_counts
+from atomtrain.training.config.options import option
 
 _EXAMPLES = """\
   atom data inspect chats.jsonl --model models/smollm2-135m
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("data",),
     )
-    from atomtrain.training.inspection import inspect
+    from atomtrain.training.tools.inspection import inspect
 
     found = inspect(
         options.data, options.model, options.context, packed=options.packing,

@@ -12,8 +12,8 @@ from pathlib import Path
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
-from atomtrain.training.option_checks import check_port
-from atomtrain.training.options import option
+from atomtrain.training.config.option_checks import check_port
+from atomtrain.training.config.options import option
 
 _EXAMPLES = """\
   atom doctor
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
     )
     with leaving_at_once():
-        from atomtrain.training.doctor import PROBLEM, examine
+        from atomtrain.training.tools.doctor import PROBLEM, examine
 
     findings = examine(options.directory, options.host, options.port)
     problems = sum(finding.state == PROBLEM for finding in findings)

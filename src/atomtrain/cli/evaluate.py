@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.cli.parsing import parse
-from atomtrain.training.option_checks import check_counts
-from atomtrain.training.options import option
+from atomtrain.training.config.option_checks import check_counts
+from atomtrain.training.config.options import option
 
 _EXAMPLES = """\
   atom evaluate runs/mine/peer-0
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("checkpoint",),
     )
-    from atomtrain.training.evaluation import PairEvaluation, evaluate
+    from atomtrain.training.tools.evaluation import PairEvaluation, evaluate
 
     found = evaluate(options.checkpoint, options.data, options.context, options.sequences)
     if options.json:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.cli.parsing import parse
-from atomtrain.training.options import option
+from atomtrain.training.config.options import option
 from atomtrain.units import format_bytes, parse_bytes
 
 _EXAMPLES = """\
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         positional=("checkpoint", "folder"),
     )
     from atomtrain.checkpoint import open_checkpoint
-    from atomtrain.training.export import export
+    from atomtrain.training.tools.export import export
 
     shard_bytes = parse_bytes(options.shard_size, "--shard-size")
     checkpoint = open_checkpoint(options.checkpoint)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import CheckpointError, ConfigError
-from atomtrain.training.option_checks import check_counts, check_seed, check_text
-from atomtrain.training.options import option
+from atomtrain.training.config.option_checks import check_counts, check_seed, check_text
+from atomtrain.training.config.options import option
 
 _EXAMPLES = """\
   atom generate runs/mine/peer-0 --prompt "In the beginning"
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     import torch
 
     from atomtrain.models.sampling import sample
-    from atomtrain.training.trained import open_trained
+    from atomtrain.training.setup.trained import open_trained
 
     model, tokenizer, context, _ = open_trained(options.checkpoint)
     generator = torch.Generator().manual_seed(options.seed)

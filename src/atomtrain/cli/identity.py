@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.cli.parsing import parse
-from atomtrain.training.options import option
+from atomtrain.training.config.options import option
 
 _EXAMPLES = """\
   atom identity mine.key                        makes the key if it is not there; prints the id
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("path",),
     )
-    from atomtrain.swarm.identity import Identity
+    from atomtrain.swarm.transport.identity import Identity
 
     path = options.path / _KEY_NAME if options.path.is_dir() else options.path
     made = not path.exists()

@@ -16,9 +16,9 @@ from atomtrain.cli.parsing import complain, parse
 from atomtrain.data.corpus import check_files
 from atomtrain.data.named import is_named
 from atomtrain.errors import AtomError, ConfigError, DataError
-from atomtrain.training.early import check_early
-from atomtrain.training.options import TrainOptions, option
-from atomtrain.training.recipe_files import (
+from atomtrain.training.config.options import TrainOptions, option
+from atomtrain.training.config.preflight import check_early
+from atomtrain.training.config.recipe_files import (
     options_with,
     read_recipe,
     ready_recipes,
@@ -99,7 +99,7 @@ def machine_facts() -> Facts:
     """Look at the machine."""
     import torch
 
-    from atomtrain.swapping.machines import host_memory_bytes
+    from atomtrain.engine.calibration.machines import host_memory_bytes
 
     if not torch.cuda.is_available():
         return Facts(host_memory_bytes(), None, 0)

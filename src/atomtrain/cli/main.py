@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from atomtrain import __version__
 from atomtrain.cli.parsing import complain
@@ -30,6 +32,8 @@ COMMANDS = {
     "completion": "complete commands and options in bash, zsh or fish",
     "bench": "measure; prints one JSON object with --json",
 }
+_PACKAGES = {"bench": "atombench", "simulate": "atomresearch"}
+"""Commands that are of a package of their own."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _USAGE = """usage: atom COMMAND [options]
@@ -85,6 +89,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def is_installed(name: str) -> bool:
+    """Return whether the package of a command is installed."""
+    package = _PACKAGES.get(name)
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+def command_module(name: str) -> ModuleType:
+    """Import the module that runs a command.
+
+    Raises:
+        ConfigError: the command is of a package that is not installed.
+    """
+    package = _PACKAGES.get(name, "atomtrain.cli")
+    if not is_installed(name):
+        folder = {"atombench": "benchmarks", "atomresearch": "research"}[package]
+        raise ConfigError(
+            f"'atom {name}' is of a package of its own, which is not installed; in a clone of the "
+            f"project, run 'pip install -e research -e benchmarks' (it lies in {folder}/)"
+        )
+    return importlib.import_module(f"{package}.{name}")
+
+
 def _hint(error: OSError) -> str:
     """Return what to do about a file that cannot be used."""
     if error.errno in _FULL:
@@ -113,7 +139,7 @@ def _run(arguments: list[str]) -> int:
             f"there is no command {name!r}.{nearest(name, COMMANDS)} "
             f"Commands: {', '.join(COMMANDS)}"
         )
-    module = importlib.import_module(f"atomtrain.cli.{name}")
+    module = command_module(name)
     code: int = module.run(arguments[1:])
     return code
 

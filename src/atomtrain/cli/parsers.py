@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from atomtrain.cli.main import COMMANDS
+from atomtrain.cli.main import COMMANDS, command_module, is_installed
 from atomtrain.cli.parsing import Parser
 
 _WORDS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -29,7 +28,7 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command by its words, such as `"train"` or `"swarm status"`."""
     found: dict[str, argparse.ArgumentParser] = {}
     with _captured():
-        for name in COMMANDS:
+        for name in filter(is_installed, COMMANDS):
             for rest in _WORDS.get(name, ((),)):
                 found[" ".join((name, *rest))] = _parser_of((name, *rest))
     return found
@@ -43,7 +42,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
-    module = importlib.import_module(f"atomtrain.cli.{words[0]}")
+    module = command_module(words[0])
     try:
         module.run(list(words[1:]))
     except _Captured as captured:

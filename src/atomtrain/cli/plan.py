@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, cast
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError, choices
-from atomtrain.training.early import (
+from atomtrain.training.config.option_checks import (
+    check_clip_norm,
+    check_counts,
+    check_spending,
+    memory_of,
+)
+from atomtrain.training.config.options import option
+from atomtrain.training.config.preflight import (
     OPTIMIZERS,
     PRECISIONS,
     check_gpu_name,
     check_model_name,
     check_name,
 )
-from atomtrain.training.option_checks import (
-    check_clip_norm,
-    check_counts,
-    check_spending,
-    memory_of,
-)
-from atomtrain.training.options import option
 
 if TYPE_CHECKING:
-    from atomtrain.planning.machine import Machine
-    from atomtrain.planning.shape import Activation
-    from atomtrain.reporting.place import Place
+    from atomtrain.planning.plan.machine import Machine
+    from atomtrain.planning.plan.shape import Activation
+    from atomtrain.views.plans.place import Place
 
 _ACTIVATIONS = ("recompute", "keep", "offload")
 _EXAMPLES = """\
@@ -174,20 +174,20 @@ def run(arguments: Sequence[str]) -> int:
     check_name("precision", options.precision, PRECISIONS)
     _check_training(options)
     with leaving_at_once():
+        from atomtrain.engine.calibration.crowding import crowding_warning
         from atomtrain.models.lora_config import parse_lora
         from atomtrain.planning.advice import Setting
-        from atomtrain.planning.machine import save_machine
-        from atomtrain.planning.prospect import Workload
-        from atomtrain.reporting.files import require_writable
-        from atomtrain.reporting.report import make_report
-        from atomtrain.reporting.subject import subject
-        from atomtrain.reporting.table import caption, plan_text
-        from atomtrain.swapping.crowding import crowding_warning
-        from atomtrain.training.optimizing import (
+        from atomtrain.planning.plan.machine import save_machine
+        from atomtrain.planning.search.batch_search import Workload
+        from atomtrain.training.config.optimizing import (
             gradient_dtype_of,
             named_optimizer,
             precision_of,
         )
+        from atomtrain.views.plans.files import require_writable
+        from atomtrain.views.plans.report import make_report
+        from atomtrain.views.plans.subject import subject
+        from atomtrain.views.plans.table import caption, plan_text
 
     # What can be refused is refused before the model is analysed.
     for name in ("save", "picture", "trace"):
@@ -224,11 +224,11 @@ def run(arguments: Sequence[str]) -> int:
     if warning := crowding_warning(place.crowded_share):
         sys.stderr.write(f"warning: {warning}\n")
     if options.picture is not None:
-        from atomtrain.reporting.picture import step_picture
+        from atomtrain.views.plans.picture import step_picture
 
         step_picture(report.prospect.spans, caption(report), options.picture)
     if options.trace is not None:
-        from atomtrain.reporting.trace import Account, write_trace
+        from atomtrain.views.plans.trace import Account, write_trace
 
         about = {"model": report.model, "machine": place.machine.name}
         write_trace(options.trace, [Account("predicted", report.prospect.spans)], about)
@@ -239,7 +239,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _check_training(options: PlanOptions) -> None:
     """Refuse what no run could be trained with; imports torch, so it comes after quick checks."""
-    from atomtrain.training.optimizing import (
+    from atomtrain.training.config.optimizing import (
         check_gradient_dtype,
         check_optimizer,
         check_precision,
@@ -253,8 +253,8 @@ def _check_training(options: PlanOptions) -> None:
 def _place(options: PlanOptions) -> Place:
     """Return the machine that the options name: catalogue, file, or this one."""
     from atomtrain.planning.catalogue import gpu, host, machine_for
-    from atomtrain.planning.machine import load_machine
-    from atomtrain.reporting.place import Place, this_place
+    from atomtrain.planning.plan.machine import load_machine
+    from atomtrain.views.plans.place import Place, this_place
 
     card = None if options.gpu is None else gpu(options.gpu)
     budgets = memory_of(options)
@@ -270,8 +270,8 @@ def _place(options: PlanOptions) -> Place:
 
 def _with_disk(machine: Machine, text: str, *, again: bool) -> Machine:
     """Return the machine with a disk of the catalogue, or with that of a folder, measured."""
-    from atomtrain.planning.disks import DISKS, disk
-    from atomtrain.swapping.disk_profile import disk_rates
+    from atomtrain.engine.calibration.disk_profile import disk_rates
+    from atomtrain.planning.disk_catalogue import DISKS, disk
 
     folder = Path(text)
     if text.lower() in DISKS or not folder.is_dir():

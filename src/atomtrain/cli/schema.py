@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atomtrain.cli.parsing import parse
-from atomtrain.training.options import TrainOptions
+from atomtrain.training.config.options import TrainOptions
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _EXAMPLES = """\

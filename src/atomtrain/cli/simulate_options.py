@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from atomtrain.errors import ConfigError
-from atomtrain.training.option_checks import check_counts, check_seed, check_wire, memory_of
-from atomtrain.training.options import option
+from atomtrain.training.config.option_checks import check_counts, check_seed, check_wire, memory_of
+from atomtrain.training.config.options import option
 from atomtrain.units import parse_rate
 
 LINKS = ("10Gbit/s", "1Gbit/s", "300Mbit/s", "100Mbit/s", "30Mbit/s", "10Mbit/s")
@@ -94,7 +94,7 @@ class SimulateOptions:
         check_wire(self.wire)
         if self.here and self._given(("gpu", "machine")):
             raise ConfigError("--here measures this machine; leave --gpu and --machine out")
-        from atomtrain.training.optimizing import check_precision
+        from atomtrain.training.config.optimizing import check_precision
 
         check_precision(self.precision, OPTIMIZER)
         if not 0 <= self.spread <= 2:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse, shown
 from atomtrain.errors import ConfigError, SwarmError, nearest
-from atomtrain.training.options import option
+from atomtrain.training.config.options import option
 from atomtrain.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from atomtrain.swarm import SwarmConfig
-    from atomtrain.swarm.probe import Diagnosis
+    from atomtrain.swarm.node.probe import Diagnosis
 
 _COMMANDS = {
     "status": "peers, versions and speed of a swarm, and who reduces what",
@@ -93,7 +93,7 @@ def _status(arguments: Sequence[str]) -> int:
     run_name, addresses = _target(options.target)
     config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
-        from atomtrain.swarm.hivemind_parts import import_hivemind
+        from atomtrain.swarm.transport.hivemind_parts import import_hivemind
 
         import_hivemind()
 
@@ -114,11 +114,11 @@ def _ping(arguments: Sequence[str]) -> int:
         positional=("address",),
     )  # fmt: skip
     run_name, addresses = pasted_addresses(options.address)
-    from atomtrain.swarm.probe import diagnose
+    from atomtrain.swarm.node.probe import diagnose
 
     config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
-        from atomtrain.swarm.hivemind_parts import import_hivemind
+        from atomtrain.swarm.transport.hivemind_parts import import_hivemind
 
         import_hivemind()
 
@@ -143,7 +143,7 @@ def _target(target: str) -> tuple[str, tuple[str, ...]]:
     folder = Path(target)
     if "@" in target and not folder.is_dir():
         return pasted_addresses(target)
-    from atomtrain.swarm.known import PEERS_FILE, read_known
+    from atomtrain.swarm.membership.known_peers import PEERS_FILE, read_known
 
     for path in (folder / PEERS_FILE, folder.parent / PEERS_FILE):
         run_name = path.absolute().parent.name
@@ -164,7 +164,7 @@ def pasted_addresses(text: str) -> tuple[str, tuple[str, ...]]:
     Raises:
         SwarmError: one is no address of a peer, or there is not one run.
     """
-    from atomtrain.swarm.addresses import place_of
+    from atomtrain.swarm.transport.addresses import place_of
 
     named = [entry.strip().rpartition("@") for entry in text.split(",")]
     runs = {run_name for run_name, _, _ in named if run_name}
@@ -184,7 +184,7 @@ def outside_config(run_name: str, key: Path | None, identity: Path | None) -> Sw
         ConfigError: the files with key or identity cannot be used.
     """
     from atomtrain.swarm import SwarmConfig
-    from atomtrain.swarm.assembly import admission_of
+    from atomtrain.swarm.node.assembly import admission_of
 
     if identity is not None and not identity.exists():
         raise ConfigError(f"there is no key {identity}; make one with 'atom identity {identity}'")
@@ -197,9 +197,9 @@ def outside_config(run_name: str, key: Path | None, identity: Path | None) -> Sw
 
 
 async def _ask_any(config: SwarmConfig, addresses: Sequence[str]) -> dict[str, Any]:
-    from atomtrain.swarm.messages import BadMessage
-    from atomtrain.swarm.probe import probing
-    from atomtrain.swarm.transport import LinkLost
+    from atomtrain.swarm.node.probe import probing
+    from atomtrain.swarm.transport.messages import BadMessage
+    from atomtrain.swarm.transport.transport import LinkLost
 
     reasons = {}
     async with probing(config) as probe:

@@ -17,8 +17,8 @@ from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import COMPLAINT, complain, given_options, parser_of
 from atomtrain.errors import ConfigError
 from atomtrain.metrics.targets import parse_targets, require_packages
-from atomtrain.training.early import check_early
-from atomtrain.training.options import TrainOptions
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.preflight import check_early
 
 LOG_FILE = "peer.log"
 RECIPE = "recipe"
@@ -54,7 +54,7 @@ def options_of(arguments: Sequence[str]) -> TrainOptions:
     recipe = given.pop(RECIPE, None)
     if recipe is None:
         return TrainOptions(**given)
-    from atomtrain.training.recipe_files import options_with, read_recipe, recipe_path
+    from atomtrain.training.config.recipe_files import options_with, read_recipe, recipe_path
 
     return options_with(read_recipe(recipe_path(recipe)), given)
 
@@ -78,12 +78,12 @@ def _run_peer(options: TrainOptions) -> int:
         from atomtrain.events import EventLog
         from atomtrain.metrics.feed import MetricsFeed
         from atomtrain.metrics.targets import PeerLabels
-        from atomtrain.training.display import Display, DisplayConfig
-        from atomtrain.training.files import EVENTS_FILE, RECIPE_FILE
-        from atomtrain.training.folders import make_directory
+        from atomtrain.training.config.folders import make_directory
+        from atomtrain.training.config.recipe_files import recipe_text
         from atomtrain.training.loop import Loop
-        from atomtrain.training.recipe_files import recipe_text
-        from atomtrain.training.setup import open_session
+        from atomtrain.training.setup.setup import open_session
+        from atomtrain.views.runs.display import Display, DisplayConfig
+        from atomtrain.views.runs.files import EVENTS_FILE, RECIPE_FILE
 
     session = open_session(options, _tell)
     try:
@@ -126,12 +126,12 @@ def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data import read_corpus
     from atomtrain.data.rows import has_rows
     from atomtrain.metrics.targets import for_local_peer
-    from atomtrain.reporting.files import require_writable
-    from atomtrain.training.display import Display, DisplayConfig
-    from atomtrain.training.files import EVENTS_FILE, PICTURE_FILE
+    from atomtrain.training.config.recipe import check_model, model_name
     from atomtrain.training.launcher import PeerCommand, launch_peers
-    from atomtrain.training.picture import loss_picture
-    from atomtrain.training.recipe import check_model, model_name
+    from atomtrain.views.plans.files import require_writable
+    from atomtrain.views.runs.display import Display, DisplayConfig
+    from atomtrain.views.runs.files import EVENTS_FILE, PICTURE_FILE
+    from atomtrain.views.runs.picture import loss_picture
 
     # Mistakes that every peer would make are told once, here.
     if options.model is not None:

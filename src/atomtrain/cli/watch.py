@@ -9,7 +9,7 @@ from pathlib import Path
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
-from atomtrain.training.options import option
+from atomtrain.training.config.options import option
 
 _EXAMPLES = """\
   atom watch runs/mine              all peers of a run on this machine
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("target",),
     )
-    from atomtrain.dashboard.source import FolderSource
+    from atomtrain.views.dashboard.source import FolderSource
 
     source = FolderSource(options.target)
     if not sys.stdout.isatty():
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
             "'atom watch' needs a terminal; 'atom dashboard' shows the run in a browser"
         )
     try:
-        from atomtrain.dashboard.terminal import Watch
+        from atomtrain.views.terminal.terminal import Watch
     except ImportError as error:
         raise ConfigError(
             f"'atom watch' needs a package that is not installed ({error}); run "

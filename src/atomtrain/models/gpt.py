@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomtrain.analysis.chain import Layer
-from atomtrain.analysis.lazy_logits import LazyLogits
-from atomtrain.analysis.pieces import linear_cross_entropy
+from atomtrain.analysis.head.lazy_logits import LazyLogits
+from atomtrain.analysis.head.pieces import linear_cross_entropy
+from atomtrain.analysis.layers.chain import Layer
 from atomtrain.errors import ConfigError
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.packing import own_past, places

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from atomtrain.analysis.storages import uncounted
+from atomtrain.analysis.costs.storages import uncounted
 from atomtrain.errors import ConfigError
 
 _BLOCK = 64

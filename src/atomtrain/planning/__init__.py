@@ -1,11 +1,11 @@
 """Static costs and a machine -> the cheapest plan that fits, its cost known beforehand."""
 
-from atomtrain.planning.layout import Layout, Piece
-from atomtrain.planning.machine import Machine
-from atomtrain.planning.plan import Plan, Request
-from atomtrain.planning.schedule import Phase, Visit, evaluation_visits, training_visits
-from atomtrain.planning.search import make_plan
-from atomtrain.planning.shape import Shape
+from atomtrain.planning.plan.layout import Layout, Piece
+from atomtrain.planning.plan.machine import Machine
+from atomtrain.planning.plan.plan import Plan, Request
+from atomtrain.planning.plan.schedule import Phase, Visit, evaluation_visits, training_visits
+from atomtrain.planning.plan.shape import Shape
+from atomtrain.planning.search.search import make_plan
 
 __all__ = [
     "Layout",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from atomtrain.errors import PlanError
 from atomtrain.planning.catalogue import GPUS, Gpu, machine_for
-from atomtrain.planning.machine import Machine
-from atomtrain.planning.prospect import Prospect, Workload
+from atomtrain.planning.plan.machine import Machine
+from atomtrain.planning.search.batch_search import Prospect, Workload
 from atomtrain.units import format_bytes
 
 WORTH_SAYING = 1.02

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from atomtrain.analysis.costs import ChainCosts, LayerCost
-from atomtrain.analysis.profile import LayerTime
+from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
+from atomtrain.analysis.costs.profile import LayerTime
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.planning.machine import Machine
-from atomtrain.planning.updating import ADAMW_BYTES
+from atomtrain.planning.plan.machine import Machine
+from atomtrain.planning.plan.updating import ADAMW_BYTES
 
 T = TypeVar("T")
 

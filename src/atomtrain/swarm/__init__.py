@@ -4,10 +4,10 @@
 a swarm is founded or joined.
 """
 
-from atomtrain.swarm.anchor_store import FragmentAccess
-from atomtrain.swarm.config import Manifest, Rules, SwarmConfig
-from atomtrain.swarm.desk import RoundReport
-from atomtrain.swarm.records import PeerStatus
+from atomtrain.swarm.anchors.anchor_store import FragmentAccess
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.membership.config import Manifest, Rules, SwarmConfig
+from atomtrain.swarm.membership.records import PeerStatus
 from atomtrain.swarm.swarm import Progress, Swarm, SwarmState
 
 __all__ = [

@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm import entering
-from atomtrain.swarm.anchor_store import FragmentAccess
-from atomtrain.swarm.anchors import Anchor, Merge, whole
-from atomtrain.swarm.assembly import admission_of
-from atomtrain.swarm.config import PROTOCOL, Manifest, Rules, SwarmConfig
-from atomtrain.swarm.desk import RoundReport
-from atomtrain.swarm.entering import TRIES, TRY_S, persistently
-from atomtrain.swarm.groups import supersedes
-from atomtrain.swarm.hivemind_parts import import_hivemind
-from atomtrain.swarm.known import KnownPeers
-from atomtrain.swarm.outer import Update
-from atomtrain.swarm.records import PeerStatus
-from atomtrain.swarm.service import Service
-from atomtrain.swarm.settling import finish, settle
-from atomtrain.swarm.threads import LoopThread
+from atomtrain.swarm.anchors.anchor_store import FragmentAccess
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
+from atomtrain.swarm.anchors.outer import Update
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.membership.config import PROTOCOL, Manifest, Rules, SwarmConfig
+from atomtrain.swarm.membership.groups import supersedes
+from atomtrain.swarm.membership.known_peers import KnownPeers
+from atomtrain.swarm.membership.records import PeerStatus
+from atomtrain.swarm.node import entering
+from atomtrain.swarm.node.assembly import admission_of
+from atomtrain.swarm.node.entering import TRIES, TRY_S, persistently
+from atomtrain.swarm.node.service import Service
+from atomtrain.swarm.node.settling import finish, settle
+from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.threads import LoopThread
 
 _log = logging.getLogger("atomtrain.swarm")
 _START_S = TRIES * (TRY_S + 30.0)

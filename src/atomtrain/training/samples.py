@@ -9,7 +9,7 @@ import torch
 from atomtrain.events import EventLog
 from atomtrain.models.sampling import sample
 from atomtrain.training.seeds import seed_of
-from atomtrain.training.setup import Session
+from atomtrain.training.setup.setup import Session
 
 _TOKENS = 60
 _SAMPLE_S = 20.0

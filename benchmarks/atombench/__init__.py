@@ -1,0 +1,141 @@
+"""Benchmarks: measurements that everybody can repeat, each one function and one JSON object."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atomtrain.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from atombench.common import BenchmarkOptions
+
+__all__ = ["NAMES", "REGISTRY", "Benchmark", "benchmark"]
+
+
+class Benchmark(NamedTuple):
+    """A benchmark by the module that holds it; nothing heavy is imported before it runs."""
+
+    module: str
+    """Full name of a module with `run(options)`."""
+    help: str
+    """One line for people."""
+    takes: tuple[str, ...] = ()
+    """Options that are not of every benchmark, but of this one."""
+    people: str | None = None
+    """Full name of a module with `text(result)`, in place of a table of all keys."""
+    picture: str | None = None
+    """Full name of a module with `draw(result, path)`."""
+
+    def run(self, options: BenchmarkOptions) -> dict[str, Any]:
+        """Import the module, measure, and return plain JSON values."""
+        result: dict[str, Any] = importlib.import_module(self.module).run(options)
+        return result
+
+    def text(self, result: dict[str, Any]) -> str | None:
+        """Return a result for people; `None`: a table of all keys will do."""
+        found: str | None = self.people and importlib.import_module(self.people).text(result)
+        return found
+
+    def draw(self, result: dict[str, Any], path: Path) -> None:
+        """Draw a result, of a benchmark that has a `picture`."""
+        assert self.picture is not None
+        importlib.import_module(self.picture).draw(result, path)
+
+
+_PANELS = "atombench.network.panels"
+_FIGURE = "atombench.network.figure"
+REGISTRY: dict[str, Benchmark] = {
+    "swap": Benchmark("atombench.engine.swap", "step time of swapped against resident training"),
+    "depth": Benchmark("atombench.engine.depth", "peak device memory of models of growing depth"),
+    "optimizer": Benchmark(
+        "atombench.engine.optimizer", "host optimizers against plain copies of as many bytes"
+    ),
+    "precision": Benchmark(
+        "atombench.engine.precision", "host memory and loss of bfloat16 with exact masters"
+    ),
+    "disk": Benchmark(
+        "atombench.engine.disk", "optimizer state and parameters on disk against in memory"
+    ),
+    "network": Benchmark(
+        "atombench.network.network",
+        "ATOM against a pipeline on links from fast to slow",
+        takes=("peers", "links", "link"),
+        people=_PANELS,
+        picture=_FIGURE,
+    ),
+    "time-to-loss": Benchmark(
+        "atombench.network.time_to_loss",
+        "loss against time on slow links, ATOM and baselines",
+        takes=("peers",),
+        people=_PANELS,
+        picture=_FIGURE,
+    ),
+    "simulation": Benchmark(
+        "atombench.simulated.simulation", "ATOM and the best pipeline on many links, simulated"
+    ),
+    "offloaders": Benchmark(
+        "atombench.offloaders.offloaders",
+        "ATOM against DeepSpeed ZeRO-3 and FSDP2 with CPU offload",
+        takes=("device", "device_memory"),
+    ),
+    "context": Benchmark(
+        "atombench.engine.context", "a step of 131,072 tokens on a device of 2 GiB"
+    ),
+    "large": Benchmark(
+        "atombench.engine.large",
+        "a 7B model on one GPU under a cap of its memory",
+        takes=("device_memory",),
+    ),
+    "plan": Benchmark(
+        "atombench.engine.plan",
+        "predicted against measured step time and memory peaks",
+        takes=("case",),
+    ),
+    "load": Benchmark(
+        "atombench.engine.load", "memory and time of reading a Hugging Face model's weights"
+    ),
+    "finetune": Benchmark(
+        "atombench.engine.finetune", "SmolLM2-135M fine-tuned on a device of 256 MiB, exported"
+    ),
+    "swarm": Benchmark(
+        "atombench.swarm.swarm", "training slowed down by averaging in the background"
+    ),
+    "outer": Benchmark(
+        "atombench.swarm.outer", "loss of averaged and of poisoned peers at equal tokens"
+    ),
+    "averaging": Benchmark(
+        "atombench.averaging.averaging", "a round of averaging against hivemind and the link"
+    ),
+    "mistakes": Benchmark("atombench.mistakes", "how quickly and plainly mistakes are answered"),
+    "join": Benchmark(
+        "atombench.swarm.join", "a newcomer's download over a link, and what others notice"
+    ),
+    "relay": Benchmark(
+        "atombench.swarm.relay", "state through a relay against straight from its donor"
+    ),
+    "churn": Benchmark(
+        "atombench.churn.churn",
+        "training while peers are killed and new ones join",
+        takes=("peers", "kills", "at_once"),
+    ),
+}
+
+
+NAMES = (*REGISTRY, "report")
+"""What may follow `atom bench`; `report` makes a page of results of the others."""
+
+
+def benchmark(name: str) -> Benchmark:
+    """Return a benchmark by name.
+
+    Raises:
+        ConfigError: there is no such benchmark; offers the nearest name.
+    """
+    try:
+        return REGISTRY[name]
+    except KeyError:
+        raise ConfigError(
+            f"there is no benchmark {name!r}.{nearest(name, NAMES)} Benchmarks: {', '.join(NAMES)}"
+        ) from None

@@ -1,0 +1,1 @@
+"""Measurements of the engine, its planner and its optimizers."""

@@ -1,0 +1,1 @@
+"""Shaped links between network namespaces, and processes at their ends."""

@@ -1,0 +1,185 @@
+"""How quickly and how plainly mistakes on the command line are answered.
+
+Each of a list of mistakes is made with the real command, in a process of its own, in an empty
+folder with a text to train on. Polite is: exit code 2, exactly one line on standard error that
+begins with `atom: ` and says what was expected of it, nothing on standard output, no traceback,
+and no new file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atombench.common import BenchmarkOptions, description, progress
+
+LIMIT_S = 1.0
+"""A person who waits longer looks elsewhere."""
+_DEADLINE_S = 60.0
+_QUICK_EVERY = 4
+_PEER = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
+_TINY = ("train", "--model", "tiny", "--data", "text.txt")
+
+
+class Mistake(NamedTuple):
+    """A command line that cannot be right, and a part of the answer."""
+
+    arguments: tuple[str, ...]
+    needed: str
+
+
+MISTAKES = (
+    Mistake(("tarin",), "Did you mean 'train'?"),
+    Mistake(("train", "--modle", "tiny"), "Did you mean '--model'?"),
+    Mistake(("train", "--model", "tyny", "--data", "text.txt"), "Did you mean 'tiny'?"),
+    Mistake((*_TINY, "--optimizer", "adam"), "Did you mean 'adamw'?"),
+    Mistake((*_TINY, "--precision", "fp31"), "Did you mean 'fp32'?"),
+    Mistake((*_TINY, "--gradient-dtype", "float23"), "Did you mean 'float32'?"),
+    Mistake((*_TINY, "--device", "emulated", "--compile"), "leave --compile out"),
+    Mistake((*_TINY, "--no-profile", "--profile-again"), "leave one of them out"),
+    Mistake((*_TINY, "--schedule", "cosin"), "Did you mean 'cosine'?"),
+    Mistake((*_TINY, "--device", "emulted"), "Did you mean 'emulated'?"),
+    Mistake((*_TINY, "--device", "emulated:fast"), "4GiB/s"),
+    Mistake((*_TINY, "--device-memory", "lots"), "--device-memory"),
+    Mistake((*_TINY, "--wire", "int3"), "Did you mean 'int"),
+    Mistake((*_TINY, "--metrics", "tensorbord"), "Did you mean 'tensorboard'?"),
+    Mistake((*_TINY, "--steps", "ten"), "--steps"),
+    Mistake((*_TINY, "--steps", "-1"), "--steps must be at least 1"),
+    Mistake((*_TINY, "--peers", "0"), "--peers must be at least 1"),
+    Mistake((*_TINY, "--port", "65536"), "--port must be 0 to 65535"),
+    Mistake((*_TINY, "--learning-rate", "nan"), "--learning-rate must be above 0"),
+    Mistake((*_TINY, "--seed", "-1"), "--seed"),
+    Mistake((*_TINY, "--objective", "ppo"), "choose next-token or dpo"),
+    Mistake((*_TINY, "--objective", "dpo"), "name its folder with --model"),
+    Mistake((*_TINY, "--beta", "0"), "--beta must be above 0"),
+    Mistake((*_TINY, "--lora", "rank=4"), "has no part 'rank'"),
+    Mistake((*_TINY, "--dropout", "1.5"), "dropout"),
+    Mistake((*_TINY, "--micro-batch", "3", "--sequences", "8"), "does not divide"),
+    Mistake((*_TINY, "--run", "a/b"), "letters, digits"),
+    Mistake(("train", "--resume"), "--run NAME --resume"),
+    Mistake(("train", "--run", "gone", "--resume"), "no checkpoint"),
+    Mistake(("train", "--model", "tiny", "--data", "missing.txt"), "missing.txt"),
+    Mistake(("train", "--model", "tiny", "--data", "empty.txt"), "empty.txt"),
+    Mistake(("train", "--model", "tiny", "--data", "org/name"), "datasets:org/name"),
+    Mistake(("train", "--model", "tiny", "--data", "stream:"), "is not written as stream:NAME"),
+    Mistake((*_TINY, "--directory", "text.txt"), "text.txt"),
+    Mistake((*_TINY, "--join", "hello"), "which run to join is not clear"),
+    Mistake((*_TINY, "--join", f"a@/ip4/x/tcp/1/p2p/{_PEER}"), "is not the address of a peer"),
+    Mistake(("train", "recipe.yaml"), "recipe.yaml:1: there is no key 'modle'"),
+    Mistake(("train", "pretrain-smal"), "Did you mean 'pretrain-small'?"),
+    Mistake(("plan", "gpt3-13", "--gpu", "h100"), "Did you mean 'gpt3-13b'?"),
+    Mistake(("plan", "gpt3-13b", "--gpu", "h10"), "Did you mean 'h100'?"),
+    Mistake(("generate", "missing"), "is not a folder"),
+    Mistake(("generate", "missing", "--temperature", "-1"), "--temperature"),
+    Mistake(("dashboard", "missing"), "there is no folder"),
+    Mistake(("bench", "swop"), "Did you mean 'swap'?"),
+)
+
+
+class Answer(NamedTuple):
+    """What came of a mistake."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    s: float
+    left: tuple[str, ...]
+    """Files that were not there before."""
+
+    def is_polite(self, mistake: Mistake) -> bool:
+        """Return whether it was answered as it should be."""
+        lines = self.stderr.splitlines()
+        return (
+            self.exit_code == 2
+            and len(lines) == 1
+            and lines[0].startswith("atom: ")
+            and mistake.needed in lines[0]
+            and not self.stdout
+            and not self.left
+        )
+
+
+def run(options: BenchmarkOptions) -> dict[str, Any]:
+    """Make every mistake (with `quick` every fourth) once; return the result."""
+    mistakes = MISTAKES[::_QUICK_EVERY] if options.quick else MISTAKES
+    rows: list[dict[str, Any]] = []
+    for mistake in mistakes:
+        answer = make(mistake)
+        said = answer.stderr.strip() or answer.stdout.strip()
+        rows.append(
+            {
+                "arguments": " ".join(mistake.arguments),
+                "answer": said.splitlines()[-1] if said else "",
+                "answer_s": answer.s,
+                "exit_code": answer.exit_code,
+                "polite": answer.is_polite(mistake),
+            }
+        )
+        progress(f"{answer.s:5.2f} s  {rows[-1]['arguments']}: {rows[-1]['answer'][:100]}")
+    times_s = sorted(row["answer_s"] for row in rows)
+    return {
+        **description(),
+        "mistakes": len(rows),
+        "polite": sum(row["polite"] for row in rows),
+        "within_limit": sum(time_s <= LIMIT_S for time_s in times_s),
+        "limit_s": LIMIT_S,
+        "median_s": times_s[len(times_s) // 2],
+        "slowest_s": times_s[-1],
+        "help_s": _help_s(),
+        "import_s": _import_s(),
+        "rows": rows,
+    }
+
+
+def make(mistake: Mistake) -> Answer:
+    """Make a mistake with the real command, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        lines = (f"{n}: a peer meets another peer in round {n % 7}.\n" for n in range(300))
+        (folder / "text.txt").write_text("".join(lines), encoding="utf-8")
+        (folder / "empty.txt").touch()
+        (folder / "recipe.yaml").write_text("modle: tiny\n", encoding="utf-8")
+        environment = {**os.environ, "XDG_CACHE_HOME": str(folder / ".cache")}
+        before = _files(folder)
+        started_s = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "atomtrain.cli.main", *mistake.arguments],
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        took_s = time.perf_counter() - started_s
+        left = tuple(sorted(_files(folder) - before))
+    return Answer(done.returncode, done.stdout, done.stderr, took_s, left)
+
+
+def _files(folder: Path) -> set[str]:
+    return {str(path) for path in folder.rglob("*") if ".cache" not in path.parts}
+
+
+def _help_s() -> float:
+    """Return the least of three times that `atom --help` takes."""
+    command = [sys.executable, "-m", "atomtrain.cli.main", "--help"]
+    return min(_process_s(command) for _ in range(3))
+
+
+def _import_s() -> float:
+    """Return the least of three times that `import atomtrain` takes, the interpreter's left out."""
+    code = "import time; s = time.perf_counter(); import atomtrain; print(time.perf_counter() - s)"
+    return min(float(_output([sys.executable, "-c", code])) for _ in range(3))
+
+
+def _process_s(command: list[str]) -> float:
+    started_s = time.perf_counter()
+    _output(command)
+    return time.perf_counter() - started_s
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True
+    ).stdout

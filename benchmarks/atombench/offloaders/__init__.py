@@ -1,0 +1,1 @@
+"""ATOM against DeepSpeed and FSDP2. Begin with `offloaders.py`."""

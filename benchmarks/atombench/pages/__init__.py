@@ -1,0 +1,1 @@
+"""Pages of `docs/` and reports that are made from code or results."""

@@ -1,0 +1,1 @@
+"""The pipeline that ATOM is compared with, and what it would take on a link."""

@@ -1,0 +1,1 @@
+"""Many links and peers, simulated. Begin with `simulation.py`."""

@@ -1,0 +1,1 @@
+"""What averaging costs training, how newcomers join, and how relays carry."""

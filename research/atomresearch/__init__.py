@@ -1,0 +1,1 @@
+"""Research beside the product: simulations of swarms and pipelines, and `atom simulate`."""

@@ -1,0 +1,1 @@
+"""Pipelines and swarms, event by event and round by round, on links that are not there."""

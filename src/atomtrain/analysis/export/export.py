@@ -1,0 +1,348 @@
+"""Runs a model once without data and writes down its operations: a flat graph with named tensors.
+
+The graph is `torch.export`'s, before autograd decomposes anything, so that running it does the same
+operations as the model, backward included, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from atomtrain.analysis.export.conditions import (
+    MANUAL,
+    attributes_of,
+    check_side_effects,
+    hidden,
+    no_functions,
+    quiet,
+    without_collector,
+)
+from atomtrain.analysis.export.equal_modules import equal_modules
+from atomtrain.analysis.export.repeating import repeat
+from atomtrain.analysis.export.stand_ins import StandIns, why_unequal
+from atomtrain.analysis.export.structure import take_apart
+from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_log = logging.getLogger("atomtrain.analysis")
+_INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model's operations in the order of execution, and what they work on."""
+
+    graph: fx.Graph
+    """Placeholders, calls without nested graphs, and one output: a tuple of tensors."""
+    parameters: Mapping[fx.Node, nn.Parameter]
+    buffers: Mapping[fx.Node, tuple[str, Tensor]]
+    """The model's buffers with their names in the model."""
+    literals: Mapping[fx.Node, Tensor]
+    """Tensors that the code of forward contains."""
+    inputs: Mapping[fx.Node, int]
+    """Placeholders of the micro-batch's tensors, with their positions."""
+    rebuild: Callable[[Sequence[Any]], Any]
+    """Makes what the model returns from the graph's output."""
+
+
+class _Output:
+    """Outlives the export, which takes back what forward assigns to attributes of modules."""
+
+    rebuild: Callable[[Sequence[Any]], Any] = tuple
+
+
+class _Recorded(nn.Module):
+    """Calls the model with its tensors in place and returns the tensors that are wanted."""
+
+    def __init__(
+        self, model: nn.Module, call: Callable[..., Any], own_loss: bool, as_eager: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.call, self.own_loss, self.as_eager = call, own_loss, as_eager
+        self.training = model.training
+        self.output = _Output()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with hidden() if self.as_eager else nullcontext():
+            output = self.call(self.model, tensors)
+        if self.own_loss:
+            return (loss_in(output),)
+        structure = take_apart(output)
+        self.output.rebuild = structure.rebuild
+        return tuple(structure.tensors)
+
+
+def loss_in(output: Any) -> Tensor:
+    """Return the `.loss` (or the entry `loss`) of what a model returns.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        kind = "Tensor" if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(
+            f"the model's output ({kind}) has no loss of its own; pass "
+            "loss=callable, such as loss=lambda output, batch: cross_entropy(output, batch[1]), "
+            "or an example with labels if the model then computes its loss"
+        )
+    return loss
+
+
+def export(
+    model: nn.Module,
+    tensors: Sequence[Tensor],
+    call: Callable[..., Any],
+    *,
+    own_loss: bool,
+    grad: bool = True,
+) -> Exported:
+    """Return the operations of one call of the model, in the mode that its modules are in.
+
+    Nothing is computed or allocated; random number generators are left as they were.
+
+    Args:
+        model: Its weights may be on the meta device.
+        tensors: The micro-batch's tensors, of which only shape and type matter.
+        call: `call(model, tensors)` calls the model.
+        own_loss: Keep only what the loss of the model's own output needs.
+        grad: Whether autograd records; some modules take other paths without it.
+
+    Raises:
+        AnalysisError: forward depends on data, changes Python objects, or uses what cannot be
+            trained swapped; names the source line.
+        ConfigError: the output has no loss.
+    """
+    _check_dtypes(model)
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    # Fresh tensors in the layout that they have on the device: one tensor given twice would become
+    # one input.
+    given = tuple(torch.empty_like(t, device="meta") if meta else t.clone() for t in tensors)
+    before = attributes_of(model)
+    # A model that cannot be traced unawares may know a way that can.
+    for as_eager in (True, False):
+        recorded = _Recorded(model, call, own_loss, as_eager)
+        try:
+            exported = _traced(recorded, given, grad)
+            break
+        except AtomError:
+            raise
+        except Exception as error:  # whatever forward raises
+            if not as_eager:
+                raise AnalysisError(_cannot_export(model, error)) from error
+    check_side_effects(model, before)
+    return exported
+
+
+def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool) -> Exported:
+    """Trace one of several equal modules, or each of them if they might not be equal after all.
+
+    The latter takes longer and gives the same; that it happened is logged. Any other error is that
+    of the model, or one of ours: tracing every module would not mend it.
+    """
+    equal = equal_modules(recorded)
+    if equal:
+        try:
+            with StandIns(equal) as stand_ins:
+                program = _program(recorded, given, grad)
+            return _flatten(recorded, program, stand_ins.paths)
+        except Exception as error:
+            reason = why_unequal(error)
+            if reason is None:
+                raise
+            _log.info("every module of %s is traced: %s", type(recorded.model).__name__, reason)
+            recorded.output = _Output()
+    return _flatten(recorded, _program(recorded, given, grad), ())
+
+
+def _program(
+    recorded: _Recorded, given: Sequence[Tensor], grad: bool
+) -> torch.export.ExportedProgram:
+    state = torch.get_rng_state()
+    try:
+        with torch.set_grad_enabled(grad), quiet(), without_collector(), no_functions():
+            return torch.export.export(recorded, tuple(given), strict=False)
+    finally:
+        torch.set_rng_state(state)
+
+
+def _flatten(
+    recorded: _Recorded, program: torch.export.ExportedProgram, calls: Sequence[str]
+) -> Exported:
+    """Return the program without nested graphs; `calls` are the paths of stand-ins' calls."""
+    signature = program.graph_signature
+    names = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    flat = Flattener(program.graph_module)
+    graph = flat.run(program.graph)
+    moved = flat.moved
+    model_parameters = dict(recorded.named_parameters(remove_duplicate=False))
+    model_buffers = dict(recorded.named_buffers(remove_duplicate=False))
+    prefix = "model."
+    if calls:
+        targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        repeat(graph, {target: moved[names[name]] for name, target in targets.items()}, calls)
+    literals = {}
+    for name, target in signature.inputs_to_lifted_tensor_constants.items():
+        literals[moved[names[name]]] = program.constants[target].detach()
+    return Exported(
+        graph,
+        {
+            moved[names[name]]: model_parameters[target]
+            for name, target in signature.inputs_to_parameters.items()
+        },
+        {
+            moved[names[name]]: (target.removeprefix(prefix), model_buffers[target])
+            for name, target in signature.inputs_to_buffers.items()
+        },
+        literals,
+        {moved[names[name]]: index for index, name in enumerate(signature.user_inputs)},
+        recorded.output.rebuild,
+    )
+
+
+class Flattener:
+    """Copies a graph, with the bodies of nested graphs in place of their calls."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.graph = fx.Graph()
+        self.moved: dict[fx.Node, Any] = {}
+        self._root = root
+
+    def run(self, source: fx.Graph) -> fx.Graph:
+        """Return the flat copy; `moved` then maps nodes of `source` to its nodes."""
+        result = self._copy(source, self._root, self.moved, no_grad=False)
+        self.graph.output(tuple(result))
+        return self.graph
+
+    def _copy(self, source: fx.Graph, root: Any, moved: dict[fx.Node, Any], no_grad: bool) -> Any:
+        for node in source.nodes:
+            if node.op == "placeholder":
+                if node not in moved:
+                    moved[node] = self.graph.node_copy(node, lambda n: moved[n])
+            elif node.op == "get_attr":
+                moved[node] = getattr(root, node.target)
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], lambda n: moved[n])
+            elif _is(node, "wrap_with_set_grad_enabled"):
+                enabled, body, *rest = _resolved(node.args, moved)
+                moved[node] = self._inline(body, rest, no_grad or not enabled)
+            elif _is(node, "wrap_with_autocast"):
+                _, _, enabled, _, body, *rest = _resolved(node.args, moved)
+                if enabled:
+                    raise AnalysisError(
+                        f"forward uses autocast at {_place_in(body)}, which cannot be trained "
+                        f"swapped; give the model the type itself (model.to(torch.bfloat16)), "
+                        f"{MANUAL}"
+                    )
+                moved[node] = self._inline(body, rest, no_grad)
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise AnalysisError(
+                    f"forward uses {node.target} at {place_of(node)}, which cannot be taken "
+                    f"apart; remove it, {MANUAL}"
+                )
+            elif node.op == "call_function" and not isinstance(
+                self._result_of_nested(node, moved), _Nothing
+            ):
+                moved[node] = self._result_of_nested(node, moved)
+            elif not _is(node, "_assert_tensor_metadata"):
+                _check_node(node)
+                copied = self.graph.node_copy(node, lambda n: moved[n])
+                copied.meta["no_grad"] = no_grad
+                moved[node] = copied
+        raise AnalysisError("the exported graph has no output")
+
+    def _inline(self, body: fx.GraphModule, arguments: Sequence[Any], no_grad: bool) -> Any:
+        inside = [node for node in body.graph.nodes if node.op == "placeholder"]
+        moved = dict(zip(inside, arguments, strict=True))
+        return self._copy(body.graph, body, moved, no_grad)
+
+    def _result_of_nested(self, node: fx.Node, moved: Mapping[fx.Node, Any]) -> Any:
+        """Return one result of an inlined graph if that is what the node takes."""
+        if getattr(node.target, "__name__", "") == "getitem":
+            whole = moved[node.args[0]]  # type: ignore[index]
+            if isinstance(whole, tuple | list):
+                return whole[node.args[1]]  # type: ignore[index]
+        return _Nothing()
+
+
+class _Nothing:
+    pass
+
+
+def _resolved(args: Any, moved: Mapping[fx.Node, Any]) -> list[Any]:
+    return [moved[a] if isinstance(a, fx.Node) else a for a in args]
+
+
+def _is(node: fx.Node, name: str) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._overloadpacket.__name__ == name
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() == name
+
+
+def _check_node(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    sizes = [
+        size
+        for item in (value if isinstance(value, tuple | list) else [value])
+        for size in (item.shape if isinstance(item, Tensor) else [item])
+    ]
+    if any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) for size in sizes):
+        raise AnalysisError(
+            f"a shape or number depends on data at {place_of(node)}; write it with shapes that "
+            f"do not change (masks, torch.where), {MANUAL}"
+        )
+
+
+def place_of(node: fx.Node) -> str:
+    """Return the innermost source line of the user's that made a node: `file:line (statement)`."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line]
+    for index in reversed(range(len(lines))):
+        if lines[index].startswith('File "'):
+            file, line = lines[index].split('"')[1], lines[index].split("line ")[1].split(",")[0]
+            if file.startswith(_INNER):
+                continue
+            code = lines[index + 1] if index + 1 < len(lines) else ""
+            return f"{file}:{line} ({code})"
+    return str(node.target)
+
+
+def _place_in(body: fx.GraphModule) -> str:
+    inside = [node for node in body.graph.nodes if node.meta.get("stack_trace")]
+    return place_of(inside[0]) if inside else "some place"
+
+
+def _cannot_export(model: nn.Module, error: BaseException) -> str:
+    # The stack of the first error: those that wrap it were raised inside torch.
+    first: BaseException = error
+    while first.__cause__ is not None or first.__context__ is not None:
+        first = first.__cause__ or first.__context__  # type: ignore[assignment]
+    place = "its forward"
+    for tried in (error, first):
+        for frame in traceback.extract_tb(tried.__traceback__):
+            if not frame.filename.startswith((*_INNER, "<")):
+                place = f"{frame.filename}:{frame.lineno} ({frame.line})"
+    reason = reason_of(first) or type(first).__name__
+    if "data-dependent" in str(error) or "DataDependent" in type(first).__name__:
+        reason = "what runs depends on data"
+    return f"cannot analyse {type(model).__name__} at {place}: {reason}; change that line, {MANUAL}"
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in FLOATS:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+            raise AnalysisError(
+                f"parameter {name!r} is of {parameter.dtype}; trainable are {allowed}; convert "
+                "the model with model.to(torch.float32), or freeze the parameter"
+            )

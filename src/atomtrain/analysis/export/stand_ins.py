@@ -1,0 +1,228 @@
+"""Traces one of several equal modules; the others are stood in for by one operation each.
+
+A stand-in is used only where the module would certainly do the same as the one that was traced:
+it is equal to it (`equal_modules`), it is called with the same plain values and with tensors of the
+same shapes, types and layout, nothing watches it, and its number, if it has one, is not looked at
+(reading the number raises `UnequalError`, and the model is traced as a whole).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.analysis.export.equal_modules import Equal
+
+_LIBRARY = torch.library.Library("atomtrain", "FRAGMENT")
+_LIBRARY.define("mark(Tensor[] given, int call) -> ()")
+_LIBRARY.define("stand_in(Tensor[] given, Tensor[] like, int call, int same_as) -> Tensor[]")
+MARK = torch.ops.atomtrain.mark.default
+"""Stands before and after the operations of call number `call`; `given` are its tensors."""
+STAND_IN = torch.ops.atomtrain.stand_in.default
+"""Call number `call`, which does on `given` what call `same_as` did; its results are `like` that
+call's."""
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def _mark(given: Sequence[Tensor], call: int) -> None:
+    pass
+
+
+def _stand_in(
+    given: Sequence[Tensor], like: Sequence[Tensor], call: int, same_as: int
+) -> list[Tensor]:
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in like]
+
+
+_LIBRARY.impl("mark", _mark, "CompositeExplicitAutograd")
+_LIBRARY.impl("stand_in", _stand_in, "CompositeExplicitAutograd")
+
+
+class UnequalError(Exception):
+    """Modules may do different things after all; the whole model has to be traced."""
+
+
+def _looked_at(*_: Any, **__: Any) -> Any:
+    raise UnequalError("a module's number decides what it does")
+
+
+class _UnreadNumber:
+    """In place of a module's number: may be handed on, but not looked at."""
+
+
+def why_unequal(error: BaseException) -> str | None:
+    """Return why modules may do different things after all; `None` if an error says nothing of it.
+
+    Either `UnequalError` was raised, perhaps wrapped by torch on its way, or a function written in
+    C refused a module's number, which it did not find to be one, and named its type.
+    """
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        if isinstance(cause, UnequalError):
+            return str(cause)
+        if _UnreadNumber.__name__ in str(cause):
+            return "a module's number is used where only a number can be"
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+for _name in (
+    "int", "index", "float", "complex", "bool", "str", "repr", "format", "hash", "eq", "ne", "lt",
+    "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv",
+    "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod", "pow", "rpow", "neg", "pos", "abs",
+    "invert", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift",
+    "round", "trunc", "floor", "ceil", "getattr", "iter", "len", "contains", "call", "getitem",
+):  # fmt: skip
+    setattr(_UnreadNumber, f"__{_name}__", _looked_at)
+
+
+class _Traced(NamedTuple):
+    """A call that was traced."""
+
+    call: int
+    fresh: list[Tensor]
+    """Its results that were not given to it."""
+    skeleton: Hashable
+    """Of what it returned: slots are positions among `given`, then among `fresh`."""
+
+
+class StandIns:
+    """While entered, a model calls one of its equal modules for real, and stand-ins for the rest.
+
+    One trace of the model's forward for each time it is entered.
+    """
+
+    def __init__(self, groups: Sequence[Equal]) -> None:
+        self._groups = groups
+        self.paths: list[str] = []
+        """The module of each call, by the call's number."""
+        self._traced: dict[Hashable, _Traced] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> StandIns:
+        number = _UnreadNumber()
+        for index, group in enumerate(self._groups):
+            for path, module in zip(group.paths, group.modules, strict=True):
+                for inside, name in group.counted:
+                    self._put(module.get_submodule(inside), name, number)
+                self._put(module, "forward", self._stood_in_for(index, path, module))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        attributes = vars(module)
+        if name in attributes:
+            own = attributes[name]
+            self._undo.append(lambda: attributes.__setitem__(name, own))
+        else:
+            self._undo.append(lambda: attributes.__delitem__(name))
+        attributes[name] = value
+
+    def _stood_in_for(self, group: int, path: str, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if path in self.paths:
+                raise UnequalError(f"{path} is called twice")
+            if any(getattr(inner, hooks) for inner in module.modules() for hooks in _HOOKS):
+                raise UnequalError(f"{path} is watched")
+            number = len(self.paths)
+            self.paths.append(path)
+            given: list[Tensor] = []
+            skeleton = _taken_apart((args, kwargs), given)
+            if not given:
+                raise UnequalError(f"{path} is called without tensors")
+            key = (group, skeleton, _layout(given), torch.is_grad_enabled())
+            if key in self._traced:
+                return _stand_in_for(self._traced[key], number, given)
+            MARK(given, number)
+            result = forward(*args, **kwargs)
+            self._traced[key] = traced = _traced(number, result, given)
+            MARK(traced.fresh, number)
+            return result
+
+        return call
+
+
+def _traced(number: int, result: Any, given: Sequence[Tensor]) -> _Traced:
+    tensors = list(given)
+    skeleton = _taken_apart(result, tensors)
+    return _Traced(number, tensors[len(given) :], skeleton)
+
+
+def _stand_in_for(traced: _Traced, number: int, given: Sequence[Tensor]) -> Any:
+    made = STAND_IN(given, traced.fresh, number, traced.call)
+    return _put_together(traced.skeleton, [*given, *made])
+
+
+def _layout(tensors: Sequence[Tensor]) -> Hashable:
+    """Return what of tensors may decide which operations are done with them."""
+    if any(t.layout is not torch.strided for t in tensors):
+        raise UnequalError("tensors are sparse or nested")
+    first: dict[int, int] = {}
+    return tuple(
+        (
+            type(t), t.shape, t.stride(), t.storage_offset(), t.untyped_storage().nbytes(),
+            t.dtype, t.device, t.requires_grad,
+            first.setdefault(t.untyped_storage()._cdata, len(first)),
+        )
+        for t in tensors
+    )  # fmt: skip
+
+
+class _Slot(NamedTuple):
+    """Stands for the tensor of this number."""
+
+    number: int
+
+
+def _taken_apart(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Return what `value` is but for its tensors, which are added to the list, each once."""
+    if type(value) is _UnreadNumber:
+        return _UnreadNumber, None
+    if isinstance(value, Tensor):
+        for index, known in enumerate(tensors):
+            if known is value:
+                return _Slot(index)
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    if type(value) in (tuple, list):
+        return type(value), tuple(_taken_apart(item, tensors) for item in value)
+    if type(value) is dict:
+        items = tuple((key, _taken_apart(item, tensors)) for key, item in value.items())
+        return dict, items
+    if type(value) in _PLAIN or isinstance(value, torch.dtype | torch.device):
+        return type(value), value
+    raise UnequalError(f"{type(value).__name__} is not understood")
+
+
+def _put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(skeleton, _Slot):
+        return tensors[skeleton.number]
+    kind, content = skeleton
+    if kind in (tuple, list):
+        return kind(_put_together(item, tensors) for item in content)
+    if kind is dict:
+        return {key: _put_together(item, tensors) for key, item in content}
+    if kind is _UnreadNumber:
+        raise UnequalError("a module returns its number")
+    return content

@@ -1,0 +1,329 @@
+"""Finds the chain of layers of a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from atomtrain.analysis.export.export import loss_in
+from atomtrain.analysis.layers.by_hand import check_against_model, layers_by_hand
+from atomtrain.analysis.layers.chain import Chain, Layer
+from atomtrain.analysis.layers.exported_chain import exported_layers
+from atomtrain.analysis.layers.graph_layer import GraphLayer
+from atomtrain.analysis.layers.micro_batch import Entry, Inputs, MicroBatch
+from atomtrain.errors import AnalysisError, ConfigError
+
+__all__ = ["HasLayers", "HasOutput", "Loss", "MicroBatch", "Traced", "chain_of"]
+
+Loss = Callable[..., Tensor]
+LOSS = "loss"
+
+
+@runtime_checkable
+class HasLayers(Protocol):
+    """A model that knows its own chain.
+
+    The layers' modules must be submodules of the model, so that its parameters keep their names.
+    """
+
+    def chain_layers(self) -> Sequence[Layer]:
+        """Return the layers; they read the forward's argument names, the last writes `loss`."""
+        ...
+
+
+@runtime_checkable
+class HasOutput(Protocol):
+    """A model that knows its own chain up to its output, so that the loss can be another one."""
+
+    def output_layers(self, given: Sequence[str]) -> Sequence[Layer]:
+        """Return the layers; the last writes `output`, what forward returns.
+
+        Args:
+            given: The names of forward's arguments that micro-batches have.
+        """
+        ...
+
+
+@runtime_checkable
+class HasLayersGiven(Protocol):
+    """A model whose chain depends on which of forward's arguments micro-batches have."""
+
+    def layers_given(self, given: Sequence[str]) -> Sequence[Layer]:
+        """Return the layers as `chain_layers` does, for micro-batches with these names."""
+        ...
+
+
+class Traced(NamedTuple):
+    """A chain, and how a micro-batch becomes the chain's inputs."""
+
+    chain: Chain
+    bind: Callable[[MicroBatch], dict[str, Any]]
+    ready: Callable[[bool], None] = lambda training: None
+    """Call `ready(training)` before steps (`True`) and evaluations, in the mode that they run in.
+
+    Raises `AnalysisError` or `ConfigError` if the layers cannot run in that mode.
+    """
+
+
+class _LossLayer(nn.Module):
+    """Applies the caller's loss to the model's output and to the values kept for it."""
+
+    def __init__(self, loss: Loss, extra: Sequence[str], as_mapping: bool, takes_batch: bool):
+        super().__init__()
+        self._loss, self._extra = loss, tuple(extra)
+        self._as_mapping, self._takes_batch = as_mapping, takes_batch
+
+    def forward(self, output: Any, *batch: Any) -> Tensor:
+        if not self._takes_batch:
+            return self._loss(output)
+        if self._as_mapping:
+            return self._loss(output, dict(zip(self._extra, batch, strict=True)))
+        return self._loss(output, batch)
+
+
+def chain_of(
+    model: nn.Module,
+    example: MicroBatch,
+    loss: Loss | None = None,
+    layers: Sequence[str] | None = None,
+) -> Traced:
+    """Return the chain of any model.
+
+    A model with `chain_layers` tells its layers, those of an `nn.Sequential` are its modules, and
+    any other model is exported and cut (see `exported_layers`).
+
+    Args:
+        model: Any module; its weights may be on the meta device.
+        example: One micro-batch as the model's forward takes it: a mapping, a tuple or a tensor.
+            With `loss`, further entries (targets) may follow those that forward takes.
+        loss: `loss(output)` or `loss(output, micro_batch)`, a scalar; `None` takes the output's
+            `.loss`.
+        layers: Paths of the modules that forward calls one after the other, each on what the one
+            before it returns; `None` finds the layers.
+
+    Raises:
+        AnalysisError: the model cannot be taken apart, or has no layers.
+        ConfigError: the example does not fit the model's forward, or a loss is missing.
+    """
+    if layers is not None:
+        return _by_hand(model, example, loss, layers)
+    if isinstance(model, HasLayers):
+        names = _argument_names(model)
+        if isinstance(model, HasLayersGiven):
+            own = list(model.layers_given(_given(example, names)))
+        else:
+            own = list(model.chain_layers())
+        if not own or not own[-1].writes:
+            raise AnalysisError(
+                f"chain_layers() of {type(model).__name__} must return at least one layer, and the "
+                "last one must write the loss"
+            )
+        if loss is not None:
+            return _with_outer_loss(model, names, example, loss)
+        used = {name for layer in own for name in layer.reads}
+        inputs = tuple(name for name in names if name in used)
+        return Traced(_chain(model, own, inputs, own[-1].writes[0]), _Binder(names, inputs))
+    if isinstance(model, nn.Sequential):
+        return _sequential(model, example, loss)
+    return _exported(model, example, loss)
+
+
+def _exported(model: nn.Module, example: MicroBatch, loss: Loss | None) -> Traced:
+    inputs = Inputs(model, example, own_loss=loss is None)
+    layers, rebuild, ready = exported_layers(model, example, inputs, own_loss=loss is None)
+    last = layers[-1]
+    if loss is None:
+        layers[-1] = Layer(last.name, last.module, last.reads, (LOSS,))
+    else:
+        assert isinstance(last.module, GraphLayer)
+        entries = inputs.entries if _takes_batch(loss) else []
+        extra = [name for entry in entries for name in entry.tensors or (entry.name,)]
+        head = _OnOutput(last.module, rebuild, loss, entries, inputs.as_mapping, len(last.reads))
+        layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
+    used = {name for layer in layers for name in layer.reads}
+    names = [name for entry in inputs.entries for name in entry.tensors or (entry.name,)]
+    read = tuple(name for name in names if name in used)
+    return Traced(_chain(model, layers, read, LOSS), inputs.binder(read), ready)
+
+
+def _by_hand(
+    model: nn.Module, example: MicroBatch, loss: Loss | None, paths: Sequence[str]
+) -> Traced:
+    inputs = Inputs(model, example, own_loss=False)
+    values = inputs.values(example)
+    layers = layers_by_hand(model, paths, {e.name: values[e.name] for e in inputs.of_forward})
+    names = tuple(entry.name for entry in inputs.entries)
+    traced = _joined(model, layers, names, inputs.as_mapping, loss or loss_in)
+
+    def loss_of(forward: Callable[..., Any]) -> Any:
+        given = [values[entry.name] for entry in inputs.of_forward]
+        if inputs.as_mapping:
+            by_name = dict(zip((e.name for e in inputs.of_forward), given, strict=True))
+            output = forward(**by_name)
+        else:
+            output = forward(*given)
+        if loss is None:
+            return loss_in(output)
+        return loss(output, example) if _takes_batch(loss) else loss(output)
+
+    check_against_model(model, traced.chain, traced.bind(example), loss_of)
+    return traced
+
+
+class _OnOutput(nn.Module):
+    """The last layer of an exported model, its output rebuilt, and the caller's loss on it."""
+
+    def __init__(
+        self,
+        module: GraphLayer,
+        rebuild: Callable[[Sequence[Any]], Any],
+        loss: Loss,
+        entries: Sequence[Entry],
+        as_mapping: bool,
+        reads: int,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = _LossLayer(
+            loss, [entry.name for entry in entries], as_mapping, takes_batch=bool(entries)
+        )
+        self._rebuild, self._entries, self._reads = rebuild, tuple(entries), reads
+
+    def forward(self, *values: Any) -> Tensor:
+        other = self.module.other if self.module.mode.is_other else None
+        rebuild = other.rebuild if other is not None else self._rebuild
+        output = rebuild(self.module(*values[: self._reads]))
+        batch, start = [], self._reads
+        for entry in self._entries:
+            stop = start + max(1, len(entry.tensors))
+            given = values[start:stop]
+            batch.append(entry.rebuild(given) if entry.tensors else given[0])
+            start = stop
+        result: Tensor = self.loss(output, *batch)
+        return result
+
+
+def _sequential(model: nn.Sequential, example: MicroBatch, loss: Loss | None) -> Traced:
+    if len(model) == 0:
+        raise AnalysisError("the nn.Sequential is empty; nothing can be trained")
+    if not isinstance(example, Tensor) and len(example) == 0:
+        raise ConfigError("the example is empty; give one micro-batch as training will use it")
+    entries: tuple[str, ...]
+    if isinstance(example, Mapping):
+        entries = tuple(example)
+        first = next(iter(inspect.signature(model.forward).parameters))
+        source = first if first in entries else entries[0]
+    else:
+        count = 1 if isinstance(example, Tensor) else len(example)
+        entries = tuple(f"input{index}" for index in range(count))
+        source = entries[0]
+    layers, value = [], source
+    # Not `named_children`, which leaves out a module that was used before (one nn.ReLU for all).
+    for name, module in zip(model._modules, model, strict=True):
+        layers.append(Layer(name, module, (value,), (f"{name}.out",)))
+        value = f"{name}.out"
+    return _joined(model, layers, entries, isinstance(example, Mapping), loss or loss_in)
+
+
+def _with_outer_loss(
+    model: HasLayers, names: Sequence[str], example: MicroBatch, loss: Loss
+) -> Traced:
+    """Return the chain of a model that knows its layers, with the caller's loss on its output."""
+    assert isinstance(model, nn.Module)
+    if not isinstance(model, HasOutput):
+        raise ConfigError(f"{type(model).__name__} computes its own loss; leave out loss=...")
+    entries = _given(example, names)
+    layers = list(model.output_layers(entries))
+    return _joined(model, layers, entries, isinstance(example, Mapping), loss)
+
+
+def _joined(
+    model: nn.Module, layers: list[Layer], entries: tuple[str, ...], as_mapping: bool, loss: Loss
+) -> Traced:
+    """Return the chain of layers whose last value is the model's output, followed by the loss."""
+    takes_batch = _takes_batch(loss)
+    extra = entries if takes_batch else ()
+    # The loss has no parameters: it joins the last layer, so that it is never a segment alone.
+    last = layers[-1]
+    own = len(last.reads)
+    head = _Joined(last.module, _LossLayer(loss, extra, as_mapping, takes_batch), own)
+    layers[-1] = Layer(last.name, head, (*last.reads, *extra), (LOSS,))
+    used = {name for layer in layers for name in layer.reads}
+    inputs = tuple(name for name in entries if name in used)
+    return Traced(_chain(model, layers, inputs, LOSS), _Binder(entries, inputs))
+
+
+class _Joined(nn.Module):
+    """The last layer followed by the loss."""
+
+    def __init__(self, module: nn.Module, loss: nn.Module, reads: int) -> None:
+        super().__init__()
+        self.module, self.loss, self._reads = module, loss, reads
+
+    def forward(self, *values: Any) -> Any:
+        return self.loss(self.module(*values[: self._reads]), *values[self._reads :])
+
+
+class _Binder:
+    """Turns a micro-batch into the values that the chain reads."""
+
+    def __init__(self, names: Sequence[str], inputs: Sequence[str]) -> None:
+        self._names, self._inputs = tuple(names), tuple(inputs)
+
+    def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        given: dict[str, Any]
+        if isinstance(micro_batch, Mapping):
+            given = dict(micro_batch)
+        elif isinstance(micro_batch, Tensor):
+            given = {self._names[0]: micro_batch}
+        else:
+            given = dict(zip(self._names, micro_batch, strict=False))
+        if missing := [name for name in self._inputs if given.get(name) is None]:
+            raise ConfigError(
+                f"the micro-batch lacks {', '.join(missing)}; "
+                f"it has {', '.join(given) or 'nothing'}"
+            )
+        return {name: given[name] for name in self._inputs}
+
+
+def _chain(model: nn.Module, layers: Sequence[Layer], inputs: tuple[str, ...], loss: str) -> Chain:
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    chain = Chain(tuple(layers), inputs, loss, names)
+    if stray := [name for key, name in names.items() if key not in chain.users]:
+        raise AnalysisError(f"parameter {stray[0]!r} belongs to no layer of the chain")
+    return chain
+
+
+def _given(example: MicroBatch, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a micro-batch's entries, those without one numbered."""
+    if isinstance(example, Mapping):
+        return tuple(name for name, value in example.items() if value is not None)
+    count = 1 if isinstance(example, Tensor) else len(example)
+    return (*names[:count], *(f"input{index}" for index in range(len(names), count)))
+
+
+def _argument_names(model: nn.Module) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def _takes_batch(loss: Loss) -> bool:
+    """Return whether the loss wants the micro-batch as its second argument."""
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind
+        in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is inspect.Parameter.empty
+    ]
+    return len(positional) >= 2

@@ -1,1 +1,0 @@
-"""Web page and terminal view of a run, fed by its event files only."""

@@ -1,0 +1,205 @@
+"""Opens an engine: analyses the model, profiles the machine, plans, and fills the host store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from atomtrain.analysis.costs.costs import layer_costs
+from atomtrain.analysis.head.head import split_head, split_head_as_needed
+from atomtrain.analysis.layers.trace import Loss, MicroBatch, chain_of
+from atomtrain.engine.calibration.disk_profile import disk_rates
+from atomtrain.engine.calibration.overhead import Overhead, emulated_overhead
+from atomtrain.engine.calibration.profile_cache import machine_key
+from atomtrain.engine.calibration.profiling import take_profile
+from atomtrain.engine.calibration.update_rates import measured_updates
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.devices import open_devices
+from atomtrain.engine.engine import Engine
+from atomtrain.engine.engine_base import EngineCore
+from atomtrain.engine.execution.compiled import TRACING, compiled, require_compilable
+from atomtrain.engine.execution.multi_device import check_shared, join, machine_of_all, times_of_all
+from atomtrain.engine.options import Options
+from atomtrain.engine.planner import Planner
+from atomtrain.engine.state.disk_placement import Placement, placed
+from atomtrain.engine.state.gradients import with_gradients_in
+from atomtrain.engine.state.loss_scale import LossScale
+from atomtrain.engine.state.precision import Narrowed
+from atomtrain.engine.state.store import HostStore, require_data
+from atomtrain.engine.updates.optimizer_facts import OptimizerFactory, optimizer_of, states_of
+from atomtrain.engine.updates.update_model import update_model
+from atomtrain.engine.updates.updates import Updates
+from atomtrain.errors import ConfigError
+from atomtrain.planning.plan.gradient_staging import host_gradients
+from atomtrain.planning.plan.layout import Layout
+from atomtrain.planning.plan.machine import Machine
+from atomtrain.planning.plan.multi_device import share_of
+from atomtrain.units import parse_bytes
+
+
+def swap(
+    model: nn.Module,
+    example: MicroBatch,
+    *,
+    optimizer: OptimizerFactory,
+    device_memory: str | int | None = None,
+    device: str | Device | Sequence[str | Device] = "auto",
+    loss: Loss | None = None,
+    layers: Sequence[str] | None = None,
+    options: Options | None = None,
+) -> Engine:
+    """Return an engine that trains `model` within a device budget.
+
+    The model's parameters move into the host store; the model can still be read (for instance with
+    `state_dict`) after `Engine.synchronize`. With a `precision` it becomes that, and
+    `Engine.state_dict` has the float32 masters.
+
+    Args:
+        model: Any module, in the mode in which it is to be trained.
+        example: One micro-batch as the model's forward takes it: a mapping, a tuple or a tensor.
+            If the model's layers are found by export, all later ones must have its shapes.
+        optimizer: Gets the list of trainable parameters (host tensors), returns the optimizer,
+            for instance `lambda params: torch.optim.AdamW(params, lr=3e-4)`. It must update each
+            parameter independently of the others, as those of `torch.optim` do.
+        device_memory: Budget such as `"8GiB"`; see `open_device` for the default.
+        device: `auto`, `cpu`, `cuda`, `cuda:1` or `emulated:4GiB/s`; or an open device, which the
+            engine then owns (its budget counts, not `device_memory`). Several, as a list or with
+            commas between the names, divide the micro-batches of each step among them.
+        loss: `loss(output)` or `loss(output, micro_batch)`; `None` takes the output's `.loss`. A
+            micro-batch may then hold more than forward takes (targets), for the loss.
+        layers: Paths of the modules that forward calls one after the other, each on what the one
+            before it returns, if they cannot be found automatically.
+        options: Further choices.
+
+    Raises:
+        PlanError: no plan fits device or host; names the layer and the least budget that would do.
+        DiskError: `disk` cannot be used, or has too little space.
+        AnalysisError: the model's layers cannot be found, or its head cannot be split.
+        ConfigError: a device, size or example that cannot be used, or `precision="bf16"` with an
+            optimizer that keeps no masters.
+    """
+    options = options or Options()
+    if options.precision is None:
+        return _open(model, example, optimizer, device_memory, device, loss, layers, options)
+    narrowed = Narrowed(model, options.precision)
+    try:
+        engine = _open(model, example, optimizer, device_memory, device, loss, layers, options)
+    except BaseException:
+        narrowed.restore()
+        raise
+    try:
+        narrowed.give_masters(engine.masters)
+    except BaseException:
+        engine.close()
+        narrowed.restore()
+        raise
+    return engine
+
+
+def measured_overhead() -> Overhead:
+    """Return what compute spends beside layers on the emulated device, measured by training."""
+    return emulated_overhead(swap)
+
+
+def _open(
+    model: nn.Module,
+    example: MicroBatch,
+    optimizer: OptimizerFactory,
+    device_memory: str | int | None,
+    device: str | Device | Sequence[str | Device],
+    loss: Loss | None,
+    layers: Sequence[str] | None,
+    options: Options,
+) -> Engine:
+    """Return the engine of a model in the type that it is to be computed in."""
+    traced = chain_of(model, example, loss, layers)
+    inputs = traced.bind(example)
+    chain = traced.chain
+    if isinstance(options.head_pieces, int):
+        chain = split_head(chain, options.head_pieces)
+    chain = with_gradients_in(chain, options.gradient_dtype)
+    require_data(chain)
+    devices = open_devices(device, device_memory)
+    opened = devices[0]
+    placement: Placement | None = None
+    try:
+        if opened.one_memory and (options.host_layers or options.disk is not None):
+            what = "host_layers" if options.host_layers else "disk"
+            raise ConfigError(
+                f"with device='cpu' all layers compute on the host store itself; leave {what} out, "
+                "or choose device='emulated'"
+            )
+        if options.compile:
+            require_compilable(opened)
+        costs = layer_costs(chain, inputs, opened.torch_device)
+        check_shared(chain, costs, options, devices)
+        if options.head_pieces == "auto":
+            chain = split_head_as_needed(chain, costs, opened.torch_device)
+            costs = layer_costs(chain, inputs, opened.torch_device)
+        profile = take_profile(
+            opened, chain, costs, inputs, measured_overhead, measure=options.profile
+        )
+        if options.compile:
+            chain = compiled(chain, costs)
+        made = optimizer_of(chain, optimizer)
+        machine = machine_of_all(_machine_with_disk(profile.machine, options), devices)
+        states = None if options.disk is None else states_of(made)
+        on_gpu = opened.torch_device.type == "cuda"
+        taken = update_model(made, chain, on_gpu=on_gpu)
+        if options.profile:
+            key = machine_key(opened)
+            taken = measured_updates(taken, made, chain, key, one_processor=not on_gpu)
+        times, one_memory = times_of_all(profile.times, devices), opened.one_memory
+        planner = Planner(
+            chain, costs, times, machine, options, taken, states, one_memory, len(devices),
+            profile.crowded_share,
+        )  # fmt: skip
+        plan = planner.plan(share_of(options.micro_batches, len(devices)))
+        layout = Layout(chain)
+        if states is not None and plan.on_disk and options.disk is not None:
+            placement = placed(Path(options.disk), chain, layout, states, plan.on_disk)
+        places = host_gradients(layout, plan.shape, spends=plan.spends)
+        store = HostStore(chain, layout, opened, placement, places)
+        updates = Updates(
+            chain,
+            store,
+            made,
+            clip_norm=options.clip_norm,
+            loss_scale=_loss_scale_of(options),
+            placement=placement,
+            guard=TRACING if options.compile else None,
+            inject=opened.inject,
+            stream_type=opened.host_stream,
+        )
+        members, together = join(chain, devices, store, updates)
+    except BaseException:
+        for one in devices:
+            one.close()
+        if placement is not None:
+            placement.file.close()
+        raise
+    core = EngineCore(model, planner, plan, store, members, updates, together)
+    return Engine(core, traced)
+
+
+def _machine_with_disk(machine: Machine, options: Options) -> Machine:
+    """Return the machine with the host memory that may be used, and the rates of the disk.
+
+    Raises:
+        DiskError: the folder cannot be used.
+    """
+    if options.host_memory is not None:
+        n_bytes = parse_bytes(options.host_memory, "host memory")
+        machine = dataclasses.replace(machine, host_memory_bytes=n_bytes)
+    if options.disk is None:
+        return machine
+    return disk_rates(Path(options.disk), measure=options.profile).of(machine)
+
+
+def _loss_scale_of(options: Options) -> LossScale | None:
+    if options.precision != "fp16":
+        return None
+    return LossScale(options.loss_scale, options.loss_scale_steps)

@@ -1,0 +1,254 @@
+"""Measurements of the link and the host optimizer, each a fraction of a second.
+
+All are medians, and sizes follow from a first try, so that a slow link does not make the profile
+slow.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.streams import Stream
+
+_LARGEST_BYTES = 64 << 20
+"""Larger than the caches of common processors."""
+_SMALLEST_BYTES = 4 << 10
+_COPY_S = 0.02
+"""How long a measured copy should take."""
+_REPEATS = 5
+PARAMETERS = 1 << 21
+"""32 MiB of parameters, gradients and moments: the update of a typical block comes from memory."""
+_STEAL_S = 0.05
+"""How long compute is watched at a time while something else runs."""
+_ROUNDS = 3
+
+
+class LinkRates(NamedTuple):
+    """What the link between host and device does."""
+
+    load_bytes_per_s: float
+    unload_bytes_per_s: float
+    both_ways_share: float
+    copy_s: float
+    """What a copy takes beside its bytes."""
+
+
+class Stolen(NamedTuple):
+    """What compute loses to other work of the same processor."""
+
+    s_per_copied_byte: float
+    s_per_update: float
+
+
+def link_rates(device: Device, *, pinned: bool = True) -> LinkRates:
+    """Measure copies over the link, through the streams that training uses.
+
+    Args:
+        device: Idle, with a quarter of its budget free.
+        pinned: From memory of `Device.host_empty`; else from ordinary memory.
+    """
+    most_bytes = max(_SMALLEST_BYTES, min(_LARGEST_BYTES, device.memory_bytes // 8))
+    with device.computing():
+        there = [device.empty((most_bytes,), torch.uint8) for _ in range(2)]
+    here = [_host_memory(device, most_bytes, pinned) for _ in range(2)]
+    device.synchronize()
+
+    def load(n_bytes: int) -> Callable[[], None]:
+        return lambda: device.copy_in(there[0][:n_bytes], here[0][:n_bytes])
+
+    def unload(n_bytes: int) -> Callable[[], None]:
+        return lambda: device.copy_out(here[1][:n_bytes], there[1][:n_bytes])
+
+    n_bytes = _worthwhile(lambda size: timed_through(device.load, load(size)), most_bytes)
+    smallest_s = _median(
+        [timed_through(device.load, load(_SMALLEST_BYTES)) for _ in range(_REPEATS)]
+    )
+    load_s = _median([timed_through(device.load, load(n_bytes)) for _ in range(_REPEATS)])
+    unload_s = _median([timed_through(device.unload, unload(n_bytes)) for _ in range(_REPEATS)])
+    both_s = _median([_both(device, load(n_bytes), unload(n_bytes)) for _ in range(_REPEATS)])
+    load_rate = _slope(n_bytes, load_s, smallest_s)
+    return LinkRates(
+        load_bytes_per_s=load_rate,
+        unload_bytes_per_s=_slope(n_bytes, unload_s, smallest_s),
+        both_ways_share=min(1.0, max(load_s, unload_s) / both_s),
+        copy_s=max(0.0, smallest_s - _SMALLEST_BYTES / load_rate),
+    )
+
+
+def host_copy_bytes_per_s() -> float:
+    """Measure copies from host memory to host memory with all threads."""
+    source = torch.zeros(_LARGEST_BYTES, dtype=torch.uint8)
+    target = torch.zeros(_LARGEST_BYTES, dtype=torch.uint8)
+    return _LARGEST_BYTES / _median([_timed(lambda: target.copy_(source)) for _ in range(_REPEATS)])
+
+
+def update_parameters_per_s(parameters: int = PARAMETERS) -> float:
+    """Measure a fused AdamW in float32, on a thread of its own as in training."""
+    step = adamw_step(parameters)
+    stream = Stream("probe")
+    try:
+        timed_through(stream, step)
+        return parameters / _median([timed_through(stream, step) for _ in range(_REPEATS)])
+    finally:
+        stream.close()
+
+
+def device_update_parameters_per_s(device: Device, parameters: int = PARAMETERS) -> float:
+    """Measure a fused AdamW in float32 on the device, where compute runs."""
+    with device.computing():
+        step = adamw_step(parameters, device.torch_device)
+
+        def finished() -> None:
+            step()
+            device.synchronize()
+
+        finished()
+        return parameters / _median([_timed(finished) for _ in range(_REPEATS)])
+
+
+def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
+    """Measure what copies and updates cost computing on the same processor.
+
+    Args:
+        device: Whose copies are the processor's own work.
+        work: A short piece of compute, some milliseconds at most.
+        copy_bytes: Size of the copies; one should take some milliseconds too.
+    """
+    here, there = (torch.zeros(copy_bytes, dtype=torch.uint8) for _ in range(2))
+    parameters = PARAMETERS // 4
+    step = adamw_step(parameters)
+
+    def copy() -> None:
+        device.copy_in(there, here)
+
+    work()
+    copying, updating = [], []
+    # It cannot cost more than the processor's time that it takes; a busy machine makes it seem so.
+    most_copying, most_updating = _processor_s(copy), _processor_s(step)
+    for _ in range(_ROUNDS):  # in turns, so that a busy moment does not count for one of them
+        alone = _pace(work, None)
+        copying.append(_pace(work, copy).stolen_s(alone))
+        updating.append(_pace(work, step).stolen_s(alone))
+    return Stolen(
+        min(_median(copying), most_copying) / copy_bytes,
+        min(_median(updating), most_updating) / parameters,
+    )
+
+
+class _Pace(NamedTuple):
+    """Pieces of compute done in a time, and pieces of other work beside them."""
+
+    pieces: int
+    seconds: float
+    others: int
+
+    def stolen_s(self, alone: _Pace) -> float:
+        """Return the seconds of compute that one piece of the other work cost."""
+        lost_s = self.seconds - self.pieces * alone.seconds / alone.pieces
+        return max(0.0, lost_s) / max(1, self.others)
+
+
+def _pace(work: Callable[[], None], other: Callable[[], None] | None) -> _Pace:
+    with _beside(other) as count:
+        pieces = 0
+        started_s = time.perf_counter()
+        while (seconds := time.perf_counter() - started_s) < _STEAL_S or pieces < 2:
+            work()
+            pieces += 1
+        return _Pace(pieces, seconds, count())
+
+
+@contextmanager
+def _beside(other: Callable[[], None] | None) -> Iterator[Callable[[], int]]:
+    """Repeat `other` on a thread meanwhile; yields how often it was done so far."""
+    done, stop = [0], threading.Event()
+
+    def repeat() -> None:
+        while other is not None and not stop.is_set():
+            other()
+            done[0] += 1
+
+    thread = threading.Thread(target=repeat, name="atom-probe", daemon=True)
+    thread.start()
+    try:
+        yield lambda: done[0]
+    finally:
+        stop.set()
+        thread.join()
+
+
+def adamw_step(
+    parameters: int = PARAMETERS, device: torch.device | None = None
+) -> Callable[[], None]:
+    """Return a step of the optimizer by which machines are rated: a fused float32 AdamW."""
+    parameter = torch.nn.Parameter(torch.zeros(parameters, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+
+    def step() -> None:
+        optimizer.step()
+
+    return step
+
+
+def _host_memory(device: Device, n_bytes: int, pinned: bool) -> Tensor:
+    memory = device.host_empty(n_bytes) if pinned else torch.empty(n_bytes, dtype=torch.uint8)
+    return memory.zero_()  # touched, so that no page is missing when it is copied
+
+
+def _worthwhile(copy_s: Callable[[int], float], most_bytes: int) -> int:
+    """Return a size whose copy takes long enough to be measured, and not much longer."""
+    n_bytes = _SMALLEST_BYTES
+    # The best of three: one hiccup must not make a fast link look slow.
+    while n_bytes < most_bytes and min(copy_s(n_bytes) for _ in range(3)) < _COPY_S / 4:
+        n_bytes = min(4 * n_bytes, most_bytes)
+    return n_bytes
+
+
+def timed_through(stream: Stream, job: Callable[[], None]) -> float:
+    """Return the seconds of a job on a stream's thread, hand-over included."""
+    return _timed(lambda: stream.submit(job).wait())
+
+
+def _both(device: Device, load: Callable[[], None], unload: Callable[[], None]) -> float:
+    def copies() -> None:
+        events = [device.load.submit(load), device.unload.submit(unload)]
+        for event in events:
+            event.wait()
+
+    return _timed(copies)
+
+
+def _processor_s(work: Callable[[], None]) -> float:
+    """Return the processor's time that a piece of work takes, on all its threads."""
+    work()
+    started_s = time.process_time()
+    for _ in range(_REPEATS):
+        work()
+    return (time.process_time() - started_s) / _REPEATS
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s
+
+
+def _median(seconds: list[float]) -> float:
+    return statistics.median(seconds)
+
+
+def _slope(n_bytes: int, seconds: float, smallest_s: float) -> float:
+    """Return the rate of a copy without what a copy of nothing takes."""
+    if n_bytes > _SMALLEST_BYTES and seconds > 1.5 * smallest_s:
+        return (n_bytes - _SMALLEST_BYTES) / (seconds - smallest_s)
+    return n_bytes / seconds

@@ -1,0 +1,215 @@
+"""What a plan is made from: rates of the machine and times of the layers, measured or assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from atomtrain.analysis.costs.costs import ChainCosts
+from atomtrain.analysis.costs.profile import LayerTime, estimated_times, flops_per_s, layer_times
+from atomtrain.analysis.costs.storages import StorageTracker
+from atomtrain.analysis.layers.chain import Chain
+from atomtrain.engine.calibration.crowding import CROWDED_SHARE, Watch, crowded_now
+from atomtrain.engine.calibration.machines import (
+    assumed_machine,
+    budget_bytes,
+    catalogue_gpu,
+    host_memory_bytes,
+    measure_machine,
+)
+from atomtrain.engine.calibration.offload_times import with_offloading
+from atomtrain.engine.calibration.overhead import MeasureOverhead
+from atomtrain.engine.calibration.profile_cache import (
+    ProfileCache,
+    layer_key,
+    machine_key,
+    profile_folder,
+)
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.planning.catalogue import estimate_times
+from atomtrain.planning.plan.machine import Machine
+
+
+class Profile(NamedTuple):
+    """A machine, and the seconds of each kind of layer on its device for one micro-batch."""
+
+    machine: Machine
+    times: Mapping[str, LayerTime]
+    crowded_share: float = 0.0
+    """What other programs had of the processor while this was measured."""
+
+
+def take_profile(
+    device: Device,
+    chain: Chain,
+    costs: ChainCosts,
+    inputs: Mapping[str, Any],
+    overhead: MeasureOverhead,
+    *,
+    measure: bool | Literal["again"] = True,
+    folder: Path | None = None,
+) -> Profile:
+    """Return what a plan needs to know; a few seconds the first time, then from the cache.
+
+    What was measured on a crowded processor is measured again as soon as it is less crowded.
+
+    Args:
+        device: Idle, and nothing of the model on it.
+        chain: With real parameters; they are not changed.
+        costs: Of the chain.
+        inputs: One micro-batch, by the chain's input names.
+        overhead: Measures what compute spends beside layers, for the emulated device.
+        measure: `"again"` forgets what the cache has. If `False`, a GPU's figures come from the
+            catalogue, and the emulated device's times from FLOPs and the rate of a matrix product.
+        folder: Of the cache; `None` is the user's.
+
+    Raises:
+        AnalysisError: a layer's time is no number; names the layer.
+        ConfigError: nothing shall be measured, and the GPU is not in the catalogue.
+    """
+    if not measure:
+        return Profile(assumed_machine(device), _assumed_times(device, costs))
+    folder = folder or profile_folder()
+    cache = ProfileCache(folder, machine_key(device))
+    keys = {
+        cost.kind: layer_key(layer, cost, costs.values)
+        for layer, cost in zip(chain.layers, costs.layers, strict=True)
+    }
+    again = measure == "again"
+    if again or not _complete(cache, keys) or _less_crowded(cache, keys.values()):
+        with cache.turn():
+            _forget(cache, keys.values(), again=again)
+            _measure_machine(cache, device, overhead)
+            _measure(cache, device, chain, costs, inputs, keys)
+            cache.save()
+    machine = cache.machine(budget_bytes(device), host_memory_bytes())
+    assert machine is not None
+    times = {kind: time for kind, key in keys.items() if (time := cache.time(key)) is not None}
+    return Profile(machine, times, cache.crowded_share(keys.values()))
+
+
+def profiled_machine(
+    device: Device, overhead: MeasureOverhead, folder: Path | None = None, *, again: bool = False
+) -> Profile:
+    """Return a machine's rates, without times of layers.
+
+    They are measured in a second or two the first time, then they come from the cache.
+
+    Args:
+        device: Idle, with a quarter of its budget free.
+        overhead: As of `take_profile`.
+        folder: Of the cache; `None` is the user's.
+        again: Forget what the cache has, times of layers too.
+    """
+    cache = ProfileCache(folder or profile_folder(), machine_key(device))
+    if again or cache.machine(1, 1) is None or _less_crowded(cache, ()):
+        with cache.turn():
+            _forget(cache, (), again=again)
+            _measure_machine(cache, device, overhead)
+            cache.save()
+    machine = cache.machine(budget_bytes(device), host_memory_bytes())
+    assert machine is not None
+    return Profile(machine, {}, cache.crowded_share(()))
+
+
+def _forget(cache: ProfileCache, keys: Iterable[str], *, again: bool) -> None:
+    """Read what others may have measured meanwhile, and forget what is to be measured again."""
+    cache.reload()
+    if again:
+        cache.forget()
+    elif _less_crowded(cache, keys):
+        cache.forget(CROWDED_SHARE)
+
+
+def _less_crowded(cache: ProfileCache, keys: Iterable[str]) -> bool:
+    """Return whether the processor was crowded when this was measured, and is less so now."""
+    then = cache.crowded_share(keys)
+    return then > CROWDED_SHARE and crowded_now() < then / 2
+
+
+def _complete(cache: ProfileCache, keys: Mapping[str, str]) -> bool:
+    return cache.machine(1, 1) is not None and all(cache.time(key) for key in keys.values())
+
+
+def _measure(
+    cache: ProfileCache,
+    device: Device,
+    chain: Chain,
+    costs: ChainCosts,
+    inputs: Mapping[str, Any],
+    keys: Mapping[str, str],
+) -> None:
+    """Measure the times of layers that the cache lacks."""
+    missing = [kind for kind, key in keys.items() if cache.time(key) is None]
+    if missing:
+        watch = Watch()
+        for kind, layer_time in measured_times(device, chain, costs, inputs, missing).items():
+            cache.put_time(keys[kind], layer_time, watch.crowded_share())
+    device.trim()
+
+
+def measured_times(
+    device: Device,
+    chain: Chain,
+    costs: ChainCosts,
+    inputs: Mapping[str, Any],
+    kinds: Sequence[str] | None = None,
+) -> dict[str, LayerTime]:
+    """Return the seconds of kinds of layers, measured now.
+
+    Args:
+        device: Idle, and nothing of the model on it, or what is there leaves room for a layer.
+        chain: With real parameters; they are not changed.
+        costs: Of the chain.
+        inputs: One micro-batch, by the chain's input names.
+        kinds: Which to measure; `None` is all.
+    """
+    times = layer_times(
+        chain,
+        costs,
+        inputs,
+        device.torch_device,
+        device.synchronize,
+        computing=_computing(device),
+        kinds=kinds,
+    )
+    # A GPU computes while its host hands over.
+    return with_offloading(times, chain, costs, inputs) if _emulated(device) else times
+
+
+def _measure_machine(cache: ProfileCache, device: Device, overhead: MeasureOverhead) -> None:
+    """Measure the machine's rates if the cache lacks them."""
+    if cache.machine(1, 1) is None:
+        watch = Watch()
+        machine = measure_machine(device, overhead, cache.path.parent)
+        cache.put_machine(machine, watch.crowded_share())
+
+
+def _emulated(device: Device) -> bool:
+    return isinstance(device, EmulatedDevice)
+
+
+def _computing(device: Device) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context in which layers run in training.
+
+    The emulated device's accounting is part of what its layers take. Its budget is not enforced
+    here: a layer that exceeds it gets a `PlanError`, which says what would do.
+    """
+    if _emulated(device):
+        return StorageTracker
+    return device.computing
+
+
+def _assumed_times(device: Device, costs: ChainCosts) -> dict[str, LayerTime]:
+    if device.torch_device.type == "cpu":
+        return estimated_times(costs, flops_per_s(device.torch_device, device.synchronize))
+    exact = torch.get_float32_matmul_precision() == "highest"
+    card = catalogue_gpu(device)
+    return estimate_times(
+        costs, card, "fp32" if exact or "tf32" not in card.flops_per_s else "tf32"
+    )

@@ -1,0 +1,255 @@
+"""What every operation of an engine stands on: executor and plan, their end, and failures.
+
+A failure in a step leaves part of the model a step ahead of the rest, so it is remembered and
+everything that would read the model refuses.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.execution.executor import Executor
+from atomtrain.engine.execution.multi_device import Crew, Member, Together, executor_of
+from atomtrain.engine.planner import Planner
+from atomtrain.engine.state.precision import Masters, Part
+from atomtrain.engine.state.store import HostStore
+from atomtrain.engine.updates.updates import Combining, Updates
+from atomtrain.errors import ConfigError, StreamError
+from atomtrain.planning.plan.gradient_staging import host_gradients
+from atomtrain.planning.plan.multi_device import share_of
+from atomtrain.planning.plan.plan import Plan
+from atomtrain.planning.plan.schedule import Visit
+
+
+class SegmentDone(NamedTuple):
+    """A segment's visit that compute has been given in full."""
+
+    phase: str
+    """`forward`, `turn` (forward and backward at once), `backward`, or `evaluate`."""
+    layers: tuple[str, ...]
+    """Names of the segment's layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one step took."""
+
+    loss: float
+    step_s: float
+    link_wait_s: float
+    """Time that compute waited for the link or for host updates; the longest of several devices."""
+    device_peak_bytes: int
+    """The highest of several devices."""
+
+
+class EngineCore:
+    """Owns executor, host store and updates; not thread-safe."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planner: Planner,
+        plan: Plan,
+        store: HostStore,
+        members: Sequence[Member],
+        updates: Updates,
+        together: Together | None = None,
+    ) -> None:
+        """`members` are the devices; `together` is what several of them have in common."""
+        self.model, self.plan = model, plan
+        self.devices = tuple(member.device for member in members)
+        self.members, self._together = members, together
+        self.on_segment: Callable[[SegmentDone], None] | None = None
+        """Called after each segment's visit."""
+        self.planner, self.store, self.updates = planner, store, updates
+        present = None if updates.disk is None else updates.disk.present
+        self.masters = Masters(updates.worker_of, present, self._wrote)
+        """The parameters' values; call `synchronize` before."""
+        self._broken: BaseException | None = None
+        self.closed = False
+        # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
+        self._release = weakref.finalize(self, _release, updates, members, together)
+        try:
+            self.executor: Executor | Crew | None = self._execute(plan)
+        except BaseException:
+            self._release()
+            raise
+
+    def synchronize(self) -> None:
+        """See `Engine.synchronize`."""
+        self.check_whole()
+        if self.executor is None:  # closed: it was done before
+            return
+        with self.guarded():
+            self.updates.wait()
+            self.bring_to_host(range(self.store.layout.blocks), moments=True)
+            self.devices[0].synchronize()
+            self.executor.buffers.to_host()
+
+    def wait(self) -> None:
+        """See `Engine.wait`."""
+        self.check_whole()
+        with self.guarded():
+            self.updates.wait()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if self.closed:
+            return
+        try:
+            if self._broken is None:
+                self.synchronize()
+        finally:
+            self.closed = True
+            try:
+                self._release()  # first: copies may still be on their way to what goes now
+            finally:
+                self.executor = None  # and with it slots, gradient buffers and resident blocks
+            for device in self.devices:
+                device.trim()
+
+    def make_room(self, micro_batches: int) -> None:
+        """Make a new plan if the step has more micro-batches than the plan was made for."""
+        share = share_of(micro_batches, len(self.devices))
+        if share <= self.plan.micro_batches:
+            return
+        plan = self.planner.plan(share, self.plan.on_disk)
+        self.synchronize()
+        with self.guarded():
+            # The old slots must be gone before the new ones come, or both would count.
+            self.executor = None
+            self.executor = self._execute(plan)
+            self.plan = plan
+
+    def combine_gradients(self, combine: Combining) -> None:
+        """See `Engine.combine_gradients`."""
+        if len(self.devices) > 1:
+            raise ConfigError(
+                f"gradients of {len(self.devices)} devices are already added up by the engine; "
+                "combine those of engines with one device each"
+            )
+        if self.planner.options.optimizer_on_device is not False:
+            raise ConfigError(
+                "gradients are combined on the host, where all blocks have to be updated; give "
+                "Options(optimizer_on_device=False)"
+            )
+        if self.plan.spends:
+            raise ConfigError(
+                "gradients that share rooms on the host cannot wait there to be combined; leave "
+                "out spend_gradients"
+            )
+        if not self.store.keeps_gradients:
+            name = self.devices[0].name
+            raise ConfigError(
+                f"gradients are not gathered on the host where the device is {name!r}; "
+                "choose one with memory of its own, such as 'emulated'"
+            )
+        self.updates.combining = combine
+
+    def bring_to_host(self, blocks: Iterable[int], *, moments: bool) -> None:
+        """Bring the host's copies of blocks that are updated on the device up to date."""
+        if self.executor is not None:
+            with self.devices[0].computing():
+                self.executor.slots.there.to_host(blocks, moments=moments)
+
+    def wrote_blocks(self, blocks: Iterable[int]) -> None:
+        """Take note of what was written to the host's copies of parameters."""
+        for block in blocks if self.executor is not None else ():
+            self.running.slots.there.wrote(block, values=True)
+
+    def _wrote(self, parameter: nn.Parameter, part: Part) -> None:
+        """Take note of what was written to the host's copy of a parameter."""
+        block, values = self.updates.block_of(parameter), part == "values"
+        if self.executor is not None:
+            self.executor.slots.there.wrote(block, values=values, moments=not values)
+
+    @property
+    def running(self) -> Executor | Crew:
+        """What runs the plan.
+
+        Raises:
+            ConfigError: the engine is closed.
+        """
+        if self.executor is None:
+            raise ConfigError("the engine is closed; call atomtrain.swap again")
+        return self.executor
+
+    def _execute(self, plan: Plan) -> Executor | Crew:
+        planner = self.planner
+        if plan.spends:
+            places = host_gradients(self.store.layout, plan.shape, spends=True)
+            self.store.place_gradients(planner.chain, self.devices[0], places)
+        executor = executor_of(self.members, planner.costs, plan, self._together)
+        core = weakref.ref(self)  # no cycle, so that a forgotten engine goes at once
+
+        def visited(visit: Visit) -> None:
+            there = core()
+            if there is not None and there.on_segment is not None:
+                layers = planner.chain.layers[slice(*visit.layers)]
+                names = tuple(layer.name for layer in layers)
+                there.on_segment(SegmentDone(visit.phase.value, names))
+
+        executor.visited = visited
+        return executor
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a failure.
+
+        Raises:
+            StreamError: says what failed.
+        """
+        if self._broken is not None:
+            raise StreamError(
+                f"the engine failed earlier ({self._broken}); resume from the last checkpoint"
+            ) from self._broken
+
+    @contextmanager
+    def noting(self, record: Record | None) -> Iterator[None]:
+        """Let the streams note what they do in a step, if there is a record."""
+        device = self.devices[0]
+        streams = (device.load, device.fetch, device.unload, device.save, *self.updates.streams)
+        holders = (*streams, self.running)
+        for holder in holders:
+            holder.record = record
+        try:
+            yield
+        finally:
+            for holder in holders:
+                holder.record = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have the model's modules in evaluation mode, then as they were."""
+        training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Remember a failure: half a step has run, so nothing after it would be right."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = error
+            raise
+
+
+def _release(updates: Updates, members: Sequence[Member], together: Together | None) -> None:
+    if together is not None:
+        together.pool.shutdown()
+    updates.close()
+    for member in members:
+        member.device.close()
+    for member in members:  # last, since copies use what they hold
+        member.store.close()

@@ -1,0 +1,361 @@
+"""Runs a plan: the vertical schedule over all segments and micro-batches of a step.
+
+The only executor; devices differ, it does not. It runs on the caller's thread, which is the
+compute stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomtrain.analysis.costs.costs import ChainCosts
+from atomtrain.analysis.layers.chain import Chain
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.tracing import Record, recorded_on_host, recorded_visit
+from atomtrain.engine.execution.activation_prefetch import Coming
+from atomtrain.engine.execution.boundary_activations import Carried, Outbox, Saved, leaf_of
+from atomtrain.engine.execution.compiled import CompiledLayer
+from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
+from atomtrain.engine.execution.host_layers import HostLayers
+from atomtrain.engine.execution.offload import Offload
+from atomtrain.engine.execution.randomness import Randomness
+from atomtrain.engine.execution.routes import Pass, Route
+from atomtrain.engine.execution.slots import Slots, Tensors
+from atomtrain.engine.state.buffers import DeviceBuffers
+from atomtrain.engine.state.store import HostStore
+from atomtrain.engine.updates.delivery import Delivery
+from atomtrain.planning.cost.saved import SavedTensors
+from atomtrain.planning.cost.timeline import label_of, label_of_layers
+from atomtrain.planning.plan.plan import Plan
+from atomtrain.planning.plan.schedule import Phase, Visit, evaluation_visits, training_visits
+from atomtrain.planning.plan.shape import Layers
+
+Values = Mapping[str, Any]
+"""A micro-batch: the chain's inputs by name."""
+
+
+class Executor:
+    """Executes training steps and evaluations of one chain under one plan."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        costs: ChainCosts,
+        plan: Plan,
+        store: HostStore,
+        device: Device,
+        updates: Delivery,
+    ) -> None:
+        """Allocate slots and buffers; call inside `Device.computing`."""
+        self._chain, self._costs, self._plan = chain, costs, plan
+        self._device, self._updates = device, updates
+        self.slots = Slots(chain, plan, store, device, updates)
+        self.buffers = DeviceBuffers(chain, costs, device, plan.host_layers)
+        self.pool, self._outbox = HostPool(device), Outbox(device)
+        self._host = HostLayers(chain, plan.host_layers, store, updates, self.pool)
+        self._values = Carried(device, self.pool, self._outbox)
+        self._gradients = Carried(device, self.pool, self._outbox)
+        self._coming = Coming(self._values, self._gradients)
+        starts = {low for low, _ in itertools.pairwise(plan.backward_bounds)}
+        random = any(layer.random for layer in costs.layers)
+        self._random = Randomness(device.generator, random, starts)
+        self._staying = self.slots.storages | self.buffers.storages
+        self._training = Pass(chain, training_visits(plan.shape), plan)
+        self._evaluation = Pass(chain, evaluation_visits(plan.shape), plan)
+        planned = costs if plan.remakes else costs.sending_all()
+        window_bytes = SavedTensors(chain, planned).window_bytes
+        self._graphs = Graphs(Offload(device, self.pool, window_bytes))
+        # Compiled layers would run operation by operation if these were watched.
+        compiled = any(isinstance(layer, CompiledLayer) for layer in chain.layers)
+        self._remakes = plan.remakes and not compiled
+        self._losses: list[Tensor] = []
+        self._count = self._of = 0
+        self.record: Record | None = None
+        """Where visits are noted, or `None`."""
+        self.visited: Callable[[Visit], None] | None = None
+        """Called after each visit, on the computing thread."""
+
+    @property
+    def random(self) -> bool:
+        """Whether any layer draws random numbers."""
+        return self._random.used
+
+    def train(self, micro_batches: Sequence[Values]) -> list[Tensor]:
+        """Run forward and backward; gradients go to `Updates`. Return the losses (0-d)."""
+        self.begin(len(micro_batches), len(micro_batches))
+        return self.run(micro_batches)
+
+    def begin(self, count: int, of: int, seeds: Sequence[int] | None = None) -> None:
+        """Start a step of which `count` of `of` micro-batches run here, with `seeds` if some do
+        not."""
+        self._of = of
+        self._random.begin(count, seeds)
+        backward = [v.layers for v in self._training.visits if v.gradient is not None]
+        deliveries: dict[Layers, list[int]] = {v: self.slots.delivered(v) for v in backward}
+        if self._plan.host_layers:
+            deliveries[self._host.layers] = self._host.blocks
+        self._updates.begin_step(deliveries)
+
+    def run(self, micro_batches: Sequence[Values]) -> list[Tensor]:
+        """Run the step that has begun; return the losses (0-d)."""
+        losses = self._run(self._training, micro_batches)
+        self.slots.there.finish_step()
+        self._updates.finish_step()
+        self._random.finish()
+        return losses
+
+    def evaluate(self, micro_batches: Sequence[Values]) -> list[Tensor]:
+        """Run forward only. Return the losses (0-d)."""
+        return self._run(self._evaluation, micro_batches)
+
+    def refresh_buffers(self) -> None:
+        """Bring the model's buffers to the device again."""
+        self.buffers.from_host()
+
+    def _run(self, a_pass: Pass, micro_batches: Sequence[Values]) -> list[Tensor]:
+        self._losses, self._count = [], len(micro_batches)
+        for index, micro_batch in enumerate(micro_batches):
+            for name in self._chain.inputs:
+                self._values.put_input(index, name, micro_batch[name])
+        training = a_pass is self._training
+        if self._plan.host_layers:
+            self._run_host_layers(micro_batches, training)
+        self.slots.begin(a_pass.visits)
+        for index, visit in enumerate(a_pass.visits):
+            if visit.phase is Phase.TURN:
+                self._outbox.drain()  # backward counts on the memory
+                self._graphs.offload.drain()
+            if self.record is not None:
+                self.record.label = label_of(visit)
+            tensors = self.slots.enter(index)
+            now, following = a_pass.wanted[index : index + 2]
+            self._coming.begin(now, following, self._count)
+            with recorded_visit(self.record):
+                self._visit(visit, a_pass.routes.get(index), tensors)
+                self.slots.update(index)
+            if training and visit.phase is Phase.TURN:
+                self._graphs.turn(self._training.found, self._count)
+            del tensors
+            self.slots.leave(index)
+            if self.visited is not None:
+                self.visited(visit)
+        if self._plan.host_layers and training:
+            if self.record is not None:
+                self.record.label = label_of_layers(Phase.BACKWARD, self._host.layers)
+            self._host.backward([self._gradients_for_host(i) for i in range(self._count)])
+        self._values.clear()
+        self._gradients.clear()
+        losses, self._losses = self._losses, []
+        return losses
+
+    def _run_host_layers(self, micro_batches: Sequence[Values], training: bool) -> None:
+        # The host writes into buffers of the pool at once, in no stream's order: whatever fetched
+        # from them in an evaluation just before must be through.
+        self._device.synchronize()
+        with self._device.on_host(), recorded_on_host(self.record, self._host.layers):
+            results = self._host.forward(micro_batches, training)
+        for index, result in enumerate(results):
+            for name, (value, buffer) in result.items():
+                self._values.put_host(index, name, value, buffer)
+
+    def _gradients_for_host(self, micro_batch: int) -> dict[str, Saved]:
+        found = {n: self._gradients.hand_over(micro_batch, n) for n in self._host.writes}
+        return {name: saved for name, saved in found.items() if saved is not None}
+
+    def _visit(self, visit: Visit, route: Route | None, tensors: Tensors) -> None:
+        start, stop = visit.layers
+        reads, writes = self._chain.reads(start, stop), self._chain.writes(start, stop)
+        for micro_batch in range(self._count):
+            taken = self._coming.take(micro_batch)
+            if route is not None:
+                self._forward(visit, route, tensors, micro_batch, taken)
+                self._values.forget(micro_batch, route.last_read)
+            elif visit.finds:
+                self._backward_found(visit, micro_batch)
+            else:
+                graph = self._graph(visit, tensors, micro_batch, taken)
+                self._backward(visit, micro_batch, graph, writes)
+                del graph
+            del taken
+            self._values.drop(micro_batch, reads)
+            if route is None:
+                self._values.forget(micro_batch, writes)
+                self._gradients.forget(micro_batch, writes)
+
+    def _forward(
+        self,
+        visit: Visit,
+        route: Route,
+        tensors: Tensors,
+        micro_batch: int,
+        taken: dict[str, Any],
+    ) -> None:
+        if visit.leaves:
+            values = self._forward_for_backward(visit, tensors, micro_batch, taken, route.outputs)
+        else:
+            with torch.no_grad():
+                values = self._run_layers(visit, tensors, micro_batch, taken, route.outputs)
+        taken.clear()
+        for name in route.outputs:
+            value = values.pop(name)
+            if name == self._chain.loss:
+                self._losses.append(value)
+            else:
+                keep, save = name in route.keep, name in route.save
+                self._values.put(micro_batch, name, value, keep=keep, save=save)
+
+    def _forward_for_backward(
+        self,
+        visit: Visit,
+        tensors: Tensors,
+        micro_batch: int,
+        taken: Mapping[str, Any],
+        outputs: Sequence[str],
+    ) -> dict[str, Any]:
+        """Run the segment forward with a graph that waits for backward."""
+        where = Where(
+            self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
+        )
+        parcel = self._graphs.offload.parcel() if visit.activation == "offload" else None
+        graph = WaitingGraph(where, parcel)
+        around = graph.layer if self._remakes else nullcontext
+        values = graph.run(
+            taken,
+            lambda name: self._costs.values[name].requires_grad,
+            lambda inputs: self._run_layers(visit, tensors, micro_batch, inputs, outputs, around),
+            self._chain.writes(*visit.layers),
+        )
+        self._graphs.put(visit.layers, micro_batch, graph)
+        return values
+
+    def _backward_found(self, visit: Visit, micro_batch: int) -> None:
+        """Run backward of a segment whose graph waited."""
+        gradients = self._graphs.take(visit.layers, micro_batch).backward(
+            self.slots.slot_of(visit),
+            lambda name: (micro_batch, name) in self._gradients,
+            lambda name: self._gradients.take(micro_batch, name),
+        )
+        for name in list(gradients):
+            self._put_gradient(micro_batch, name, gradients.pop(name))
+
+    def _graph(
+        self, visit: Visit, tensors: Tensors, micro_batch: int, taken: dict[str, Any]
+    ) -> _Graph:
+        """Run the segment forward with a graph."""
+        start, stop = visit.layers
+        leaves = {
+            name: leaf_of(value, self._costs.values[name].requires_grad)
+            for name, value in taken.items()
+        }
+        taken.clear()
+        with torch.enable_grad():
+            inputs = {
+                name: self._entrance(name, leaf, micro_batch) for name, leaf in leaves.items()
+            }
+            writes = self._chain.writes(start, stop)
+            values = self._run_layers(visit, tensors, micro_batch, inputs, writes)
+        entrances = {name: inputs[name] for name in inputs if inputs[name] is not leaves[name]}
+        return _Graph(leaves, entrances, {name: values[name] for name in writes})
+
+    def _entrance(self, name: str, leaf: Any, micro_batch: int) -> Any:
+        """Return the value as the segment's layers get it.
+
+        A value that later segments read too has a gradient when this segment runs backward. It
+        then enters through a view, and the gradient is given to the view, so that autograd adds
+        this segment's contributions to it one by one, in the order in which it adds them when
+        nothing is swapped.
+        """
+        passes = (micro_batch, name) in self._gradients
+        if passes and isinstance(leaf, Tensor) and leaf.requires_grad:
+            return leaf.view_as(leaf)
+        return leaf
+
+    def _backward(
+        self, visit: Visit, micro_batch: int, graph: _Graph, writes: Sequence[str]
+    ) -> None:
+        begun = dict(graph.entrances)
+        begun.update({n: graph.values[n] for n in writes if n not in graph.leaves})
+        roots, seeds = [], list[Tensor | None]()
+        if visit.phase is Phase.TURN:
+            loss = graph.values[self._chain.loss]
+            self._losses.append(loss.detach())
+            with torch.enable_grad():
+                mean = loss / self._of
+                # Asked for as late as possible: the step before may still be deciding.
+                scale = self._updates.scale_of_loss()
+                roots.append(mean if scale == 1.0 else mean * scale)
+            seeds.append(None)
+            del loss
+        for name, root in begun.items():
+            if (micro_batch, name) in self._gradients:
+                roots.append(root)
+                seeds.append(self._gradients.take(micro_batch, name))
+                del root
+        begun.clear()
+        graph.values.clear()
+        graph.entrances.clear()
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        del roots, seeds
+        for name, leaf in graph.leaves.items():
+            if isinstance(leaf, Tensor) and leaf.grad is not None:
+                self._put_gradient(micro_batch, name, leaf.grad)
+
+    def _put_gradient(self, micro_batch: int, name: str, gradient: Tensor) -> None:
+        self._gradients.forget(micro_batch, [name])
+        keep = self._plan.boundary == "device" and name not in self._host.writes
+        self._gradients.put(micro_batch, name, gradient, keep=keep, save=not keep)
+
+    def _run_layers(
+        self,
+        visit: Visit,
+        tensors: Tensors,
+        micro_batch: int,
+        taken: Mapping[str, Any],
+        wanted: Sequence[str],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> dict[str, Any]:
+        """Run the segment's layers, each within `around()`; return the wanted values."""
+        start, stop = visit.layers
+        values = dict(taken)
+        again = visit.phase is Phase.BACKWARD
+        draws = not again and visit.phase is not Phase.EVALUATE
+        with self._random.alone:
+            if again:
+                self._random.replay(micro_batch, start)
+            for index in range(start, stop):
+                layer = self._chain.layers[index]
+                if draws:
+                    self._random.reach(micro_batch, index, first=index == start)
+                of_layer = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
+                with around(), of_layer as buffers:
+                    arguments = [values[name] for name in layer.reads]
+                    written = layer.run({**tensors[index - start], **buffers}, arguments)
+                del arguments
+                values.update(zip(layer.writes, written, strict=True))
+                del written
+                needed = set(self._chain.reads(index + 1, stop)) if index + 1 < stop else set()
+                needed.update(wanted)
+                for name in [name for name in values if name not in needed]:
+                    del values[name]
+            if draws:
+                self._random.leave(micro_batch)
+        return values
+
+
+class _Graph(NamedTuple):
+    """One micro-batch's forward through a segment, ready for backward."""
+
+    leaves: dict[str, Any]
+    """The segment's inputs."""
+    entrances: dict[str, Tensor]
+    """Views of those inputs whose gradient later segments have begun."""
+    values: dict[str, Any]
+    """What the segment writes."""

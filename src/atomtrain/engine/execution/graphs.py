@@ -1,0 +1,212 @@
+"""Graphs that wait from forward to backward, and where what autograd saved in them waits meanwhile.
+
+Autograd's own hooks see every tensor that an operation saves for its backward, when it is saved and
+when it is needed again:
+
+- a view of the segment's slot is noted as its place there, and found again in whatever slot the
+  segment lies in when backward comes;
+- parameters in places of their own and buffers stay where they are; of a buffer that forward
+  changes a copy is taken;
+- anything else is kept, or goes to the host (`engine/execution/offload.py`), unless it is made again.
+
+The segment's inputs enter through a node that has no data, so a graph holds no more than what is
+saved, and its gradients leave as autograd made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from atomtrain.analysis.costs.rematerialization import Recipes
+from atomtrain.engine.execution.offload import Away, Offload, Parcel, view_at
+
+
+class _Place(NamedTuple):
+    """Where a saved tensor lies in the segment's slot."""
+
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Entrance(torch.autograd.Function):
+    """Lets a value into a graph; its gradient goes to a list."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, value: Tensor, found: list[Tensor]) -> Tensor:
+        ctx.found = found
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.found.append(gradient)
+        return None, None, None
+
+
+class Where(NamedTuple):
+    """What of a device's memory stays in place between forward and backward, by storage."""
+
+    slot: Tensor
+    """The slot in which the segment is in forward."""
+    staying: frozenset[int]
+    changing: frozenset[int]
+    """Buffers that forward writes to."""
+
+
+class WaitingGraph:
+    """One micro-batch's graph of one segment, from its forward visit to its backward visit."""
+
+    def __init__(self, where: Where, parcel: Parcel | None) -> None:
+        """`parcel` takes what is saved to the host; `None` keeps it."""
+        self._where, self.parcel = where, parcel
+        self._slot = where.slot
+        self._slot_key = where.slot.untyped_storage()._cdata
+        self._device = where.slot.device
+        self._recipes: Recipes | None = None
+        """Of the layer that runs now; none where its operations do not show."""
+        self._found: dict[str, list[Tensor]] = {}
+        self._entrances: dict[str, GradientEdge] = {}
+        self._edges: dict[str, GradientEdge] = {}
+
+    @contextmanager
+    def layer(self) -> Iterator[None]:
+        """Give the context in which one of the segment's layers runs."""
+        if self.parcel is None:
+            yield
+            return
+        self.parcel.begin_layer()
+        self._recipes = self._new_recipes()
+        try:
+            with self._recipes:
+                yield
+        finally:
+            self._recipes = None
+
+    def run(
+        self,
+        taken: Mapping[str, Any],
+        with_gradient: Callable[[str], bool],
+        layers: Callable[[Mapping[str, Any]], dict[str, Any]],
+        writes: Iterable[str],
+    ) -> dict[str, Any]:
+        """Run the segment forward with a graph; return what `layers` returns, without the graph.
+
+        Args:
+            taken: The segment's inputs.
+            with_gradient: Whether the input of a name gets a gradient.
+            layers: Runs the segment's layers on its inputs.
+            writes: The values that later segments read.
+        """
+        anchor = torch.empty(0, requires_grad=True)
+        with torch.enable_grad():
+            inputs = dict(taken)
+            for name, value in taken.items():
+                if isinstance(value, Tensor) and with_gradient(name):
+                    found = self._found[name] = []
+                    inputs[name] = _Entrance.apply(  # type: ignore[no-untyped-call]
+                        anchor, value, found
+                    )
+                    self._entrances[name] = get_gradient_edge(inputs[name])
+            with saved_tensors_hooks(self._pack, self._unpack):
+                values = layers(inputs)
+            for name in writes:
+                value = values[name]
+                if isinstance(value, Tensor) and value.requires_grad and name not in inputs:
+                    self._edges[name] = get_gradient_edge(value)
+        return {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
+
+    def backward(
+        self, slot: Tensor, begun: Callable[[str], bool], gradient_of: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
+        """Run backward; return the gradients of the segment's inputs. The graph is used up.
+
+        Args:
+            slot: Where the segment's parameters are now.
+            begun: Whether later segments gave the value of a name a gradient.
+            gradient_of: Returns that gradient.
+        """
+        self._slot = slot
+        # An input whose gradient later segments have begun is a root too: so autograd adds this
+        # segment's contributions to it one by one, in the order in which it adds them when nothing
+        # is swapped.
+        roots = {**self._entrances, **self._edges}
+        names = [name for name in roots if begun(name)]
+        if names:
+            edges = [roots[name] for name in names]
+            torch.autograd.backward(edges, [gradient_of(name) for name in names])
+        self._entrances.clear()
+        self._edges.clear()
+        if self.parcel is not None:
+            self.parcel.close()
+        return {name: found[0] for name, found in self._found.items() if found}
+
+    def _new_recipes(self) -> Recipes:
+        return Recipes(self._find)
+
+    def _find(self, tensor: Tensor) -> Any:
+        """Return what stands for a tensor that will be there in backward as it is now."""
+        assert self.parcel is not None
+        key = tensor.untyped_storage()._cdata
+        if key == self._slot_key:
+            return _place_of(tensor)
+        if key in self._where.changing:
+            return None
+        return tensor.data if key in self._where.staying else self.parcel.find(tensor)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        key = tensor.untyped_storage()._cdata
+        if key == self._slot_key:
+            return _place_of(tensor)
+        if key in self._where.changing:
+            return tensor.detach().clone()
+        # An alias without history: a graph must not hold its own outputs.
+        if self.parcel is None or key in self._where.staying or tensor.device != self._device:
+            return tensor.data
+        return self.parcel.pack(tensor, None if self._recipes is None else self._recipes.of)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, Away):
+            return packed.parcel.unpack(packed, self._unpack)
+        return view_at(
+            self._slot.untyped_storage(), packed.dtype, packed.offset, packed.size, packed.stride
+        )
+
+
+def _place_of(tensor: Tensor) -> _Place:
+    return _Place(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
+class Graphs:
+    """The waiting graphs of a step."""
+
+    def __init__(self, offload: Offload) -> None:
+        self.offload = offload
+        self._waiting: dict[tuple[tuple[int, int], int], WaitingGraph] = {}
+
+    def put(self, layers: tuple[int, int], micro_batch: int, graph: WaitingGraph) -> None:
+        """Hold a graph until backward."""
+        self._waiting[layers, micro_batch] = graph
+
+    def take(self, layers: tuple[int, int], micro_batch: int) -> WaitingGraph:
+        """Hand a graph over to backward."""
+        return self._waiting.pop((layers, micro_batch))
+
+    def turn(self, downwards: Iterable[tuple[int, int]], micro_batches: int) -> None:
+        """The turn is over: begin to bring back what is on the host, in the order in which backward
+        wants it.
+
+        Args:
+            downwards: The segments whose graphs wait, in backward's order.
+            micro_batches: How many there are of each.
+        """
+        graphs = [self._waiting[layers, i] for layers in downwards for i in range(micro_batches)]
+        self.offload.turn([graph.parcel for graph in graphs if graph.parcel is not None])

@@ -1,0 +1,274 @@
+"""Several devices run a step together: each a share of the micro-batches, by the same plan.
+
+The first device runs on the caller's thread, each of the others on a thread of its own. They read
+one copy of the parameters; their gradients meet in `engine/updates/shares.py`. Within a step no device
+waits for another one, so one that fails holds up nobody: the others stop after the segment that
+they are in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from atomtrain.analysis.costs.costs import ChainCosts
+from atomtrain.analysis.costs.profile import LayerTime
+from atomtrain.analysis.layers.chain import Chain
+from atomtrain.engine.calibration.machines import budget_bytes
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.execution.executor import Executor, Values
+from atomtrain.engine.execution.randomness import micro_batch_seeds
+from atomtrain.engine.execution.replicas import refresh, replica_of
+from atomtrain.engine.execution.slots import Slots
+from atomtrain.engine.options import Options
+from atomtrain.engine.state.buffers import DeviceBuffers
+from atomtrain.engine.state.store import HostStore
+from atomtrain.engine.updates.delivery import Delivery
+from atomtrain.engine.updates.shares import Share, Sums
+from atomtrain.engine.updates.updates import Updates
+from atomtrain.errors import ConfigError
+from atomtrain.planning.plan.machine import Machine
+from atomtrain.planning.plan.plan import Plan
+from atomtrain.planning.plan.schedule import Visit
+
+T = TypeVar("T")
+
+
+class Together(NamedTuple):
+    """What several devices have in common."""
+
+    sums: Sums
+    pool: ThreadPoolExecutor
+    """A thread for each device but the first."""
+
+
+class Member(NamedTuple):
+    """One device of an engine, and what its executor works with."""
+
+    device: Device
+    chain: Chain
+    store: HostStore
+    delivery: Delivery
+
+
+def check_shared(
+    chain: Chain, costs: ChainCosts, options: Options, devices: Sequence[Device]
+) -> None:
+    """Refuse what several devices cannot share.
+
+    Raises:
+        ConfigError: layers that change buffers, which each device would change by its own share;
+            an optimizer on the device; compiled layers.
+    """
+    if len(devices) == 1:
+        return
+    for layer, cost in zip(chain.layers, costs.layers, strict=True):
+        if cost.changes_buffers:
+            raise ConfigError(
+                f"layer {layer.name!r} changes buffers (running statistics) by what it sees, and "
+                "each of several devices sees a share only; use one device, or a layer without"
+            )
+    if options.optimizer_on_device:
+        raise ConfigError(
+            "several devices are updated together, on the host; leave out optimizer_on_device, or "
+            "use one device"
+        )
+    if options.compile:
+        raise ConfigError("compiled layers run on one device; leave out compile, or use one device")
+
+
+def times_of_all(
+    times: Mapping[str, LayerTime], devices: Sequence[Device]
+) -> Mapping[str, LayerTime]:
+    """Return what layers take while all devices compute: emulated ones share the host's cores."""
+    if len(devices) == 1 or not isinstance(devices[0], EmulatedDevice):
+        return times
+    taking_turns = max(1.0, len(devices) * torch.get_num_threads() / (os.cpu_count() or 1))
+    return {kind: time.scaled(taking_turns) for kind, time in times.items()}
+
+
+def machine_of_all(machine: Machine, devices: Sequence[Device]) -> Machine:
+    """Return the first device's machine with the least budget of all."""
+    least_bytes = min(budget_bytes(device) for device in devices)
+    return dataclasses.replace(machine, device_memory_bytes=least_bytes)
+
+
+def join(
+    chain: Chain, devices: Sequence[Device], store: HostStore, updates: Updates
+) -> tuple[list[Member], Together | None]:
+    """Return the members of an engine, and what they have in common if there are several.
+
+    Args:
+        chain: The model's layers.
+        devices: At least one; engines own them.
+        store: The host store; further devices get gradients of their own beside it.
+        updates: What all devices share.
+    """
+    if len(devices) == 1:
+        return [Member(devices[0], chain, store, updates)], None
+    sums = Sums(updates, store)
+    members = [Member(devices[0], chain, store, Share(sums, store))]
+    for device in devices[1:]:
+        beside = store.beside(chain, device)
+        members.append(Member(device, replica_of(chain), beside, Share(sums, beside)))
+    pool = ThreadPoolExecutor(len(members) - 1, thread_name_prefix="atom-device")
+    return members, Together(sums, pool)
+
+
+def executor_of(
+    members: Sequence[Member], costs: ChainCosts, plan: Plan, together: Together | None
+) -> Executor | Crew:
+    """Return what runs a plan on one device or several."""
+    executors = []
+    for device, chain, store, delivery in members:
+        with device.computing():
+            executors.append(Executor(chain, costs, plan, store, device, delivery))
+    return executors[0] if together is None else Crew(members, executors, together)
+
+
+class _StoppedError(Exception):
+    """Another device failed."""
+
+
+@dataclass
+class _Signals:
+    """What the devices' threads look at after each visit."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    visited: Callable[[Visit], None] | None = None
+
+    def watch(self, *, first: bool) -> Callable[[Visit], None]:
+        """Return what an executor calls; it holds no executor, so that there is no cycle."""
+
+        def visited(visit: Visit) -> None:
+            if self.stop.is_set():
+                raise _StoppedError
+            if first and self.visited is not None:
+                self.visited(visit)
+
+        return visited
+
+
+class Crew:
+    """The executors of several devices; what an `Executor` is to the engine."""
+
+    def __init__(
+        self, members: Sequence[Member], executors: Sequence[Executor], together: Together
+    ) -> None:
+        self._members, self._executors = members, executors
+        self._sums, self._pool = together
+        self._signals = _Signals()
+        for executor in executors:
+            executor.visited = self._signals.watch(first=executor is executors[0])
+
+    @property
+    def slots(self) -> Slots:
+        """Those of the first device."""
+        return self._executors[0].slots
+
+    @property
+    def buffers(self) -> DeviceBuffers:
+        """Those of the first device; no device changes them."""
+        return self._executors[0].buffers
+
+    @property
+    def record(self) -> Record | None:
+        """Where the first device's visits are noted, or `None`."""
+        return self._executors[0].record
+
+    @record.setter
+    def record(self, record: Record | None) -> None:
+        self._executors[0].record = record
+
+    @property
+    def visited(self) -> Callable[[Visit], None] | None:
+        """Called after each visit of the first device, on the caller's thread."""
+        return self._signals.visited
+
+    @visited.setter
+    def visited(self, visited: Callable[[Visit], None] | None) -> None:
+        self._signals.visited = visited
+
+    def train(self, micro_batches: Sequence[Values]) -> list[Tensor]:
+        """Run forward and backward; gradients go to `Updates`. Return the losses (0-d)."""
+        shares = divided(micro_batches, len(self._executors))
+        seeds: list[int | None] = [None] * len(micro_batches)
+        if self._executors[0].random and len(micro_batches) > 1:
+            seeds = [*micro_batch_seeds(len(micro_batches))]
+        own_seeds = divided(seeds, len(self._executors))
+        self._sums.begin()
+        for executor, share, drawn in zip(self._executors, shares, own_seeds, strict=True):
+            if share:
+                known = [seed for seed in drawn if seed is not None]
+                executor.begin(len(share), len(micro_batches), known or None)
+        losses = self._together(shares, Executor.run)
+        self._sums.whole.finish_step()
+        return losses
+
+    def evaluate(self, micro_batches: Sequence[Values]) -> list[Tensor]:
+        """Run forward only. Return the losses (0-d)."""
+        shares = divided(micro_batches, len(self._executors))
+        return self._together(shares, Executor.evaluate)
+
+    def refresh_buffers(self) -> None:
+        """Copy the model's buffers to the devices again."""
+        for executor in self._executors:
+            executor.refresh_buffers()
+
+    def _together(
+        self,
+        shares: Sequence[Sequence[Values]],
+        work: Callable[[Executor, Sequence[Values]], list[Tensor]],
+    ) -> list[Tensor]:
+        """Let each device work on its share; return all losses in the order of the devices."""
+        stop = self._signals.stop
+        stop.clear()
+        for member in self._members[1:]:
+            refresh(member.chain, self._members[0].chain)
+        results: list[list[Tensor]] = [[] for _ in shares]
+        errors: list[BaseException | None] = [None] * len(shares)
+
+        def run(number: int) -> None:
+            # The caller's thread computes on the first device already.
+            device = self._members[number].device
+            try:
+                with device.computing() if number else nullcontext():
+                    results[number] = work(self._executors[number], shares[number])
+            except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
+                errors[number] = error
+                stop.set()
+
+        others = [number for number, share in enumerate(shares) if share and number]
+        futures = [self._pool.submit(run, number) for number in others]
+        run(0)
+        try:
+            wait(futures)
+        except BaseException:  # the caller was interrupted
+            stop.set()
+            wait(futures)
+            raise
+        raised = [error for error in errors if error is not None]
+        for error in raised:
+            if not isinstance(error, _StoppedError):
+                raise error
+        return [loss for result in results for loss in result]
+
+
+def divided(items: Sequence[T], among: int) -> list[Sequence[T]]:
+    """Divide into runs of nearly the same length, the first ones longer by one; last ones may be
+    empty."""
+    size, longer = divmod(len(items), among)
+    starts = [number * size + min(number, longer) for number in range(among + 1)]
+    return [items[start:stop] for start, stop in itertools.pairwise(starts)]

@@ -1,0 +1,383 @@
+"""What autograd saves waits on the host: it leaves while forward goes on, and is back in time.
+
+Each storage is one copy each way, whatever views of it were saved; small ones leave and come back
+together, in one job of a stream. What a cheap operation makes again from the rest of what is saved
+(`analysis/costs/rematerialization.py`) is not copied at all. What is on its way to the host at a time is bounded by
+a window, and so is what is back ahead of its first use; the window is large enough that a layer's
+computation covers a layer's transfers.
+
+Hand-overs, each with the event that releases it:
+
+| buffer | producer | consumer | released by |
+|---|---|---|---|
+| device storages, leaving | compute | save stream | the save's event, held before they are freed |
+| host buffer | save stream | fetch stream | the save's event, awaited by the fetch |
+| device buffer, back | fetch stream | compute | the fetch's event, held before first use |
+| device buffer, used up | compute | whoever allocates next | order of the compute stream |
+| host buffer, read | fetch stream | the pool | the fetch's event, held by compute |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomtrain.analysis.costs.rematerialization import Remade, Unpack
+from atomtrain.analysis.costs.storages import LiveStorages, uncounted
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.streams import Event, Job
+
+_LEAST_JOB_BYTES, _MOST_JOB_BYTES = 64 << 10, 4 << 20
+"""Between these a job begins as soon as a share of the window waits for it. What is less than the
+least takes the link less time than compute takes to hand it over."""
+_JOBS_PER_WINDOW = 8
+"""Copies begin while most of the window is still free."""
+
+
+class _Storage:
+    """One storage that waits on the host."""
+
+    __slots__ = ("back", "fetched", "host", "n_bytes", "saved", "together", "users")
+
+    def __init__(self, host: Tensor) -> None:
+        self.host: Tensor | None = host  # [n_bytes] uint8, or `None` when nobody needs it any more
+        self.n_bytes = host.numel()
+        self.saved: Event | None = None
+        """`None` as long as it waits for others to leave with."""
+        self.together: Sequence[_Storage] = ()
+        """What left in the same job, this one too."""
+        self.users = 0
+        """Saved tensors in it that backward has not asked for yet."""
+        self.back: Tensor | None = None  # [n_bytes] uint8
+        self.fetched: Event | None = None
+        """Of a fetch for which compute has not waited yet."""
+
+    def buffer(self) -> Tensor:
+        """Return the host buffer, which is still needed."""
+        assert self.host is not None
+        return self.host
+
+    def to_bring(self) -> list[_Storage]:
+        """Return this one, and what else of its job is still wanted and not on the device."""
+        return [
+            one
+            for one in self.together
+            if one is self or (one.users and one.back is None and one.host is not None)
+        ]
+
+
+class Away:
+    """Stands for a saved tensor whose storage is on the host or will be made again, or for an
+    argument of what will."""
+
+    __slots__ = ("dtype", "offset", "parcel", "size", "storage", "stride", "used")
+
+    def __init__(
+        self,
+        parcel: Parcel,
+        storage: _Storage | Remade,
+        tensor: Tensor,
+        *,
+        argument: bool = False,
+    ) -> None:
+        self.parcel, self.storage = parcel, storage
+        self.used = argument  # an argument is a user until what is made of it is dropped
+        self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
+        self.size, self.stride = tensor.shape, tensor.stride()
+
+
+class _Leaving(NamedTuple):
+    """Device storages that must not be freed before they are saved."""
+
+    storages: Sequence[torch.UntypedStorage]
+    n_bytes: int
+    saved: Event
+
+
+class Offload:
+    """The way to the host and back. Used by compute only: the caller's thread, and in backward
+    autograd's."""
+
+    def __init__(self, device: Device, pool: HostPool, window_bytes: int) -> None:
+        """At most `window_bytes` are leaving at a time, or back ahead of their use."""
+        self._device, self._pool, self._window_bytes = device, pool, window_bytes
+        share = window_bytes // _JOBS_PER_WINDOW
+        self._job_bytes = max(_LEAST_JOB_BYTES, min(share, _MOST_JOB_BYTES))
+        self._waiting: list[tuple[torch.UntypedStorage, _Storage]] = []
+        """What leaves in the next job."""
+        self._waiting_bytes = 0
+        self._leaving: deque[_Leaving] = deque()
+        self._leaving_bytes = 0
+        """Of what is in both."""
+        self._coming: deque[_Storage] = deque()
+        self._ahead_bytes = 0
+        self._freed = False
+        """Whether there may be room for more to come ahead."""
+
+    def parcel(self) -> Parcel:
+        """Return what takes the saved tensors of one graph."""
+        return Parcel(self)
+
+    def send(self, storage: torch.UntypedStorage) -> _Storage:
+        """Begin to copy a storage to the host, as soon as there is enough for a job."""
+        n_bytes = storage.nbytes()
+        if self._leaving_bytes + n_bytes > self._window_bytes:
+            self._send_waiting()
+            while self._leaving and self._leaving_bytes + n_bytes > self._window_bytes:
+                self._let_go()
+        sent = _Storage(self._pool.take(n_bytes))
+        self._waiting.append((storage, sent))
+        self._leaving_bytes += n_bytes
+        self._waiting_bytes += n_bytes
+        if self._waiting_bytes >= self._job_bytes:
+            self._send_waiting()
+        return sent
+
+    def turn(self, parcels: Sequence[Parcel]) -> None:
+        """Begin to bring back what was sent, in the order of the parcels."""
+        self._send_waiting()
+        self._coming.extend(s for parcel in parcels for s in parcel.order())
+        self._advance()
+
+    def use(self, storage: _Storage) -> Tensor:
+        """Return a storage's bytes on the device; compute waits until they are there."""
+        if storage.back is None:
+            self._fetch([storage])  # alone: there was no room for it in the window
+        back = storage.back
+        assert back is not None
+        if storage.fetched is not None:
+            self._arrived(storage)
+        return back
+
+    def used(self, storage: _Storage) -> None:
+        """Free a storage's device buffer (its last view may outlive this), and bring the next."""
+        if not storage.users:
+            storage.back = None
+        if self._freed:
+            self._advance()
+
+    def forget(self, storage: _Storage) -> None:
+        """Free a storage on device and host."""
+        if storage.fetched is not None:
+            self._arrived(storage)
+        storage.back = None
+        storage.together = ()
+        if storage.host is not None:
+            self._pool.give(storage.host)
+            storage.host = None
+
+    def drain(self) -> None:
+        """Let go of what is still leaving; compute waits for it."""
+        self._send_waiting()
+        while self._leaving:
+            self._let_go()
+
+    def _advance(self) -> None:
+        self._freed = False
+        while self._coming:
+            storage = self._coming[0]
+            if storage.users and storage.back is None and storage.host is not None:
+                coming = storage.to_bring()
+                n_bytes = sum(one.n_bytes for one in coming)
+                if self._ahead_bytes and self._ahead_bytes + n_bytes > self._window_bytes:
+                    return
+                self._fetch(coming)
+            self._coming.popleft()
+
+    def _send_waiting(self) -> None:
+        """Begin to copy what waits, in one job."""
+        if not self._waiting:
+            return
+        copies = [(sent.buffer(), storage) for storage, sent in self._waiting]
+        storages = [storage for storage, _ in self._waiting]
+        together = [sent for _, sent in self._waiting]
+        n_bytes = self._waiting_bytes
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        saved = self._device.save.submit(self._copy_out(copies), [self._device.mark()])
+        for sent in together:
+            sent.saved, sent.together = saved, together
+        self._leaving.append(_Leaving(storages, n_bytes, saved))
+
+    def _fetch(self, coming: Sequence[_Storage]) -> None:
+        """Begin to bring back, in one job, storages that left in one job."""
+        saved = coming[0].saved
+        assert saved is not None
+        copies = list[tuple[Tensor, Tensor]]()
+        for one in coming:
+            one.back = self._device.empty((one.n_bytes,), torch.uint8)
+            copies.append((one.back, one.buffer()))
+            self._ahead_bytes += one.n_bytes
+        # The memory may have served compute a moment ago, so the copy waits for compute too.
+        after = [self._device.mark(), saved]
+        fetched = self._device.fetch.submit(self._copy_in(copies), after)
+        for one in coming:
+            one.fetched = fetched
+
+    def _arrived(self, storage: _Storage) -> None:
+        assert storage.fetched is not None
+        self._device.hold(storage.fetched)
+        storage.fetched = None
+        self._ahead_bytes -= storage.n_bytes
+        self._freed = True
+
+    def _let_go(self) -> None:
+        _, n_bytes, saved = self._leaving.popleft()
+        self._device.hold(saved)
+        self._leaving_bytes -= n_bytes
+
+    # These jobs let go of device memory before their events say that they are done.
+
+    def _copy_out(self, copies: list[tuple[Tensor, torch.UntypedStorage]]) -> Job:
+        def copy() -> None:
+            while copies:
+                host, storage = copies.pop()
+                flat = view_at(storage, torch.uint8, 0, host.shape, (1,))
+                self._device.copy_out(host, flat)
+
+        return copy
+
+    def _copy_in(self, copies: list[tuple[Tensor, Tensor]]) -> Job:
+        def copy() -> None:
+            while copies:
+                self._device.copy_in(*copies.pop())
+
+        return copy
+
+
+class Parcel:
+    """What one graph has on the host."""
+
+    def __init__(self, offload: Offload) -> None:
+        self._offload = offload
+        self._known = LiveStorages[tuple[_Storage | Remade, int]]()
+        """What was saved, and by which layer last. Only from what the layer that runs has saved is
+        anything made again, so that each layer's backward needs what was predicted for the layer
+        alone."""
+        self._layer = 0
+        self._packed: list[_Storage] = []
+
+    def begin_layer(self) -> None:
+        """Take note that the next layer's operations follow."""
+        self._layer += 1
+
+    def find(self, tensor: Tensor) -> Away | None:
+        """Return what stands for a tensor that the layer has saved already."""
+        known = self._known.get(tensor)
+        if known is None or known[1] != self._layer:
+            return None
+        return Away(self, known[0], tensor, argument=True)
+
+    def pack(
+        self, tensor: Tensor, recipe: Callable[[Tensor], Remade | None] | None = None
+    ) -> Away | Tensor:
+        """Send a tensor that autograd saves, unless its storage has been sent already, or there is
+        a `recipe` by which it is made again."""
+        storage, layer = self._known.get(tensor) or (None, None)
+        if layer != self._layer:
+            if not isinstance(storage, _Storage):  # what another layer makes again does not count
+                storage = self._new(tensor, recipe)
+                if storage is None:
+                    return tensor.data
+            self._known.put(tensor, (storage, self._layer))
+        assert storage is not None
+        storage.users += 1
+        if isinstance(storage, _Storage):
+            self._packed.append(storage)
+        else:
+            self._note_needed(storage)
+        return Away(self, storage, tensor)
+
+    def _new(
+        self, tensor: Tensor, recipe: Callable[[Tensor], Remade | None] | None
+    ) -> _Storage | Remade | None:
+        """Return what a tensor's storage becomes, or `None` where there is nothing to send."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return None
+        remade = None if recipe is None else recipe(tensor)
+        if remade is None:
+            return self._offload.send(storage)
+        for argument in _arguments(remade):
+            argument.users += 1
+        return remade
+
+    def unpack(self, away: Away, unpack: Unpack) -> Tensor:
+        """Return a saved tensor; `unpack` finds what it is made from, if it is made again."""
+        storage = away.storage
+        if isinstance(storage, _Storage):
+            back = self._offload.use(storage)
+        else:
+            back = storage.making.result(storage.index, unpack)
+        view = view_at(back.untyped_storage(), away.dtype, away.offset, away.size, away.stride)
+        if not away.used:
+            away.used = True
+            storage.users -= 1
+        self._release(storage)
+        return view
+
+    def order(self) -> list[_Storage]:
+        """Return the storages in the order in which backward first needs them.
+
+        It goes through forward's operations from the last one.
+        """
+        return list(dict.fromkeys(reversed(self._packed)))
+
+    def close(self) -> None:
+        """Free everything; backward is over."""
+        for storage in self.order():
+            self._offload.forget(storage)
+        self._packed.clear()
+
+    def _note_needed(self, storage: Remade) -> None:
+        """Note what is needed where backward makes a storage again."""
+        needed: dict[_Storage | Remade, None] = {}
+        _add_needed(storage, needed)
+        self._packed.extend(one for one in reversed(needed) if isinstance(one, _Storage))
+
+    def _release(self, storage: _Storage | Remade) -> None:
+        """Free on the device what nobody uses any more, and bring the next."""
+        if isinstance(storage, _Storage):
+            self._offload.used(storage)
+        elif not storage.users and storage.drop():
+            for argument in _arguments(storage):
+                argument.users -= 1
+                self._release(argument)
+
+
+def view_at(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    """Return a tensor in a storage, without history; any thread may ask for it."""
+    with uncounted():
+        return _nothing(dtype, storage.device).new().set_(storage, offset, size, stride)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an empty tensor: another one is made of it in a third of the time."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _add_needed(storage: _Storage | Remade, needed: dict[_Storage | Remade, None]) -> None:
+    """Add a storage and all that it is made from, each once, last ones first."""
+    if storage not in needed:
+        needed[storage] = None
+        if isinstance(storage, Remade):
+            for argument in reversed(_arguments(storage)):
+                _add_needed(argument, needed)
+
+
+def _arguments(remade: Remade) -> list[_Storage | Remade]:
+    """Return the storages among the arguments that are not in a place of their own."""
+    return [at.storage for at in remade.making.arguments() if isinstance(at, Away)]

@@ -1,0 +1,122 @@
+"""What a user may choose about how a model is swapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from atomtrain.engine.state.loss_scale import FIRST_SCALE, STEPS_TO_DOUBLE, check_scale
+from atomtrain.engine.state.precision import check_precision
+from atomtrain.errors import ConfigError
+from atomtrain.planning.plan.disk import on_disk_up_to
+from atomtrain.planning.plan.shape import ACTIVATIONS, Activation
+from atomtrain.units import parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is swapped; every field has a working default."""
+
+    micro_batches: int = 1
+    """How many micro-batches a step will have, on all devices together. A step with more makes a
+    new plan first."""
+    segments: int | None = None
+    """Number of segments, or `None` for the planner's choice."""
+    slots: int | None = None
+    """Number of device slots, or `None` for the planner's choice of one or two."""
+    gradient_buffers: int | None = None
+    """Number of gradient buffers, or `None` for the planner's choice."""
+    host_layers: int | None = None
+    """How many leading layers run on the host (an embedding: only the rows that tokens touch cross
+    the link), or `None` for the planner's choice."""
+    activations: Activation | None = None
+    """What every segment does with what its forward saves for backward: `"recompute"` it, `"keep"`
+    it on the device, or `"offload"` it to the host meanwhile; a segment that cannot recomputes.
+    `None`: the planner chooses for each segment."""
+    optimizer_on_device: bool | None = None
+    """`True`: the whole model, its gradients and the optimizer's state stay on the device, as in
+    ordinary training; `False`: the optimizer runs on the host; `None`: the planner chooses for
+    each block."""
+    clip_norm: float | None = None
+    """Clip the global gradient norm, exactly, or `None`."""
+    head_pieces: int | Literal["auto"] | None = None
+    """In how many pieces of the vocabulary a language model's head computes its loss: more need
+    less memory and a third more arithmetic there, and the result differs in its last bits. `None`
+    leaves the head as the model has it, `"auto"` takes the fewest that make it need no more memory
+    than other layers."""
+    precision: Literal["bf16", "fp16"] | None = None
+    """`"bf16"`: stream and compute in bfloat16, with exact float32 masters in the optimizer's
+    state (`atomtrain.optimizers.AdamW` keeps them). `"fp16"`: in float16, with a loss that is
+    scaled. `None`: as the model is."""
+    gradient_dtype: Literal["float32"] | None = None
+    """`"float32"`: gradients of parameters of 16 bits add up, cross the link and wait on the host
+    as float32; `None`: in the parameters' own type."""
+    loss_scale: float = FIRST_SCALE
+    """With `fp16`: by what the loss is multiplied at first, a power of two."""
+    loss_scale_steps: int = STEPS_TO_DOUBLE
+    """With `fp16`: after how many steps without overflow the scale is doubled; at least 1."""
+    spend_gradients: bool = False
+    """`True`: gradients wait on the host for their own update only, in two rooms of the largest
+    segment's size instead of a place for each: 2 or 4 bytes a parameter less. Backward then waits
+    where updates are slower. Without clipping or loss scaling, on one device; where device and host
+    memory are one it is always so."""
+    host_memory: str | int | None = None
+    """Host memory that parameters, gradients and optimizer state may take, such as `"8GiB"`, or
+    `None` for all that the machine has."""
+    disk: str | Path | None = None
+    """A folder on a fast local disk, for the part of the state that host memory cannot hold;
+    `None`: everything is in memory."""
+    on_disk: Literal["nothing", "moments", "masters", "parameters"] | None = None
+    """Which state is on disk: all kinds up to this one. `None`: as little as host memory demands.
+    """
+    compile: bool = False
+    """Compile one template for each kind of layer with `torch.compile`; on `cuda` and `cpu`. The
+    result differs in its last bits from that of a model that is not compiled."""
+    profile: bool | Literal["again"] = True
+    """Measure this machine and the model's layers for a few seconds (once; then they are in the
+    user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the
+    catalogue, and the emulated device's from the model's FLOPs."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether updates wait for the norm of all gradients: to clip, or to find overflows."""
+        return self.clip_norm is not None or self.precision == "fp16"
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
+        if self.activations not in (None, *ACTIVATIONS):
+            raise ConfigError(
+                f"activations must be {', '.join(map(repr, ACTIVATIONS))} or None, not "
+                f"{self.activations!r}"
+            )
+        if self.profile not in (True, False, "again"):
+            raise ConfigError(f"profile must be True, False or 'again', not {self.profile!r}")
+        check_precision(self.precision)
+        if self.gradient_dtype not in (None, "float32"):
+            raise ConfigError(
+                f"gradient_dtype must be 'float32', or None for the parameters' own type, not "
+                f"{self.gradient_dtype!r}"
+            )
+        check_scale(self.loss_scale, self.loss_scale_steps)
+        if self.spend_gradients and self.waits:
+            raise ConfigError(
+                "spend_gradients needs updates that wait for no other gradient; leave out "
+                f"{'clip_norm' if self.clip_norm is not None else 'fp16'}, or spend_gradients"
+            )
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory, "host memory")
+        if self.on_disk is not None:
+            on_disk_up_to(self.on_disk)
+            if self.disk is None and self.on_disk != "nothing":
+                raise ConfigError(
+                    f"on_disk={self.on_disk!r} needs a folder; give disk='FOLDER' too"
+                )
+        pieces = self.head_pieces
+        counts = isinstance(pieces, int) and not isinstance(pieces, bool) and pieces >= 1
+        if not counts and pieces not in (None, "auto"):
+            raise ConfigError(
+                f"head_pieces must be at least 1, 'auto', or None for the model's own head, not "
+                f"{pieces!r}"
+            )

@@ -1,0 +1,114 @@
+"""Makes plans for a model on a machine, whenever an engine needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atomtrain.analysis.costs.costs import ChainCosts
+from atomtrain.analysis.costs.profile import LayerTime
+from atomtrain.analysis.layers.chain import Chain
+from atomtrain.engine.options import Options
+from atomtrain.planning.cost.costing import Given, spans_of, step_s_of
+from atomtrain.planning.cost.timeline import Span
+from atomtrain.planning.plan.disk import DiskRequest, OnDisk, States, on_disk_up_to
+from atomtrain.planning.plan.layout import Layout
+from atomtrain.planning.plan.machine import Machine
+from atomtrain.planning.plan.multi_device import shared_updates
+from atomtrain.planning.plan.plan import Plan, Request
+from atomtrain.planning.plan.updating import UpdateModel, two_moments
+from atomtrain.planning.search.search import make_plan
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What was learnt about model and machine, from which plans are made."""
+
+    chain: Chain
+    costs: ChainCosts
+    times: Mapping[str, LayerTime]
+    machine: Machine
+    options: Options
+    updates: UpdateModel | None = None
+    """What the optimizer takes; `None` is AdamW."""
+    states: States | None = None
+    """The optimizer's state of each parameter, if part of it may lie on disk."""
+    one_memory: bool = False
+    """Whether the device is the host: then nothing is resident and no layer apart."""
+    devices: int = 1
+    """How many devices share a step's micro-batches, by the same plan."""
+    crowded_share: float = 0.0
+    """What other programs had of the processor while machine and times were measured."""
+
+    def plan(self, micro_batches: int, on_disk: OnDisk | None = None) -> Plan:
+        """Return the best plan for so many micro-batches of a step on each device.
+
+        `on_disk` says what lies on disk already; `None` leaves it to options and planner.
+        """
+        if on_disk is None and self.options.on_disk is not None:
+            on_disk = on_disk_up_to(self.options.on_disk)
+        disk = None
+        if self.states is not None:
+            disk = DiskRequest(states=self.states, on_disk=on_disk)
+        resident, there = self._pinned()
+        request = Request(
+            micro_batches=micro_batches,
+            segments=self.options.segments,
+            slots=self.options.slots,
+            gradient_buffers=self.options.gradient_buffers,
+            host_layers=0 if self.one_memory else self.options.host_layers,
+            activations=self.options.activations,
+            offload=not self.one_memory,  # nothing would be gained where both memories are one
+            resident=resident,
+            device_blocks=there,
+            updates=self._shared_updates(),
+            disk=disk,
+            clips=self.options.waits,
+            devices=self.devices,
+            spends=self.options.spend_gradients and not self.one_memory,
+        )
+        return make_plan(self.chain, self.costs, self.times, self.machine, request)
+
+    def spans(self, plan: Plan) -> tuple[Span, ...]:
+        """Return what the plan expects each stream to do in a step."""
+        spans = spans_of(
+            plan,
+            self.given,
+            states=self.states,
+            clips=self.options.waits,
+            updates=self._shared_updates(),
+        )
+        return tuple(span for span in spans if span.end_s > span.start_s)
+
+    def step_s(self, plan: Plan) -> float:
+        """Return how long the plan expects a step to take."""
+        return step_s_of(
+            plan,
+            self.given,
+            states=self.states,
+            clips=self.options.waits,
+            updates=self._shared_updates(),
+        )
+
+    @property
+    def given(self) -> Given:
+        """Model and machine."""
+        return Given(chain=self.chain, costs=self.costs, times=self.times, machine=self.machine)
+
+    def _shared_updates(self) -> UpdateModel | None:
+        if self.devices == 1:
+            return self.updates
+        return shared_updates(self.updates or two_moments(self.chain), self.chain, self.devices)
+
+    def _pinned(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return the resident blocks, and those on the device, as far as the options fix them."""
+        if self.one_memory:
+            return (), ()
+        if self.devices > 1:
+            return None, ()
+        if self.options.optimizer_on_device is None:
+            return None, None
+        if not self.options.optimizer_on_device:
+            return None, ()
+        every = tuple(range(Layout(self.chain).blocks))
+        return every, every

@@ -1,0 +1,83 @@
+"""Where gradients add up, and in which type: that of their parameters, or float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from atomtrain.analysis.layers.chain import Chain
+from atomtrain.engine.devices.streams import Event
+from atomtrain.errors import ConfigError
+
+
+def with_gradients_in(chain: Chain, gradient_dtype: str | None) -> Chain:
+    """Return the chain with gradients that add up in float32, if that is asked for.
+
+    Raises:
+        ConfigError: a trainable parameter is neither float32 nor of 16 bits, some are and some are
+            not of 16 bits, or this torch cannot.
+    """
+    if gradient_dtype is None:
+        return chain
+    sizes = {p.element_size() for p in chain.parameters if p.requires_grad}
+    if sizes == {4}:
+        return chain  # they do already
+    if sizes != {2}:
+        raise ConfigError(
+            "gradient_dtype='float32' takes models whose trainable parameters are all of 16 or all "
+            "of 32 bits; convert the model with model.bfloat16(), or choose precision='bf16'"
+        )
+    if not hasattr(torch.empty(0), "grad_dtype"):
+        raise ConfigError(
+            f"gradient_dtype='float32' needs torch 2.10 or newer, this is {torch.__version__}"
+        )
+    return dataclasses.replace(chain, gradient_factor=2)
+
+
+def accept_wide(tensor: Tensor, factor: int) -> None:
+    """Let autograd add a tensor's gradients in float32, and let it have such a gradient."""
+    if factor > 1 and tensor.requires_grad:
+        tensor.grad = None  # one of another type would be refused
+        tensor.grad_dtype = torch.float32
+
+
+Hook = Callable[[Tensor], None]
+
+
+class Collector:
+    """Moves each parameter's first gradient of a visit to its place; autograd adds further ones
+    there."""
+
+    def __init__(self, hold: Callable[[Event], None]) -> None:
+        """`hold` makes compute wait for an event."""
+        self.touched: set[int] = set()
+        """The parameters that have had a gradient in this step, by `id`; others are never noted."""
+        self.waiting: dict[int, Tensor] = {}
+        """The places of the first gradients that have not come yet, by the parameter's `id`."""
+        self.places_free: list[Event] = []
+        """What the first one waits for, since the places may still be read."""
+        self._hold = hold
+
+    def hook(self, key: int) -> Hook:
+        """Return what a parameter calls when a gradient was added to it, by the parameter's `id`.
+
+        It is for `register_post_accumulate_grad_hook`.
+        """
+        # Holds these only: one that held a tensor's owner would keep both alive as a cycle.
+        touched, waiting = self.touched, self.waiting
+        places_free, hold = self.places_free, self._hold
+
+        def collect(leaf: Tensor) -> None:
+            touched.add(key)
+            target = waiting.pop(key, None)
+            if target is not None:
+                while places_free:
+                    hold(places_free.pop())
+                assert leaf.grad is not None
+                target.copy_(leaf.grad)
+                leaf.grad = target
+
+        return collect

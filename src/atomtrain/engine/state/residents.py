@@ -1,0 +1,168 @@
+"""Resident blocks: each has a place of its own on the device for parameters and for gradients.
+
+They come once a step, with the first segment that uses them, or *early*: a piece with each layer of
+forward up to that one. Their gradients add up in place and leave once, with the last segment that
+adds to them (the one with the first user). What is updated on the device
+(`engine/updates/device_updates.py`) neither comes nor leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.analysis.layers.chain import Chain
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.state.gradients import Collector, accept_wide
+from atomtrain.engine.state.store import HostStore, gradient_view, view_of
+from atomtrain.planning.plan.shape import Layers
+
+
+class Copy(NamedTuple):
+    """A copy that a stream is to make."""
+
+    target: Tensor
+    source: Tensor
+
+
+class _Place(NamedTuple):
+    """One block on the device."""
+
+    parameters: Tensor  # [block_bytes] uint8
+    gradients: Tensor  # [gradient_factor * bytes of its trainable parameters] uint8
+    views: dict[int, Tensor]
+    """Where each parameter's gradient adds up, by the parameter's `id`."""
+
+
+class Residents:
+    """The resident blocks of a plan."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        blocks: Sequence[int],
+        store: HostStore,
+        device: Device,
+        collector: Collector,
+        first: int = 0,
+        on_device: Collection[int] = (),
+        early: Collection[int] = (),
+    ) -> None:
+        """Allocate; call inside `Device.computing`.
+
+        Args:
+            chain: The model.
+            blocks: Which blocks are resident.
+            store: The host's parameters and gradients.
+            device: Where the places are.
+            collector: Takes the first gradient of each parameter.
+            first: The first layer that runs on the device.
+            on_device: Those of the blocks that are updated there.
+            early: Those of the others that come in pieces.
+        """
+        self._on_device, self._early = frozenset(on_device), frozenset(early)
+        self.blocks = frozenset(blocks)
+        self.leaves: dict[int, Tensor] = {}
+        """Every resident parameter on the device, by the parameter's `id`."""
+        self._store, self._layout, self._first = store, store.layout, first
+        # A tensor each: autograd counts the changes of a tensor for all views of it, and one block
+        # may come while a graph still holds another.
+        self._places = {block: self._place(chain, block, device, collector) for block in blocks}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self.blocks
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """Keys of the storages that hold parameters."""
+        return frozenset(
+            place.parameters.untyped_storage()._cdata for place in self._places.values()
+        )
+
+    def coming_with(self, layers: Layers) -> dict[int, Copy]:
+        """Return what comes with a segment in forward, whole or in part, by its block."""
+        leaving = self.leaving_with(layers)
+        coming = {block: self.load_of(block) for block in leaving if block not in self._early}
+        for block in sorted(self._early):
+            piece = slice(*self._layout.early_range(block, *layers, self._first))
+            if piece.start < piece.stop:
+                target, source = self.load_of(block)
+                coming[block] = Copy(target[piece], source[piece])
+        return coming
+
+    def leaving_with(self, layers: Layers) -> list[int]:
+        """Return the blocks whose gradients leave with a segment in backward."""
+        return [block for block in self.completed_by(layers) if block not in self._on_device]
+
+    def completed_by(self, layers: Layers) -> list[int]:
+        """Return the blocks whose first user is in a segment, the last one to add to gradients."""
+        start, stop = layers
+        first = {block: self._layout.users(block, self._first)[0] for block in self.blocks}
+        return [block for block in sorted(self.blocks) if start <= first[block] < stop]
+
+    def load_of(self, block: int) -> Copy:
+        """Return the copy that brings a block to its place."""
+        start, stop = self._layout.block_range(block)
+        return Copy(self._places[block].parameters, self._store.parameters[start:stop])
+
+    def unload_of(self, block: int) -> Copy:
+        """Return the copy that takes a block's gradients to the host."""
+        start, stop = self._layout.gradient_range(block)
+        return Copy(self._store.gradients_of(start, stop), self._places[block].gradients)
+
+    def save_of(self, block: int) -> Copy:
+        """Return the copy that takes a block's parameters to the host."""
+        place, store = self.load_of(block)
+        return Copy(store, place)
+
+    def gradient(self, block: int, key: int) -> Tensor:
+        """Return where a parameter's gradient adds up, by the parameter's `id`."""
+        return self._places[block].views[key]
+
+    def expect(self, layers: Layers, waiting: dict[int, Tensor]) -> None:
+        """Say where the first gradients of the segment's resident parameters go."""
+        for block in self._layout.blocks_of(*layers):
+            if block in self.blocks:
+                for key, view in self._places[block].views.items():
+                    if self.leaves[key].grad is None:
+                        waiting[key] = view
+
+    def release(self, layers: Layers) -> None:
+        """Let go of the gradients that leave with a segment."""
+        for block in self.completed_by(layers):
+            for key in self._places[block].views:
+                self.leaves[key].grad = None
+
+    def _place(self, chain: Chain, block: int, device: Device, collector: Collector) -> _Place:
+        of_gradients, factor = self._layout.gradients, self._layout.gradient_factor
+        parameters = device.empty((self._layout.block_bytes(block),), torch.uint8)
+        gradients = device.empty((factor * of_gradients.block_bytes(block),), torch.uint8)
+        views = {}
+        for parameter in self._members(chain, block):
+            offset = self._layout.offsets[id(parameter)] - self._layout.block_range(block)[0]
+            with torch.no_grad():
+                leaf = view_of(parameters, offset, parameter)
+            leaf.requires_grad_(parameter.requires_grad)
+            accept_wide(leaf, factor)
+            if parameter.requires_grad:
+                leaf.register_post_accumulate_grad_hook(collector.hook(id(parameter)))
+                offset = of_gradients.offsets[id(parameter)] - of_gradients.block_range(block)[0]
+                views[id(parameter)] = gradient_view(gradients, offset, parameter, factor)
+            self.leaves[id(parameter)] = leaf
+        return _Place(parameters, gradients, views)
+
+    def _members(self, chain: Chain, block: int) -> list[nn.Parameter]:
+        shared = block >= len(self._layout.layers)
+        start, _ = self._layout.block_range(block)
+        return [
+            parameter
+            for parameter in chain.parameters
+            if (
+                self._layout.offsets[id(parameter)] == start and len(chain.users[id(parameter)]) > 1
+                if shared
+                else chain.users[id(parameter)] == (block,)
+            )
+        ]

@@ -1,0 +1,140 @@
+"""What all gradients of a step together decide: by how much they are clipped, and whether the step
+is skipped because one overflowed.
+
+Norms are taken block by block as gradients arrive, on the update stream; the decision is made once
+all are known, and every update of the step follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.engine.devices.streams import Event, Stream, finished
+from atomtrain.engine.state.loss_scale import LossScale
+
+
+@dataclass
+class Decision:
+    """What all gradients of a step together say about its updates; known before any begins."""
+
+    coefficient: Tensor | None = None
+    """What gradients are multiplied by, in their own type."""
+    factor: float = 1.0
+    """What they are multiplied by as float32, by the optimizer."""
+    skip: bool = False
+
+
+class Deciding:
+    """Takes the norms of a step's gradients, and decides."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        clip_norm: float | None,
+        loss_scale: LossScale | None,
+    ) -> None:
+        """Decide nothing unless there is something to decide.
+
+        Args:
+            parameters: Those that are trained, in the model's order.
+            clip_norm: Most global norm of a step's gradients; `None` does not clip.
+            loss_scale: By what the loss is multiplied; `None` is 1.
+        """
+        self._parameters, self._clip_norm = parameters, clip_norm
+        self.loss_scale = loss_scale
+        """By what the loss is multiplied; a step whose gradients overflow is skipped."""
+        self.decided = finished()
+        """Done when all of the last step's gradients have been looked at."""
+        self.decision = Decision()
+        """What is true of the last step's updates, once `decided` is done."""
+        self.gradient_norm: float | None = None
+        """Global norm before clipping of the last finished step, if clipping is on."""
+        self._norms: dict[int, Tensor] = {}
+        self._measured: list[Event] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether updates wait for the norm of all gradients: to clip, or to find overflows."""
+        return self._clip_norm is not None or self.loss_scale is not None
+
+    def begin(self) -> None:
+        """Start a step."""
+        # New ones: jobs of the step before may still use theirs.
+        self._norms, self._measured = {}, []
+
+    def measure(
+        self,
+        stream: Stream,
+        members: Sequence[nn.Parameter],
+        touched: Collection[int],
+        gradient_of: Callable[[nn.Parameter], Tensor],
+        after: Sequence[Event],
+    ) -> None:
+        """Queue the norms of a block's gradients on the host.
+
+        Args:
+            stream: Of updates.
+            members: The parameters of the block.
+            touched: Those that have gradients, by `id`, once `after` are done.
+            gradient_of: Returns a parameter's gradient.
+            after: Done when the gradients are there.
+        """
+        norms, wide = self._norms, self.loss_scale is not None
+
+        def measure() -> None:
+            for parameter in members:
+                if id(parameter) in touched:
+                    gradient = gradient_of(parameter)
+                    if wide:  # as the update takes it
+                        gradient = gradient.float()
+                    norms[id(parameter)] = torch.linalg.vector_norm(gradient, 2.0)
+
+        self._measured.append(stream.submit(measure, after))
+
+    def measured(self, norms: Mapping[int, Tensor], event: Event) -> None:
+        """Take note of norms of gradients on the device, on the host once `event` is done."""
+        self._norms.update(norms)
+        self._measured.append(event)
+
+    def decide(self, stream: Stream) -> Decision:
+        """Queue the decision about the step; return what will hold it once `decided` is done."""
+        decision = self.decision = Decision()
+        self.decided = stream.submit(self._job(self._norms, decision), self._measured)
+        return decision
+
+    def scale_of_loss(self) -> float:
+        """Return by what this step's loss is multiplied; waits until the step before has decided.
+
+        1 if losses are not scaled.
+        """
+        if self.loss_scale is None:
+            return 1.0
+        self.decided.wait()
+        return self.loss_scale.scale
+
+    def _job(self, norms: Mapping[int, Tensor], decision: Decision) -> Callable[[], None]:
+        def decide() -> None:
+            # The same operations in the same order as torch.nn.utils.clip_grad_norm_.
+            ordered = [norms[id(p)] for p in self._parameters if id(p) in norms]
+            if not ordered:
+                return
+            total = torch.linalg.vector_norm(torch.stack(ordered), 2.0)
+            if self.loss_scale is not None:
+                decision.factor = 1 / self.loss_scale.scale
+                total = total * decision.factor
+                decision.skip = not bool(torch.isfinite(total))
+                self.loss_scale.decide(finite=not decision.skip)
+            if self._clip_norm is None:
+                return
+            self.gradient_norm = float(total)
+            coefficient = torch.clamp(self._clip_norm / (total + 1e-6), max=1.0)
+            if self.loss_scale is None:
+                decision.coefficient = coefficient
+            else:  # the gradients stay as they are: in float16 they would be rounded again
+                decision.factor *= float(coefficient)
+
+        return decide

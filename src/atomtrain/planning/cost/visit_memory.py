@@ -1,0 +1,111 @@
+"""Device memory of one visit beside slots and buffers: the formulas, for one segment or for all.
+
+Legend: A micro-batches; *below* and *above*, the values that cross the segment's lower and upper
+cut, for one micro-batch; *workspace*, the peak growth while one micro-batch runs through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from atomtrain.planning.plan.schedule import Phase
+from atomtrain.planning.plan.shape import Activation, Boundary
+
+Bytes = Any
+"""An int, or int64 for all segments: `[start, stop]`."""
+
+
+class SegmentBytes(NamedTuple):
+    """What the memory of visits to a segment follows from; bytes of one micro-batch."""
+
+    forward: Bytes
+    """Workspace of forward without a graph."""
+    graph: Bytes
+    """Workspace of forward with a graph."""
+    backward: Bytes
+    """Workspace of backward, the graph included."""
+    beside_graph: Bytes
+    """Peak growth of backward above the graph."""
+    saved: Bytes
+    """What is saved for backward."""
+    saved_out: Bytes
+    """The part of it that lies in values above."""
+    saved_forward: Bytes
+    """Workspace of forward if what is saved leaves at once."""
+    saved_backward: Bytes
+    """Workspace of backward if what was saved comes for its first use and goes after its last."""
+    below: Bytes
+    above: Bytes
+    largest_below: Bytes
+    """The largest value below."""
+    largest_above: Bytes
+    largest_written: Bytes
+    """The largest value at any cut above the segment's first layer, its upper one included."""
+    inputs: Bytes
+    """The micro-batch's own entries that the segment reads."""
+    given_leaving: Bytes
+    """Of gradients for layers on the host: what leaves at a time."""
+    given_coming: Bytes
+    """What of them comes back to be added to."""
+
+
+def visit_bytes(
+    phase: Phase,
+    of: SegmentBytes,
+    count: int,
+    boundary: Boundary,
+    activation: Activation,
+    scratch_bytes: int,
+) -> Bytes:
+    """Return the peak of a visit beside what is held, the window, and other kept segments.
+
+    Args:
+        phase: Forward, turn or backward.
+        of: The segment, or all.
+        count: A, micro-batches.
+        boundary: Where values wait.
+        activation: What happens to what the segment saves; the turn has none of it.
+        scratch_bytes: Of an update on the device: when a visit is over, a block may be updated in
+            place of the workspace.
+    """
+    # This and the next micro-batch's inputs.
+    ahead = min(2, count)
+    inputs: Bytes = ahead * of.inputs
+    if phase is Phase.FORWARD:
+        kept, inner, above = 0, of.forward, of.above
+        if activation == "offload":
+            inner = of.saved_forward
+        elif activation == "keep":
+            # The other micro-batches' saved tensors; some of them are what is handed on.
+            kept, inner = (count - 1) * of.saved, of.graph
+            above = above - of.saved_out
+        standing = np.maximum(count * of.below, of.below + kept + (count - 1) * above)
+        if boundary == "host":
+            standing = ahead * of.below + kept
+        # One value at a time is still being saved when the next micro-batch runs.
+        return inputs + standing + of.largest_written + inner
+    leaving = of.given_leaving
+    if boundary == "host":
+        leaving = np.maximum(leaving, of.largest_below)
+    busiest = np.maximum(np.maximum(of.graph, of.backward), scratch_bytes)
+    if phase is Phase.TURN:
+        standing = (count if boundary == "device" else ahead) * of.below
+        return inputs + ahead * of.given_coming + standing + leaving + busiest
+    inner, kept, values = busiest, 0, of.below
+    if activation != "recompute":
+        inputs = values = 0
+    if activation == "offload":
+        inner = np.maximum(of.saved_backward, scratch_bytes)
+    elif activation == "keep":
+        kept = count * of.saved
+        inner = np.maximum(of.beside_graph, scratch_bytes - kept)
+    inner = inner + inputs + ahead * of.given_coming
+    if boundary == "device":
+        # What is kept goes as the gradients of the values below come.
+        rising = of.above + kept // count + (count - 1) * of.below
+        standing = np.maximum(count * of.above + kept, rising)
+        return standing + ahead * values + leaving + inner
+    leaving = np.maximum(leaving, of.largest_above)
+    return kept + ahead * (values + of.above) + leaving + inner

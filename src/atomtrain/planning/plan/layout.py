@@ -1,0 +1,175 @@
+"""Where every parameter lies: the one table of offsets that reader and writer share.
+
+All layers lie one after the other in a flat host buffer, the *arena*, so that any segment is one
+contiguous range and is loaded by one copy. Weights that several layers share lie behind them, one
+range each. Gradients have a table of the same kind, in which frozen parameters take no room; where
+all parameters are trainable it is the same one. Gradients may be wider than parameters: then all
+of their table is to be multiplied by `gradient_factor`.
+
+A *block* is what is updated at once: a layer's own parameters, or one shared weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from atomtrain.analysis.layers.chain import Chain
+
+ALIGNMENT_BYTES = 256
+"""Enough for every vector unit and for CUDA's copies; equal alignment also keeps CPU kernels on
+the same code path as ordinary allocations, which bit-equality needs."""
+
+
+class Piece(NamedTuple):
+    """A range of the arena and where it lies in the slot that its segment is loaded into."""
+
+    start_bytes: int
+    stop_bytes: int
+    slot_bytes: int
+
+
+class Shared(NamedTuple):
+    """A weight that several layers use."""
+
+    start_bytes: int
+    stop_bytes: int
+    users: tuple[int, ...]
+
+
+class Layout:
+    """Offsets of all parameters of a chain; the same for every peer that trains the same model."""
+
+    def __init__(self, chain: Chain, *, trainable: bool = False) -> None:
+        """Lay out all parameters, or the `trainable` ones only."""
+        frozen = any(not parameter.requires_grad for parameter in chain.parameters)
+        self.gradients: Layout = Layout(chain, trainable=True) if frozen and not trainable else self
+        """Where gradients lie, with the same numbers of blocks."""
+        self.gradient_factor = chain.gradient_factor
+        """What offsets and sizes of `gradients` are multiplied by."""
+        self.offsets: dict[int, int] = {}
+        """Byte offset of each parameter in the arena, by the parameter's `id`. A table of gradients
+        has the trainable ones only."""
+        self.block_of: dict[int, int] = {}
+        """The block in which each of these parameters lies, by the parameter's `id`."""
+        self.layers: list[tuple[int, int]] = []
+        """The range of each layer's own parameters, in bytes."""
+        self.shared: list[Shared] = []
+        cursor = 0
+        for index, layer in enumerate(chain.layers):
+            start = cursor
+            for parameter in layer.parameters.values():
+                if trainable and not parameter.requires_grad:
+                    continue
+                if id(parameter) not in self.offsets and len(chain.users[id(parameter)]) == 1:
+                    self.offsets[id(parameter)], self.block_of[id(parameter)] = cursor, index
+                    cursor += _aligned(parameter.numel() * parameter.element_size())
+            self.layers.append((start, cursor))
+        for parameter in chain.parameters:
+            users = chain.users[id(parameter)]
+            if len(users) > 1:
+                n_bytes = _aligned(parameter.numel() * parameter.element_size())
+                if trainable and not parameter.requires_grad:
+                    n_bytes = 0
+                else:
+                    self.offsets[id(parameter)] = cursor
+                    self.block_of[id(parameter)] = self.blocks
+                self.shared.append(Shared(cursor, cursor + n_bytes, users))
+                cursor += n_bytes
+        self.total_bytes = cursor
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks: each layer's own parameters, then each shared weight."""
+        return len(self.layers) + len(self.shared)
+
+    def block_range(self, block: int) -> tuple[int, int]:
+        """Return where a block lies in the arena, in bytes."""
+        if block < len(self.layers):
+            return self.layers[block]
+        shared = self.shared[block - len(self.layers)]
+        return shared.start_bytes, shared.stop_bytes
+
+    def gradient_range(self, block: int) -> tuple[int, int]:
+        """Return where a block's gradients lie in the arena of gradients, in bytes."""
+        start, stop = self.gradients.block_range(block)
+        return self.gradient_factor * start, self.gradient_factor * stop
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of all parameters and all gradients."""
+        return self.total_bytes + self.gradient_factor * self.gradients.total_bytes
+
+    def block_arena_bytes(self, block: int) -> int:
+        """Return the bytes of a block and its gradients."""
+        start, stop = self.gradient_range(block)
+        return self.block_bytes(block) + stop - start
+
+    def block_bytes(self, block: int) -> int:
+        """Return the bytes of a block."""
+        start, stop = self.block_range(block)
+        return stop - start
+
+    def users(self, block: int, start: int = 0) -> tuple[int, ...]:
+        """Return the layers from `start` on that use a block, in order."""
+        shared = block - len(self.layers)
+        users = (block,) if shared < 0 else self.shared[shared].users
+        return tuple(user for user in users if user >= start)
+
+    def early_range(self, block: int, start: int, stop: int, first: int = 0) -> tuple[int, int]:
+        """Return which bytes of a block, counted from its own first one, come with layers `start`
+        to `stop` if it comes early: an equal piece with each layer up to the first that uses it.
+
+        Args:
+            block: With a user from `first` on.
+            start: The first layer.
+            stop: The layer after the last one.
+            first: The first layer that runs on the device.
+        """
+        layers = self.users(block, first)[0] + 1 - first
+        units = self.block_bytes(block) // ALIGNMENT_BYTES
+        low, high = (
+            ALIGNMENT_BYTES * (units * min(max(at - first, 0), layers) // layers)
+            for at in (start, stop)
+        )
+        return low, high
+
+    def blocks_of(self, start: int, stop: int) -> list[int]:
+        """Return the blocks that layers `start` to `stop` need."""
+        shared = [
+            len(self.layers) + index
+            for index, weight in enumerate(self.shared)
+            if any(start <= user < stop for user in weight.users)
+        ]
+        return [*range(start, stop), *shared]
+
+    def pieces(self, start: int, stop: int, resident: Collection[int] = ()) -> list[Piece]:
+        """Return the ranges that layers `start` to `stop` need, with their places in a slot.
+
+        Args:
+            start: The first layer.
+            stop: The layer after the last one.
+            resident: Blocks that have places of their own and need none in the slot.
+        """
+        pieces: list[Piece] = []
+        cursor = 0
+        for block in self.blocks_of(start, stop):
+            first, last = self.block_range(block)
+            if block in resident or first == last:
+                continue
+            before = pieces[-1] if pieces else None
+            if before is not None and before.stop_bytes == first and block < len(self.layers):
+                pieces[-1] = before._replace(stop_bytes=last)
+            else:
+                pieces.append(Piece(first, last, cursor))
+            cursor += last - first
+        return pieces
+
+    def segment_bytes(self, start: int, stop: int, resident: Collection[int] = ()) -> int:
+        """Return the slot bytes that layers `start` to `stop` occupy."""
+        blocks = self.blocks_of(start, stop)
+        return sum(self.block_bytes(block) for block in blocks if block not in resident)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

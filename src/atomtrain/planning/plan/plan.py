@@ -1,0 +1,296 @@
+"""The plan: a frozen, serialisable answer to "how is this model trained on this machine?"."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any
+
+from atomtrain.errors import PlanError, nearest
+from atomtrain.planning.plan.disk import DiskRequest, OnDisk
+from atomtrain.planning.plan.shape import ACTIVATIONS, Activation, Boundary, Shape
+from atomtrain.planning.plan.updating import UpdateModel
+from atomtrain.units import counted, format_bytes, format_seconds
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the caller fixes beforehand."""
+
+    micro_batches: int
+    """A, forward calls a step, at least 1."""
+    segments: int | None = None
+    """Number of backward segments, or `None` for the planner's choice."""
+    slots: int | None = None
+    """Device slots, or `None` for the planner's choice of one or two."""
+    gradient_buffers: int | None = None
+    """Gradient buffers, or `None` for the planner's choice of one or two."""
+    boundary: Boundary | None = None
+    """Where values at a cut wait, or `None` for the planner's choice."""
+    resident: tuple[int, ...] | None = None
+    """Resident blocks, or `None` for the planner's choice."""
+    activations: Activation | None = None
+    """What all backward segments below the turn do with what forward saves, if they can (others
+    recompute), or `None` for the planner's choice for each of them."""
+    offload: bool = True
+    """Whether the planner may let segments offload what they save to the host."""
+    host_layers: int | None = None
+    """How many leading layers run on the host (0, or as many as only look up), or `None` for the
+    planner's choice."""
+    device_blocks: tuple[int, ...] | None = None
+    """Resident blocks whose optimizer runs on the device, or `None` for the planner's choice."""
+    early: bool = True
+    """Whether the planner may let resident blocks come in pieces ahead of their first user."""
+    updates: UpdateModel | None = None
+    """What the optimizer takes; `None`: AdamW with two moments of the parameters' own type."""
+    disk: DiskRequest | None = None
+    """What may lie on disk; `None`: nothing."""
+    clips: bool = False
+    """Whether no update begins before the norm of all gradients is known."""
+    devices: int = 1
+    """How many devices of the host run the plan at once; `updates` are what they share."""
+    spends: bool = False
+    """Whether gradients wait on the host for their own update only, so that a few rooms do."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batches", "segments", "slots", "gradient_buffers", "devices"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} must be at least 1, not {value}")
+        if self.spends and (self.clips or self.devices > 1):
+            raise PlanError(
+                "gradients can only be spent at once where no update waits for other gradients; "
+                "leave out clipping and loss scaling, and give one device"
+            )
+        if self.activations not in (None, *ACTIVATIONS):
+            raise PlanError(
+                f"activations must be {', '.join(ACTIVATIONS)} or None, not {self.activations!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Partitions and schedule, with the cost that was predicted for them."""
+
+    forward_bounds: tuple[int, ...]
+    """Forward segment `s` holds layers `forward_bounds[s]` to `forward_bounds[s + 1]`; the last
+    bound is where the turn begins."""
+    backward_bounds: tuple[int, ...]
+    """Backward segment `s` holds layers `backward_bounds[s]` to `backward_bounds[s + 1]`; the last
+    one is the turn: forward and backward at once."""
+    resident_blocks: tuple[int, ...]
+    """Blocks that stay on the device during a step: loaded once, their gradients leave once. A
+    number below that of the layers is a layer's own parameters, others are shared weights."""
+    device_blocks: tuple[int, ...]
+    """Those of the resident blocks whose optimizer runs on the device, state included: nothing of
+    them crosses the link in a step."""
+    early_blocks: tuple[int, ...]
+    """Those of the other resident blocks that come ahead of their first user, in equal pieces with
+    each layer of forward."""
+    remakes: bool = True
+    """Whether offloaded segments make again in backward what cheap operations can, or send all that
+    they save to the host. Plans written before there was a choice made it again."""
+    spends: bool = False
+    """Whether gradients wait on the host for their own update only (`planning/plan/gradient_staging.py`)."""
+    host_layers: int
+    """How many leading layers run on the host, so that only their output crosses the link."""
+    activations: tuple[Activation, ...]
+    """One for each backward segment; the turn's is `recompute`, though it has nothing to."""
+    slots: int
+    slot_bytes: int
+    """The largest segment of both partitions without its resident blocks."""
+    gradient_buffers: int
+    gradient_bytes: int
+    """Of a gradient buffer: as large as a slot."""
+    boundary: Boundary
+    """Where values at a cut wait for the next segment."""
+    micro_batches: int
+    device_peak_bytes: int
+    """Predicted; never below the measured peak."""
+    device_memory_bytes: int
+    """The budget."""
+    host_bytes: int
+    """Parameters, gradients, optimizer state and values kept for backward. State on the device
+    counts too: it passes through the host when it is saved."""
+    on_disk: OnDisk
+    """Kinds of state that are on disk, not in `host_bytes`."""
+    disk_bytes: int
+    """Of the disk that they take."""
+    disk_written_bytes: int
+    """Written a step."""
+    step_s: float
+    """Predicted, from step to step."""
+    compute_s: float
+    """Predicted busy time of the device in a step."""
+    load_s: float
+    unload_s: float
+    update_s: float
+    disk_s: float
+    """Predicted time in which the disk is busy in a step; 0 without one."""
+    bound: str
+    """The resource that is busiest."""
+
+    @property
+    def shape(self) -> Shape:
+        """What the executor must know."""
+        return Shape(
+            self.forward_bounds,
+            self.backward_bounds,
+            self.slots,
+            self.gradient_buffers,
+            self.boundary,
+            self.resident_blocks,
+            self.host_layers,
+            self.activations,
+            self.device_blocks,
+            self.early_blocks,
+            self.remakes,
+        )
+
+    @property
+    def segments(self) -> int:
+        """Number of backward segments, the turn included."""
+        return len(self.backward_bounds) - 1
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The layers that backward runs forward again."""
+        below = list(itertools.pairwise(self.backward_bounds))[:-1]
+        again = [layers for layers in below if layers not in self.shape.waiting]
+        return tuple(itertools.chain.from_iterable(itertools.starmap(range, again)))
+
+    @property
+    def recomputed_layers(self) -> int:
+        """How many layers backward runs forward again."""
+        return len(self.recomputed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """Return the plan that `to_json` gave.
+
+        Raises:
+            PlanError: a key is missing or unknown, or the shape is impossible.
+        """
+        data = _without_past(data)
+        known = {field.name: field for field in fields(cls)}
+        for key in data:
+            if key not in known:
+                raise PlanError(f"a plan has no {key!r}.{nearest(key, known)}")
+        needed = [name for name, field in known.items() if field.default is MISSING]
+        if missing := [name for name in needed if name not in data]:
+            raise PlanError(f"the plan lacks {missing[0]!r}; write it with Plan.to_json")
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
+        }
+        plan = cls(**values)
+        # The number of shared weights is the model's business.
+        blocks = max(plan.resident_blocks, default=0) + 1
+        layers = plan.backward_bounds[-1] if plan.backward_bounds else 0
+        plan.shape.check(layers, blocks)
+        return plan
+
+    def describe(self) -> str:
+        """Return the plan as a few lines for people."""
+        where = "on the device" if self.boundary == "device" else "on the host"
+        lines = [
+            f"segments   {self.segments} (layers {_sizes(self.backward_bounds)}), "
+            f"{counted(self.slots, 'slot')} of {format_bytes(self.slot_bytes)}, "
+            f"{counted(self.gradient_buffers, 'gradient buffer')}, activations between "
+            f"segments wait {where}",
+        ]
+        if self.forward_bounds[:-1] != self.backward_bounds[:-2]:
+            lines.append(
+                f"forward    {len(self.forward_bounds)} segments (layers "
+                f"{_sizes((*self.forward_bounds, self.backward_bounds[-1]))})"
+            )
+        if self.host_layers:
+            layers = "layer" if self.host_layers == 1 else f"{self.host_layers} layers"
+            lines.append(f"on host    the first {layers}: only rows are loaded")
+        if self.resident_blocks:
+            lines.append(f"resident   blocks {_listed(self.resident_blocks)}")
+        if self.device_blocks:
+            lines.append(f"on device  optimizer of blocks {_listed(self.device_blocks)}")
+        if self.early_blocks:
+            lines.append(f"early      blocks {_listed(self.early_blocks)}: a piece with each layer")
+        if self.shape.waiting:
+            lines.append(f"saved      {saved_text(self.shape)}")
+        disk = [f"disk       {disk_text(self)}"] if self.on_disk else []
+        busy = f", disk {format_seconds(self.disk_s)}" if self.on_disk else ""
+        return "\n".join(
+            (
+                *lines,
+                f"device     {format_bytes(self.device_peak_bytes)} predicted peak of "
+                f"{format_bytes(self.device_memory_bytes)}",
+                f"host       {format_bytes(self.host_bytes)}"
+                f"{', gradients spent at once' if self.spends else ''}",
+                *disk,
+                f"step       {format_seconds(self.step_s)} predicted for "
+                f"{counted(self.micro_batches, 'micro-batch', 'es')}: compute "
+                f"{format_seconds(self.compute_s)}, load "
+                f"{format_seconds(self.load_s)}, unload {format_seconds(self.unload_s)}, update "
+                f"{format_seconds(self.update_s)}{busy}; bound by {self.bound}",
+            )
+        )
+
+
+def _without_past(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a plan's values without those that only earlier versions wrote: updates one step late,
+    and the time of a step in a row of them."""
+    if data.get("delays"):
+        raise PlanError(
+            "the plan applies updates one step late, which this version does not do; make a new "
+            "plan, or use the version of atomtrain that wrote it"
+        )
+    return {key: value for key, value in data.items() if key not in ("delays", "period_s")}
+
+
+def disk_text(plan: Plan) -> str:
+    """Return what is on disk, and what a disk wears out by: bytes written."""
+    written = plan.disk_written_bytes
+    a_day = written * DAY_S / plan.step_s
+    return (
+        f"{', '.join(plan.on_disk)}: {format_bytes(plan.disk_bytes)}; {format_bytes(written)} "
+        f"written a step, {format_bytes(a_day)} a day"
+    )
+
+
+def saved_text(shape: Shape) -> str:
+    """Return what happens to what forward saves, as text such as `layers 0 to 3 recomputed`."""
+    offloaded = "offloaded" if shape.remakes else "offloaded whole"
+    words = {"recompute": "recomputed", "keep": "kept", "offload": offloaded}
+    runs: list[tuple[str, int, int]] = []
+    for layers in list(itertools.pairwise(shape.backward_bounds))[:-1]:
+        word = words[shape.waiting.get(layers, "recompute")]
+        same = bool(runs) and runs[-1][0] == word
+        runs.append((word, runs.pop()[1] if same else layers[0], layers[1]))
+    return ", ".join(
+        f"layer {start} {word}" if stop == start + 1 else f"layers {start} to {stop - 1} {word}"
+        for word, start, stop in runs
+    )
+
+
+def _listed(blocks: tuple[int, ...]) -> str:
+    """Return for example `"0, 3 to 7"`."""
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and runs[-1][-1] == block - 1:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else _few(run) for run in runs)
+
+
+def _few(blocks: list[int]) -> str:
+    return ", ".join(map(str, blocks))
+
+
+def _sizes(bounds: tuple[int, ...]) -> str:
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+    return "+".join(map(str, sizes)) if len(sizes) <= 12 else f"{min(sizes)} to {max(sizes)}"

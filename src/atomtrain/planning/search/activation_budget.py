@@ -1,0 +1,218 @@
+"""Room for what is kept: what a limit of memory leaves of it, reaches with it, and saves by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atomtrain.planning.plan.shape import Activation
+from atomtrain.planning.search.space import Bytes, Family, Space
+
+Array = NDArray[np.float64]
+
+CHOICES: tuple[Activation, ...] = ("recompute", "keep", "offload")
+"""What a segment below the turn does with what it saves, by their places in tables."""
+RECOMPUTE, KEEP, OFFLOAD = range(len(CHOICES))
+
+
+class Room(NamedTuple):
+    """What each segment leaves of the device memory for kept graphs of segments below; negative
+    where there is too little, or where it must not be."""
+
+    segments: Bytes
+    """`[choice, start, stop]`; of what is offloaded without the window."""
+    turn: Bytes
+    """`[start]`."""
+
+
+class Saving:
+    """How much of forward need not be computed again, at best."""
+
+    def __init__(self, space: Space, offload: bool) -> None:
+        count, machine = space.memory.micro_batches, space.costing.machine
+        forward_s = np.array(space.costing.layer_forward_s)
+        n_bytes = np.array([float(count * n) for n in space.memory.saved.inner_bytes])
+        self._forward_s, self._n_bytes = forward_s, n_bytes
+        # As if layers could be kept in part: those first that save most seconds a byte.
+        self._order = np.argsort(n_bytes / np.maximum(forward_s, 1e-30))
+        self._kept_bytes, self._kept_s = self._saved(self._order)
+        busy = forward_s > 0
+        sent = np.array([float(count * n) for n in space.memory.saved.inner_sent_bytes])
+        density = float((sent[busy] / forward_s[busy]).min(initial=np.inf))
+        self._out_s = density / machine.unload_bytes_per_s if offload else np.inf
+        self._in_s = density / machine.load_bytes_per_s if offload else np.inf
+
+    def again_s(self, recomputed_s: Array, room: Array) -> Array:
+        """Return how much of so much recomputing is left at least, without offloading, if the room
+        for what is kept is so large."""
+        again: Array = recomputed_s - np.interp(room, self._kept_bytes, self._kept_s)
+        return np.maximum(again, 0.0)
+
+    def possible_s(self, recomputed_s: Array, room: Room, rooms: Rooms) -> tuple[Array, Array]:
+        """Return how much recomputing is left at least below each cut, without offloading, and how
+        much of that offloading may save.
+
+        Only layers count that are in some segment for which there is room. `recomputed_s` is all
+        recomputing below each cut, `[cut]`.
+        """
+        keepable = (room.segments[KEEP] >= 0) & (rooms.kept <= room.turn.max(initial=-1.0))
+        order = self._order[_inside(keepable)[self._order]]
+        again_s = recomputed_s - np.interp(room.turn, *self._saved(order))
+        again_s = np.maximum(again_s, 0.0)
+        sendable = _inside(room.segments[OFFLOAD] >= rooms.window_bytes)
+        sent_s = np.concatenate(([0.0], np.cumsum(self._forward_s * sendable)))
+        return again_s, np.minimum(again_s, sent_s)
+
+    def _saved(self, order: NDArray[np.intp]) -> tuple[Array, Array]:
+        """Return bytes that are kept and seconds that they save, of more and more layers."""
+        return (
+            np.concatenate(([0.0], np.cumsum(self._n_bytes[order]))),
+            np.concatenate(([0.0], np.cumsum(self._forward_s[order]))),
+        )
+
+    def least_s(self, ahead_s: Array, back_s: Array, again: Array, most: Array) -> Array:
+        """Return a time below which no step can be, with this much compute in forward below the
+        turn, in all the rest, and in recomputing, of which offloading saves so much at most."""
+        least: Array = ahead_s + back_s + again
+        if not np.isfinite(self._out_s):
+            return least
+        # What is offloaded saves seconds of compute and costs seconds of the link. The sum of both
+        # ways is convex in it, so it is least where a way's bound changes, or at an end.
+        covered = ahead_s / self._out_s if self._out_s else again
+        balanced = (back_s + again) / (1 + self._in_s)
+        for at in (covered, balanced, most):
+            moved = np.clip(at, 0.0, most)
+            forward = np.maximum(ahead_s, moved * self._out_s)
+            backward = np.maximum(back_s + again - moved, moved * self._in_s)
+            least = np.minimum(least, forward + backward)
+        return least
+
+
+def _inside(segments: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which layers are in any of the marked segments, `[start, stop]`."""
+    layers = len(segments) - 1
+    # Where the longest one that begins at each cut ends.
+    stops = np.where(segments.any(axis=1), layers - np.argmax(segments[:, ::-1], axis=1), 0)
+    inside: NDArray[np.bool_] = np.maximum.accumulate(stops)[:-1] > np.arange(layers)
+    return inside
+
+
+class Reach:
+    """Which cuts can be reached from the turn; first index: without and with the window."""
+
+    def __init__(self, layers: int) -> None:
+        self.keeping = np.full((2, layers + 1), -np.inf)
+        """The most room while segments are kept; negative where they cannot be."""
+        self.rest = np.zeros((2, layers + 1), bool)
+        """Whether recomputed or offloaded segments lead there."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the first layer is reached."""
+        return bool((self.keeping[:, 0] >= 0).any() or self.rest[:, 0].any())
+
+
+class Rooms:
+    """What a family leaves for kept segments, and what is possible with it."""
+
+    def __init__(self, space: Space, family: Family, *, offload: bool = True) -> None:
+        """`offload`: whether segments may be offloaded."""
+        self._space, self._family = space, family
+        self._segments, self._layers = space.request.segments, space.layers
+        self._work = space.work(family)
+        self.kept = self._work.kept
+        """Bytes that keeping a segment takes, `[start, stop]`; infinite where it cannot be kept."""
+        self.window_bytes = space.memory.saved.window_bytes
+        # Of all partitions the finest saves most: what several layers save counts at each of them.
+        single = np.diagonal(self.kept, offset=1)
+        self._most_bytes = float(single[np.isfinite(single)].sum()) + self.window_bytes
+        self._pinned = space.request.activations
+        self.offloads = offload and self._pinned in (None, "offload")
+        """Whether segments may be offloaded."""
+        self.keeps = self._pinned in (None, "keep")
+        """Whether segments may be kept."""
+
+    def room(self, slot_sizes: Sequence[int], device_bytes: int) -> Room:
+        """Return what segments leave of a limit of device memory with slots of a size.
+
+        With several sizes it is no less than with any of them: all segments fit that fit the
+        largest, and slots take no more than the smallest.
+        """
+        left = device_bytes - self._space.held_bytes(self._family, slot_sizes[0])
+        slot_bytes = slot_sizes[-1]
+        sizes = self._segment_bytes
+        work = self._work
+        fitting = sizes <= slot_bytes
+        fitting[:, -1] = False
+
+        def of(work_bytes: Bytes, most: float) -> Bytes:
+            # More than can be used is as good as what can.
+            room = np.where(fitting, left - work_bytes, -1.0)
+            return np.clip(room, -1.0, most)
+
+        window, most = float(self.window_bytes), self._most_bytes
+        recompute = np.maximum(work.forward, work.backward)
+        if self._pinned is not None:  # only what cannot do as it should
+            possible = work.keep if self._pinned == "keep" else work.offload
+            recompute = np.where(np.isfinite(possible), np.inf, recompute)
+        # In the order of `CHOICES`.
+        segments = np.stack((of(recompute, window), of(work.keep, most), of(work.offload, window)))
+        if not self.keeps:
+            segments[KEEP] = -1.0
+        if not self.offloads:
+            segments[OFFLOAD] = -1.0
+        return Room(segments, self.turn(slot_sizes, device_bytes))
+
+    def turn(self, slot_sizes: Sequence[int], device_bytes: int) -> Bytes:
+        """Return `Room.turn` of the room with slots of these sizes."""
+        left = device_bytes - self._space.held_bytes(self._family, slot_sizes[0])
+        sizes = self._segment_bytes[:, -1]
+        turn = np.where(sizes <= slot_sizes[-1], left - self._work.turn, -1.0)
+        turn[[0, -1]] = -1.0
+        return np.clip(turn, -1.0, self._most_bytes)
+
+    def most_bytes(self, slot_bytes: int) -> float:
+        """Return a limit of device memory that is beyond what any plan needs."""
+        work = self._work
+        tables = (work.forward, work.backward, work.turn, work.keep, work.offload)
+        busiest = max(table[np.isfinite(table)].max(initial=0.0) for table in tables)
+        return float(self._space.held_bytes(self._family, slot_bytes) + busiest + self._most_bytes)
+
+    @property
+    def _segment_bytes(self) -> Bytes:
+        return self._space.costing.segment_bytes(frozenset(self._family.resident))
+
+    def works(self, room: Room) -> bool:
+        """Return whether there is any plan with this room."""
+        here = Reach(self._layers)
+        for window in (False, True):
+            here.keeping[int(window)] = room.turn  # the window is for the visits below
+        cuts = range(self._layers - 1, 0, -1)
+        if self._segments is None:
+            for cut in cuts:
+                self._reach(here, here, cut, room)
+            return here.done
+        for _ in range(self._segments - 1):
+            there = Reach(self._layers)
+            for cut in cuts:
+                self._reach(here, there, cut, room)
+            here = there
+        return here.done
+
+    def _reach(self, here: Reach, there: Reach, cut: int, room: Room) -> None:
+        """Note where one more segment leads from a cut."""
+        starts = slice(None, cut)
+        recompute, keep, offload = room.segments[:, starts, cut]
+        for window in (0, 1):
+            reserved, left = window * self.window_bytes, here.keeping[window, cut]
+            if left >= 0:
+                after = np.minimum(left - self.kept[starts, cut], keep - reserved)
+                there.keeping[window, starts] = np.maximum(there.keeping[window, starts], after)
+            if left < 0 and not here.rest[window, cut]:
+                continue
+            there.rest[window, starts] |= recompute >= reserved
+            if window:
+                there.rest[:, starts] |= offload >= reserved

@@ -1,1 +1,0 @@
-"""Plans and steps for people: models by name, tables, pictures, traces, the page of plans."""

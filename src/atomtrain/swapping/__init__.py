@@ -1,1 +1,0 @@
-"""Streams, slots, host store, executor and host optimizer: the swap engine."""

@@ -1,0 +1,229 @@
+"""Anchors from peers that have them: several at once, from several donors, each resumable.
+
+A fetch that is cut off keeps what has come. The next donor is asked for the rest if it holds the
+same anchor, which its hash shows; else for its own from the start. What is complete is checked
+against the hash, whoever gave the parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Stamp, digest_of, joined_parts
+from atomtrain.swarm.anchors.buffer_pool import large_empty
+from atomtrain.swarm.codecs.codec import byte_view
+from atomtrain.swarm.codecs.slices import Span
+from atomtrain.swarm.membership.roster import Holder
+from atomtrain.swarm.rounds.context import Context
+from atomtrain.swarm.transport.messages import AnchorHeader, AskAnchor, BadMessage
+from atomtrain.swarm.transport.transport import Channel, LinkLost
+
+_log = logging.getLogger("atomtrain.swarm")
+_RETRY_S = 0.5
+_LOOKS = 2
+"""Times that the records are read before nobody is believed to be there."""
+_PIECE_BYTES = 1 << 20
+
+
+class Fetched(NamedTuple):
+    """An anchor that has come, and what it took."""
+
+    anchor: Anchor
+    received_bytes: int
+
+
+@dataclass
+class Partial:
+    """What has come of an anchor so far."""
+
+    header: AnchorHeader
+    values: torch.Tensor
+    velocity: torch.Tensor | None
+    filled_bytes: int = 0
+
+    def missing(self) -> Iterator[memoryview]:
+        """Yield the pieces that are still to come; whoever fills one counts it."""
+        begin = 0
+        for tensor in (self.values, self.velocity):
+            if tensor is None:
+                continue
+            view = byte_view(tensor)
+            for start in range(0, len(view), _PIECE_BYTES):
+                piece = view[start : start + _PIECE_BYTES]
+                if begin + start >= self.filled_bytes:
+                    yield piece
+            begin += len(view)
+
+
+async def send_anchor(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
+    """Answer `AskAnchor`."""
+    resumes = ask.digest == anchor.stamp.digest
+    parts = joined_parts(anchor.origin.parts)
+    members = sorted(frozenset().union(*(part.contributors for part in parts)))
+    header = AnchorHeader(
+        fragment=ask.fragment,
+        version=anchor.stamp.version,
+        tokens=anchor.stamp.tokens,
+        digest=anchor.stamp.digest,
+        start_bytes=ask.start_bytes if resumes else 0,
+        grouped=anchor.grouped,
+        round_id=anchor.origin.round_id,
+        members=tuple(members),
+        starts=tuple(part.span.start for part in parts),
+        stops=tuple(part.span.stop for part in parts),
+        contributors=tuple(
+            " ".join(str(i) for i, m in enumerate(members) if m in part.contributors)
+            for part in parts
+        ),
+    )
+    await channel.send(header)
+    whole = Partial(header, anchor.values, anchor.velocity, header.start_bytes)
+    for piece in whole.missing():
+        await channel.send_bytes(piece)
+
+
+class Fetcher:
+    """Gets anchors from whoever has them, falling over to the next donor when one fails."""
+
+    def __init__(self, context: Context) -> None:
+        """Fetch for one peer."""
+        self._context = context
+        self._partial: dict[int, Partial] = {}
+        self._asked: Counter[str] = Counter()
+        """Fetches under way from each donor."""
+
+    async def fetch(self, fragment: int, patience_s: float, first: Collection[str] = ()) -> Fetched:
+        """Return the best anchor of a fragment that any peer gives; those named are asked `first`.
+
+        Donors that fail are not asked again until their next record; while there is none to ask,
+        the membership records are read again.
+
+        Raises:
+            SwarmError: for `patience_s` no donor gave any of it, or all peers have left.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + patience_s
+        why, nobody = "no peer has it", 0
+        while True:
+            for donor in self._donors(fragment, first):
+                try:
+                    return await self.fetch_from(donor, fragment)
+                except (LinkLost, BadMessage) as error:
+                    why = str(error)
+                    _log.info("fetching fragment %d: %s; trying another peer", fragment, error)
+                    self._context.roster.suspect(donor)
+                    if fragment in self._partial:
+                        until_s = loop.time() + patience_s
+            run = self._context.config.run
+            nobody = nobody + 1 if self._context.roster.all_left else 0
+            if nobody > _LOOKS:
+                raise SwarmError(
+                    f"all peers of run {run!r} have finished and left: nobody is there to learn "
+                    "from; continue the run of one of them with --resume, or start a new one"
+                )
+            if loop.time() >= until_s:
+                raise SwarmError(
+                    f"fragment {fragment} of run {run!r} could not be fetched "
+                    f"from any peer within {patience_s:.0f} s: {why}; join again when a peer that "
+                    "trains is reachable"
+                )
+            await asyncio.sleep(_RETRY_S)
+            self._context.roster.update(await self._context.directory.records())
+
+    async def fetch_from(self, donor: str, fragment: int) -> Fetched:
+        """Return a donor's anchor, or what it has of the one that was begun, checked.
+
+        Raises:
+            LinkLost: the donor is gone, or refused; what has come is kept for the next one.
+            BadMessage: what came is not what was announced.
+        """
+        self._asked[donor] += 1
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        channel = await self._opened(donor)
+        try:
+            partial = await self._begin(channel, fragment)
+            for piece in partial.missing():
+                await channel.receive_into(piece)
+                partial.filled_bytes += len(piece)
+            return Fetched(await self._checked(donor, fragment), channel.received_bytes)
+        finally:
+            channel.close()
+            self._context.timing.observe_fetch(channel.received_bytes, loop.time() - started_s)
+            self._asked[donor] -= 1
+
+    async def _opened(self, donor: str) -> Channel:
+        try:
+            return await self._context.open(donor, bulk=True)
+        except BaseException:
+            self._asked[donor] -= 1
+            raise
+
+    async def _begin(self, channel: Channel, fragment: int) -> Partial:
+        """Ask for an anchor, or the rest of one; return what there is of it, possibly nothing."""
+        context, had = self._context, self._partial.get(fragment)
+        ask = AskAnchor(fragment=fragment, digest="", start_bytes=0)
+        if had is not None:
+            ask = AskAnchor(
+                fragment=fragment, digest=had.header.digest, start_bytes=had.filled_bytes
+            )
+        await channel.send(ask)
+        header = await channel.receive(AnchorHeader, channel.stall_s)
+        if header.fragment != fragment:
+            raise BadMessage(f"peer {channel.remote[-8:]} sent fragment {header.fragment}")
+        elements = context.manifest.fragment_elements[fragment]
+        origin_of(header, elements)
+        resumed = (header.digest, header.start_bytes) == (ask.digest, ask.start_bytes)
+        if had is not None and header.start_bytes and resumed:
+            return had
+        if header.start_bytes:
+            raise BadMessage(f"peer {channel.remote[-8:]} sent the rest of something else")
+        values = large_empty(elements)
+        rows = 0 if header.grouped else context.desk.store.momentum
+        velocity = large_empty(rows * elements) if rows else None
+        self._partial[fragment] = partial = Partial(header, values, velocity)
+        return partial
+
+    async def _checked(self, donor: str, fragment: int) -> Anchor:
+        partial = self._partial.pop(fragment)
+        header, values, velocity = partial.header, partial.values, partial.velocity
+        if await self._context.offload(digest_of, values, velocity) != header.digest:
+            raise BadMessage(f"fragment {fragment}, the last of it from peer {donor[-8:]}, has the "
+                             "wrong hash")  # fmt: skip
+        stamp = Stamp(header.version, header.tokens, header.digest)
+        origin = origin_of(header, values.numel())
+        return Anchor(values, velocity, stamp, origin, header.grouped)
+
+    def _donors(self, fragment: int, first: Collection[str]) -> list[str]:
+        """Return those that have the fragment: the best anchor, and the least to do, first."""
+
+        def order(holder: Holder) -> tuple[bool, bool, bool, int]:
+            wanted = holder.peer_id in first
+            return not wanted, holder.stale, holder.joining, self._asked[holder.peer_id]
+
+        holders = self._context.roster.holders(fragment, self._context.slack(fragment))
+        return [holder.peer_id for holder in sorted(holders, key=order)]
+
+
+def origin_of(header: AnchorHeader, elements: int) -> Origin:
+    """Return which round made an anchor; raises `BadMessage`."""
+    parts = []
+    try:
+        for start, stop, text in zip(header.starts, header.stops, header.contributors, strict=True):
+            if not 0 <= start <= stop <= elements:
+                raise ValueError("span outside the fragment")
+            if not all(number.isdecimal() for number in text.split()):
+                raise ValueError("not the numbers of members")
+            names = frozenset(header.members[int(i)] for i in text.split())
+            parts.append(Part(Span(start, stop), names))
+    except (ValueError, IndexError) as error:
+        raise BadMessage(f"an anchor's origin cannot be read: {error}") from error
+    return Origin(header.round_id, tuple(parts))

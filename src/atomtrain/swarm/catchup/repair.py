@@ -1,0 +1,149 @@
+"""Stale fragments: found by comparing stamps, fetched from whoever holds the best anchor.
+
+Also keeps which fragments are in use by a round or a fetch, so that the two never meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import NamedTuple
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm.anchors.anchors import Snapshot, Stamp
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.catchup.fetching import Fetched, Fetcher
+from atomtrain.swarm.catchup.transfer import merge_of_fetched
+from atomtrain.swarm.membership.groups import supersedes
+from atomtrain.swarm.rounds.context import Context
+
+_log = logging.getLogger("atomtrain.swarm")
+_AT_ONCE = 3
+
+
+class Doubt(NamedTuple):
+    """A round that this peer has given its part to, and whose decision it did not hear."""
+
+    round_id: str
+    snapshot: Snapshot
+    members: tuple[str, ...]
+
+
+class Repairer:
+    """Fetches what others have newer, three fragments at a time."""
+
+    def __init__(self, context: Context) -> None:
+        """Prepare; nothing is fetched before `repair`."""
+        self._context = context
+        self.fetcher = Fetcher(context)
+        self.running = 0
+        """Fetches under way."""
+        self.busy: set[int] = set()
+        """Fragments that a round or a fetch uses now."""
+        self.awaited: set[int] = set()
+        """Fragments for which a round waits: no new fetch gets in before it."""
+        self.freed = asyncio.Event()
+        """Set whenever a fragment is not used any more."""
+        self.doubts: dict[int, Doubt] = {}
+        """By fragment: rounds whose decision was not heard."""
+        self.astray: set[int] = set()
+        """Fragments of which this peer's anchor is no sibling of the others', whatever its version.
+        """
+
+    def free(self, fragment: int) -> None:
+        """A round or a fetch is over."""
+        self.busy.discard(fragment)
+        self.freed.set()
+
+    def stale(self) -> int | None:
+        """Return a fragment that another peer has newer and nobody uses here, if there is one.
+
+        Of several the one whose next round is farthest away: it stays current longest.
+        """
+        count = len(self._context.manifest.fragment_elements)
+        best = self._context.roster.best()
+        for age in range(1, count + 1):
+            fragment = (self._context.agenda.next_round - age) % count
+            own, other = self._context.desk.stamp(fragment), best[fragment]
+            if other is None or own is None or fragment in self.busy | self.awaited:
+                continue
+            if supersedes(other, own, self._slack(fragment)) or self._decided(fragment, own):
+                return fragment
+        return None
+
+    def _slack(self, fragment: int) -> int:
+        return 0 if fragment in self.astray else self._context.slack(fragment)
+
+    def _decided(self, fragment: int, own: Stamp) -> bool:
+        """Say whether another member of a round in doubt has, by its record, a result of it."""
+        doubt = self.doubts.get(fragment)
+        if doubt is None:
+            return False
+        stamps = (r.stamps[fragment] for r in self._context.roster.others
+                  if r.peer_id in doubt.members)  # fmt: skip
+        return any(stamp is not None and stamp.beats(own) for stamp in stamps)
+
+    @property
+    def wanted(self) -> bool:
+        """There is something to fetch, and too little under way."""
+        return self.running < _AT_ONCE and self.stale() is not None
+
+    async def repair(self) -> None:
+        """Fetch until nothing is stale, or nobody gives it; several may run at once."""
+        self.running += 1
+        try:
+            while (fragment := self.stale()) is not None:
+                self.busy.add(fragment)
+                try:
+                    await self.repair_one(fragment)
+                finally:
+                    self.free(fragment)
+        except SwarmError as error:
+            _log.info("a stale fragment stays for now: %s", error)
+        finally:
+            self.running -= 1
+
+    async def repair_one(self, fragment: int) -> None:
+        """Fetch a fragment, marked busy by the caller, from whoever has it; raises `SwarmError`."""
+        started_s = asyncio.get_running_loop().time()
+        doubt = self.doubts.get(fragment)
+        first = doubt.members if doubt is not None else ()
+        fetched = await self.fetcher.fetch(fragment, self._context.config.expiry_s, first)
+        if not self._leave_fetched(fragment, fetched, started_s):
+            raise SwarmError(f"no peer gave a newer anchor of fragment {fragment}; trying later")
+
+    async def repair_from(self, donor: str, fragment: int) -> None:
+        """Fetch a fragment, marked busy by the caller, from one donor.
+
+        Raises:
+            LinkLost: the donor is gone.
+            BadMessage: it sent something else.
+        """
+        started_s = asyncio.get_running_loop().time()
+        fetched = await self.fetcher.fetch_from(donor, fragment)
+        self._leave_fetched(fragment, fetched, started_s)
+
+    def _leave_fetched(self, fragment: int, fetched: Fetched, started_s: float) -> bool:
+        """Have a fetched anchor merged; says False, and does nothing, if it is no better."""
+        context, anchor = self._context, fetched.anchor
+        own = context.desk.stamp(fragment)
+        if own is None or not anchor.stamp.beats(own):
+            return False
+        doubt = self.doubts.pop(fragment, None)
+        self.astray.discard(fragment)
+        present = context.desk.store.anchor(fragment)
+        # Where another merge waits for the next boundary, the doubt's anchor will not be present.
+        in_doubt = None
+        if doubt is not None and present.stamp == own:
+            in_doubt = (doubt.round_id, doubt.snapshot)
+        merge = merge_of_fetched(fragment, anchor, present, in_doubt, context.peer_id)
+        report = RoundReport(
+            round=context.agenda.next_round,
+            fragment=fragment,
+            version=anchor.stamp.version,
+            outcome="fetched",
+            bytes_received=fetched.received_bytes,
+            duration_s=asyncio.get_running_loop().time() - started_s,
+        )
+        context.desk.leave_merge(merge, report)
+        return True

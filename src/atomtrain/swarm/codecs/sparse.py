@@ -1,0 +1,231 @@
+"""Sparse codecs: the largest changes of each block of 4096, and means that are zero elsewhere.
+
+A contribution names for each block its 1/32 largest elements: two float32 magnitudes, a position
+of 12 bits and a value of 2 bits (sign, and which magnitude) each: 0.453 bits an element. A mean of
+K such contributions is zero but for K/32 of its elements: one bit an element says where, then come
+the non-zero ones with 8 bits each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from atomtrain.swarm.codecs.blocks import BlockCodec
+from atomtrain.swarm.codecs.plain import SCALE_BYTES, byte_view, check_scales
+from atomtrain.swarm.transport.messages import BadMessage
+
+BLOCK_ELEMENTS = 4096
+ONE_IN = 32
+"""One element in so many is sent."""
+
+
+def kept(elements: int) -> int:
+    """Return how many elements of a piece a contribution names."""
+    return sum(rows * -(-width // ONE_IN) for _, rows, width in _groups(elements))
+
+
+class _Layout(NamedTuple):
+    """Offsets within an encoded group of equal blocks, in bytes."""
+
+    start: int
+    positions: int
+    values: int
+    stop: int
+
+
+class TopKCodec:
+    """The largest elements of each block; what is not sent is left to error feedback.
+
+    None of the four values is zero: where a block has fewer changes than are sent, a few elements
+    that did not change get the smaller magnitude, and the next contribution takes it back.
+    """
+
+    name = "topk"
+    feedback = True
+    exact = False
+
+    def encoded_bytes(self, elements: int) -> int:
+        """Return 232 bytes for each block of 4096, and those of the rest."""
+        stop = 0
+        for _, rows, width in _groups(elements):
+            stop = _layout(stop, rows, width).stop
+        return stop
+
+    def encode(self, values: torch.Tensor) -> memoryview:
+        """Return magnitudes, positions and values of the largest elements of finite `values`."""
+        out = torch.empty(self.encoded_bytes(values.numel()), dtype=torch.uint8)
+        stop = 0
+        for start, rows, width in _groups(values.numel()):
+            layout = _layout(stop, rows, width)
+            blocks = values[start : start + rows * width].view(rows, width)
+            magnitudes, positions, codes = _largest(blocks, -(-width // ONE_IN))
+            scales = out[layout.start : layout.positions].view(torch.float32)
+            scales.copy_(magnitudes.view(-1))
+            out[layout.positions : layout.values] = _pack_12_bits(positions).view(-1)
+            out[layout.values : layout.stop] = _pack_2_bits(codes).view(-1)
+            stop = layout.stop
+        return byte_view(out)
+
+    def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
+        """Write the elements that were sent, and zeros.
+
+        Raises:
+            BadMessage: magnitudes or positions that `encode` does not make.
+        """
+        out.zero_()
+        if not out.numel():
+            return
+        raw = torch.frombuffer(data, dtype=torch.uint8)
+        stop = 0
+        for start, rows, width in _groups(out.numel()):
+            layout = _layout(stop, rows, width)
+            count = -(-width // ONE_IN)
+            scales = check_scales(raw[layout.start : layout.positions].view(torch.float32))
+            positions = _unpack_12_bits(raw[layout.positions : layout.values].view(rows, -1), count)
+            codes = _unpack_2_bits(raw[layout.values : layout.stop].view(rows, -1), count)
+            if int(positions[:, -1].max()) >= width or not bool((positions.diff(dim=1) > 0).all()):
+                raise BadMessage("positions that do not rise, or lie outside their block")
+            levels = torch.cat((scales.view(rows, 2), -scales.view(rows, 2)), dim=1)
+            blocks = out[start : start + rows * width].view(rows, width)
+            blocks.scatter_(1, positions, levels.gather(1, codes))
+            stop = layout.stop
+
+    def for_mean(self, contributors: int, seed: int) -> BlockCodec | SparseMeanCodec:
+        """Return the smaller of a sparse and a dense format; random rounding in both."""
+        dense, sparse = BlockCodec(8, seed=seed), SparseMeanCodec(contributors, seed)
+        smaller = sparse.encoded_bytes(BLOCK_ELEMENTS) < dense.encoded_bytes(BLOCK_ELEMENTS)
+        return sparse if smaller else dense
+
+
+class SparseMeanCodec:
+    """A bit for each element, then 8-bit integers for those that are not zero.
+
+    Has room for all that `contributors` contributions of `TopKCodec` can name.
+    """
+
+    name = "sparse-mean"
+    feedback = False
+    exact = False
+
+    def __init__(self, contributors: int, seed: int) -> None:
+        """`seed` is that of the random rounding."""
+        self._contributors = contributors
+        self._values = BlockCodec(8, seed=seed)
+
+    def encoded_bytes(self, elements: int) -> int:
+        """Return the bytes of the bits, in units of four, and of the values."""
+        return _bit_bytes(elements) + self._values.encoded_bytes(self._room(elements))
+
+    def encode(self, values: torch.Tensor) -> memoryview:
+        """Return bits and values; at most as many may be other than zero as there is room for."""
+        elements = values.numel()
+        out = torch.empty(self.encoded_bytes(elements), dtype=torch.uint8)
+        there = values != 0
+        found = values[there]
+        room = torch.zeros(self._room(elements))
+        room[: found.numel()] = found
+        bits = _bit_bytes(elements)
+        out[:bits] = _pack_bits(there, bits)
+        out[bits:] = torch.frombuffer(self._values.encode(room), dtype=torch.uint8)
+        return byte_view(out)
+
+    def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
+        """Write the values where they belong, and zeros.
+
+        Raises:
+            BadMessage: more values than there is room for, or scales that are not finite.
+        """
+        out.zero_()
+        if not out.numel():
+            return
+        bits = _bit_bytes(out.numel())
+        there = _unpack_bits(torch.frombuffer(data, dtype=torch.uint8)[:bits])
+        count = int(there.sum())
+        room = torch.empty(self._room(out.numel()))
+        if count > room.numel() or bool(there[out.numel() :].any()):
+            raise BadMessage(f"a sparse mean with {count} values; allowed are {room.numel()}")
+        self._values.decode(memoryview(data)[bits:], room)
+        out[there[: out.numel()]] = room[:count]
+
+    def for_mean(self, contributors: int, seed: int) -> SparseMeanCodec:
+        """Return the format for a mean of so many."""
+        return SparseMeanCodec(contributors, seed)
+
+    def _room(self, elements: int) -> int:
+        return min(elements, self._contributors * kept(elements))
+
+
+def _groups(elements: int) -> list[tuple[int, int, int]]:
+    """Return the start, number and width of the full blocks, and of the rest, where there are."""
+    rows, rest = divmod(elements, BLOCK_ELEMENTS)
+    groups = [(0, rows, BLOCK_ELEMENTS), (rows * BLOCK_ELEMENTS, 1, rest)]
+    return [(start, count, width) for start, count, width in groups if count and width]
+
+
+def _layout(start: int, rows: int, width: int) -> _Layout:
+    count = -(-width // ONE_IN)
+    positions = start + rows * 2 * SCALE_BYTES
+    values = positions + rows * 3 * -(-count // 2)
+    return _Layout(start, positions, values, values + rows * -(-count // 4))
+
+
+def _largest(blocks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return two magnitudes for each block, and of its largest the positions, rising, and codes.
+
+    The magnitudes are the means of the larger and of the smaller ones, divided at their mean.
+    """
+    magnitudes = blocks.abs()
+    positions = torch.topk(magnitudes, count, dim=1, sorted=False).indices.sort(dim=1).values
+    values = blocks.gather(1, positions)
+    most = magnitudes.amax(dim=1, keepdim=True)
+    sizes = values.abs() / torch.where(most > 0, most, 1.0)  # their sum cannot overflow
+    large = sizes > sizes.mean(dim=1, keepdim=True)
+    few, many = sizes * ~large, sizes * large
+    low = few.sum(dim=1) / (~large).sum(dim=1).clamp_min(1)
+    high = many.sum(dim=1) / large.sum(dim=1).clamp_min(1)
+    levels = torch.stack((low, high), dim=1) * most
+    levels[levels < 2.0**-126] = 0.0  # as in BlockCodec
+    return levels, positions, large.to(torch.uint8) + 2 * (values < 0).to(torch.uint8)
+
+
+def _pack_12_bits(positions: torch.Tensor) -> torch.Tensor:
+    pairs = torch.nn.functional.pad(positions, (0, positions.shape[1] % 2))
+    first, second = pairs[:, 0::2], pairs[:, 1::2]
+    three = torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), dim=2)
+    return three.to(torch.uint8).flatten(1)
+
+
+def _unpack_12_bits(raw: torch.Tensor, count: int) -> torch.Tensor:
+    three = raw.view(raw.shape[0], -1, 3).to(torch.int64)
+    first = three[:, :, 0] | (three[:, :, 1] & 15) << 8
+    second = three[:, :, 1] >> 4 | three[:, :, 2] << 4
+    return torch.stack((first, second), dim=2).flatten(1)[:, :count]
+
+
+def _pack_2_bits(codes: torch.Tensor) -> torch.Tensor:
+    four = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)).view(codes.shape[0], -1, 4)
+    return four[..., 0] | four[..., 1] << 2 | four[..., 2] << 4 | four[..., 3] << 6
+
+
+def _unpack_2_bits(raw: torch.Tensor, count: int) -> torch.Tensor:
+    four = torch.stack([raw >> shift & 3 for shift in (0, 2, 4, 6)], dim=2)
+    return four.flatten(1)[:, :count].to(torch.int64)
+
+
+def _bit_bytes(elements: int) -> int:
+    return 4 * -(-elements // 32)  # scales follow, which lie at multiples of four
+
+
+def _pack_bits(there: torch.Tensor, count_bytes: int) -> torch.Tensor:
+    padded = torch.nn.functional.pad(there.to(torch.uint8), (0, 8 * count_bytes - there.numel()))
+    eight = padded.view(-1, 8)
+    packed = eight[:, 0].clone()
+    for shift in range(1, 8):
+        packed |= eight[:, shift] << shift
+    return packed
+
+
+def _unpack_bits(raw: torch.Tensor) -> torch.Tensor:
+    return torch.stack([raw >> shift & 1 for shift in range(8)], dim=1).view(-1).bool()

@@ -1,0 +1,166 @@
+"""Membership records: what each peer tells all others about itself, and what they make of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.transport.messages import BadMessage, is_text
+
+RECORD_BYTES_MAX = 8 << 20
+TEXT_MAX = 512
+"""Characters of a name or an address, at most: a record with a longer one counts for nobody."""
+JOINING, TRAINING, LEFT = "joining", "training", "left"
+_STATES = (JOINING, TRAINING, LEFT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerRecord:
+    """What a peer publishes. Untrusted until `decode` has checked its form; even then only a claim.
+
+    `sequence` is the swarm's time: it grows with each record of a peer, across restarts.
+    """
+
+    peer_id: str
+    manifest: str
+    """Start of the hash of the manifest: runs of one name are not one run."""
+    name: str
+    state: str
+    sequence: float
+    addresses: tuple[str, ...]
+    next_round: int
+    steps: int
+    tokens: int
+    tokens_per_s: float
+    step_s: float
+    round_s: float
+    """Time of this peer's recent rounds; 0: not measured yet."""
+    free_bytes_per_s: float
+    """What this peer's link moves, each way, beyond what it uses; 0: not measured yet."""
+    fetch_bytes_per_s: float
+    """Rate at which this peer fetches anchors when it is behind; 0: not measured yet."""
+    stamps: tuple[Stamp | None, ...]
+
+    def encode(self) -> bytes:
+        """Return the record as JSON."""
+        body = dict(self.__dict__)
+        body["stamps"] = _packed(self.stamps)
+        return json.dumps(body).encode()
+
+    @classmethod
+    def decode(cls, peer_id: str, data: bytes, fragments: int) -> PeerRecord:
+        """Return the record that `peer_id` published.
+
+        Raises:
+            BadMessage: it is malformed, or speaks for another peer or another run.
+        """
+        if not isinstance(data, bytes) or len(data) > RECORD_BYTES_MAX:
+            raise BadMessage("membership record is not bytes, or too long")
+        try:
+            body = json.loads(data)
+            record = cls(
+                peer_id=_text(body["peer_id"]),
+                manifest=_text(body["manifest"]),
+                name=_text(body["name"]),
+                state=_text(body["state"]),
+                sequence=_number(body["sequence"]),
+                addresses=tuple(_text(a) for a in body["addresses"][:16]),
+                next_round=int(_number(body["next_round"])),
+                steps=int(_number(body["steps"])),
+                tokens=int(_number(body["tokens"])),
+                tokens_per_s=_number(body["tokens_per_s"]),
+                step_s=_number(body["step_s"]),
+                round_s=_number(body["round_s"]),
+                free_bytes_per_s=_number(body["free_bytes_per_s"]),
+                fetch_bytes_per_s=_number(body["fetch_bytes_per_s"]),
+                stamps=_unpacked(body["stamps"], fragments),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise BadMessage(f"membership record cannot be read: {error!r}") from error
+        if record.peer_id != peer_id or record.state not in _STATES:
+            raise BadMessage("membership record of another peer, or in an unknown state")
+        return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerStatus:
+    """A member as displays show it."""
+
+    peer_id: str
+    name: str
+    is_self: bool
+    state: str
+    """`joining`, `training` or `left`."""
+    next_round: int
+    steps: int
+    tokens: int
+    tokens_per_s: float
+    step_s: float
+    free_bytes_per_s: float
+    """What its link moves beyond what it uses; 0: not measured yet."""
+    behind: int
+    """Fragments whose anchor is older than the best known."""
+    reachable: bool
+    """False from a failed contact until the peer's next record."""
+    addresses: tuple[str, ...]
+    seen_s: float = 0.0
+    """When the peer made its last record, in the swarm's time; 0: never."""
+    relays: int = 0
+    """Peers through which it is reached by those that cannot dial it; 0: it can be dialled."""
+
+
+def best_stamps(records: list[PeerRecord], fragments: int) -> list[Stamp | None]:
+    """Return for each fragment the stamp that beats all others."""
+    best: list[Stamp | None] = [None] * fragments
+    for record in records:
+        for fragment, stamp in enumerate(record.stamps):
+            present = best[fragment]
+            if stamp is not None and (present is None or stamp.beats(present)):
+                best[fragment] = stamp
+    return best
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > TEXT_MAX or not is_text(value):
+        raise ValueError("not a short text")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
+        raise ValueError("not a number in range")
+    return value
+
+
+_PACKED = struct.Struct(">QQ16s")
+_NO_ANCHOR = (1 << 64) - 1
+
+
+def _packed(stamps: tuple[Stamp | None, ...]) -> str:
+    """Return 32 bytes a stamp, in base64: with hundreds of fragments they are most of a record."""
+    empty = _PACKED.pack(_NO_ANCHOR, 0, bytes(16))
+    packed = (
+        empty if s is None else _PACKED.pack(s.version, s.tokens, bytes.fromhex(s.digest))
+        for s in stamps
+    )
+    return base64.b64encode(b"".join(packed)).decode()
+
+
+def _unpacked(text: Any, fragments: int) -> tuple[Stamp | None, ...]:
+    if not isinstance(text, str) or len(text) != -(-_PACKED.size * fragments // 3) * 4:
+        raise ValueError(f"not the stamps of {fragments} fragments")
+    try:
+        data = base64.b64decode(text, validate=True)
+        return tuple(
+            None
+            if version == _NO_ANCHOR
+            else Stamp(int(_number(version)), int(_number(tokens)), digest.hex())
+            for version, tokens, digest in _PACKED.iter_unpack(data)
+        )
+    except (binascii.Error, struct.error) as error:
+        raise ValueError(str(error)) from error

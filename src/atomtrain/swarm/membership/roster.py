@@ -1,0 +1,213 @@
+"""The members as this peer knows them: their last records, and who did not answer since."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.membership.admission import Admission
+from atomtrain.swarm.membership.groups import SLACK_VERSIONS, group_count, siblings, supersedes
+from atomtrain.swarm.membership.records import (
+    JOINING,
+    LEFT,
+    TRAINING,
+    PeerRecord,
+    PeerStatus,
+    best_stamps,
+)
+from atomtrain.swarm.transport.addresses import circuits_to
+from atomtrain.swarm.transport.messages import BadMessage
+
+_log = logging.getLogger("atomtrain.swarm")
+_IMPATIENT_ROUNDS = 16
+_GONE_MAX = 4096
+"""Peers without a record that are remembered: ids cost nothing, memory does."""
+
+
+class Holder(NamedTuple):
+    """A peer that has a fragment's anchor; the better donor sorts first."""
+
+    stale: bool
+    """Another peer has a better anchor."""
+    joining: bool
+    peer_id: str
+
+
+class Roster:
+    """Records by peer; plain bookkeeping, fed from the directory."""
+
+    def __init__(
+        self, admission: Admission, fragments: int, manifest: str = "", group_size: int = 0
+    ) -> None:
+        """Start with nobody but the peer whose rule of admission this is.
+
+        `manifest`: what records say of the manifest; those that say something else do not count.
+        `group_size`: members of a round at most; 0: all.
+        """
+        self._group_size = group_size
+        self.manifest = manifest
+        self._peer_id = admission.peer_id
+        self._admission = admission
+        self._fragments = fragments
+        self._records: dict[str, PeerRecord] = {}
+        self._own: PeerRecord | None = None
+        self._suspects: dict[str, float] = {}
+        self._sequences: dict[str, float] = {}
+        self._left: set[str] = set()
+        self._late: dict[str, int] = {}
+        self.addresses: dict[str, tuple[str, ...]] = {}
+        """Where peers that were members once, and did not say goodbye, can be dialled."""
+
+    def set_own(self, record: PeerRecord) -> None:
+        """Keep what this peer publishes."""
+        self._own = record
+
+    def update(self, found: dict[str, bytes]) -> None:
+        """Replace the others' records by those in the directory.
+
+        Malformed ones, those of peers that are not admitted, and those that are older than what
+        their peer was known to have said, do not count.
+        """
+        records = {}
+        for peer_id, data in found.items():
+            if peer_id == self._peer_id:
+                continue
+            try:
+                own = self._admission.unseal(peer_id, data)
+                record = PeerRecord.decode(peer_id, own, self._fragments)
+            except BadMessage as error:
+                _log.debug("record of %s ignored: %s", peer_id[-8:], error)
+                continue
+            if record.manifest != self.manifest:
+                _log.debug("record of %s ignored: it is of another manifest", peer_id[-8:])
+                continue
+            if record.sequence < self._sequences.get(peer_id, -1.0):
+                if peer_id in self._records:
+                    records[peer_id] = self._records[peer_id]
+                continue
+            self._sequences.pop(peer_id, None)
+            self._sequences[peer_id] = record.sequence  # who was seen last comes last
+            if record.state == LEFT:
+                self._left.add(peer_id)
+                self.addresses.pop(peer_id, None)
+            else:
+                self._left.discard(peer_id)
+                records[peer_id] = record
+                self.addresses[peer_id] = record.addresses
+        self._records = records
+        gone = [peer_id for peer_id in self._sequences if peer_id not in records]
+        for peer_id in gone[:-_GONE_MAX]:
+            for known in (self._sequences, self._suspects, self._late, self.addresses):
+                known.pop(peer_id, None)
+            self._left.discard(peer_id)
+
+    def sees(self, peer_id: str) -> bool:
+        """Say whether there is a record of this peer, answering or not."""
+        return peer_id in self._records
+
+    def answers(self, peer_id: str) -> bool:
+        """Say whether there is a record of this peer, and nothing failed with it since."""
+        record = self._records.get(peer_id)
+        return record is not None and self.reachable(record)
+
+    @property
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """Addresses of the members, this peer included, that are there now."""
+        own = [self._own] if self._own is not None and self._own.state != LEFT else []
+        return {record.peer_id: record.addresses for record in [*own, *self._records.values()]}
+
+    @property
+    def all_left(self) -> bool:
+        """There were other peers, all of them have said goodbye, and nobody else is there."""
+        return bool(self._left) and not self._records
+
+    def suspect(self, peer_id: str) -> None:
+        """Count a peer as gone until it publishes a newer record."""
+        record = self._records.get(peer_id)
+        if record is not None:
+            self._suspects[peer_id] = record.sequence
+
+    def was_late(self, peer_id: str, round_index: int) -> None:
+        """Note that a member did not answer in the time that this peer, leading, gave it."""
+        self._late[peer_id] = round_index
+
+    def patient_with(self, peer_id: str, round_index: int) -> bool:
+        """Say whether a member's claims of being slow count: not soon after it came too late."""
+        return round_index >= self._late.get(peer_id, -_IMPATIENT_ROUNDS) + _IMPATIENT_ROUNDS
+
+    def reachable(self, record: PeerRecord) -> bool:
+        """Say whether nothing failed with this peer since its last record."""
+        return record.sequence > self._suspects.get(record.peer_id, -1.0)
+
+    @property
+    def others(self) -> list[PeerRecord]:
+        """Records of the other peers that answer, newcomers included."""
+        return [record for record in self._records.values() if self.reachable(record)]
+
+    def training(self) -> list[PeerRecord]:
+        """Return the members that take part in rounds, this peer included if it does."""
+        own = [self._own] if self._own is not None else []
+        return [record for record in [*own, *self.others] if record.state == TRAINING]
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups the members that take part are divided now."""
+        return group_count(len(self.training()), self._group_size)
+
+    def best(self) -> list[Stamp | None]:
+        """Return the best stamp of each fragment among the others that answer."""
+        return best_stamps(self.others, self._fragments)
+
+    def holders(self, fragment: int, slack: int = 0) -> list[Holder]:
+        """Return the others that have the fragment, those with its best stamp first.
+
+        Siblings of the best, so many versions apart at most, are as good.
+        """
+        best = self.best()[fragment]
+        return sorted(
+            Holder(not siblings(stamp, best, slack), record.state == JOINING, record.peer_id)
+            for record in self.others
+            if (stamp := record.stamps[fragment]) is not None and best is not None
+        )
+
+    def next_round(self) -> int:
+        """Return the largest round that any peer has before it."""
+        return max((record.next_round for record in self._records.values()), default=0)
+
+    def statuses(self) -> list[PeerStatus]:
+        """Return all members, this peer first."""
+        own = [self._own] if self._own is not None else []
+        records = [*own, *self._records.values()]
+        best = best_stamps(records, self._fragments)
+        slack = SLACK_VERSIONS if self.groups > 1 else 0
+        return [
+            PeerStatus(
+                peer_id=record.peer_id,
+                name=record.name or record.peer_id[-8:],
+                is_self=record.peer_id == self._peer_id,
+                state=record.state,
+                next_round=record.next_round,
+                steps=record.steps,
+                tokens=record.tokens,
+                tokens_per_s=record.tokens_per_s,
+                step_s=record.step_s,
+                free_bytes_per_s=record.free_bytes_per_s,
+                behind=_behind(record.stamps, best, slack),
+                reachable=record.peer_id == self._peer_id or self.reachable(record),
+                addresses=record.addresses,
+                seen_s=record.sequence,
+                relays=len(circuits_to(record.peer_id, record.addresses)),
+            )
+            for record in records
+        ]
+
+
+def _behind(stamps: Sequence[Stamp | None], best: Sequence[Stamp | None], slack: int) -> int:
+    """Return how many fragments are older than they might be."""
+    return sum(
+        stamp != other
+        and (slack == 0 or stamp is None or other is None or supersedes(other, stamp, slack))
+        for stamp, other in zip(stamps, best, strict=True)
+    )

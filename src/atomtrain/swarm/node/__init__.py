@@ -1,0 +1,4 @@
+"""A peer's network side as a whole: its tasks on one event loop.
+
+Stands on all other rooms of the swarm. Begin with `service.py`; `assembly.py` puts it together.
+"""

@@ -1,0 +1,376 @@
+"""The butterfly of one round: every member's slice j goes to its owner, a mean comes back.
+
+A member owns several slices of a large fragment. Two members have a few streams with each other
+(*lanes*), half of them opened by each. A lane has some of the slices of both, and carries the same
+in both directions: first the sender's contributions to the receiver's slices, then the means of
+the sender's own. So a slow link has something to carry from the first byte to the last: while means
+wait for the slowest contribution there are others to send, and means go over streams whose windows
+are open by then. What happens to a slice at its owner is in `owning`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from atomtrain.swarm.anchors.anchors import Snapshot
+from atomtrain.swarm.anchors.buffer_pool import exchange_memory, large_empty
+from atomtrain.swarm.anchors.outer import OuterUpdate
+from atomtrain.swarm.codecs.codec import Codec, byte_view, decode_span, decoded, square_of
+from atomtrain.swarm.codecs.slices import (
+    Span,
+    piece_spans,
+    slice_spans,
+    slices_per_member,
+)
+from atomtrain.swarm.membership.guards import JUDGED_ELEMENTS, Guard, bounded_weights
+from atomtrain.swarm.rounds.bases import Bases
+from atomtrain.swarm.rounds.lanes import Lane, Lanes
+from atomtrain.swarm.rounds.making import Made
+from atomtrain.swarm.rounds.owning import (
+    Offload,
+    OwnedSlice,
+    SliceMean,
+    mean_codec,
+    mean_digest,
+)
+from atomtrain.swarm.rounds.reduction import SliceReduction
+from atomtrain.swarm.transport.messages import BadMessage, Begin, Change, Contribution, Mean
+from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
+
+
+@dataclass
+class ExchangeResult:
+    """What a member holds after the exchange."""
+
+    means: list[SliceMean | None]
+    channels: list[Channel]
+    """Streams that were used; nothing of this member's is sent any more."""
+    values: torch.Tensor
+    """1-D float32 of the fragment's size: what the means lie in, at their places."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Peers whose contribution, or mean, this member did not accept on evidence, and why."""
+    accepted: tuple[str, ...] = ()
+    """Peers whose contribution is in each of this member's slices."""
+    bases: Bases | None = None
+    """What the means are to be added to, in rounds that have bases."""
+    made: Made | None = None
+    """The new anchor, where it was made with the means and lies in their place: of all slices, so
+    that none or all of them can be decided."""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digest of each slice's mean, empty where it is missing."""
+        return tuple("" if mean is None else mean.digest for mean in self.means)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSetup:
+    """What an exchange needs besides the group."""
+
+    peer_id: str
+    snapshot: Snapshot
+    codec: Codec
+    open: Callable[[str], Awaitable[Channel]]
+    """Opens a stream on which this protocol has been agreed."""
+    offload: Offload
+    update: OuterUpdate = field(default_factory=OuterUpdate)
+    """What members apply by themselves, in rounds that have bases."""
+    guard: Guard = field(default_factory=Guard)
+    usual_rms: float = 0.0
+    """Root mean square of the fragment's last mean; 0: there was none."""
+    excluded: frozenset[str] = frozenset()
+    """Peers whose contributions this member does not count."""
+    on_unreachable: Callable[[str], None] = field(default=lambda _: None)
+    """Told about members to which no stream can be opened."""
+
+
+class Exchange:
+    """One member's part in the exchange: contributor to all slices, owner of some."""
+
+    def __init__(self, setup: ExchangeSetup, begin: Begin) -> None:
+        """Take the place of `setup.peer_id` in the group.
+
+        Raises:
+            BadMessage: the group is not one this member can be in.
+        """
+        self._me = checked_place(setup, begin)
+        self._setup = setup
+        self._begin = begin
+        members = begin.members
+        elements = setup.snapshot.values.numel()
+        self._each = slices_per_member(elements, len(members))
+        self._lanes = Lanes(self._me, len(members), self._each)
+        self._spans = slice_spans(elements, len(members) * self._each)
+        self._memory = exchange_memory((elements, len(members), setup.codec.name))
+        self._bases = None
+        if begin.bases:
+            self._bases = Bases(
+                setup.snapshot, setup.update, setup.codec, self._spans, setup.offload, self._memory
+            )
+        self._means: list[SliceMean | None] = [None] * len(self._spans)
+        self._values = large_empty(elements)  # what all means lie in
+        self._own_square = [0.0] * len(self._spans)
+        self._wrong_means: dict[str, str] = {}
+        self._channels: list[Channel] = []
+        first = self._me * self._each
+        self._owned = {j: self._own(j) for j in range(first, first + self._each)}
+        self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
+
+    def _own(self, index: int) -> OwnedSlice:
+        setup, begin, span = self._setup, self._begin, self._spans[index]
+        reduction = SliceReduction(span.elements, begin.weights, setup.guard)
+        for member, peer_id in enumerate(begin.members):
+            if peer_id in setup.excluded:
+                reduction.lose(member)
+        place, codec = self._place(index), setup.codec
+        return OwnedSlice(index, place, begin, codec, setup.offload, reduction, self._memory)
+
+    def _place(self, index: int) -> torch.Tensor:
+        start, stop = self._spans[index]
+        return self._values[start:stop]
+
+    async def run(self) -> ExchangeResult:
+        """Return what is held when all slices are, or at the exchange's deadline."""
+        members, owned = self._begin.members, self._owned
+        await together(
+            *(self._reduce(j) for j in owned),
+            *(self._exchange(lane) for lane in self._lanes.all),
+        )
+        slices = owned.values()
+        rejected = {members[i]: w for one in slices for i, w in one.reduction.rejected.items()}
+        rejected |= self._wrong_means
+        everywhere = set.intersection(*(set(one.contributors) for one in slices))
+        accepted = tuple(members[i] for i in sorted(everywhere))
+        held = (self._means, self._channels, self._values)
+        return ExchangeResult(*held, rejected, accepted, self._bases)
+
+    async def serve(self, channel: Channel, header: Contribution) -> None:
+        """Take a lane that another member has opened; return when nothing goes over it any more.
+
+        Raises:
+            BadMessage: it is not in the group, or this is none of its lanes.
+            TimeoutError: the exchange is over.
+        """
+        members, peer_id = self._begin.members, channel.remote
+        if peer_id not in members or peer_id == self._setup.peer_id:
+            raise BadMessage(f"peer {peer_id[-8:]} is not in this round")
+        async with asyncio.timeout_at(self._until_s):
+            await self._lanes.arrived(channel, members.index(peer_id), header.lane)
+
+    async def _reduce(self, index: int) -> None:
+        owned = self._owned[index]
+        if self._bases is not None:
+            await self._bases.own(index)
+            owned.base_digest = self._bases.digests[index]
+        self._means[index] = await owned.reduce(self._me, self._own_contribution)
+
+    def _contribution(self, span: Span) -> torch.Tensor:
+        if self._bases is not None:
+            return self._bases.contribution(span)
+        out = self._memory.empty(4 * span.elements).view(torch.float32)
+        return self._setup.snapshot.contribution(span, out)
+
+    def _own_contribution(self, index: int) -> torch.Tensor:
+        """Return this member's contribution to its own slice, as others would have received it."""
+        span = self._spans[index]
+        if self._setup.snapshot.lost is None:
+            return self._contribution(span)
+        pieces = [self._encode_change(piece)[0] for piece in piece_spans(span)]
+        return decoded(self._setup.codec, pieces, span.elements)
+
+    async def _exchange(self, lane: Lane) -> None:
+        """Send and receive what a lane carries; who is lost on it does not count any more."""
+        try:
+            async with asyncio.timeout_at(self._until_s):
+                opened = self._opened(lane) if lane.mine else self._lanes.arrival(lane)
+                await self._exchange_over(await opened, lane)
+        except (LinkLost, BadMessage, TimeoutError):
+            for index in self._lanes.slices_of(self._me, lane):
+                self._owned[index].lose(lane.member)
+            if lane.mine:
+                self._lanes.give_up(lane.member)
+        finally:
+            self._lanes.end(lane)
+
+    async def _opened(self, lane: Lane) -> Channel:
+        peer_id = self._begin.members[lane.member]
+        try:
+            channel = await self._setup.open(peer_id)
+        except LinkLost:
+            self._setup.on_unreachable(peer_id)
+            raise
+        return await begun(channel, self._header(lane))
+
+    def _header(self, lane: Lane) -> Contribution:
+        return Contribution(round_id=self._begin.round_id, lane=lane.stream)
+
+    async def _exchange_over(self, channel: Channel, lane: Lane) -> None:
+        self._channels.append(channel)
+        try:
+            await together(self._send(channel, lane), self._receive(channel, lane))
+        except BaseException:
+            channel.close()
+            raise
+        if lane.mine:  # the other end has all of it: it waits until the lane is closed here
+            channel.close()
+
+    async def _send(self, channel: Channel, lane: Lane) -> None:
+        if not lane.mine:
+            await channel.send(self._header(lane))
+        own = self._lanes.slices_of(self._me, lane)
+        if self._bases is not None:
+            for index in own:
+                for piece in await self._bases.own(index):
+                    await channel.send_bytes(piece)
+        if self._begin.weights[self._me] > 0:
+            await self._send_changes(channel, self._lanes.slices_of(lane.member, lane))
+        for index in own:
+            await self._owned[index].answer(channel)
+
+    async def _receive(self, channel: Channel, lane: Lane) -> None:
+        if lane.mine:  # it may begin the round later than this member
+            await channel.receive(Contribution, self._begin.exchange_s)
+        theirs = self._lanes.slices_of(lane.member, lane)
+        if self._bases is not None:
+            for index in theirs:
+                await self._bases.receive(channel, index, self._setup.guard, self._setup.usual_rms)
+            if channel.remote in self._bases.strange:
+                self._wrong_means[channel.remote] = "its anchor is far from this peer's"
+        if self._begin.weights[lane.member] > 0:
+            for index in self._lanes.slices_of(self._me, lane):
+                await self._take(channel, lane.member, self._owned[index])
+        for index in theirs:
+            self._means[index] = await self._receive_mean(channel, index)
+
+    async def _take(self, channel: Channel, member: int, owned: OwnedSlice) -> None:
+        if self._bases is not None:
+            change = await channel.receive(Change, self._begin.exchange_s)
+            if not change.follows:
+                owned.lose(member)
+                return
+        await owned.take(channel, member)
+
+    async def _send_changes(self, channel: Channel, slices: range) -> None:
+        for index in slices:
+            if self._bases is not None:
+                believed = await self._bases.known(index)
+                await channel.send(Change(follows=believed))
+                if not believed:
+                    continue
+            for piece in piece_spans(self._spans[index]):
+                data, square = await self._setup.offload(self._encode_change, piece)
+                self._own_square[index] += square
+                await channel.send_bytes(data)
+
+    def _encode_change(self, piece: Span) -> tuple[memoryview, float]:
+        """Return a piece of this member's contribution as it travels, and its sum of squares."""
+        codec, snapshot = self._setup.codec, self._setup.snapshot
+        values = self._contribution(piece)
+        square = square_of(values) or 0.0
+        data = codec.encode(values)
+        if snapshot.lost is not None:
+            self._keep_lost(values, data, snapshot.lost[piece.start : piece.stop])
+        return data, square
+
+    def _keep_lost(self, values: torch.Tensor, data: memoryview, into: torch.Tensor) -> None:
+        """Write what encoding has lost of a piece."""
+        sent = torch.empty_like(values)
+        self._setup.codec.decode(data, sent)
+        lost = torch.sub(values, sent, out=into)
+        if self._bases is not None:  # lost after the step: as a change it counts that much less
+            lost.div_(self._setup.update.gain)
+
+    async def _receive_mean(self, channel: Channel, index: int) -> SliceMean | None:
+        header = await channel.receive(Mean, self._begin.exchange_s)
+        if not header.contributors:
+            return None
+        if not set(header.contributors) <= set(range(len(self._begin.members))):
+            raise BadMessage("a mean over members that are not in the group")
+        if len(set(header.contributors)) != len(header.contributors):
+            raise BadMessage("a mean that counts a member twice")
+        pieces, place = [], self._place(index)
+        codec = mean_codec(self._setup.codec, self._begin, index, len(header.contributors))
+        for start, stop in piece_spans(Span(0, place.numel())):
+            data = (
+                byte_view(place[start:stop])  # the bytes are the values
+                if codec.exact
+                else byte_view(self._memory.empty(codec.encoded_bytes(stop - start)))
+            )
+            await channel.receive_into(data)
+            pieces.append(data)
+        if self._bases is not None and not await self._bases.known(index):
+            return None
+        held: SliceMean | None = await self._setup.offload(
+            self._decode_mean, codec, header, pieces, index
+        )
+        if held is None:
+            self._wrong_means[channel.remote] = "its mean is not what it announced, or too large"
+        return held
+
+    def _decode_mean(
+        self, codec: Codec, header: Mean, pieces: list[memoryview], index: int
+    ) -> SliceMean | None:
+        base_digest = "" if self._bases is None else self._bases.digests[index]
+        if mean_digest(header.contributors, pieces, base_digest) != header.digest:
+            return None
+        values = self._place(index)
+        try:
+            if not codec.exact:
+                decode_span(codec, pieces, values)
+        except BadMessage:
+            return None
+        square = square_of(values)
+        if square is None or self._mean_too_large(square, index):
+            return None
+        return SliceMean(values, header.contributors, header.digest, square)
+
+    def _mean_too_large(self, square: float, index: int) -> bool:
+        weights, elements = self._begin.weights, self._spans[index].elements
+        if elements < JUDGED_ELEMENTS:
+            return False
+        mean_rms, own_rms = ((s / elements) ** 0.5 for s in (square, self._own_square[index]))
+        # Before a mean was seen, only one of another size than the anchor is not believed.
+        usual_rms = self._setup.usual_rms or self._anchor_rms(index)
+        return self._setup.guard.mean_too_large(
+            mean_rms, own_rms, usual_rms, weights[self._me], weights
+        )
+
+    def _anchor_rms(self, index: int) -> float:
+        start, stop = self._spans[index]
+        square = square_of(self._setup.snapshot.anchor.values[start:stop]) or 0.0
+        return float((square / (stop - start)) ** 0.5)
+
+
+def checked_place(setup: ExchangeSetup, begin: Begin) -> int:
+    """Return this member's index in the group.
+
+    Raises:
+        BadMessage: the group is not one this member can be in.
+    """
+    members = begin.members
+    if setup.peer_id not in members or len(set(members)) != len(members):
+        raise BadMessage("the group does not contain this member, or one of them twice")
+    if {len(begin.weights), len(begin.late)} != {len(members)} or begin.exchange_s <= 0:
+        raise BadMessage("the group has no weights or no time")
+    place = members.index(setup.peer_id)
+    claimed = [*begin.weights]
+    claimed[place] = setup.snapshot.weight
+    if begin.weights != bounded_weights(claimed):
+        raise BadMessage("the leader changed this member's weight, or lets one weigh too much")
+    return place
+
+
+async def together(*work: Coroutine[Any, Any, None]) -> None:
+    """Do several things at the same time; the first that fails ends all, and this waits for it."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

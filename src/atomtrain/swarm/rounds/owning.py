@@ -1,0 +1,196 @@
+"""A slice at its owner: contributions come in, one mean goes out to every member."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from atomtrain.swarm.anchors.buffer_pool import Recycler
+from atomtrain.swarm.anchors.digests import Digest
+from atomtrain.swarm.codecs.codec import (
+    Codec,
+    byte_view,
+    decode_span,
+    decoded,
+    encode_span,
+    square_of,
+)
+from atomtrain.swarm.codecs.slices import Span, piece_spans
+from atomtrain.swarm.rounds.reduction import SliceReduction
+from atomtrain.swarm.transport.messages import BadMessage, Begin, Mean
+from atomtrain.swarm.transport.transport import Channel
+
+
+class Offload(Protocol):
+    """Runs heavy arithmetic where it does not hold up the event loop."""
+
+    def __call__(self, work: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        """Return what `work(*args)` returns."""
+        ...
+
+
+@dataclass(frozen=True)
+class SliceMean:
+    """A slice's mean as it came off the wire, and whose contributions are in it."""
+
+    values: torch.Tensor
+    contributors: tuple[int, ...]
+    digest: str
+    square: float
+    """Sum of the squares of the values."""
+
+
+class _Outbound(NamedTuple):
+    header: Mean
+    pieces: list[memoryview]
+
+
+def mean_codec(codec: Codec, begin: Begin, slice_index: int, contributors: int) -> Codec:
+    """Return how the mean of a slice travels; alike for all members of the round."""
+    seed = hashlib.sha256(f"{begin.round_id}/{slice_index}".encode()).digest()[:8]
+    return codec.for_mean(contributors, int.from_bytes(seed, "little") >> 1)
+
+
+def mean_digest(
+    contributors: tuple[int, ...], pieces: list[memoryview], base_digest: str = ""
+) -> str:
+    """Return the hash of a mean as it travels, and of the base that it is to be added to."""
+    digest = Digest()
+    digest.update(repr(contributors).encode() + base_digest.encode())
+    for piece in pieces:
+        digest.update(piece)
+    return digest.text()
+
+
+class OwnedSlice:
+    """Reduces one slice and serves its mean; who is lost or late does not count."""
+
+    def __init__(
+        self,
+        slice_index: int,
+        place: torch.Tensor,
+        begin: Begin,
+        codec: Codec,
+        offload: Offload,
+        reduction: SliceReduction,
+        memory: Recycler,
+    ) -> None:
+        """Own a slice of the round from now on, for half of its time.
+
+        Its mean is written to `place`, 1-D float32 of the slice's size; contributions come to
+        `memory`.
+        """
+        self.reduction = reduction
+        self.base_digest = ""
+        """Hash of the slice's base, in rounds that have bases; known before the slice is closed."""
+        self.contributors: tuple[int, ...] = ()
+        self._index = slice_index
+        self._place = place
+        self._begin = begin
+        self._codec = codec
+        self._offload = offload
+        self._memory = memory
+        self._adding = asyncio.Lock()
+        self._changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._mean: asyncio.Future[_Outbound] = loop.create_future()
+        self._collect_until_s = loop.time() + begin.exchange_s / 2
+        self._until_s = loop.time() + begin.exchange_s
+
+    def lose(self, member: int) -> None:
+        """Stop waiting for a member."""
+        self.reduction.lose(member)
+        self._changed.set()
+
+    async def take(self, channel: Channel, member: int) -> None:
+        """Take a member's contribution off its stream.
+
+        It is read to its end in any case: its sender must get to the mean, for a slice that one
+        member lacks is not committed.
+
+        Raises:
+            LinkLost: the member is gone; whoever called has to lose it.
+        """
+        pieces = []
+        for start, stop in piece_spans(Span(0, self._place.numel())):
+            data = byte_view(self._memory.empty(self._codec.encoded_bytes(stop - start)))
+            await channel.receive_into(data)
+            pieces.append(data)
+        if member in self.reduction.awaited:
+            async with self._adding:
+                if self._codec.exact and len(pieces) == 1:
+                    self._add(member, pieces)  # a norm takes no longer than handing it over
+                else:
+                    await self._offload(self._add, member, pieces)
+        self._changed.set()
+
+    async def answer(self, channel: Channel) -> None:
+        """Send the mean as soon as there is one.
+
+        Raises:
+            LinkLost: the member is gone.
+            TimeoutError: the round's time is over.
+        """
+        async with asyncio.timeout_at(self._until_s):
+            out = await asyncio.shield(self._mean)
+        await channel.send(out.header)
+        for piece in out.pieces:
+            await channel.send_bytes(piece)
+
+    async def reduce(self, me: int, own: Callable[[int], torch.Tensor]) -> SliceMean | None:
+        """Wait for the contributions; return the mean as it travels, None if there is none.
+
+        `own` returns this member's contribution to the slice; it is called if the member has a
+        weight.
+        """
+        try:
+            async with asyncio.timeout_at(self._collect_until_s):
+                while not self.reduction.awaited <= {me}:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass  # who has not delivered by now does not count
+        async with self._adding:
+            out: _Outbound
+            held: SliceMean | None
+            out, held = await self._offload(self._close, me, own)
+        self._mean.set_result(out)
+        return held
+
+    def _add(self, member: int, pieces: list[memoryview]) -> None:
+        try:
+            values = decoded(self._codec, pieces, self._place.numel())
+        except BadMessage as error:
+            self.reduction.reject(member, str(error))
+            return
+        self.reduction.add(member, values)
+
+    def _close(
+        self, me: int, own: Callable[[int], torch.Tensor]
+    ) -> tuple[_Outbound, SliceMean | None]:
+        if me in self.reduction.awaited:
+            self.reduction.add(me, own(self._index))
+        contributors, mean = self.reduction.close(self._place)
+        self.contributors = contributors
+        if mean is None:
+            return _Outbound(Mean(contributors=(), digest=""), []), None
+        pieces, held = self._encode(contributors, mean)
+        out = _Outbound(Mean(contributors=contributors, digest=held.digest), pieces)
+        return out, held if math.isfinite(held.square) else None
+
+    def _encode(
+        self, contributors: tuple[int, ...], mean: torch.Tensor
+    ) -> tuple[list[memoryview], SliceMean]:
+        codec = mean_codec(self._codec, self._begin, self._index, len(contributors))
+        pieces = encode_span(codec, mean)
+        if not codec.exact:
+            decode_span(codec, pieces, mean)  # the owner, too, applies what travels
+        digest = mean_digest(contributors, pieces, self.base_digest)
+        square = square_of(mean)
+        return pieces, SliceMean(mean, contributors, digest, math.inf if square is None else square)

@@ -1,0 +1,234 @@
+"""A member's way through one round, from invitation to decision.
+
+    Invite --> snapshot at the next boundary --> Ready --> Begin --> exchange --> Held --> Commit
+
+Whatever breaks on the way ends the round for this member only. If its contribution may have been
+used although it did not hear the decision, it keeps the snapshot: should the anchor that it fetches
+later come from that very round, its progress is measured from there and nothing counts twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from atomtrain.swarm.anchors.anchors import Merge, Snapshot
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.codecs.codec import all_finite
+from atomtrain.swarm.rounds.context import Context
+from atomtrain.swarm.rounds.exchange import Exchange, ExchangeResult, ExchangeSetup
+from atomtrain.swarm.rounds.gloo import GlooExchange
+from atomtrain.swarm.rounds.leader_io import exchange_bytes
+from atomtrain.swarm.rounds.round_merge import Decided, check_begin, merge_of
+from atomtrain.swarm.transport.messages import (
+    Abandon,
+    BadMessage,
+    Begin,
+    Commit,
+    Decline,
+    Held,
+    Invite,
+    Ready,
+)
+from atomtrain.swarm.transport.transport import Channel, Inbox, LinkLost, MessageT, host_of
+
+
+class _Over(Exception):  # noqa: N818 - the ordinary end of a round without a result
+    """The round ends here for this member, for the reason given."""
+
+
+class Membering:
+    """One member's part in one round."""
+
+    def __init__(self, context: Context, invite: Invite, channel: Channel) -> None:
+        """Prepare to follow `invite`, which came over `channel`."""
+        self._context = context
+        self.invite = invite
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._loop.time()
+        self._inbox = Inbox(channel)
+        self.exchange: Exchange | GlooExchange | None = None
+        self.exchange_known = asyncio.Event()
+        self.in_doubt: Snapshot | None = None
+        self.begin: Begin | None = None
+        """The group, once it is fixed."""
+        self.astray = False
+        """Most of the others' anchors are far from this member's."""
+
+    async def run(self) -> None:
+        """Follow the round to its end and leave its report, and what it changes, at the desk."""
+        try:
+            decided = await self._follow()
+        except (_Over, LinkLost, BadMessage) as error:
+            self._abandoned(str(error))
+            return
+        finally:
+            self._inbox.close()
+        self._context.timing.observe_round(self._loop.time() - self._started_s)
+        merge, report = await self._context.offload(self._conclude, decided)
+        self._context.desk.leave_merge(merge, report)
+
+    async def _follow(self) -> Decided:
+        snapshot = await self._enter()
+        stamp = snapshot.anchor.stamp
+        await self._channel.send(
+            Ready(
+                version=stamp.version,
+                tokens=stamp.tokens,
+                digest=stamp.digest,
+                weight=snapshot.weight,
+                late=snapshot.late,
+            )
+        )
+        begin = await self._expect(Begin, self.invite.answer_s + self._context.timing.floor_s)
+        if begin.round_id != self.invite.round_id:
+            raise BadMessage("the leader began another round")
+        check_begin(begin, stamp, self._context)
+        self.begin = begin
+        # The leader's deadline: an exchange, and its own floor, which is in the exchange.
+        decided_by_s = self._loop.time() + 2 * begin.exchange_s
+        if self._context.codec.feedback:
+            lost = await self._context.offload(torch.zeros_like, snapshot.values)
+            snapshot = replace(snapshot, lost=lost)
+        result = await self._exchange(snapshot, begin)
+        await self._channel.send(Held(digests=result.digests))
+        left_s = max(0.0, decided_by_s - self._loop.time())
+        commit = await self._expect(Commit, left_s + self._context.timing.floor_s)
+        if any(j >= len(result.means) or result.means[j] is None for j in commit.slices):
+            raise BadMessage("the leader committed a slice that is not here")
+        if result.made is not None and len(set(commit.slices)) < len(result.means):
+            raise BadMessage("the leader committed a part of what was made as a whole")
+        self.in_doubt = None
+        return Decided(snapshot, begin, commit, result)
+
+    async def _enter(self) -> Snapshot:
+        """Return the snapshot, or leave if the leader does first."""
+        taking = asyncio.create_task(self._context.snapshot(self.invite.fragment))
+        hearing = asyncio.create_task(self._inbox.peek(self.invite.answer_s))
+        try:
+            await asyncio.wait((taking, hearing), return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                await self._expect(Begin, 0)  # raises: nothing may come before Ready but an end
+        finally:
+            taking.cancel()
+            hearing.cancel()
+        snapshot = taking.result()
+        finite = await self._context.offload(all_finite, snapshot.values)
+        if not finite:
+            reason = "this peer's parameters are not finite"
+            await self._channel.send(
+                Decline(reason=reason, round_index=self._context.agenda.next_round)
+            )
+            raise _Over(reason)
+        return snapshot
+
+    async def _exchange(self, snapshot: Snapshot, begin: Begin) -> ExchangeResult:
+        context = self._context
+        setup = ExchangeSetup(
+            peer_id=context.peer_id,
+            snapshot=snapshot,
+            codec=context.codec,
+            open=partial(context.open, bulk=True),
+            offload=context.offload,
+            update=context.manifest.rules.outer,
+            guard=context.manifest.rules.guard,
+            usual_rms=context.standing.usual_rms(snapshot.fragment),
+            excluded=context.standing.excluded(self.invite.round_index),
+            on_unreachable=context.roster.suspect,
+        )
+        self.exchange = (
+            GlooExchange(
+                setup,
+                begin,
+                host_of(context.transport.address),
+                context.updates[0],
+                context.kept_group,
+            )
+            if context.manifest.rules.transport == "gloo"
+            else Exchange(setup, begin)
+        )
+        self.in_doubt = snapshot
+        self.exchange_known.set()
+        started_s = self._loop.time()
+        result = await self.exchange.run()
+        duration_s = self._loop.time() - started_s
+        for peer_id in (*result.accepted, *result.rejected):
+            rejected = peer_id in result.rejected
+            context.standing.observe(peer_id, self.invite.round_index, rejected=rejected)
+        others = len(begin.members) - 1
+        self.astray = result.bases is not None and 2 * len(result.bases.strange) > others
+        if duration_s < begin.exchange_s:
+            size = exchange_bytes(context, snapshot.fragment, others + 1, begin.bases)
+            context.timing.observe(size, duration_s)
+        else:
+            context.timing.failed()
+        return result
+
+    async def _expect(self, kind: type[MessageT], within_s: float) -> MessageT:
+        message = await self._inbox.get(within_s)
+        if isinstance(message, Abandon):
+            self.in_doubt = None
+            raise _Over(message.reason)
+        if not isinstance(message, kind):
+            raise BadMessage(f"the leader sent {message.kind}, not {kind.__name__}")
+        return message
+
+    def _abandoned(self, reason: str) -> None:
+        stamp = self._context.desk.stamp(self.invite.fragment)
+        self._context.desk.report(
+            RoundReport(
+                round=self.invite.round_index,
+                fragment=self.invite.fragment,
+                version=0 if stamp is None else stamp.version,
+                outcome="abandoned",
+                duration_s=self._loop.time() - self._started_s,
+                reason=reason,
+            )
+        )
+
+    def _conclude(self, decided: Decided) -> tuple[Merge, RoundReport]:
+        update = self._context.updates[0]
+        merge = merge_of(decided, update, self._context.peer_id)
+        means = [m for j in set(decided.commit.slices) if (m := decided.result.means[j])]
+        self._context.standing.observe_means(
+            merge.fragment,
+            sum(mean.values.numel() for mean in means),
+            sum(mean.square for mean in means),
+        )
+        me, after = self._context.peer_id, self.invite.round_index + 1
+        if me in decided.result.rejected and me in self._context.standing.excluded(after):
+            merge = replace(merge, restart=True)
+        return merge, self._report(decided, merge)
+
+    def _report(self, decided: Decided, merge: Merge) -> RoundReport:
+        begin, everybody = decided.begin, frozenset(decided.begin.members)
+        parts = merge.anchor.origin.parts
+        used = frozenset().union(*(part.contributors for part in parts))
+        contributors = tuple(member for member in begin.members if member in used)
+        weights = dict(zip(begin.members, begin.weights, strict=True))
+        awaited = frozenset(m for m in everybody if weights[m] > 0)
+        missing = len(decided.result.means) - len(set(decided.commit.slices))
+        lost = sorted(m[-8:] for m in awaited if any(m not in p.contributors for p in parts))
+        channels = [self._channel, *decided.result.channels]
+        reasons = [f"{missing} slices missing"] if missing else []
+        reasons += [f"without part of {', '.join(lost)}"] if lost else []
+        rejected = tuple(f"{m[-8:]}: {why}" for m, why in sorted(decided.result.rejected.items()))
+        reasons += [f"rejected {text}" for text in rejected]
+        reasons += ["this peer starts again from the anchor"] if merge.restart else []
+        return RoundReport(
+            round=self.invite.round_index,
+            fragment=self.invite.fragment,
+            version=merge.anchor.stamp.version,
+            outcome="partial" if reasons else "averaged",
+            contributors=contributors,
+            weights=tuple(weights[member] for member in contributors),
+            bytes_sent=sum(channel.sent_bytes for channel in channels),
+            bytes_received=sum(channel.received_bytes for channel in channels),
+            duration_s=self._loop.time() - self._started_s,
+            reason="; ".join(reasons),
+            rejected=rejected,
+        )

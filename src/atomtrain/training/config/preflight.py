@@ -1,0 +1,171 @@
+"""Mistakes that can be told before anything heavy is imported: within a tenth of a second.
+
+Everything is checked again where it is used; what is let through here is told a second later.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from atomtrain.errors import ConfigError, SwarmError, nearest
+from atomtrain.training.config.folders import FIRST_NAME, check_directory, resumed_name
+from atomtrain.training.config.options import TrainOptions
+
+# Tables of the same names are where they are used; a test compares.
+OPTIMIZERS = (
+    "adamw", "adamw-split", "adamw-bfloat16", "adamw-bfloat16-split", "adamw-int8", "muon", "sgd",
+)  # fmt: skip
+PRECISIONS = ("fp32", "bf16", "fp16")
+GRADIENT_DTYPES = ("float32",)
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
+_SEPARATOR = "@"
+_LAN = "lan"
+"""Begins what asks the local network for a run."""
+_IP4 = re.compile(r"/ip4/([^/]*)/")
+
+
+def check_early(options: TrainOptions) -> None:
+    """Refuse what cannot be, as far as it can be seen without torch.
+
+    Raises:
+        AtomError: the first mistake.
+    """
+    check_model_name(options.model)
+    check_name("optimizer", options.optimizer, OPTIMIZERS)
+    check_name("precision", options.precision, PRECISIONS)
+    if options.gradient_dtype not in (None, *GRADIENT_DTYPES):
+        raise ConfigError(
+            f"--gradient-dtype takes {' or '.join(GRADIENT_DTYPES)}, not "
+            f"{options.gradient_dtype!r}.{nearest(options.gradient_dtype, GRADIENT_DTYPES)} Leave "
+            "it out for gradients as the parameters are: of 16 bits with --precision bf16 or fp16"
+        )
+    check_name("schedule", options.schedule, SCHEDULES)
+    _check_device(options.device, compiled=options.compile)
+    if options.no_profile and options.profile_again:
+        raise ConfigError(
+            "--no-profile measures nothing, --profile-again anew; leave one of them out"
+        )
+    _check_numbers(options)
+    _check_objective(options)
+    _check_folder(options)
+    if options.disk is not None and not options.disk.is_dir():
+        raise ConfigError(f"{options.disk} is no folder; make it, or name another one for --disk")
+    _check_addresses(options)
+    if options.data is not None:
+        from atomtrain.data.corpus import check_files
+        from atomtrain.data.named import is_named, parse_named
+
+        if is_named(options.data):
+            parse_named(options.data)
+        else:
+            check_files(options.data)
+
+
+def check_model_name(name: str | None) -> None:
+    """Refuse a name that means neither a preset nor a folder, a file or an id."""
+    if name is None or "/" in name or Path(name).suffix == ".json" or os.path.exists(name):
+        return
+    from atomtrain.models.presets import preset
+
+    preset(name)
+
+
+def check_gpu_name(name: str) -> None:
+    """Refuse a GPU that is not in the catalogue."""
+    import atomtrain
+
+    file = Path(atomtrain.__file__).parent / "planning" / "hardware.json"
+    names = list(json.loads(file.read_text(encoding="utf-8"))["gpus"])
+    if name.lower() not in names:
+        raise ConfigError(
+            f"there is no GPU {name!r} in the catalogue.{nearest(name.lower(), names)} "
+            f"GPUs: {', '.join(names)}"
+        )
+
+
+def check_name(what: str, given: str | None, allowed: Iterable[str]) -> None:
+    """Refuse a name that is not in a list."""
+    allowed = list(allowed)
+    if given is not None and given not in allowed:
+        raise ConfigError(
+            f"there is no {what} {given!r}.{nearest(given, allowed)} "
+            f"{what.capitalize()}s: {', '.join(allowed)}"
+        )
+
+
+def _check_device(name: str, *, compiled: bool) -> None:
+    from atomtrain.engine.devices.device_names import parse_devices
+
+    if parse_devices(name)[0].kind == "emulated" and compiled:
+        raise ConfigError(
+            f"--device {name} counts the memory of every operation, which compiled code does not "
+            "show; leave --compile out, or choose --device cpu or cuda"
+        )
+
+
+def _check_numbers(options: TrainOptions) -> None:
+    if options.dropout is not None and not 0 <= options.dropout < 1:
+        raise ConfigError(f"--dropout must be at least 0 and below 1, not {options.dropout}")
+    micro_batch, sequences = options.micro_batch, options.sequences
+    if micro_batch is not None and sequences is not None and sequences % micro_batch:
+        raise ConfigError(
+            f"--micro-batch {micro_batch} does not divide the {sequences} sequences of a step; "
+            "give a divisor, or change --sequences"
+        )
+
+
+def _check_objective(options: TrainOptions) -> None:
+    """Refuse to compare with a trained model where the model is to start anew."""
+    from atomtrain.models.presets import PRESETS
+
+    starts_anew = options.model in PRESETS or (
+        options.model is None and not options.resume and not options.join
+    )
+    if options.objective == "dpo" and starts_anew:
+        raise ConfigError(
+            "--objective dpo teaches a trained model what to prefer; name its folder with --model"
+        )
+
+
+def _check_folder(options: TrainOptions) -> None:
+    """Refuse a folder of runs that is a file, and a run that is not there to be resumed."""
+    for place in (options.directory, *options.directory.parents):
+        if place.exists():
+            if not place.is_dir():
+                raise ConfigError(
+                    f"{options.directory} cannot be made ({place} is a file); choose another "
+                    "--directory"
+                )
+            break
+    if options.run is not None and options.n_peers == 1:
+        run = options.directory / options.run
+        by_itself = resumed_name(run) if options.resume else FIRST_NAME
+        check_directory(run / (options.name or by_itself), resume=options.resume)
+
+
+def _check_addresses(options: TrainOptions) -> None:
+    """Refuse addresses that name no run, and one whose IP address is none."""
+    entries = [entry.strip() for pasted in options.join for entry in pasted.split(",")]
+    named = options.run is not None or any(_SEPARATOR in entry for entry in entries)
+    if entries and not named and not any(entry.startswith(_LAN) for entry in entries):
+        raise SwarmError(
+            "which run to join is not clear (no name given); paste the whole line that a peer of "
+            "the run prints: atom train --join RUN@ADDRESS"
+        )
+    for entry in entries:
+        address = entry.rpartition(_SEPARATOR)[2]
+        found = _IP4.match(address)
+        if found is None:
+            continue
+        try:
+            ipaddress.IPv4Address(found[1])
+        except ValueError as error:
+            raise SwarmError(
+                f"{address!r} is not the address of a peer; paste the whole line that a peer "
+                "prints, such as /ip4/192.168.1.5/tcp/31337/p2p/12D3Koo..."
+            ) from error

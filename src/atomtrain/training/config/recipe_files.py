@@ -1,0 +1,231 @@
+"""Recipe files: a run in one YAML file, whose keys are the options of `atom train`.
+
+Values are read as the option's type wants them, not as YAML guesses: `6e-4` is a number and `no`
+a name, as on the command line. Every mistake is told with its line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atomtrain.errors import ConfigError, RecipeFileError, nearest
+from atomtrain.training.config.options import TrainOptions
+
+READY_FOLDER = Path(__file__).parents[2] / "recipes"
+SUFFIXES = (".yaml", ".yml")
+_TRUTHS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
+_MOST_BYTES = 1 << 20
+_GONE = "delay_updates"
+"""An option of earlier versions, which recipes may still name."""
+_TEXT_MISTAKES = 5
+"""A file with so many keys, and no option among them, is something else."""
+
+
+class RecipeFile(NamedTuple):
+    """What a recipe file says."""
+
+    path: Path
+    values: dict[str, Any]
+    """By the option's name, in the option's type."""
+    lines: dict[str, int]
+    """Where each value stands, counted from 1."""
+
+
+def ready_recipes() -> dict[str, Path]:
+    """Return the recipes that come with ATOM, by name."""
+    return {path.stem: path for path in sorted(READY_FOLDER.glob("*.yaml"))}
+
+
+def recipe_path(given: str) -> Path:
+    """Return the file that a user means: a path, or the name of a ready recipe.
+
+    Raises:
+        ConfigError: there is no such file and no such recipe.
+    """
+    path, ready = Path(given), ready_recipes()
+    if path.is_file():
+        return path
+    if given in ready:
+        return ready[given]
+    if path.suffix in SUFFIXES or len(path.parts) > 1:
+        raise ConfigError(f"there is no recipe file {given}; 'atom init' writes one")
+    raise ConfigError(
+        f"there is no recipe {given!r}.{nearest(given, ready)} Recipes: {', '.join(ready)}, or "
+        "the path of a YAML file"
+    )
+
+
+def read_recipe(path: Path) -> RecipeFile:
+    """Return what a recipe file says; each value is checked for its type only.
+
+    Raises:
+        RecipeFileError: one line for each mistake: unknown keys (with the nearest one), values of
+            the wrong type, keys given twice.
+        ConfigError: the file cannot be read, or is not YAML.
+    """
+    hints = typing.get_type_hints(TrainOptions)
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    mistakes: list[str] = []
+    for key, node in _entries(path):
+        line, name = key.start_mark.line + 1, str(key.value).replace("-", "_")
+        try:
+            if name == _GONE:
+                _check_gone(str(key.value), node)
+                continue
+            if name not in hints:
+                names = [known.replace("_", "-") for known in hints]
+                raise ConfigError(f"there is no key {key.value!r}.{nearest(str(key.value), names)}")
+            if name in lines:
+                raise ConfigError(f"{key.value} stands in line {lines[name]} already")
+            lines[name] = line
+            value = _value(str(key.value), node, hints[name])
+        except ConfigError as error:
+            mistakes.append(f"{path}:{line}: {error}")
+            continue
+        if value is not None:
+            values[name] = value
+    if not lines and len(mistakes) >= _TEXT_MISTAKES:
+        raise ConfigError(
+            f"{path} is no recipe: no key in it is an option; to train on a text give --data {path}"
+        )
+    if mistakes:
+        raise RecipeFileError(mistakes)
+    return RecipeFile(path, values, lines)
+
+
+def options_with(recipe: RecipeFile, given: Mapping[str, Any]) -> TrainOptions:
+    """Return the options of a recipe file, overridden by what was given beside it.
+
+    Args:
+        recipe: As it was read.
+        given: Options by name, for instance those of the command line.
+
+    Raises:
+        RecipeFileError: values that cannot be, one line for each, with its place in the file.
+    """
+    values = {**recipe.values, **given}
+    mistakes: list[str] = []
+    while True:
+        try:
+            options = TrainOptions(**values)
+        except ConfigError as error:
+            name = _about(str(error), values)
+            line = recipe.lines.get(name or "")
+            where = f"{recipe.path}:{line}: " if line and name not in given else ""
+            mistakes.append(f"{where}{error}")
+            if name is None:
+                break
+            # Without the culprit the next mistake comes to light.
+            del values[name]
+            continue
+        break
+    if mistakes:
+        raise RecipeFileError(mistakes)
+    return options
+
+
+def recipe_text(options: TrainOptions) -> str:
+    """Return the recipe file that gives these options; only what is not the default is in it."""
+    import yaml
+
+    said = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value != field.default:
+            said[field.name.replace("_", "-")] = _plain(value)
+    if not said:
+        return "# All options have their defaults.\n"
+    text: str = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=1000)
+    return text
+
+
+def _entries(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield the nodes of keys and values of a file's mapping."""
+    import yaml
+
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ConfigError(f"{path} is no recipe: it is larger than 1 MiB")
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8; give a YAML file") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: not a recipe; write 'key: value' lines") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{path}{where}: not YAML ({reason}); write 'key: value' lines"
+        ) from error
+    if not text.strip():
+        raise ConfigError(f"{path} is empty; write 'key: value' lines, such as 'steps: 100'")
+    if root is None:  # comments only
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: a recipe is a list of 'key: value' lines, such as 'steps: 100'")
+    for key, value in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{path}:{key.start_mark.line + 1}: a key must be an option's name")
+        yield key, value
+
+
+def _value(key: str, node: Any, hint: Any) -> Any:
+    """Return a node's value in the type of its option; `None` says: the default."""
+    if typing.get_origin(hint) is tuple:
+        kind = typing.get_args(hint)[0]
+        items = node.value if node.id == "sequence" else [node]
+        return tuple(_scalar(key, item, kind) for item in items if not _is_null(item))
+    if _is_null(node):
+        return None
+    if isinstance(hint, types.UnionType):
+        hint = next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+    return _scalar(key, node, hint)
+
+
+def _check_gone(key: str, node: Any) -> None:
+    """Pass over `delay-updates` where it asks for what is always done now."""
+    if not _is_null(node) and _scalar(key, node, bool):
+        raise ConfigError(
+            f"{key}: updates are never one step late any more; leave it out to train exactly"
+        )
+
+
+def _is_null(node: Any) -> bool:
+    return bool(node.id == "scalar" and node.tag == "tag:yaml.org,2002:null")
+
+
+def _scalar(key: str, node: Any, kind: type) -> Any:
+    if node.id != "scalar":
+        raise ConfigError(f"{key} takes one value, not a {node.id}")
+    text = node.value.strip()
+    try:
+        if kind is bool:
+            return _TRUTHS[text.lower()]
+        return kind(text)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{key} must be {_NAMES.get(kind, 'a text')}, not {text!r}") from error
+
+
+def _about(message: str, values: Mapping[str, Any]) -> str | None:
+    """Return the option that a message is about: the first that it names and that was given."""
+    flags: list[str] = re.findall(r"--([a-z][a-z0-9-]*)", message)
+    names = (flag.replace("-", "_") for flag in flags)
+    return next((name for name in names if name in values), None)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,226 @@
+"""What fits: the device's budget, the host's memory, and how large a micro-batch may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.analysis.costs.costs import ChainCosts
+from atomtrain.analysis.head.head import split_head, with_head_of
+from atomtrain.analysis.layers.chain import Chain
+from atomtrain.data import Batch
+from atomtrain.engine.calibration.machines import host_memory_bytes
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.state.gradients import with_gradients_in
+from atomtrain.errors import AnalysisError, ConfigError, PlanError
+from atomtrain.models import GPTConfig
+from atomtrain.models.counting import parameter_count
+from atomtrain.planning.plan.multi_device import share_of
+from atomtrain.planning.search.search import fits
+from atomtrain.training.config.optimizing import host_bytes_per_parameter, smaller_states
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.recipe import Recipe
+from atomtrain.training.setup.objective import MicroBatch, Objective
+from atomtrain.units import format_bytes, format_count, parse_bytes
+
+_SMALL_BUDGETS = {"demo": ("40MiB", "96MiB"), "tiny": ("8MiB", "64MiB")}
+"""Default budgets that make small models larger than their device: emulated, and CUDA, whose
+libraries take a workspace of their own."""
+_MOST_TOKENS_A_MICRO_BATCH = 4096
+_PIECES = (2, 4, 8, 16, 32, 64)
+
+
+def device_memory_of(options: TrainOptions, recipe: Recipe) -> str | None:
+    """Return the device budget, `None` for the device's own default."""
+    small = isinstance(recipe.sizes, GPTConfig) and recipe.model in _SMALL_BUDGETS
+    small = small and options.device != "cpu"
+    if options.device_memory is not None or not small:
+        return options.device_memory
+    on_gpu = options.device.startswith("cuda") or (
+        options.device == "auto" and torch.cuda.is_available()
+    )
+    return _SMALL_BUDGETS[recipe.model][on_gpu]
+
+
+def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions) -> None:
+    """Refuse a model whose parameters, gradients and optimizer state the host cannot hold.
+
+    Raises:
+        PlanError: says what is needed and what would fit.
+    """
+    if options.disk is not None:
+        return  # the planner knows what must be in memory then
+    kind = recipe.precision, recipe.gradient_dtype
+    spent = options.spend_gradients
+    each_bytes = host_bytes_per_parameter(recipe.optimizer, *kind, spent=spent)
+    trained = frozen_bytes = 0
+    for parameter in outline.parameters():
+        if parameter.requires_grad:
+            trained += parameter.numel()
+        else:
+            frozen_bytes += parameter.nbytes
+    needed_bytes, there_bytes = each_bytes * trained + frozen_bytes, host_memory_bytes()
+    if options.host_memory is not None:
+        there_bytes = parse_bytes(options.host_memory, "--host-memory")
+    if needed_bytes > there_bytes:
+        smaller = smaller_states(recipe.optimizer, *kind, spent=spent)
+        would_fit = (
+            f", or --optimizer {name}"
+            for name, smaller_bytes in smaller.items()
+            if smaller_bytes * trained + frozen_bytes <= there_bytes
+        )
+        raise PlanError(
+            f"training {recipe.model} ({format_count(parameter_count(outline))} parameters) takes "
+            f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
+            f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters, "
+            f"--disk FOLDER{next(would_fit, '')}"
+        )
+
+
+def check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
+    """Refuse a micro-batch that does not divide a step.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if recipe.sequences % micro_batch:
+        raise ConfigError(
+            f"--micro-batch {micro_batch} does not divide the {recipe.sequences} sequences of a "
+            "step; give a divisor, or change --sequences"
+        )
+    if recipe.in_pairs and micro_batch % 2:
+        raise ConfigError(
+            f"--micro-batch {micro_batch} is odd, but with --objective dpo every pair takes two "
+            "sequences; give an even divisor"
+        )
+
+
+def check_devices(devices: int, recipe: Recipe) -> None:
+    """Refuse several devices for an objective that hears its losses one after the other.
+
+    Raises:
+        ConfigError: it is such an objective.
+    """
+    if devices > 1 and recipe.in_pairs:
+        raise ConfigError(
+            "--objective dpo compares pairs one micro-batch after the other; give one --device"
+        )
+
+
+class Fit(NamedTuple):
+    """How a step is divided so that it fits the device."""
+
+    micro_batch: int
+    """Sequences of a micro-batch."""
+    head_pieces: int | None
+    """Pieces of the vocabulary in which the head computes its loss, `None` if whole."""
+
+
+def find_fit(
+    model: nn.Module,
+    recipe: Recipe,
+    devices: Sequence[Device],
+    objective: Objective,
+    micro_batch: int | None = None,
+) -> Fit:
+    """Return a micro-batch that fits the budget well: the largest divisor of a step's sequences.
+
+    Where there are enough sequences each device gets a micro-batch. The head stays whole if a
+    single sequence fits with it; then the result is that of ordinary training bit for bit. Else it
+    gets the fewest pieces with which one fits. With `micro_batch` that size is tried only.
+    """
+    together = objective.together
+    sizes = _sizes(recipe, together, len(devices)) if micro_batch is None else [micro_batch]
+    tried = [_Tried(model, recipe, devices, objective, size) for size in sizes]
+    least = tried[-1]
+    if tried[0].fits(None):  # mostly it does, and the others need not be analysed
+        return Fit(sizes[0], None)
+    for pieces in (None, *_PIECES) if least.fits_but_for_its_head else ():
+        if least.fits(pieces):
+            return Fit(next(t.size for t in tried if t.fits(pieces)), pieces)
+    # Nothing does: the planner's error says what would.
+    return Fit(sizes[-1], _PIECES[-1] if least.splits else None)
+
+
+def _sizes(recipe: Recipe, together: int, devices: int) -> list[int]:
+    """Return the sizes of a micro-batch, largest first; the last is what belongs together."""
+    most = min(recipe.sequences // devices, _MOST_TOKENS_A_MICRO_BATCH // recipe.context)
+    sizes = range(most // together * together, 0, -together)
+    few = [size for size in sizes if recipe.sequences % size == 0]
+    return [*few, *([] if together in few else [together])]
+
+
+class _Tried:
+    """One size of a micro-batch; the model is analysed when it is asked for, and once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        devices: Sequence[Device],
+        objective: Objective,
+        size: int,
+    ) -> None:
+        self.size = size
+        self._model, self._recipe, self._objective = model, recipe, objective
+        self._budget_bytes = min(d.memory_bytes - d.reserved_bytes for d in devices)
+        self._micro_batches = share_of(recipe.sequences // size, len(devices))
+
+    def fits(self, pieces: int | None) -> bool:
+        """Return whether some plan fits with the head in so many pieces."""
+        if pieces is None:
+            return self._fits(self._costs)
+        return self.splits and self._fits(self._costs_in(pieces))
+
+    @property
+    def fits_but_for_its_head(self) -> bool:
+        """Whether some plan fits if the head needs no memory to work in, however it is split."""
+        *others, head = self._costs.layers
+        head = dataclasses.replace(
+            head, forward_bytes=0, kept_bytes=0, graph_bytes=0, backward_bytes=0
+        )
+        return self._fits(self._costs._replace(layers=(*others, head)))
+
+    @functools.cached_property
+    def splits(self) -> bool:
+        """Whether the head can compute its loss in pieces."""
+        try:
+            self._costs_in(_PIECES[0])  # some losses tell when they run
+        except AnalysisError:
+            return False
+        return True
+
+    def _fits(self, costs: ChainCosts) -> bool:
+        chain, _ = self._traced
+        return fits(chain, costs, self._budget_bytes, self._micro_batches)
+
+    def _costs_in(self, pieces: int) -> ChainCosts:
+        chain, _ = self._traced
+        return with_head_of(split_head(chain, pieces), self._costs)
+
+    @functools.cached_property
+    def _costs(self) -> ChainCosts:
+        """With the head as it is."""
+        return layer_costs(*self._traced)
+
+    @functools.cached_property
+    def _traced(self) -> tuple[Chain, Mapping[str, Any]]:
+        example = example_of(self._recipe, self.size, self._objective)
+        traced = chain_of(self._model, example, self._objective.loss)
+        chain = with_gradients_in(traced.chain, self._recipe.gradient_dtype)
+        return chain, traced.bind(example)
+
+
+def example_of(recipe: Recipe, micro_batch: int, objective: Objective) -> MicroBatch:
+    """Return a micro-batch of so many sequences of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (micro_batch, recipe.context)
+    ids = torch.randint(recipe.sizes.vocabulary, shape, generator=generator)
+    documents = torch.zeros_like(ids) if recipe.packed else None
+    return objective.micro_batches(Batch(ids, ids, documents=documents), micro_batch)[0]

@@ -1,0 +1,92 @@
+"""The weights of a model's files, read layer by layer straight into the engine's host store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from atomtrain.engine.engine import Engine
+from atomtrain.models.hugging_face import HuggingFaceConfig
+from atomtrain.models.lora import adapted_layers
+from atomtrain.models.weight_files import WeightFiles
+from atomtrain.models.weight_names import match_weights
+
+
+class Weights:
+    """Files that were found to fit a model."""
+
+    def __init__(self, folder: Path, outline: nn.Module, sizes: HuggingFaceConfig) -> None:
+        """Check that `folder` has all weights of the model without adapters; reads headers only.
+
+        Raises:
+            DataError: it has not.
+        """
+        self.folder = folder
+        self.seed = 0
+        """Seed of adapters that begin with the weights."""
+        self._files = WeightFiles(folder)
+        self._names = match_weights(outline, sizes, self._files)
+
+    @property
+    def names(self) -> list[str]:
+        """The model's names of everything that the files have of it."""
+        return list(self._names)
+
+    def load(self, engine: Engine) -> None:
+        """Fill the engine's parameters (or their float32 masters) and saved buffers.
+
+        No more than the largest parameter is ever held twice.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        engine.synchronize()
+        parameters = dict(engine.model.named_parameters())
+        begun = _begun_by(engine.model)
+        for names in engine.layers().values():
+            for name in names:
+                if name not in begun:
+                    self._put(engine, name, parameters[name])
+        for name, layer in adapted_layers(engine.model).items():
+            for part, values in layer.beginning(self._wide(name), f"{self.seed}/{name}"):
+                engine.masters.write(parameters[f"{name}.{part}"], values)
+        buffers = dict(engine.model.named_buffers())
+        for name in self._names.keys() & buffers.keys():
+            buffers[name].copy_(self._files.read(self._names[name]))
+        engine.refresh_buffers()
+
+    def read(self, name: str) -> Tensor:
+        """Return one of the model's tensors, as it is stored."""
+        return self._files.read(self._names[name])
+
+    def fill(self, model: nn.Module) -> None:
+        """Fill the parameters and saved buffers of a model without adapters on the CPU."""
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, stored in self._names.items():
+            self._files.read_into(stored, tensors[name].detach())
+
+    def _wide(self, layer: str) -> Tensor:
+        """Return the matrix of a linear layer as float32."""
+        return self.read(f"{layer}.weight").float()
+
+    def _put(self, engine: Engine, name: str, parameter: nn.Parameter) -> None:
+        stored, masters = self._names[name], engine.masters
+        if masters.has(parameter):
+            values = masters.read(parameter)  # the master's own memory, where it is kept as float32
+            self._files.read_into(stored, values)
+            masters.adopt(parameter, values)
+        elif parameter.is_contiguous():
+            self._files.read_into(stored, parameter.detach())
+        else:
+            masters.write(parameter, self._files.read(stored))
+
+
+def _begun_by(model: nn.Module) -> set[str]:
+    """Return the names of what adapted layers fill by themselves."""
+    return {
+        f"{name}.{part}"
+        for name, layer in adapted_layers(model).items()
+        for part, _ in layer.named_parameters()
+        if part != "bias"
+    }

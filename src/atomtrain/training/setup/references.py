@@ -1,0 +1,142 @@
+"""What the model says of pairs of answers before it learns from them; computed once, and kept.
+
+The engine evaluates the untouched model; adapters that lie beside it still add nothing. So a
+reference needs no second copy of the model, and the model may be larger than the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atomtrain.data.pairs import PairMaterial, PairRows, References
+from atomtrain.errors import ConfigError
+from atomtrain.files import replacing
+from atomtrain.training.config.folders import make_directory
+from atomtrain.training.config.recipe import Recipe
+from atomtrain.training.setup.preference import PreferredAnswer, sums_of
+from atomtrain.training.setup.texts import Text
+from atomtrain.units import format_seconds
+
+if TYPE_CHECKING:
+    from atomtrain.engine.engine import Engine
+
+REFERENCES_FILE = "references.safetensors"
+_KEY = "key"
+_TELL_S = 10.0
+
+
+def with_references(
+    text: Text,
+    engine: Engine,
+    objective: PreferredAnswer,
+    micro_batch: int,
+    recipe: Recipe,
+    directory: Path,
+    tell: Callable[[str], None],
+) -> Text:
+    """Return pairs with what the engine's model says of them now; read from `directory` if there.
+
+    Args:
+        text: Pairs.
+        engine: Its model is as it was before it learnt from any pair.
+        objective: The engine's.
+        micro_batch: Sequences of a micro-batch, as those of the engine's example.
+        recipe: What decides the pairs' rows.
+        directory: The peer's folder; gets `REFERENCES_FILE`, made if missing.
+        tell: Gets a line now and then while it takes long.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    material = text.material
+    assert isinstance(material, PairMaterial)
+    parts = [material.train(recipe.context), material.judged(recipe.context)]
+    file, key = directory / REFERENCES_FILE, _key(text, recipe)
+    found = _read(file, key)
+    if found is None:
+        asked = _Asked(engine, objective, micro_batch, sum(map(len, parts)), tell)
+        found = References(*(asked.of(part) for part in parts))
+        _write(file, key, found)
+    return text._replace(material=material._replace(references=found))
+
+
+class _Asked:
+    """Asks the engine's model what it says of pairs, and tells how far it is."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        objective: PreferredAnswer,
+        micro_batch: int,
+        total: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._engine, self._objective, self._micro_batch = engine, objective, micro_batch
+        self._total, self._done, self._tell = total, 0, tell
+        self._started_s = self._told_s = time.monotonic()
+
+    def of(self, rows: PairRows) -> NDArray[np.float32]:
+        """Return `[2 * pairs]`: the sum of the logarithms of each answer's probabilities."""
+        values = np.empty(2 * len(rows), np.float32)
+        # As many as the plan takes at once: each evaluation brings all parameters to the device.
+        size = self._micro_batch * self._engine.plan.micro_batches // 2
+        for first in range(0, len(rows), size):
+            batch = rows.batch([index % len(rows) for index in range(first, first + size)])
+            with self._objective.listening() as heard:
+                self._engine.evaluate(self._objective.micro_batches(batch, self._micro_batch))
+            count = min(size, len(rows) - first)
+            values[2 * first : 2 * (first + count)] = sums_of(heard).numpy()[: 2 * count]
+            self._done += count
+            self._tell_now_and_then()
+        return values
+
+    def _tell_now_and_then(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s > _TELL_S:
+            self._told_s = now_s
+            left_s = (now_s - self._started_s) / self._done * (self._total - self._done)
+            self._tell(
+                f"asking the model about {self._total} pairs before it learns: {self._done} done, "
+                f"{format_seconds(left_s)} left"
+            )
+
+
+def _key(text: Text, recipe: Recipe) -> str:
+    """Return what tells these pairs and this model from others."""
+    bits = None if recipe.lora is None else recipe.lora.bits
+    said = [text.sha256, recipe.context, recipe.model, recipe.precision, bits]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def _read(file: Path, key: str) -> References | None:
+    """Return what the file has, `None` if there is none or it is of other pairs or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as stored:
+            if (stored.metadata() or {}).get(_KEY) != key:
+                return None
+            return References(*(stored.get_tensor(name) for name in References._fields))
+    except (OSError, SafetensorError):
+        return None
+
+
+def _write(file: Path, key: str, references: References) -> None:
+    from safetensors.numpy import save_file
+
+    make_directory(file.parent)
+    try:
+        with replacing(file) as temporary:
+            save_file(references._asdict(), temporary, metadata={_KEY: key})
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be written ({error.strerror}); choose another --directory"
+        ) from error

@@ -1,0 +1,340 @@
+"""Puts a peer together: recipe, text, model, engine, swarm; from new, checkpoint or swarm."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from atomtrain.data import SamplerConfig
+from atomtrain.data.material import Batches
+from atomtrain.engine.api import swap
+from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.devices import open_devices
+from atomtrain.engine.engine import Engine
+from atomtrain.engine.execution.compiled import require_compilable
+from atomtrain.engine.options import Options
+from atomtrain.engine.state.precision import PRECISIONS
+from atomtrain.errors import ConfigError
+from atomtrain.models import HuggingFaceConfig, make_model, make_outline
+from atomtrain.training.config.folders import (
+    FIRST_NAME,
+    check_directory,
+    make_directory,
+    resumed_name,
+)
+from atomtrain.training.config.optimizing import gradient_dtype_of, precision_of
+from atomtrain.training.config.option_checks import check_spending
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.recipe import Recipe, make_optimizer, model_name
+from atomtrain.training.setup.budgets import (
+    Fit,
+    check_devices,
+    check_host_memory,
+    check_micro_batch,
+    device_memory_of,
+    example_of,
+    find_fit,
+)
+from atomtrain.training.setup.objective import Objective
+from atomtrain.training.setup.objectives import objective_of
+from atomtrain.training.setup.preference import PreferredAnswer
+from atomtrain.training.setup.references import with_references
+from atomtrain.training.setup.separation import check_separation
+from atomtrain.training.setup.sources import Source, find_source
+from atomtrain.training.setup.state import restore, swarm_tensors
+from atomtrain.training.setup.texts import Text
+from atomtrain.training.together.gradients import (
+    GradientCollector,
+    GradientFragments,
+    averages_gradients,
+    step_of,
+)
+from atomtrain.training.together.peering import (
+    EngineFragments,
+    forget_peers,
+    manifest_of,
+    most_fragments,
+    swarm_config,
+    with_addresses,
+    with_rules,
+)
+from atomtrain.views.plans.files import require_writable
+
+if TYPE_CHECKING:
+    from atomtrain.swarm import Swarm
+
+_log = logging.getLogger("atomtrain.training")
+
+
+@dataclass
+class Session:
+    """One peer, ready to train."""
+
+    options: TrainOptions
+    recipe: Recipe
+    run: str
+    name: str
+    directory: Path
+    """Events, checkpoints and pictures of this peer."""
+    text: Text
+    engine: Engine
+    model: nn.Module
+    objective: Objective
+    fit: Fit
+    """How a step is divided."""
+    model_folder: Path | None
+    """Where the weights came from."""
+    sampler: Batches
+    swarm: Swarm | None
+    fragments: EngineFragments
+    step: int = 0
+    """Steps done."""
+    tokens: int = 0
+    """Tokens that this peer trained on."""
+
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether the run began with a trained model."""
+        return isinstance(self.recipe.sizes, HuggingFaceConfig)
+
+    def close(self) -> None:
+        """Leave the swarm and release the engine, even if leaving fails."""
+        try:
+            if self.swarm is not None:
+                self.swarm.leave()
+        finally:
+            self.engine.close()
+
+
+def open_session(options: TrainOptions, tell: Callable[[str], None] | None = None) -> Session:
+    """Return a peer that is ready to train.
+
+    Args:
+        options: What the user said.
+        tell: Gets a line now and then while something takes long.
+
+    Raises:
+        AtomError: any mistake in options, data, checkpoint, address or budget; nothing is changed.
+    """
+    require_writable(options.trace, "--trace")
+    options = with_addresses(options)
+    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    run = options.run
+    if run is None and options.join:
+        run = swarm_config(options, None, "", None, 1).run
+    run = run or f"{Path(model_name(options.model)).name}-{time.strftime('%m%d-%H%M%S')}"
+    name = options.name or _new_name(options, options.directory / run)
+    directory = options.directory / run / name
+    check_directory(directory, resume=options.resume)
+    source = find_source(options, run, name, directory)
+    try:
+        return _assemble(options, source, run, name, directory, tell or _log.info)
+    except BaseException:
+        if source.swarm is not None:
+            source.swarm.leave()
+        raise
+
+
+def _assemble(
+    options: TrainOptions,
+    source: Source,
+    run: str,
+    name: str,
+    directory: Path,
+    tell: Callable[[str], None],
+) -> Session:
+    recipe, text = source.recipe, source.text
+    memory = device_memory_of(options, recipe)
+    objective = objective_of(recipe)
+    # Everything that can be refused is refused before the weights take memory.
+    outline = make_outline(recipe.sizes, recipe.lora)
+    if recipe.precision in PRECISIONS:
+        outline.to(PRECISIONS[recipe.precision])
+    if recipe.packed and isinstance(recipe.sizes, HuggingFaceConfig):
+        check_separation(recipe.model, recipe.sizes, outline)
+    gradients = averages_gradients(options, source)
+    if options.spend_gradients:
+        check_spending(recipe.clip_norm, recipe.precision, averaged=gradients)
+    check_host_memory(outline, recipe, options)
+    devices = open_devices(options.device, memory)
+    try:
+        if options.compile:
+            require_compilable(devices[0])
+        check_devices(len(devices), recipe)
+        fit = _fit(options, source, outline, devices, objective)
+        check_micro_batch(fit.micro_batch, recipe)
+        torch.manual_seed(recipe.seed)
+        model = make_model(recipe.sizes, recipe.lora)
+    except BaseException:
+        for device in devices:
+            device.close()
+        raise
+    engine = _open_engine(model, recipe, devices, fit, objective, options, gradients=gradients)
+    engine.recording = options.trace is not None
+    try:
+        fragments = GradientFragments(engine) if gradients else _fragments(engine, source)
+        if source.weights is not None:
+            source.weights.load(engine)
+        if isinstance(objective, PreferredAnswer):  # the model is as it was before it learns
+            text = with_references(
+                text, engine, objective, fit.micro_batch, recipe, directory, tell
+            )
+        if source.checkpoint is not None:
+            restore(engine, source.checkpoint)
+        config = SamplerConfig(
+            context_tokens=recipe.context, sequences=recipe.sequences, seed=recipe.seed
+        )
+        session = Session(
+            options=options,
+            recipe=recipe,
+            run=run,
+            name=name,
+            directory=directory,
+            text=text,
+            engine=engine,
+            model=model,
+            objective=objective,
+            fit=fit,
+            model_folder=None if source.weights is None else source.weights.folder,
+            sampler=text.material.sampler(config, name),
+            swarm=source.swarm,
+            fragments=fragments,
+        )
+        _enter_swarm(session, source)
+    except BaseException:
+        engine.close()
+        raise
+    return session
+
+
+def _open_engine(
+    model: nn.Module,
+    recipe: Recipe,
+    devices: Sequence[Device],
+    fit: Fit,
+    objective: Objective,
+    options: TrainOptions,
+    *,
+    gradients: bool,
+) -> Engine:
+    return swap(
+        model,
+        example_of(recipe, fit.micro_batch, objective),
+        optimizer=GradientCollector if gradients else lambda _: make_optimizer(model, recipe),
+        device=devices,
+        loss=objective.loss,
+        options=Options(
+            micro_batches=recipe.sequences // fit.micro_batch,
+            clip_norm=recipe.clip_norm or None,
+            spend_gradients=options.spend_gradients,
+            head_pieces=fit.head_pieces,
+            precision=precision_of(recipe.precision),
+            gradient_dtype=gradient_dtype_of(recipe.gradient_dtype),
+            compile=options.compile,
+            profile="again" if options.profile_again else not options.no_profile,
+            host_memory=options.host_memory,
+            disk=options.disk,
+            on_disk=options.on_disk,  # type: ignore[arg-type]
+        ),
+    )
+
+
+def _fit(
+    options: TrainOptions,
+    source: Source,
+    outline: nn.Module,
+    devices: Sequence[Device],
+    objective: Objective,
+) -> Fit:
+    """Return how a step is divided.
+
+    A resumed run keeps its own, because sums in another order have other last bits.
+    """
+    if source.checkpoint is not None:
+        meta = source.checkpoint.meta
+        micro_batch = options.micro_batch or int(meta["micro_batch"])
+        return Fit(micro_batch, options.head_pieces or meta.get("head_pieces"))
+    if options.micro_batch is not None and options.head_pieces is not None:
+        return Fit(options.micro_batch, options.head_pieces)
+    if options.micro_batch is not None:
+        check_micro_batch(options.micro_batch, source.recipe)
+    found = find_fit(outline, source.recipe, devices, objective, options.micro_batch)
+    return found._replace(head_pieces=options.head_pieces or found.head_pieces)
+
+
+def _fragments(engine: Engine, source: Source) -> EngineFragments:
+    """Divide the parameters as the run or the checkpoint does, or into as few as rounds serve."""
+    if source.swarm is not None:
+        return EngineFragments(engine, like=source.swarm.manifest.fragment_elements)
+    saved = {} if source.checkpoint is None else source.checkpoint.meta.get("swarm", {})
+    if saved:
+        return EngineFragments(engine, like=saved["fragment_elements"])
+    return EngineFragments(engine, most=most_fragments(engine, source.recipe.local_steps))
+
+
+def _enter_swarm(session: Session, source: Source) -> None:
+    from atomtrain.swarm import Swarm, SwarmState
+
+    checkpoint, options = source.checkpoint, session.options
+    if checkpoint is not None:
+        session.step = checkpoint.step
+        session.tokens = int(checkpoint.meta["tokens"])
+    saved = swarm_tensors(checkpoint) if checkpoint is not None else {}
+    if session.swarm is not None:
+        if session.swarm.manifest.fragment_elements != session.fragments.elements:
+            raise ConfigError(
+                f"the run {session.run!r} divides its model otherwise than this version does; "
+                "use the version of atomtrain that its founder uses"
+            )
+        if isinstance(session.fragments, GradientFragments):
+            recipe = Recipe.from_json(session.swarm.manifest.payload["recipe"])
+            session.swarm.use_update(step_of(recipe, session.model, session.fragments))
+        if checkpoint is not None and saved:
+            session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
+            session.swarm.rebase(session.fragments)
+        else:
+            session.swarm.download(session.fragments)
+            steps = [peer.steps for peer in session.swarm.peers() if not peer.is_self]
+            session.step = max([session.step, *steps])
+        if isinstance(session.fragments, GradientFragments):
+            session.fragments.forget(0)
+            session.step = session.swarm.version
+        return
+    if options.run is None and not saved:
+        return
+    make_directory(session.directory)
+    if checkpoint is None:
+        forget_peers(session.directory.parent)
+    else:
+        options = with_rules(options, checkpoint.meta.get("swarm", {}).get("rules", {}))
+    recipe, tokenizer = session.recipe, session.text.tokenizer
+    config = swarm_config(
+        options, session.run, session.name, session.directory, recipe.local_steps,
+        len(session.fragments.elements),
+    )  # fmt: skip
+    manifest = manifest_of(
+        session.run, recipe, tokenizer.to_json(), tokenizer.separator_text,
+        session.fragments.elements,
+    )  # fmt: skip
+    update = None
+    if isinstance(session.fragments, GradientFragments):
+        update = step_of(recipe, session.model, session.fragments)
+        session.fragments.forget(0)
+    session.swarm = Swarm.found(config, manifest, session.fragments, update)
+    if saved and checkpoint is not None:
+        session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
+
+
+def _new_name(options: TrainOptions, run: Path) -> str:
+    if options.resume:
+        return resumed_name(run)
+    return f"peer-{secrets.token_hex(3)}" if options.join else FIRST_NAME

@@ -1,0 +1,188 @@
+"""What a peer starts from: a new recipe, a checkpoint, or a swarm that it joins."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomtrain.checkpoint import Checkpoint, load_latest
+from atomtrain.data import Tokenizer, read_tokenizer
+from atomtrain.errors import ConfigError, DataError, SwarmError
+from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
+from atomtrain.models.making import make_outline
+from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.recipe import Recipe, amended, new_recipe
+from atomtrain.training.setup.loading import Weights
+from atomtrain.training.setup.state import recipe_of
+from atomtrain.training.setup.texts import Text, read_text
+from atomtrain.training.together.peering import check_rules, knows_peers, swarm_config
+
+if TYPE_CHECKING:
+    from atomtrain.swarm import Swarm
+
+_log = logging.getLogger("atomtrain.training")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a peer starts from."""
+
+    recipe: Recipe
+    text: Text
+    checkpoint: Checkpoint | None = None
+    swarm: Swarm | None = None
+    weights: Weights | None = None
+    """Those of a Hugging Face model: to begin with, or frozen."""
+
+
+def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
+    """Return what the options say that a peer starts from.
+
+    Raises:
+        AtomError: any mistake in options, data, checkpoint or address.
+    """
+    if options.resume:
+        return _resumed(options, run, name, directory)
+    if options.join:
+        swarm = _join(options, run, name, directory)
+        try:
+            return _joined(options, swarm)
+        except BaseException:
+            swarm.leave()
+            raise
+    recipe = new_recipe(options)
+    if isinstance(recipe.sizes, HuggingFaceConfig):
+        return _from_folder(options, recipe)
+    return Source(recipe, read_text(options.data, recipe.sizes, None, packed=recipe.packed))
+
+
+def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:
+    """Return a new run of a Hugging Face model, with its own tokenizer and weights."""
+    assert options.model is not None
+    assert isinstance(recipe.sizes, HuggingFaceConfig)
+    folder = model_folder(options.model)
+    tokenizer = read_tokenizer(folder)
+    if tokenizer.vocabulary > recipe.sizes.vocabulary:
+        raise DataError(
+            f"the tokenizer in {folder} has {tokenizer.vocabulary} tokens, the model has room for "
+            f"{recipe.sizes.vocabulary}; both must be of one model"
+        )
+    weights = _weights_in(folder, recipe)
+    return Source(recipe, _text(options.data, recipe, tokenizer), weights=weights)
+
+
+def _text(data: str | None, recipe: Recipe, tokenizer: Tokenizer) -> Text:
+    return read_text(data, recipe.sizes, tokenizer, packed=recipe.packed, pairs=recipe.in_pairs)
+
+
+def _weights_in(folder: Path, recipe: Recipe) -> Weights:
+    assert isinstance(recipe.sizes, HuggingFaceConfig)
+    weights = Weights(folder, make_outline(recipe.sizes), recipe.sizes)
+    weights.seed = recipe.seed
+    return weights
+
+
+def _base_of(recipe: Recipe, given: str | None, known: str | None) -> Weights | None:
+    """Return the weights that a run began with, if it still needs them.
+
+    Adapters lie beside them, and what is preferred is compared with what they prefer.
+
+    Raises:
+        ConfigError: the folder is not there, or was not named.
+    """
+    if recipe.lora is None and not recipe.in_pairs:
+        return None
+    if given is None and known is None:
+        what = "adapters of" if recipe.lora is not None else "the preferences of"
+        raise ConfigError(
+            f"the run trains {what} {recipe.model}; name the folder of that model with --model"
+        )
+    return _weights_in(model_folder(given or known or ""), recipe)
+
+
+def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
+    checkpoint = load_latest(directory / CHECKPOINTS)
+    meta = checkpoint.meta
+    _check_guards(options, run, meta.get("guards", []))
+    recipe, tokenizer = recipe_of(checkpoint)
+    recipe = amended(recipe, options, str(checkpoint.path))
+    data = options.data or meta["data"]
+    text = _text(data, recipe, tokenizer)
+    if options.data is None and text.sha256 != meta["text_sha256"]:
+        raise DataError(
+            f"the text of {meta['data'] or 'the demo corpus'} is not what {checkpoint.path} was "
+            "trained on; restore it, or name with --data what to go on with"
+        )
+    weights = _base_of(recipe, options.model, meta.get("model_folder"))
+    swarm = _rejoin(options, run, name, directory, checkpoint)
+    return Source(recipe, text, checkpoint, swarm, weights)
+
+
+def guards_of(options: TrainOptions) -> list[str]:
+    """Return the options that keep strangers out of the run."""
+    guards = {"--run-key": options.run_key, "--allow": options.allow}
+    return [flag for flag, path in guards.items() if path is not None]
+
+
+def _check_guards(options: TrainOptions, run: str, before: list[str]) -> None:
+    """Refuse to open a run that was closed to strangers only because an option was forgotten."""
+    if before and not guards_of(options):
+        again = " and ".join(f"{flag} FILE" for flag in before)
+        raise ConfigError(
+            f"run {run!r} was closed to strangers; give {again} again, or anybody could join it"
+        )
+
+
+def _rejoin(
+    options: TrainOptions, run: str, name: str, directory: Path, checkpoint: Checkpoint
+) -> Swarm | None:
+    """Join through the given addresses, or look for the peers that were known when it was saved."""
+    from atomtrain.swarm.catchup.joining import WrongKeyError
+
+    if options.join:
+        return _join(options, run, name, directory)
+    known = tuple(checkpoint.meta.get("swarm", {}).get("known_addresses", ()))
+    if not known and not knows_peers(run, directory.parent):
+        return None
+    try:
+        return _join(dataclasses.replace(options, join=known), run, name, directory)
+    except SwarmError as error:
+        if isinstance(error, WrongKeyError) and options.run_key is not None:
+            raise  # the others are there: alone it would be another run of the same name
+        _log.warning("no peer of the run was found, going on alone: %s", error)
+        return None
+
+
+def _joined(options: TrainOptions, swarm: Swarm) -> Source:
+    payload: Mapping[str, Any] = swarm.manifest.payload
+    recipe = amended(
+        Recipe.from_json(payload["recipe"]), options, f"the run {swarm.manifest.run!r}"
+    )
+    tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
+    weights = _base_of(recipe, options.model, None)
+    text = _text(options.data, recipe, tokenizer)
+    return Source(recipe, text, None, swarm, weights)
+
+
+def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
+    from atomtrain.swarm import Swarm
+
+    existed = directory.exists()
+    make_directory(directory)
+    try:
+        swarm = Swarm.join(swarm_config(options, run, name, directory, 1))
+        try:
+            check_rules(options, swarm.manifest.rules, run)
+        except ConfigError:
+            swarm.leave()
+            raise
+        return swarm
+    except BaseException:
+        if not existed:
+            remove_empty(directory)
+        raise

@@ -1,0 +1,164 @@
+"""Between engine and checkpoint: one shard per layer, parameters beside their optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomtrain.checkpoint import Checkpoint
+from atomtrain.data import Tokenizer
+from atomtrain.engine.engine import Engine
+from atomtrain.errors import CheckpointError
+from atomtrain.models import make_empty
+from atomtrain.models.lora import adapted_layers
+from atomtrain.training.config.recipe import Recipe
+from atomtrain.training.setup.adapters import merged_model
+
+PARAMETER = "parameter"
+SWARM_SHARD = "swarm"
+Put = Callable[[str, Tensor, Tensor], None]
+"""Gets a name, the model's tensor, and what a checkpoint has for it."""
+
+
+def shards_of(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield each layer's tensors, `NAME/parameter` and for instance `NAME/exp_avg`.
+
+    Parameters are those of `Engine.state_dict`: float32 masters, where there are some. The tensors
+    may share the engine's memory: write them before the next step. Of a model with adapters only
+    those are there.
+    """
+    engine.synchronize()
+    parameters = dict(engine.model.named_parameters())
+    whole = not adapted_layers(engine.model)
+    covered: set[str] = set()
+    for layer, names in engine.layers().items():
+        shard: dict[str, Tensor] = {}
+        for name in names:
+            if not parameters[name].requires_grad and not whole:
+                continue
+            shard[f"{name}/{PARAMETER}"] = engine.masters.read(parameters[name])
+            for key, value in engine.masters.moments(parameters[name]).items():
+                if isinstance(value, Tensor):
+                    shard[f"{name}/{key}"] = value
+        covered.update(names)
+        if shard or whole:
+            yield layer, shard
+    buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer is not None}
+    if buffers:
+        yield "buffers", {f"{name}/{PARAMETER}": value for name, value in buffers.items()}
+
+
+def loss_scale_of(engine: Engine) -> dict[str, Any] | None:
+    """Return what a checkpoint keeps of the loss scale, `None` if losses are not scaled."""
+    return None if engine.loss_scale is None else engine.loss_scale.state()
+
+
+def restore(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's tensors back into the engine.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    engine.synchronize()
+    parameters = dict(engine.model.named_parameters(remove_duplicate=False))
+
+    def put(name: str, target: Tensor, tensor: Tensor) -> None:
+        if name in parameters:
+            engine.masters.write(parameters[name], tensor)
+        else:
+            target.copy_(tensor)
+
+    # Layer by layer: all moments at once may be more than memory holds.
+    for moments in _fill(engine.model, checkpoint, put):
+        engine.load_optimizer_state(
+            {
+                name: {kind: tensor.clone() for kind, tensor in tensors.items()}
+                for name, tensors in moments.items()
+            }
+        )
+    engine.refresh_buffers()
+    if engine.loss_scale is not None and checkpoint.meta.get("loss_scale") is not None:
+        engine.loss_scale.load_state(checkpoint.meta["loss_scale"])
+
+
+def _put(_: str, target: Tensor, tensor: Tensor) -> None:
+    target.copy_(tensor)
+
+
+def _fill(
+    model: nn.Module, checkpoint: Checkpoint, put: Put = _put
+) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """Put parameters and buffers into the model; yield each shard's rest by name and kind."""
+    targets = {**dict(model.named_buffers()), **model.state_dict()}
+    whole = not adapted_layers(model)
+    missing = {name for name, p in model.named_parameters() if whole or p.requires_grad}
+    for shard, tensors in checkpoint.shards():
+        if shard.startswith(SWARM_SHARD):
+            continue
+        rest: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            name, _, kind = key.rpartition("/")
+            if kind == PARAMETER:
+                _check(targets, name, tensor, checkpoint)
+                with torch.no_grad():
+                    put(name, targets[name], tensor)
+                missing.discard(name)
+            else:
+                rest.setdefault(name, {})[kind] = tensor
+        yield rest
+    if missing:
+        raise CheckpointError(f"{checkpoint.path} lacks the parameter {min(missing)!r}")
+
+
+def _check(
+    targets: Mapping[str, Tensor], name: str, tensor: Tensor, checkpoint: Checkpoint
+) -> None:
+    """Check that the model has a tensor of this name and shape."""
+    target = targets.get(name)
+    if target is None or target.shape != tensor.shape:
+        has = "no such parameter" if target is None else f"shape {list(target.shape)}"
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: its {name!r} has shape "
+            f"{list(tensor.shape)}, the model has {has}"
+        )
+
+
+def swarm_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return clones of the swarm's tensors in a checkpoint, empty if it has none."""
+    if SWARM_SHARD not in checkpoint.tensor_names:
+        return {}
+    return {name: tensor.clone() for name, tensor in checkpoint.shard(SWARM_SHARD).items()}
+
+
+def recipe_of(checkpoint: Checkpoint) -> tuple[Recipe, Tokenizer]:
+    """Return the recipe and the tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is none of `atom train`.
+    """
+    try:
+        recipe = Recipe.from_json(checkpoint.meta["recipe"])
+        text, separator = checkpoint.texts["tokenizer.json"], checkpoint.meta["separator"]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path} has no {error}; it was not written by 'atom train'"
+        ) from error
+    return recipe, Tokenizer.from_json(text, separator)
+
+
+def model_of(checkpoint: Checkpoint) -> tuple[nn.Module, Tokenizer]:
+    """Return the model (in evaluation mode, on the CPU) and the tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is none of `atom train`.
+    """
+    recipe, tokenizer = recipe_of(checkpoint)
+    if recipe.lora is not None:
+        return merged_model(checkpoint, recipe).eval(), tokenizer
+    model = make_empty(recipe.sizes)
+    for _ in _fill(model, checkpoint):
+        pass  # moments are not needed
+    return model.eval(), tokenizer

@@ -1,0 +1,269 @@
+"""Between engine and swarm: fragments of the host store, and what a newcomer must know."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from atomtrain.engine.engine import Engine
+from atomtrain.errors import ConfigError, SwarmError
+from atomtrain.training.config.option_checks import relay_limit_of
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.recipe import Recipe
+from atomtrain.units import parse_rate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from atomtrain.swarm import Manifest, SwarmConfig
+    from atomtrain.swarm.membership.config import Rules
+
+SEPARATOR = "@"
+"""Between the run's name and the peer's address in the line that others paste."""
+LAN = "lan"
+"""In the place of an address: whoever answers on the local network."""
+_FEW_FRAGMENTS = 4
+_LARGEST_FRAGMENT_BYTES = 2 << 30
+
+
+class EngineFragments:
+    """Gives the swarm exclusive views of the engine's parameters, fragment by fragment."""
+
+    def __init__(
+        self, engine: Engine, *, most: int | None = None, like: Sequence[int] | None = None
+    ) -> None:
+        """Divide the parameters into the engine's fragments, or join those that lie side by side.
+
+        Args:
+            engine: Its host memory is lent.
+            most: Largest number of fragments. One is averaged after each local step at most, so
+                that with more fragments than local steps the model would be averaged too seldom.
+            like: Elements of each fragment as a run has them; ignored if they do not fit.
+        """
+        self._engine = engine
+        ranges = engine.fragment_ranges()
+        sizes = [(stop - start) // engine.element_bytes for start, stop in ranges]
+        runs = None if like is None else joined_like(sizes, like)
+        self._ranges = [
+            (ranges[first][0], ranges[last - 1][1]) for first, last in runs or joined(sizes, most)
+        ]
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """Elements of each fragment."""
+        each_bytes = self._engine.element_bytes
+        return tuple((stop - start) // each_bytes for start, stop in self._ranges)
+
+    def view(self, index: int) -> AbstractContextManager[Tensor]:
+        """Return exclusive access to a fragment; between two steps only."""
+        return self._engine.fragment(*self._ranges[index])
+
+
+def most_fragments(engine: Engine, local_steps: int) -> int:
+    """Return how many fragments a new run has at most; `local_steps` 0 stands for measured ones.
+
+    Each fragment takes a round of its own, and a round a step at least. So where the link could do
+    with fewer steps between the model's averages, many fragments would be what takes longest; but
+    a round's memory is several times its fragment's.
+    """
+    if local_steps:
+        return local_steps
+    total_bytes = sum(stop - start for start, stop in engine.fragment_ranges())
+    return max(_FEW_FRAGMENTS, -(-total_bytes // _LARGEST_FRAGMENT_BYTES))
+
+
+def joined(sizes: Sequence[int], most: int | None) -> list[tuple[int, int]]:
+    """Return at most `most` runs of neighbours, `(first, last + 1)`, of much the same size."""
+    if most is None or len(sizes) <= most:
+        return [(i, i + 1) for i in range(len(sizes))]
+    total, done, first = sum(sizes), 0, 0
+    runs: list[tuple[int, int]] = []
+    for i, size in enumerate(sizes):
+        done += size
+        if done * most >= total * (len(runs) + 1):
+            runs.append((first, i + 1))
+            first = i + 1
+    return runs
+
+
+def joined_like(sizes: Sequence[int], like: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Return the runs of neighbours whose sizes are `like`; None if there are none such."""
+    runs, at = [], 0
+    for wanted in like:
+        first, found = at, 0
+        while found < wanted and at < len(sizes):
+            found += sizes[at]
+            at += 1
+        if found != wanted:
+            return None
+        runs.append((first, at))
+    return runs if at == len(sizes) else None
+
+
+def pasted_address(run: str, address: str) -> str:
+    """Return what another peer gives to `--join`."""
+    return f"{run}{SEPARATOR}{address}"
+
+
+def with_addresses(options: TrainOptions) -> TrainOptions:
+    """Return the options with one address in each entry of `join`.
+
+    Lists are taken apart, and `lan` becomes the addresses found on the local network.
+
+    Raises:
+        SwarmError: the local network has no such run, or several.
+    """
+    entries = [entry.strip() for pasted in options.join for entry in pasted.split(",")]
+    if LAN not in entries:
+        return dataclasses.replace(options, join=tuple(entries))
+    from atomtrain.swarm.membership import lan
+
+    run, found = lan.find(options.run, options.listen_host)
+    pasted_found = [pasted_address(run, address) for address in found]
+    others = [entry for entry in entries if entry != LAN]
+    return dataclasses.replace(options, join=(*others, *pasted_found))
+
+
+def swarm_config(
+    options: TrainOptions,
+    run: str | None,
+    name: str,
+    directory: Path | None,
+    local_steps: int,
+    fragments: int = 1,
+) -> SwarmConfig:
+    """Return the swarm's configuration; `local_steps` 0: as measurements say.
+
+    Raises:
+        SwarmError: the addresses name different runs, or none is known.
+    """
+    from atomtrain.swarm import SwarmConfig
+    from atomtrain.swarm.anchors.outer import OUTERS, OVERLAP_WEIGHTS, outer_named
+    from atomtrain.swarm.membership.known_peers import PEERS_FILE
+
+    steps_per_round = 0 if options.measured_rounds else local_steps
+    outer = outer_named(options.outer or OUTERS[0], steps_per_round, fragments)
+    runs = {run} if run else set()
+    addresses = []
+    for pasted in options.join:
+        named, separator, address = pasted.rpartition(SEPARATOR)
+        if separator:
+            runs.add(named)
+        addresses.append(address)
+    if len(runs) != 1:
+        found = ", ".join(sorted(runs)) or "no name"
+        raise SwarmError(
+            f"which run to join is not clear ({found} given); paste the whole line that a peer of "
+            "the run prints: atom train --join RUN@ADDRESS"
+        )
+    limit = options.upload_limit
+    return SwarmConfig(
+        run=runs.pop(),
+        name=name,
+        listen_host=options.listen_host,
+        listen_port=options.port,
+        announce_host=options.announce,
+        join=tuple(addresses),
+        identity_path=options.identity or (directory and directory / "identity.key"),
+        peers_path=directory and directory.parent / PEERS_FILE,
+        discoverable=not options.hidden,
+        local_steps_per_round=steps_per_round,
+        outer_learning_rate=outer.learning_rate,
+        outer_momentum=outer.momentum,
+        overlap_weight=OVERLAP_WEIGHTS[options.outer or OUTERS[0]],
+        group_size=options.group_size,
+        wire=options.wire or ("float32" if options.transport == "gloo" else "float16"),
+        transport=options.transport or "streams",
+        average=options.average or "local",
+        target_batch_tokens=options.target_batch_tokens or 0,
+        mean="clipped" if options.clipped_mean else "plain",
+        upload_limit_bytes_per_s=math.inf if limit is None else parse_rate(limit),
+        relay_limit_bytes_per_s=relay_limit_of(options.relay_limit),
+        key_path=options.run_key,
+        allow_path=options.allow,
+    )
+
+
+def knows_peers(run: str, folder: Path) -> bool:
+    """Say whether the folder of a run holds a list of its peers."""
+    from atomtrain.swarm.membership.known_peers import PEERS_FILE, KnownPeers
+
+    return len(KnownPeers(run, folder / PEERS_FILE)) > 0
+
+
+def forget_peers(folder: Path) -> None:
+    """Remove the list of peers of an earlier run of the same name: a new one has none."""
+    from atomtrain.swarm.membership.known_peers import PEERS_FILE
+
+    (folder / PEERS_FILE).unlink(missing_ok=True)
+
+
+def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
+    """Return the options of a founder who resumes: what he leaves out stays as it was.
+
+    Args:
+        options: As given now.
+        rules: Those of the run in its checkpoint; may be empty.
+    """
+    measured = rules.get("local_steps_per_round") == 0 and options.local_steps is None
+    outer = ("nesterov" if rules.get("outer_momentum") else "mean") if rules else None
+    as_before = not (options.transport or options.average)
+    group_size = rules.get("group_size") if as_before else None
+    return dataclasses.replace(
+        options,
+        wire=options.wire or rules.get("wire"),
+        outer=options.outer or outer,
+        group_size=options.group_size if options.group_size is not None else group_size,
+        transport=options.transport or rules.get("transport"),
+        average=options.average or rules.get("average"),
+        target_batch_tokens=options.target_batch_tokens or rules.get("target_batch_tokens") or None,
+        clipped_mean=options.clipped_mean or rules.get("mean") == "clipped",
+        measured_rounds=options.measured_rounds or measured,
+    )
+
+
+def check_rules(options: TrainOptions, rules: Rules, run: str) -> None:
+    """Refuse options of somebody who joins that contradict what the founder has set.
+
+    Raises:
+        ConfigError: says which; otherwise it would have no effect, without a word.
+    """
+    local_steps = rules.local_steps_per_round
+    fixed = {
+        "wire": rules.wire,
+        "average": rules.average,
+        "target-batch-tokens": rules.target_batch_tokens or "none",
+        "group-size": rules.group_size,
+        "transport": rules.transport,
+        "outer": "nesterov" if rules.outer_momentum else "mean",
+        "local-steps": local_steps or "as measured",
+    }
+    given = {name: getattr(options, name.replace("-", "_")) for name in fixed}
+    wrong = [
+        f"--{name} {given[name]} contradicts the run {run!r}, which has {name} {value}"
+        for name, value in fixed.items()
+        if given[name] not in (None, value)
+    ]
+    if options.clipped_mean and rules.mean != "clipped":
+        wrong.append(f"--clipped-mean contradicts the run {run!r}, which has plain means")
+    if options.measured_rounds and local_steps:
+        wrong.append(
+            f"--measured-rounds contradicts the run {run!r}, which has local-steps {local_steps}"
+        )
+    if wrong:
+        raise ConfigError(f"{wrong[0]} from who started it; leave the option out")
+
+
+def manifest_of(
+    run: str, recipe: Recipe, tokenizer: str, separator: str, elements: Sequence[int]
+) -> Manifest:
+    """Return what newcomers are told."""
+    from atomtrain.swarm import Manifest
+
+    payload = {"recipe": recipe.to_json(), "tokenizer": tokenizer, "separator": separator}
+    return Manifest(run, tuple(elements), payload)

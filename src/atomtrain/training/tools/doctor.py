@@ -1,0 +1,321 @@
+"""Is this machine fit to train, alone and with others? Each finding says what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import ipaddress
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from atomtrain.units import format_bytes
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+_GIB = 1 << 30
+_DISK_PROBE_BYTES = 64 << 20
+_LEAST_DISK_BYTES = 10 * _GIB
+_LEAST_DISK_BYTES_PER_S = 100e6
+_LEAST_FILES = 1024
+_CLOCK_ERROR = 5  # TIME_ERROR of adjtimex(2): the clock is not synchronised
+_SOCKET_FOLDER_MAX = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    state: str
+    """`ok`, `warning` or `problem`."""
+    detail: str
+    fix: str = ""
+    """What to do, if it is not ok."""
+
+
+def examine(directory: Path, host: str, port: int) -> list[Finding]:
+    """Run all checks; takes a few seconds.
+
+    Args:
+        directory: Where runs will be written; need not exist yet.
+        host: IPv4 address that peers will listen on.
+        port: TCP port that they will listen on; 0 is any free one.
+    """
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _versions,
+        _device,
+        _memory,
+        lambda: _disk(directory),
+        lambda: _network(host, port),
+        _clock,
+        _limits,
+        _profile,
+    ]
+    return [finding for check in checks for finding in check()]
+
+
+def _versions() -> Iterator[Finding]:
+    import torch
+
+    names = ("atomtrain", "torch", "numpy", "hivemind")
+    found = {name: _version(name) for name in names}
+    text = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
+    text = f"Python {platform.python_version()}, {text}"
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        yield Finding("versions", PROBLEM, text, f"pip install {' '.join(missing)}")
+    elif _number(found["numpy"]) >= (2, 4):
+        yield Finding("versions", PROBLEM, text, "pip install 'numpy<2.4', which hivemind needs")
+    elif _number(str(torch.__version__)) < (2, 9):
+        yield Finding("versions", PROBLEM, text, "pip install 'torch>=2.9'")
+    else:
+        yield Finding("versions", OK, text)
+
+
+def _device() -> Iterator[Finding]:
+    import torch
+
+    driver = Path("/proc/driver/nvidia/version")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free_bytes, all_bytes = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+            text = f"{name}, {format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
+            if free_bytes < all_bytes / 2:
+                fix = "end what uses it (nvidia-smi lists it), or give a smaller --device-memory"
+                yield Finding(f"cuda:{index}", WARNING, text, fix)
+            else:
+                yield Finding(f"cuda:{index}", OK, text)
+    elif driver.exists():
+        built = torch.version.cuda
+        text = f"an NVIDIA driver is there, but torch {torch.__version__} finds no GPU"
+        fix = (
+            "install a torch built for CUDA (https://pytorch.org/get-started/locally)"
+            if built is None
+            else f"this torch needs a driver for CUDA {built}: update the driver, or install an "
+            "older torch; in a container, start it with --gpus all"
+        )
+        yield Finding("device", PROBLEM, text, fix)
+    else:
+        yield Finding("device", OK, "no NVIDIA GPU: models train on the emulated device (CPU)")
+
+
+def _memory() -> Iterator[Finding]:
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    all_bytes = page_bytes * os.sysconf("SC_PHYS_PAGES")
+    free_bytes = page_bytes * os.sysconf("SC_AVPHYS_PAGES")
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free_bytes = int(line.split()[1]) * 1024
+    limit_bytes = _group_limit_bytes()
+    text = f"{format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
+    if limit_bytes is not None and limit_bytes < all_bytes:
+        text += f"; this container may use {format_bytes(limit_bytes)}"
+        free_bytes = min(free_bytes, limit_bytes)
+    parameters = free_bytes // 16
+    text += f"; enough for about {parameters / 1e9:.1f}B parameters with AdamW in float32"
+    if free_bytes < 2 * _GIB:
+        fix = "end other programs, or choose a small model"
+        yield Finding("memory", WARNING, text, fix)
+    else:
+        yield Finding("memory", OK, text)
+    yield from _pinned(all_bytes)
+
+
+def _pinned(all_bytes: int) -> Iterator[Finding]:
+    import torch
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield Finding("memlock", OK, "as much memory may be pinned as there is")
+        return
+    text = f"{format_bytes(soft)} of memory may be pinned"
+    if not torch.cuda.is_available() or soft >= all_bytes:
+        yield Finding("memlock", OK, text)
+        return
+    raised = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else (
+        "put '* - memlock unlimited' into /etc/security/limits.conf and log in anew; in a "
+        "container, start it with --ulimit memlock=-1"
+    )  # fmt: skip
+    yield Finding("memlock", WARNING, text, f"some drivers need more for fast copies: {raised}")
+
+
+def _disk(directory: Path) -> Iterator[Finding]:
+    place = directory.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        fix = "choose another --directory, or change its owner"
+        yield Finding("disk", PROBLEM, f"{place} may not be written to", fix)
+        return
+    free_bytes = shutil.disk_usage(place).free
+    rate = _write_rate(place) if free_bytes > 4 * _DISK_PROBE_BYTES else 0.0
+    text = f"{format_bytes(free_bytes)} free in {place}"
+    text += f", written at {format_bytes(rate)}/s" if rate else ""
+    if free_bytes < _LEAST_DISK_BYTES:
+        fix = "make room: two checkpoints of 12 bytes a parameter are kept"
+        yield Finding("disk", WARNING if rate else PROBLEM, text, fix)
+    elif rate < _LEAST_DISK_BYTES_PER_S:
+        fix = "checkpoints will take long: choose a --directory on a faster disk"
+        yield Finding("disk", WARNING, text, fix)
+    else:
+        yield Finding("disk", OK, text)
+
+
+def _network(host: str, port: int) -> Iterator[Finding]:
+    from atomtrain.swarm.membership.lan import PORT
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            text = f"TCP port {port or 'of any number'} can be listened on at {host}"
+        yield Finding("port", OK, text)
+    except OSError as error:
+        fix = "choose another --port, or end what listens there (ss -ltnp)"
+        if error.errno is not None and error.strerror and "assign" in error.strerror:
+            fix = "choose a --host that is an address of this machine, or 0.0.0.0"
+        yield Finding("port", PROBLEM, f"{host}:{port}: {error.strerror}", fix)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for shared in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                probe.setsockopt(socket.SOL_SOCKET, shared, 1)
+            probe.bind(("", PORT))
+        yield Finding("lan", OK, f"runs can be found on the local network (UDP port {PORT})")
+    except OSError as error:
+        fix = f"end what uses UDP port {PORT} (ss -lunp), or join by address"
+        yield Finding("lan", WARNING, f"UDP port {PORT}: {error.strerror}", fix)
+    yield _reachability()
+
+
+def _reachability() -> Finding:
+    """Say which address others would see; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # chooses a route; no packet leaves
+            address = str(probe.getsockname()[0])
+    except OSError:
+        fix = "connect this machine to a network to train with others"
+        return Finding("address", WARNING, "there is no way to other machines", fix)
+    if ipaddress.ip_address(address).is_global:
+        return Finding("address", OK, f"{address} is a public address")
+    text = f"{address} is an address of a local network: peers elsewhere cannot dial it"
+    fix = (
+        "on one network nothing need be done; else forward the port in the router and give "
+        "--announce PUBLIC-ADDRESS, or join with --join, which needs no open port here"
+    )
+    return Finding("address", WARNING, text, fix)
+
+
+def _clock() -> Iterator[Finding]:
+    state = _clock_state()
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    if state == _CLOCK_ERROR:
+        fix = "timedatectl set-ntp true; peers allow for wrong clocks, logs do not"
+        yield Finding("clock", WARNING, f"{now}; nothing keeps this clock right", fix)
+    elif state is None:
+        yield Finding("clock", OK, f"{now}; whether it is kept right is not known")
+    else:
+        yield Finding("clock", OK, f"{now}, kept right by the network")
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft} files and sockets may be open"
+    if 0 <= soft < _LEAST_FILES:
+        yield Finding("open files", WARNING, text, f"ulimit -n {min(hard, 65536)}")
+    else:
+        yield Finding("open files", OK, text)
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _SOCKET_FOLDER_MAX:
+        text = f"{folder} has too long a name for sockets; /tmp is used"
+        yield Finding("temporary folder", OK, text)
+    cores = len(os.sched_getaffinity(0))
+    busy = os.getloadavg()[0]
+    text = f"{cores} cores, {busy:.1f} programs want one on average"
+    if busy > cores:
+        yield Finding("processor", WARNING, text, "other programs will slow training down")
+    else:
+        yield Finding("processor", OK, text)
+
+
+def _profile() -> Iterator[Finding]:
+    from atomtrain.engine.calibration.crowding import CROWDED_SHARE
+    from atomtrain.engine.calibration.profile_cache import kept_profiles
+
+    kept = kept_profiles()
+    if not kept:
+        text = "nothing is measured yet: the first start takes some seconds longer"
+        yield Finding("profile", OK, text)
+        return
+    share, device = max((cache.crowded_share(), str(cache.key["device"])) for cache in kept)
+    if share > CROWDED_SHARE:
+        text = f"{device} was measured while other programs had {share:.0%} of the processor"
+        fix = (
+            "predicted times are too long: end the other programs and start again, which measures "
+            "anew; or do it with --profile-again"
+        )
+        yield Finding("profile", WARNING, text, fix)
+    else:
+        devices = sorted({str(cache.key["device"]) for cache in kept})
+        yield Finding("profile", OK, f"measured: {', '.join(devices)}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _number(version: str | None) -> tuple[int, int]:
+    parts = (version or "0.0").split("+")[0].split(".")
+    digits = ["".join(filter(str.isdigit, part)) or "0" for part in [*parts, "0"][:2]]
+    return int(digits[0]), int(digits[1])
+
+
+def _lines(path: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return []
+
+
+def _group_limit_bytes() -> int | None:
+    """Return how much memory the control group allows; None: as much as there is."""
+    for path in ("memory.max", "memory/memory.limit_in_bytes"):
+        for line in _lines(Path("/sys/fs/cgroup") / path):
+            if line.strip().isdigit():
+                return int(line)
+    return None
+
+
+def _write_rate(place: Path) -> float:
+    """Return the bytes per second of a file that is written and synced; 0 if that fails."""
+    block = os.urandom(1 << 20)
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".atom-doctor-") as file:
+            started_s = time.monotonic()
+            for _ in range(_DISK_PROBE_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return _DISK_PROBE_BYTES / (time.monotonic() - started_s)
+    except OSError:
+        return 0.0
+
+
+def _clock_state() -> int | None:
+    """Return what adjtimex(2) says without changing anything; None where there is none."""
+    with contextlib.suppress(OSError, AttributeError):
+        # 208 bytes: struct timex on 64-bit Linux; all zero asks only.
+        state = int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)))
+        return state if state >= 0 else None
+    return None

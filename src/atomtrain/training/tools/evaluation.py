@@ -1,0 +1,155 @@
+"""Held-out loss of a trained model that is resident on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from atomtrain.checkpoint import open_checkpoint
+from atomtrain.data import Batch
+from atomtrain.data.examples import IGNORED
+from atomtrain.errors import ConfigError
+from atomtrain.models.hugging_face import CONFIG_FILE, HuggingFaceConfig, read_config
+from atomtrain.models.making import Sizes
+from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
+from atomtrain.training.setup.preference import PreferredAnswer, sums_of
+from atomtrain.training.setup.texts import Text, has_pairs, read_text
+from atomtrain.training.setup.trained import Trained, open_trained
+
+_log = logging.getLogger("atomtrain.training")
+_USUAL_CONTEXT = 1024
+_MOST_LOSS = 700.0
+
+
+class Evaluation(NamedTuple):
+    """How well a model predicts what was held out."""
+
+    loss: float
+    """Mean over targets, nats."""
+    perplexity: float
+    bits_per_byte: float
+    """Of the text that was to be predicted."""
+    targets: int
+    sequences: int
+    context: int
+
+
+class PairEvaluation(NamedTuple):
+    """How well a model prefers the better of two held-out answers."""
+
+    loss: float
+    """Mean over pairs, nats; see `atomtrain.training.setup.preference`."""
+    reward_accuracy: float
+    reward_margin: float
+    pairs: int
+    context: int
+
+
+def evaluate(
+    path: Path, data: str | None, context: int | None = None, sequences: int = 64
+) -> Evaluation | PairEvaluation:
+    """Return the held-out loss of a checkpoint's model, or of a Hugging Face folder's.
+
+    Pairs of answers are judged as in training, beside the model that the run began with.
+
+    Args:
+        path: As `open_trained` takes it.
+        data: As the user named it; `None` is what the checkpoint was trained on, or the
+            demonstration corpus.
+        context: Tokens of a sequence; `None` is the run's, or 1024 and at most the model's.
+        sequences: At most so many.
+
+    Raises:
+        AtomError: model or data cannot be read.
+    """
+    trained = open_trained(path)
+    recipe, packed = trained.recipe, False
+    if recipe is not None:
+        sizes, packed = recipe.sizes, recipe.packed
+        context = context or recipe.context
+        data = data or open_checkpoint(path).meta.get("data")
+    else:
+        assert (path / CONFIG_FILE).is_file()
+        sizes = read_config(path)
+        context = context or min(_USUAL_CONTEXT, trained.context)
+    if has_pairs(data):
+        return _judged(path, trained, data, context, sequences)
+    text = read_text(data, sizes, trained.tokenizer, packed=packed)
+    _warn_of(text)
+    total, targets, count = 0.0, 0, 0
+    for batch in text.material.held_out(context, 1, sequences):
+        loss, counted = _summed(trained.model, _inputs(sizes, batch), batch)
+        total, targets, count = total + loss, targets + counted, count + len(batch.inputs)
+    loss = total / max(1, targets)
+    bits = text.material.bits_per_byte(context, loss)
+    assert bits is not None
+    return Evaluation(
+        loss,
+        math.exp(min(loss, _MOST_LOSS)),
+        bits,
+        targets,
+        count,
+        context,
+    )
+
+
+def _warn_of(text: Text) -> None:
+    if text.skipped is not None:
+        _log.warning(text.skipped)
+
+
+def _judged(
+    path: Path, trained: Trained, data: str | None, context: int, sequences: int
+) -> PairEvaluation:
+    recipe = trained.recipe
+    if recipe is None or not recipe.in_pairs:
+        raise ConfigError(
+            f"{data} has pairs of answers, which are judged beside the model that a run with "
+            f"--objective dpo began with; {path} is no such run: name other --data"
+        )
+    text = read_text(data, recipe.sizes, trained.tokenizer, pairs=True)
+    _warn_of(text)
+    objective = PreferredAnswer(recipe.beta)
+    batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
+    said = _said(objective, trained.model, batches)
+    folder = Path(str(open_checkpoint(path).meta.get("model_folder")))
+    if not folder.is_dir():
+        raise ConfigError(
+            f"the run of {path} began with the model in {folder}, which is not there any more; "
+            "put it there again"
+        )
+    margins = objective.margins(said, _said(objective, open_trained(folder).model, batches))
+    return PairEvaluation(
+        float(-F.logsigmoid(margins).mean()),
+        float((margins > 0).float().mean()),
+        float(margins.mean()),
+        len(margins),
+        context,
+    )
+
+
+def _said(objective: PreferredAnswer, model: Any, batches: list[Batch]) -> torch.Tensor:
+    """Return `[2 * batches]`: the sum of the logarithms of each answer's probabilities."""
+    with torch.no_grad(), objective.listening() as heard:
+        for batch in batches:
+            [micro_batch] = objective.micro_batches(batch, len(batch.inputs))
+            objective.loss(model(batch.inputs), micro_batch)
+    return sums_of(heard)
+
+
+def _inputs(sizes: Sizes, batch: Batch) -> MicroBatch:
+    return (NextToken() if isinstance(sizes, HuggingFaceConfig) else OwnLoss()).inputs(batch)
+
+
+def _summed(model: Any, inputs: MicroBatch, batch: Batch) -> tuple[float, int]:
+    """Return the sum of the losses of a batch's targets, and their number."""
+    labels = batch.labels.flatten()
+    with torch.no_grad():
+        logits = model(**inputs).logits.flatten(0, 1).float()
+        loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return float(loss), int((labels != IGNORED).sum())

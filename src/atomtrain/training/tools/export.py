@@ -1,0 +1,223 @@
+"""A checkpoint as the folder of a Hugging Face model, written layer by layer."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atomtrain.checkpoint import Checkpoint
+from atomtrain.data import Tokenizer
+from atomtrain.errors import CheckpointError, ConfigError, nearest
+from atomtrain.models.gpt_as_gpt2 import gpt2_config, gpt2_name, gpt2_tensor
+from atomtrain.models.gpt_config import GPTConfig
+from atomtrain.models.hugging_face import CONFIG_FILE
+from atomtrain.models.making import Sizes, make_outline
+from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE
+from atomtrain.training.setup.adapters import Adapters
+from atomtrain.training.setup.state import PARAMETER, SWARM_SHARD, recipe_of
+
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+SHARD_BYTES = 5 * 10**9
+"""Bytes of a file at most, unless a single tensor is larger."""
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    folder: Path
+    tensors: int
+    size_bytes: int
+    """Of the weights."""
+    files: int
+    """Of weights."""
+
+
+class _Weight(NamedTuple):
+    """One tensor of the export."""
+
+    name: str
+    size_bytes: int
+    read: Callable[[], Tensor]
+
+
+def export(
+    checkpoint: Checkpoint,
+    target: Path,
+    dtype: str = "float32",
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    merge: bool = False,
+) -> Exported:
+    """Write a checkpoint's model as a folder that `transformers` loads, or adapters for `peft`.
+
+    The folder appears as a whole, when everything is on disk. Memory holds one file's tensors.
+
+    Args:
+        checkpoint: Of `atom train`.
+        target: Must not exist, or be an empty folder.
+        dtype: Type of the weights; `float32` is exactly what was trained.
+        shard_bytes: Bytes of a file at most.
+        merge: Write the whole model with its adapters in it, in place of the adapters alone.
+
+    Raises:
+        CheckpointError: the checkpoint is none of `atom train`, or the folder cannot be written.
+        ConfigError: the target is there already, or the model has no counterpart there.
+    """
+    if dtype not in TYPES:
+        raise ConfigError(
+            f"there is no type {dtype!r}.{nearest(dtype, TYPES)} Types: {', '.join(TYPES)}"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already; choose another folder, or remove it")
+    recipe, tokenizer = recipe_of(checkpoint)
+    if recipe.lora is None:
+        if merge:
+            raise ConfigError(f"{checkpoint.path} has no adapters; leave out --merge")
+        weights = list(_trained(checkpoint, recipe.sizes, TYPES[dtype]))
+        texts = _texts(recipe.sizes, tokenizer, dtype)
+    else:
+        adapters = Adapters(checkpoint, recipe)
+        weights = list(_merged(adapters, TYPES[dtype]) if merge else _adapters(adapters, dtype))
+        texts = _texts(recipe.sizes, tokenizer, dtype)
+        if not merge:
+            config = json.dumps(adapters.peft_config(), indent=2) + "\n"
+            texts = {**texts, ADAPTER_CONFIG: config}
+            del texts[CONFIG_FILE]
+    single = SINGLE_FILE if CONFIG_FILE in texts else ADAPTER_FILE
+    unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        unfinished.mkdir(parents=True)
+        for name, text in texts.items():
+            (unfinished / name).write_text(text, encoding="utf-8")
+        if single == ADAPTER_FILE:
+            shard_bytes = sum(weight.size_bytes for weight in weights) + 1
+        files = _write_weights(weights, unfinished, TYPES[dtype], shard_bytes, single)
+        for file in unfinished.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        if target.exists():
+            target.rmdir()
+        unfinished.rename(target)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{target} could not be written ({reason}); free some space or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    size_bytes = sum(weight.size_bytes for weight in weights)
+    return Exported(target, len(weights), size_bytes, files)
+
+
+def _write_weights(
+    weights: Sequence[_Weight], folder: Path, dtype: torch.dtype, shard_bytes: int, single: str
+) -> int:
+    """Write the safetensors files; return how many."""
+    groups = list(_grouped(weights, shard_bytes))
+    weight_map = {}
+    for index, group in enumerate(groups):
+        name = single
+        if len(groups) > 1:
+            name = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for weight in group:
+            tensor = weight.read()
+            tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            tensors[weight.name] = tensor.contiguous()
+            weight_map[weight.name] = name
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    if len(groups) > 1:
+        total_bytes = sum(weight.size_bytes for weight in weights)
+        index_text = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index_text, indent=2), encoding="utf-8")
+    return len(groups)
+
+
+def _trained(checkpoint: Checkpoint, sizes: Sizes, dtype: torch.dtype) -> Iterator[_Weight]:
+    """Yield parameters and saved buffers in the checkpoint's order."""
+    wanted: Mapping[str, Tensor] = make_outline(sizes).state_dict()
+    shards = lru_cache(maxsize=1)(checkpoint.shard)  # its tensors are mapped, not read
+
+    def reader(shard: str, key: str, name: str) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            tensor = shards(shard)[key]
+            return gpt2_tensor(name, tensor) if isinstance(sizes, GPTConfig) else tensor
+
+        return read
+
+    for shard, keys in checkpoint.tensor_names.items():
+        for key in keys if shard != SWARM_SHARD else ():
+            name, _, kind = key.rpartition("/")
+            if kind == PARAMETER and name in wanted:
+                called = gpt2_name(name) if isinstance(sizes, GPTConfig) else name
+                yield _Weight(called, _bytes(wanted[name], dtype), reader(shard, key, name))
+
+
+def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[_Weight]:
+    """Yield the frozen model's tensors with the adapters in them."""
+    for name, outline in adapters.outline.items():
+        yield _Weight(name, _bytes(outline, dtype), partial(adapters.value, name))
+
+
+def _adapters(adapters: Adapters, dtype: str) -> Iterator[_Weight]:
+    """Yield the adapters alone."""
+    for name, tensor in adapters.peft_tensors():
+        yield _Weight(name, _bytes(tensor, TYPES[dtype]), partial(_same, tensor))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
+    return tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
+
+
+def _grouped(weights: Sequence[_Weight], most_bytes: int) -> Iterator[list[_Weight]]:
+    group: list[_Weight] = []
+    for weight in weights:
+        if group and sum(w.size_bytes for w in group) + weight.size_bytes > most_bytes:
+            yield group
+            group = []
+        group.append(weight)
+    yield group
+
+
+def _texts(sizes: Sizes, tokenizer: Tokenizer, dtype: str) -> dict[str, str]:
+    """Return the small files by name."""
+    if isinstance(sizes, GPTConfig):
+        config = gpt2_config(sizes, tokenizer.separator)
+        files = {"tokenizer_config.json": _tokenizer_config(tokenizer, sizes.context)}
+    else:
+        config = {**sizes.config, "architectures": [type(make_outline(sizes)).__name__]}
+        files = dict(sizes.files)
+        files.setdefault("tokenizer_config.json", _tokenizer_config(tokenizer, sizes.context))
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    return {
+        **files,
+        CONFIG_FILE: json.dumps(config, indent=2, sort_keys=True) + "\n",
+        "tokenizer.json": tokenizer.to_json(),
+    }
+
+
+def _tokenizer_config(tokenizer: Tokenizer, context: int | None) -> str:
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.separator_text,
+    }
+    if context is not None:
+        config["model_max_length"] = context
+    return json.dumps(config, indent=2) + "\n"

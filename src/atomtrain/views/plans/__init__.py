@@ -1,0 +1,1 @@
+"""Plans as tables, pictures and traces. Begin with `report.py`."""

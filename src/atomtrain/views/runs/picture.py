@@ -1,0 +1,191 @@
+"""Draws the course of a run: training loss and held-out bits per byte of every peer."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomtrain.errors import DataError
+from atomtrain.events import Event
+from atomtrain.files import replacing
+from atomtrain.units import format_count
+from atomtrain.views.runs.event_text import number, words
+from atomtrain.views.runs.tail import EventTail
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colours that stay apart for colour-blind readers (Okabe and Ito), then told apart by line style.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINE_STYLES = ("-", "--", ":", "-.")
+MAX_POINTS = 2000
+SMOOTHED_SHARE = 0.015
+
+
+@dataclass
+class PeerCourse:
+    """One peer's course; lists of equal length belong together, by ascending step."""
+
+    name: str
+    run: str | None = None
+    model: str | None = None
+    steps: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    """Tokens after each step; `nan` where the peer did not say."""
+    losses: list[float] = field(default_factory=list)
+    """Training loss in nats per token; `nan` where it was not finite."""
+    evaluated_steps: list[float] = field(default_factory=list)
+    bits_per_byte: list[float] = field(default_factory=list)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether every step can be placed by its tokens."""
+        return all(map(math.isfinite, self.tokens))
+
+    def tokens_at(self, step: float) -> float:
+        """Return the tokens after the last step up to `step`; 0 before the first."""
+        index = bisect.bisect_right(self.steps, step)
+        return self.tokens[index - 1] if index else 0.0
+
+
+def read_course(name: str, events: Iterable[Event]) -> PeerCourse:
+    """Return the course that a peer's events tell.
+
+    A peer that resumes repeats the steps after its checkpoint: what it did before in their place
+    is left out, since it is no part of the model's history.
+    """
+    course = PeerCourse(name)
+    for event in events:
+        step = number(event, "step")
+        if event["event"] == "run_started":
+            course.run, course.model = words(event, "run"), words(event, "model")
+        elif step is None:
+            continue
+        elif event["event"] == "step":
+            _drop_from(step, course.steps, course.tokens, course.losses)
+            # An evaluation belongs to the state after its step: it goes when that step is redone.
+            _drop_from(step, course.evaluated_steps, course.bits_per_byte)
+            course.steps.append(step)
+            course.tokens.append(_number_or_nan(event, "tokens_total"))
+            course.losses.append(_number_or_nan(event, "loss"))
+        elif event["event"] == "evaluation":
+            _drop_from(step, course.evaluated_steps, course.bits_per_byte)
+            course.evaluated_steps.append(step)
+            course.bits_per_byte.append(_number_or_nan(event, "bits_per_byte"))
+    return course
+
+
+def loss_picture(event_files: Mapping[str, Path], target: Path) -> Path:
+    """Draw the event files, by peer name, as a PNG picture; return `target`.
+
+    The upper panel has the training loss of every step (light) and smoothed; the lower one, if
+    there was an evaluation, the held-out bits per byte. Peers without a step are left out. The
+    picture is written under a temporary name and then renamed, so `target` is always whole.
+
+    Raises:
+        DataError: no file has a single step in it.
+    """
+    courses = [read_course(name, EventTail(path).read()) for name, path in event_files.items()]
+    courses = [course for course in courses if course.steps]
+    if not courses:
+        files = ", ".join(map(str, event_files.values())) or "no event file"
+        raise DataError(f"{files}: no training step to draw; train at least one step first")
+    figure = course_figure(courses)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)
+    return target
+
+
+def smooth(values: list[float], reach: int) -> list[float]:
+    """Return for each value the mean of its neighbours up to `reach` places to either side.
+
+    At the start, where losses fall steeply, fewer places count, equally many on both sides; at the
+    end the places to the left still count in full, so that one last value does not bend the curve.
+    `nan` is passed over, and stays where there is nothing else to average.
+    """
+    sums, counts = [0.0], [0]
+    for value in values:
+        known = math.isfinite(value)
+        sums.append(sums[-1] + (value if known else 0.0))
+        counts.append(counts[-1] + known)
+    smoothed = []
+    for index in range(len(values)):
+        left = min(reach, index)
+        low, high = index - left, min(index + left + 1, len(values))
+        known_values = counts[high] - counts[low]
+        smoothed.append((sums[high] - sums[low]) / known_values if known_values else math.nan)
+    return smoothed
+
+
+def _drop_from(step: float, steps: list[float], *others: list[float]) -> None:
+    """Remove the entries from `step` on."""
+    index = bisect.bisect_left(steps, step)
+    for values in (steps, *others):
+        del values[index:]
+
+
+def _number_or_nan(event: Event, key: str) -> float:
+    value = number(event, key)
+    return math.nan if value is None else value
+
+
+def course_figure(courses: list[PeerCourse]) -> Figure:
+    """Draw the courses of peers, each with at least one step."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    evaluated = any(any(map(math.isfinite, course.bits_per_byte)) for course in courses)
+    by_tokens = all(course.has_tokens for course in courses)
+    figure = Figure(figsize=(8, 6.5 if evaluated else 4.2), layout="constrained")
+    panels = figure.subplots(2 if evaluated else 1, 1, sharex=True, squeeze=False)[:, 0]
+    for index, course in enumerate(courses):
+        colour = COLOURS[index % len(COLOURS)]
+        style = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)]
+        _draw_loss(panels[0], course, by_tokens, {"color": colour, "linestyle": style})
+        if evaluated:
+            _draw_held_out(panels[1], course, by_tokens, {"color": colour, "linestyle": style})
+    panels[0].set_ylabel("training loss (nats per token)")
+    panels[-1].set_ylabel("held-out bits per byte" if evaluated else panels[0].get_ylabel())
+    panels[-1].set_xlabel("tokens trained on" if by_tokens else "steps")
+    panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    for panel in panels:
+        panel.grid(color="0.9")
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, loc="upper right", ncols=1 + (len(courses) - 1) // 6)
+    panels[0].set_title(_title(courses), loc="left", fontsize="medium", fontweight="bold")
+    return figure
+
+
+def _draw_loss(panel: Axes, course: PeerCourse, by_tokens: bool, look: dict[str, Any]) -> None:
+    x = course.tokens if by_tokens else course.steps
+    smoothed = smooth(course.losses, round(SMOOTHED_SHARE * len(course.losses)))
+    stride = -(-len(x) // MAX_POINTS)
+    last = slice(len(x) - 1, None)  # the end of the run is always in the picture
+    raw: dict[str, Any] = {**look, "alpha": 0.25, "linewidth": 0.8, "linestyle": "-"}
+    smooth_look: dict[str, Any] = {**look, "linewidth": 1.8, "label": course.name}
+    for values, panel_look in ((course.losses, raw), (smoothed, smooth_look)):
+        panel.plot(x[:-1:stride] + x[last], values[:-1:stride] + values[last], **panel_look)
+
+
+def _draw_held_out(panel: Axes, course: PeerCourse, by_tokens: bool, look: dict[str, Any]) -> None:
+    steps = course.evaluated_steps
+    x = [course.tokens_at(step) for step in steps] if by_tokens else steps
+    finite = [value for value in course.bits_per_byte if math.isfinite(value)]
+    look = {**look, "marker": "o", "markersize": 3.5, "linewidth": 1.4}
+    if finite:
+        look["label"] = f"{course.name}: {finite[-1]:.3f}"
+    panel.plot(x, course.bits_per_byte, **look)
+
+
+def _title(courses: list[PeerCourse]) -> str:
+    first = courses[0]
+    run = f"run {first.run}" if first.run else "training run"
+    peers = f"{len(courses)} peers" if len(courses) > 1 else None
+    return ", ".join(part for part in (run, first.model, peers) if part)

@@ -1,0 +1,56 @@
+"""The plan that training follows, as an event, and what a step was like beside it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from atomtrain.engine.calibration.crowding import crowding_warning
+from atomtrain.engine.engine import Engine
+from atomtrain.events import EventLog
+from atomtrain.planning.cost.timeline import Span
+
+_MOST_SPANS = 5000
+"""Beyond them a step's spans are no picture any more, and too long a line."""
+
+
+def tell_plan(engine: Engine, events: EventLog) -> None:
+    """Tell an engine's plan, and what makes its predictions doubtful."""
+    plan = engine.plan
+    events.emit(
+        "plan",
+        text=plan.describe(),
+        segments=plan.segments,
+        predicted_step_s=plan.step_s,
+        predicted_device_peak_bytes=plan.device_peak_bytes,
+        host_bytes=plan.host_bytes,
+        bound=plan.bound,
+        memory=[region.to_json() for region in engine.memory_map()],
+    )
+    if warning := crowding_warning(engine.planner.crowded_share):
+        events.emit("warning", message=warning)
+
+
+def tell_timeline(engine: Engine, step: int, events: EventLog) -> None:
+    """Tell what each stream did in the last step, which was recorded; waits for its updates."""
+    assert engine.last is not None
+    step_s = engine.last.step_s
+    start_s = time.time() - step_s
+    measured = engine.last_spans()
+    predicted = engine.predicted_spans()
+    if max(len(measured), len(predicted)) > _MOST_SPANS:
+        return
+    events.emit(
+        "timeline",
+        step=step,
+        start_time_s=start_s,
+        step_s=step_s,
+        predicted_step_s=engine.plan.step_s,
+        measured=[_plain_span(span) for span in measured],
+        predicted=[_plain_span(span) for span in predicted],
+    )
+
+
+def _plain_span(span: Span) -> list[Any]:
+    """Return stream, label, start and end in seconds; a microsecond is exact enough to look at."""
+    return [span.stream, span.label, round(span.start_s, 6), round(span.end_s, 6)]

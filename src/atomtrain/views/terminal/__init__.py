@@ -1,0 +1,1 @@
+"""The terminal view of a run. Begin with `terminal.py`."""

@@ -1,0 +1,2 @@
+"""Tests: `unit` mirrors the source tree; `golden` compares bits;
+`fault` kills and lies; `integration` runs commands."""

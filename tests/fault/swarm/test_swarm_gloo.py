@@ -1,0 +1,53 @@
+"""Rounds over Gloo, with real processes: equal anchors, a kill in the middle, a newcomer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atomtrain.errors import ConfigError
+from atomtrain.swarm import SwarmConfig
+from tests.support.swarm_processes import PeerProcess, wait_averaged, wait_same_anchors
+
+_LARGE = {"elements": [4_000_000], "step_s": 0.05, "local_steps": 1, "transport": "gloo"}
+
+
+def test_members_die_and_join_and_anchors_stay_equal(peers: list[PeerProcess]) -> None:
+    first = PeerProcess(target=1.0, **_LARGE)
+    peers.append(first)
+    address = first.wait_ready()
+    second, third = (PeerProcess(target=t, join=[address]) for t in (-1.0, 0.0))
+    peers += [second, third]
+    second.wait_ready()
+    third.wait_ready()
+    wait_averaged(second, first, second, third)
+    third.kill()  # rounds follow each other at once: mostly in the middle of one
+    wait_averaged(second, first, second)
+    newcomer = PeerProcess(target=0.5, join=[address])
+    peers.append(newcomer)
+    newcomer.wait_ready()
+    wait_averaged(newcomer, first, second, newcomer)
+
+    # A version alone names no anchor: a peer that sees nobody for a moment goes on by itself.
+    wait_same_anchors(first, second, newcomer)
+    anchors: dict[str, set[str]] = {}
+    for peer in (first, second, newcomer):
+        for said in peer.lines("state"):
+            if (round_id := said["rounds"][0]) != "":
+                anchors.setdefault(round_id, set()).add(said["digests"][0])
+    assert all(len(digests) == 1 for digests in anchors.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"transport": "glo"}, "Did you mean 'gloo'"),
+        ({"transport": "gloo", "wire": "int4"}, "plain means of float32, not int4"),
+        ({"transport": "gloo", "wire": "float32", "mean": "clipped"}, "not clipped ones"),
+    ],
+)
+def test_what_gloo_cannot_do_is_told(wrong: dict[str, Any], says: str) -> None:
+    SwarmConfig(run="r", transport="gloo", wire="float32")
+    with pytest.raises(ConfigError, match=says):
+        SwarmConfig(run="r", **wrong)

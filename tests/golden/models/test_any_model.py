@@ -1,0 +1,118 @@
+"""Models that know nothing of ATOM: swapped training equals resident training bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atomtrain
+from tests.support import any_models
+from tests.support.any_models import Case
+from tests.support.engine_models import swap
+from tests.support.reference import assert_equal_training, train, twin
+
+pytestmark = pytest.mark.usefixtures("assumed_times")
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(1234)
+
+
+@pytest.fixture
+def _fastest_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the fastest plan, with slots and buffers to spare, and not the leanest of those that are
+    about as fast: on chains this long the search for that one takes longer than the training."""
+    monkeypatch.setattr("atomtrain.planning.search.search.EQUAL", 0.0)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+
+
+def loss_in(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    output = model(**batch)
+    return output["loss"] if isinstance(output, dict) else output.loss
+
+
+def check(
+    case: Case,
+    micro_batches: int,
+    segments: int,
+    loss_of: Callable[..., Tensor] = loss_in,
+    loss: Any = None,
+) -> atomtrain.Engine:
+    """Train a model and its twin from the same random state, then evaluate both."""
+    model, draw = case
+    reference = twin(model)
+    resident = adamw(reference.parameters())
+    steps = [[draw() for _ in range(micro_batches)] for _ in range(STEPS)]
+    state = torch.get_rng_state()
+    engine = swap(
+        model, steps[0][0], optimizer=adamw, loss=loss, segments=segments,
+        micro_batches=micro_batches,
+    )  # fmt: skip
+    with engine:
+        assert torch.equal(torch.get_rng_state(), state), "analysis draws no random numbers"
+        expected = train(reference, steps, resident, loss_of)
+        left_at = torch.get_rng_state()
+        torch.set_rng_state(state)
+        assert [engine.step(step) for step in steps] == expected
+        assert torch.equal(torch.get_rng_state(), left_at)
+        assert_equal_training(engine, reference, resident)
+        assert engine.device.peak_bytes() <= engine.plan.device_peak_bytes
+        reference.eval()
+        with torch.no_grad():
+            expected_loss = sum(float(loss_of(reference, b)) for b in steps[0]) / micro_batches
+        assert engine.evaluate(steps[0]) == expected_loss
+        assert model.training
+        assert_equal_training(engine, reference, resident)
+    return engine
+
+
+@pytest.mark.parametrize("make", any_models.HUGGING_FACE, ids=lambda make: make.__name__)
+def test_hugging_face_models(make: Callable[[], Case]) -> None:
+    check(make(), micro_batches=1, segments=4)
+
+
+@pytest.mark.usefixtures("_fastest_plans")
+@pytest.mark.parametrize(
+    "make",
+    [
+        any_models.llama, any_models.llama_with_padding, any_models.phi, any_models.gpt_neox,
+        any_models.mixtral, any_models.vit, any_models.resnet,
+    ],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
+def test_hugging_face_models_with_several_micro_batches(make: Callable[[], Case]) -> None:
+    check(make(), micro_batches=3, segments=3)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("segments", [1, 3, 5])
+def test_two_heads_and_a_loss_of_the_callers(micro_batches: int, segments: int) -> None:
+    case = any_models.actor_critic()
+    unused = case.model.unused.detach().clone()  # type: ignore[union-attr]
+    engine = check(
+        case,
+        micro_batches,
+        segments,
+        lambda model, batch: any_models.policy_loss(model(batch["state"]), batch),
+        any_models.policy_loss,
+    )
+    assert torch.equal(case.model.unused, unused)  # type: ignore[arg-type]
+    assert not engine.model.unused.requires_grad or not engine.masters.moments(
+        case.model.unused  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.usefixtures("_fastest_plans")
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("segments", [1, 3, 6])
+def test_skips_over_several_cuts(micro_batches: int, segments: int) -> None:
+    check(any_models.u_net(), micro_batches, segments)

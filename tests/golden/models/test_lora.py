@@ -1,0 +1,249 @@
+"""Adapters beside frozen layers: swapped is resident bit for bit, and peft computes the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from atomtrain.analysis.costs.storages import StorageTracker
+from atomtrain.checkpoint import open_checkpoint
+from atomtrain.cli.main import main
+from atomtrain.data import Batch
+from atomtrain.engine.api import swap
+from atomtrain.engine.options import Options
+from atomtrain.models.hugging_face import build, read_config
+from atomtrain.models.lora import adapted_layers, add_adapters, merged
+from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.quantised import _NF4, _levels_on, dequantise, quantise, quantised_linear
+from atomtrain.optimizers import AdamW
+from atomtrain.planning.plan.layout import Layout
+from atomtrain.training.setup.objective import NextToken
+from tests.support.hugging_face_models import UNTIED, saved_tensors, write_model, write_text
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def adapted(folder: Path, config: LoraConfig) -> Any:
+    """Return a model with adapters that are not zero any more."""
+    from safetensors.torch import load_file
+
+    sizes = read_config(folder)
+    stored = load_file(folder / "model.safetensors")
+    model = build(sizes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(stored[name])
+    add_adapters(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, layer in adapted_layers(model).items():
+            for part, values in layer.beginning(stored[f"{name}.weight"], name):
+                layer.get_parameter(part).copy_(values)
+            drawn = torch.randn(layer.lora_B.weight.shape, generator=generator)
+            layer.lora_B.weight.copy_(0.02 * drawn)
+    return model
+
+
+def steps(model: Any) -> list[list[dict[str, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(290, (3, 4, 13), generator=generator)
+    batches = [Batch(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids]
+    return [NextToken().micro_batches(batch, 2) for batch in batches]
+
+
+KINDS = {
+    "lora": LoraConfig(r=4, alpha=8.0),
+    "dora": LoraConfig(r=4, alpha=8.0, targets=("q_proj", "down_proj"), dora=True),
+    "8 bits": LoraConfig(r=4, alpha=8.0, bits=8),
+    "4 bits, dora": LoraConfig(r=4, alpha=8.0, bits=4, dora=True),
+}
+
+
+@pytest.mark.usefixtures("assumed_times")
+@pytest.mark.parametrize(("kind", "tight"), [*((kind, True) for kind in KINDS), ("lora", False)])
+def test_swapped_adapters_are_resident_ones_bit_for_bit(
+    kind: str, tight: bool, tmp_path: Path
+) -> None:
+    write_model(tmp_path, UNTIED)
+    expected, model = (adapted(tmp_path, KINDS[kind]) for _ in range(2))
+    objective = NextToken()
+    optimizer = AdamW([p for p in expected.parameters() if p.requires_grad], lr=1e-2)
+    for micro_batches in steps(expected):
+        optimizer.zero_grad(set_to_none=True)
+        for batch in micro_batches:
+            loss = objective.loss(expected(batch["input_ids"]), batch)
+            (loss / len(micro_batches)).backward()
+        optimizer.step()
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    with swap(
+        model,
+        steps(model)[0][0],
+        optimizer=lambda parameters: AdamW(parameters, lr=1e-2),
+        device="emulated",
+        device_memory="160KiB" if tight else "1MiB",
+        loss=objective.loss,
+        options=Options(micro_batches=2, optimizer_on_device=False if tight else None),
+    ) as engine:
+        for micro_batches in steps(model):
+            engine.step(micro_batches)
+        engine.synchronize()
+        store = engine._core.store
+        trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        layout = store.layout
+        assert trained_bytes <= layout.gradients.total_bytes == store.gradients.numel()
+        assert layout.gradients.total_bytes < layout.total_bytes
+        assert engine.plan.gradient_bytes < engine.plan.slot_bytes or not tight
+        assert engine.last is not None
+        assert engine.last.device_peak_bytes <= engine.plan.device_peak_bytes
+        elements = 0
+        for start, stop in engine.fragment_ranges():
+            with engine.fragment(start, stop) as values:
+                elements += values.numel()
+        assert 4 * elements == layout.gradients.total_bytes
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), name
+        for name, before in frozen.items():
+            assert torch.equal(model.get_parameter(name), before), name
+
+
+def test_a_layout_of_gradients_has_no_room_for_what_is_frozen() -> None:
+    from atomtrain.analysis.layers.chain import Chain, Layer
+
+    linear = torch.nn.Linear(8, 8)
+    linear.weight.requires_grad_(False)
+    chain = Chain((Layer("only", linear, ("x",), ("loss",)),), ("x",), "loss", {})
+    layout = Layout(chain)
+    assert layout.total_bytes == 512
+    assert layout.gradients.total_bytes == 256
+    assert layout.gradients.offsets == {id(linear.bias): 0}
+    linear.weight.requires_grad_(True)
+    assert (whole := Layout(chain)).gradients is whole
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_weights_are_near_and_their_product_exact(bits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 96, generator=generator)
+    weight[0, :48] = 0.0
+    packed = quantise(weight, bits)
+    wide = dequantise(*packed, torch.float32)
+    share = (wide - weight).norm() / weight.norm()
+    assert share < (0.01 if bits == 8 else 0.1)
+    assert torch.equal(wide[0, :48], weight[0, :48])
+    inputs = torch.randn(5, 96, generator=generator, requires_grad=True)
+    out = quantised_linear(inputs, *packed)
+    seeds = torch.randn(5, 6, generator=generator)
+    out.backward(seeds)
+    assert torch.equal(out, inputs @ wide.T)
+    assert torch.equal(inputs.grad, seeds @ wide)
+
+
+def test_each_byte_of_4_bits_is_two_levels() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, -1)
+    levels = torch.tensor(_NF4)
+    expected = torch.stack((levels.repeat(16), levels.repeat_interleave(16)), -1).view(1, -1)
+    wide = dequantise(codes, torch.full((1, 8), 3.0), torch.float32)
+    assert torch.equal(wide, expected * 3.0)
+    with FakeTensorMode() as mode:
+        fake = dequantise(mode.from_tensor(codes), torch.empty(1, 8), torch.float32)
+    assert fake.shape == wide.shape
+
+
+def test_levels_on_a_device_are_the_same_memory_whatever_counts_or_infers() -> None:
+    _levels_on.cache_clear()
+    tracker = StorageTracker()
+    with tracker, torch.inference_mode():
+        first = _levels_on(torch.device("cpu"))
+    assert tracker.live_bytes == 0
+    assert not first.is_inference()
+    assert _levels_on(torch.device("cpu")) is first
+
+
+def train(folder: Path, text: Path, run: str, *more: str) -> Path:
+    arguments = [
+        "train", "--model", str(folder), "--data", str(text), "--run", run, "--host", "127.0.0.1",
+        "--device", "emulated:4GiB/s", "--device-memory", "2MiB", "--context", "16",
+        "--sequences", "4", "--steps", "3", "--plain", "--no-profile", "--threads", "1",
+        "--evaluate-every", "100", "--checkpoint-every", "100", "--learning-rate", "0.01",
+    ]  # fmt: skip
+    assert main([*arguments, *more]) == 0
+    return Path("runs") / run / "peer-0"
+
+
+@pytest.mark.parametrize("kind", ["r=4,alpha=8", "r=4,alpha=8,dora=true,targets=q_proj+up_proj"])
+def test_the_command_trains_what_peft_loads(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    folder, text = tmp_path / "llama", write_text(tmp_path / "text.txt")
+    write_model(folder, UNTIED)
+    run = train(folder, text, "adapted", "--lora", kind)
+    checkpoint = open_checkpoint(run)
+    stored = sum(file.stat().st_size for file in checkpoint.path.glob("shard-*"))
+    assert stored < (folder / "model.safetensors").stat().st_size * 2
+    assert main(["export", str(run), "adapters"]) == 0
+    assert main(["export", str(run), "merged", "--merge"]) == 0
+    load: Any = AutoModelForCausalLM.from_pretrained
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        with_adapters = peft.PeftModel.from_pretrained(load(folder), "adapters").eval()
+        given = {n: p for n, p in with_adapters.named_parameters() if "lora_B" in n}
+        assert given
+        assert all(p.abs().sum() > 0 for p in given.values())
+        expected = with_adapters(ids).logits
+        assert not torch.allclose(load(folder).eval()(ids).logits, expected, atol=1e-4)
+        assert torch.allclose(load("merged").eval()(ids).logits, expected, atol=1e-5)
+    assert main(["generate", str(run), "--tokens", "2"]) == 0
+
+
+def test_adapters_resume_with_the_same_bits_beside_a_base_of_4_bits(tmp_path: Path) -> None:
+    folder, text = tmp_path / "llama", write_text(tmp_path / "text.txt")
+    write_model(folder, UNTIED)
+    lora = ("--lora", "r=4,bits=4", "--precision", "bf16", "--checkpoint-every", "1")
+    run = train(folder, text, "mine", *lora)
+    expected = saved_tensors(run)
+    shutil.rmtree(max((run / "checkpoints").glob("step-*")))
+    train(folder, text, "mine", "--resume")
+    found = saved_tensors(run)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+    assert any("lora_" in key for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("lora", "expected"),
+    [
+        ("r=0", "at least 1"), ("rank=4", "has no part 'rank'"), ("r=four", "r=four cannot be"),
+        ("targets=q_proy", "Did you mean 'q_proj'"), ("bits=3", "must be 8 or 4"), ("r", "lacks"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    lora: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "llama", UNTIED)
+    text = write_text(tmp_path / "text.txt")
+    arguments = ["--model", str(tmp_path / "llama"), "--data", str(text), "--plain"]
+    capsys.readouterr()
+    assert main(["train", *arguments, "--lora", lora, "--device", "emulated"]) == 2
+    told = capsys.readouterr().err
+    assert expected in told
+    assert told.count("\n") == 1
+
+
+def test_merging_is_the_adapted_matrix() -> None:
+    weight, a, b = torch.randn(4, 6), torch.randn(2, 6), torch.randn(4, 2)
+    parts = {"lora_A.weight": a, "lora_B.weight": b}
+    assert torch.equal(merged(weight, parts, 2.0), weight + b @ a * 2.0)
+    longer = merged(weight, {**parts, "lora_magnitude_vector": torch.full((4,), 3.0)}, 2.0)
+    assert torch.allclose(longer.norm(dim=1), torch.full((4,), 3.0))

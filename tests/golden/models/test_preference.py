@@ -1,0 +1,186 @@
+"""Learning from pairs of answers: the published formula, swapped as resident, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomtrain.data import Batch
+from atomtrain.engine.api import swap
+from atomtrain.engine.options import Options
+from atomtrain.models.hugging_face import build, read_config
+from atomtrain.models.lora import adapted_layers, add_adapters
+from atomtrain.models.lora_config import LoraConfig
+from atomtrain.optimizers import AdamW
+from atomtrain.training.setup.objective import IGNORED
+from atomtrain.training.setup.preference import PreferredAnswer, sums_of
+from tests.support.hugging_face_models import UNTIED, VOCABULARY, write_model
+
+pytest.importorskip("transformers")
+BETA = 0.3
+ROWS, CONTEXT, MICRO_BATCH = 8, 12, 4
+
+
+class Output:
+    """What a model returns."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+def batch_of(generator: torch.Generator) -> Batch:
+    """Return pairs whose answers begin and end where they like."""
+    ids = torch.randint(VOCABULARY - 10, (ROWS, CONTEXT + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    for row in range(ROWS):
+        first, last = sorted(torch.randint(1, CONTEXT, (2,), generator=generator).tolist())
+        labels[row, :first] = IGNORED
+        labels[row, last + 1 :] = IGNORED
+    said = -20 * torch.rand(ROWS, generator=generator)
+    return Batch(ids[:, :-1].contiguous(), labels, said)
+
+
+def steps() -> list[list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(2)
+    objective = PreferredAnswer(BETA)
+    return [objective.micro_batches(batch_of(generator), MICRO_BATCH) for _ in range(3)]
+
+
+def sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return `[B]`: the sum of the answers' log-probabilities, by the definition."""
+    logs = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None]).squeeze(2)
+    return (logs * (labels != IGNORED)).sum(1)
+
+
+def test_loss_and_rewards_are_those_of_the_published_formula() -> None:
+    """Rafailov et al. 2023, equation 7, in the order in which the package `trl` computes it."""
+    generator = torch.Generator().manual_seed(0)
+    batch = batch_of(generator)
+    assert batch.reference is not None
+    logits = torch.randn(ROWS, CONTEXT, VOCABULARY, generator=generator, requires_grad=True)
+    said = sums(logits, batch.labels)
+    chosen, rejected = said[0::2], said[1::2]
+    of_chosen, of_rejected = batch.reference[0::2], batch.reference[1::2]
+    ratios = (chosen - rejected) - (of_chosen - of_rejected)
+    expected = -F.logsigmoid(BETA * ratios).mean()
+    rewards = BETA * (chosen - of_chosen), BETA * (rejected - of_rejected)
+
+    objective = PreferredAnswer(BETA)
+    micro_batches = objective.micro_batches(batch, ROWS)
+    with objective.listening() as heard:
+        loss = objective.loss(Output(logits), micro_batches[0])
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
+    )
+    torch.testing.assert_close(sums_of(heard), said.detach())
+    numbers = objective.numbers(heard, micro_batches)
+    assert numbers["reward_accuracy"] == float((rewards[0] > rewards[1]).float().mean())
+    assert numbers["reward_margin"] == pytest.approx(
+        float((rewards[0] - rewards[1]).detach().mean())
+    )
+    assert 0 < numbers["reward_accuracy"] < 1
+    objective.loss(Output(logits), micro_batches[0])
+    assert len(heard) == 1, "nobody listens any more"
+
+
+def model_in(folder: Path, lora: LoraConfig | None) -> Any:
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / "model.safetensors")
+    model = build(read_config(folder))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(stored[name])
+    if lora is not None:
+        add_adapters(model, lora)
+        with torch.no_grad():
+            for name, layer in adapted_layers(model).items():
+                for part, values in layer.beginning(stored[f"{name}.weight"], name):
+                    layer.get_parameter(part).copy_(values)
+                layer.lora_B.weight.fill_(0.01)
+    return model
+
+
+LORA = LoraConfig(r=4, alpha=8.0)
+
+
+@pytest.mark.usefixtures("assumed_times")
+@pytest.mark.parametrize(
+    ("lora", "memory"), [(None, "280KiB"), (None, "1MiB"), (LORA, "280KiB")],
+    ids=["swapped", "resident", "adapters"],
+)  # fmt: skip
+def test_swapped_training_is_resident_training_bit_for_bit(
+    lora: LoraConfig | None, memory: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path, UNTIED)
+    expected, model = (model_in(tmp_path, lora) for _ in range(2))
+    objective = PreferredAnswer(BETA)
+    optimizer = AdamW([p for p in expected.parameters() if p.requires_grad], lr=1e-2)
+    losses, told = [], []
+    for micro_batches in steps():
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        with objective.listening() as heard:
+            for batch in micro_batches:
+                loss = objective.loss(expected(batch["input_ids"]), batch)
+                (loss / len(micro_batches)).backward()
+                total += float(loss.detach())
+        optimizer.step()
+        losses.append(total / len(micro_batches))
+        told.append(objective.numbers(heard, micro_batches))
+    assert losses[-1] != losses[0]
+    with swap(
+        model,
+        steps()[0][0],
+        optimizer=lambda parameters: AdamW(parameters, lr=1e-2),
+        device="emulated",
+        device_memory=memory,
+        loss=objective.loss,
+        options=Options(micro_batches=ROWS // MICRO_BATCH),
+    ) as engine:
+        for micro_batches, loss, numbers in zip(steps(), losses, told, strict=True):
+            with objective.listening() as heard:
+                assert engine.step(micro_batches) == loss
+            assert objective.numbers(heard, micro_batches) == numbers
+        assert engine.last is not None
+        assert engine.last.device_peak_bytes <= engine.plan.device_peak_bytes
+        with objective.listening() as heard:
+            engine.evaluate(micro_batches)
+        engine.synchronize()
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), name
+    with torch.no_grad():
+        model.eval()
+        said = [sums(model(b["input_ids"]).logits, b["targets"]) for b in micro_batches]
+    torch.testing.assert_close(sums_of(heard), torch.cat(said))
+
+
+@pytest.mark.usefixtures("assumed_times")
+def test_the_head_in_pieces_says_the_same(tmp_path: Path) -> None:
+    write_model(tmp_path, UNTIED)
+    results = []
+    objective = PreferredAnswer(BETA)
+    for pieces in (None, 3):
+        with swap(
+            model_in(tmp_path, None),
+            steps()[0][0],
+            optimizer=lambda parameters: AdamW(parameters, lr=1e-3),
+            device="emulated",
+            device_memory="1MiB",
+            loss=objective.loss,
+            options=Options(micro_batches=ROWS // MICRO_BATCH, head_pieces=pieces),
+        ) as engine:
+            with objective.listening() as heard:
+                losses = [engine.step(micro_batches) for micro_batches in steps()]
+            results.append((losses, sums_of(heard), engine.state_dict()))
+    (one, said, state), (other, again, states) = results
+    assert other == pytest.approx(one, rel=1e-5)
+    torch.testing.assert_close(again, said)
+    for name, tensor in state.items():
+        torch.testing.assert_close(states[name], tensor, rtol=1e-4, atol=1e-5)

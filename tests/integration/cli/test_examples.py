@@ -1,0 +1,58 @@
+"""The examples run as they are, each in an empty folder."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atombench import forks
+from tests.support import ROOT
+from tests.support.waiting import PATIENCE_S
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+AS_A_USER = "dataloader"
+"""Starts as a user starts it; the others are forks of a process that has the heavy packages."""
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(example: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(example)]
+    where: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "HF_HUB_OFFLINE": "1"}}
+    if example.stem == AS_A_USER:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, **where
+        )
+    else:
+        done = forks.run(command, PATIENCE_S, **where)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
+
+
+def test_one_example_starts_as_a_user_starts_it() -> None:
+    assert AS_A_USER in {path.stem for path in EXAMPLES}
+
+
+def test_the_notebook_shows_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = ROOT / "examples" / "notebook.ipynb"
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            *body, last = ast.parse("".join(cell["source"])).body
+            exec(compile(ast.Module(body, []), "cell", "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+                shown.append(value)
+            else:
+                exec(compile(ast.Module([last], []), "cell", "exec"), names)
+    pictures = [value._repr_png_() for value in shown if hasattr(value, "_repr_png_")]
+    assert len(pictures) == 2
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)

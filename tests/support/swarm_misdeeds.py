@@ -1,0 +1,289 @@
+"""What a peer may do wrong with what it sends at one stage of a round, and a record of its rounds.
+
+`Misdeed` is done to the first thing that the process sends to another peer after it has come to a
+stage, in every round, for as long as the test wants it. `record` has a peer tell its contributions
+and what its anchors became, so that a test can do the sums again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import struct
+from typing import Any
+
+import torch
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm import Swarm
+from atomtrain.swarm.anchors.anchors import Merge, Snapshot
+from atomtrain.swarm.transport import messages
+from atomtrain.swarm.transport.messages import (
+    MESSAGE_BYTES_MAX,
+    AskAnchor,
+    AskManifest,
+    AskStatus,
+    BadMessage,
+    Contribution,
+    HoldOn,
+    Invite,
+    Ping,
+    Propose,
+    RelayTo,
+)
+from atomtrain.swarm.transport.transport import Channel
+from tests.support.swarm_vectors import say
+
+MISDEEDS = ("corrupt", "replay", "flood", "slow")
+FLOOD = 2000
+"""Copies that a flood sends of one message or piece of data."""
+SLOW_S = 2.0
+"""Less than any deadline: who is slow is not dead."""
+
+
+RAIDERS = 160
+"""Streams that a raid opens to each victim at once: more than it serves to one peer."""
+HOARDED = 16
+"""Streams on which a hoarder has asked each victim for an anchor, and takes nothing."""
+_LARGEST = 2**53 - 1
+
+
+class Misdeed:
+    """Spoils what this process sends, once each time that it is told to."""
+
+    def __init__(self, what: str, swarm: Swarm) -> None:
+        """Begin to listen: a replay takes what was sent before."""
+        self._what, self._own_id = what, swarm.peer_id
+        self._agenda = swarm._service.context.agenda
+        self._last: dict[Channel, str] = {}
+        self._first: dict[str, bytes] = {}
+        self._now = False
+        self._send_bytes = Channel.send_bytes
+        misdeed = self
+
+        async def send_bytes(channel: Channel, data: bytes | memoryview) -> None:
+            await misdeed._sent(channel, data)
+
+        Channel.send_bytes = send_bytes  # type: ignore[method-assign]
+
+    def arm(self) -> None:
+        """Do it to what is sent next; from any thread."""
+        self._now = True
+
+    async def _sent(self, channel: Channel, data: bytes | memoryview) -> None:
+        if channel.remote == self._own_id:  # what it says to itself as a leader harms nobody else
+            await self._send_bytes(channel, data)
+            return
+        plain = bytes(data)
+        kind = self._kind(channel, plain)
+        old = self._first.setdefault(kind, plain)
+        if not self._now:
+            await self._send_bytes(channel, data)
+            return
+        self._now = False
+        contribution = kind.startswith("contribution")
+        say("misdeed", sent=kind, round=self._agenda.running if contribution else None)
+        if self._what == "corrupt":
+            plain = random.randbytes(len(plain))
+        elif self._what == "replay":
+            plain = old
+        elif self._what == "slow":
+            await asyncio.sleep(SLOW_S)
+        for _ in range(FLOOD if self._what == "flood" else 1):
+            await self._send_bytes(channel, plain)
+
+    def _kind(self, channel: Channel, data: bytes) -> str:
+        """Return of what kind a message is, or of what, and how long, raw data are."""
+        try:
+            if len(data) > 4 and struct.unpack(">I", data[:4])[0] == len(data) - 4:
+                kind = messages.decode(data[4:]).kind
+                self._last[channel] = kind
+                return kind
+        except BadMessage:
+            pass
+        # On a lane all contributions come first, and each mean after a header of its own.
+        last = self._last.get(channel, Contribution.__name__)
+        return f"{'contribution' if last == Contribution.__name__ else last} of {len(data)} bytes"
+
+
+def record(swarm: Swarm) -> None:
+    """Have a peer tell of each round what it contributed, and what its anchor became by it."""
+    service = swarm._service
+    store = service.context.desk.store
+
+    def snapshot(fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:
+        taken = type(store).snapshot(store, fragment, local, into)
+        change = taken.values - taken.anchor.values
+        say("took", round=service.context.agenda.running, change=change.tolist())
+        return taken
+
+    def merge(what: Merge, local: torch.Tensor) -> None:
+        before = store.anchor(what.fragment).values.tolist()
+        origin, weights = what.anchor.origin, dict[str, int]()
+        for one in service._rounds.groups():
+            if one.invite.round_id == origin.round_id:
+                weights = dict(zip(one.begin.members, one.begin.weights, strict=True))
+        type(store).merge(store, what, local)
+        if what.snapshot is not None and weights:
+            say(
+                "merged",
+                round=origin.round_id,
+                weights=weights,
+                parts=[(*part.span, sorted(part.contributors)) for part in origin.parts],
+                before=before,
+                after=what.anchor.values.tolist(),
+            )
+
+    store.snapshot = snapshot  # type: ignore[method-assign]
+    store.merge = merge  # type: ignore[method-assign]
+
+
+def check_means(said: dict[str, list[dict[str, Any]]]) -> int:
+    """Check each mean that contains nothing but what its contributors noted; return how many.
+
+    `said`: what each peer has told, by its id. In rounds in which a peer spoiled a contribution,
+    what it noted is not what it sent.
+    """
+    took = {
+        (peer, line["round"]): line["change"]
+        for peer, lines in said.items()
+        for line in lines
+        if line["kind"] == "took"
+    }
+    spoiled = {
+        (peer, line["round"])
+        for peer, lines in said.items()
+        for line in lines
+        if line["kind"] == "misdeed"
+    }
+    checked = 0
+    for line in (line for lines in said.values() for line in lines if line["kind"] == "merged"):
+        for start, stop, contributors in line["parts"]:
+            if any((peer, line["round"]) in spoiled for peer in contributors):
+                continue
+            weights = line["weights"]
+            total = sum(weights[peer] for peer in contributors)
+            before, after = (torch.tensor(line[of][start:stop]) for of in ("before", "after"))
+            change = torch.zeros_like(before)
+            for peer in contributors:
+                one = torch.tensor(took[peer, line["round"]][start:stop])
+                change += one * (weights[peer] / total)
+            torch.testing.assert_close(after, before + change, rtol=1e-5, atol=1e-6)
+            checked += 1
+    return checked
+
+
+def raid(swarm: Swarm) -> None:
+    """Have others allocate as much as they will, in every way at once, and keep it."""
+    context = swarm._service.context
+    kept: list[Channel] = []
+
+    async def go_on(victim: str, number: int) -> None:
+        for turn in itertools.count(number):
+            try:
+                channel = await context.open(victim, bulk=turn % 3 == 0)
+            except SwarmError:
+                await asyncio.sleep(0.2)
+                continue
+            kept.append(channel)
+            with contextlib.suppress(SwarmError):
+                async with asyncio.timeout(3.0):
+                    await _RAIDS[turn % len(_RAIDS)](channel, context.agenda.running or "")
+                    say("raided", way=_RAIDS[turn % len(_RAIDS)].__name__)
+            await asyncio.sleep(1.0)
+            channel.close()
+            kept.remove(channel)
+
+    async def spread() -> None:
+        others = [peer for peer in context.roster.members if peer != context.peer_id]
+        await asyncio.gather(*(go_on(peer, n) for peer in others for n in range(RAIDERS)))
+
+    swarm._thread.submit(spread())
+
+
+def hoard(swarm: Swarm) -> None:
+    """Ask others for anchors again and again, take a little, and keep the streams."""
+    context = swarm._service.context
+
+    async def go_on(victim: str) -> None:
+        kept: list[Channel] = []
+        for turn in itertools.count():
+            with contextlib.suppress(SwarmError):
+                channel = await context.open(victim, bulk=True)
+                await channel.send(AskAnchor(fragment=turn % 2, digest="", start_bytes=0))
+                kept.append(channel)
+                say("hoarded", streams=len(kept))
+            if len(kept) > HOARDED:
+                kept.pop(0).close()
+            await asyncio.sleep(0.3)
+
+    async def spread() -> None:
+        others = [peer for peer in context.roster.members if peer != context.peer_id]
+        await asyncio.gather(*map(go_on, others))
+
+    swarm._thread.submit(spread())
+
+
+async def _announce_much(channel: Channel, running: str) -> None:
+    await channel.send_bytes(struct.pack(">I", 2**32 - 1) + bytes(1 << 20))
+
+
+async def _announce_and_keep_back(channel: Channel, running: str) -> None:
+    await channel.send_bytes(struct.pack(">I", MESSAGE_BYTES_MAX) + bytes(MESSAGE_BYTES_MAX - 1))
+
+
+async def _nest(channel: Channel, running: str) -> None:
+    data = b'{"kind": "Open", "run": ' + b"[" * 500_000 + b"]" * 500_000 + b"}"
+    await channel.send_bytes(struct.pack(">I", len(data)) + data)
+
+
+async def _list(channel: Channel, running: str) -> None:
+    data = b'{"kind": "Begin", "weights": [' + b"{}," * 300_000 + b"{}]}"
+    await channel.send_bytes(struct.pack(">I", len(data)) + data)
+
+
+async def _ask_for_much(channel: Channel, running: str) -> None:
+    await channel.send(Ping(bytes_count=_LARGEST))
+
+
+async def _ask_for_anchors(channel: Channel, running: str) -> None:
+    await channel.send(AskAnchor(fragment=random.randrange(2), digest="", start_bytes=0))
+
+
+async def _ask_for_manifest(channel: Channel, running: str) -> None:
+    await channel.send(random.choice((AskManifest(), AskStatus(), HoldOn())))
+
+
+async def _contribute(channel: Channel, running: str) -> None:
+    """A codec is sent what says nothing of its size, or that it is large; whatever it decodes."""
+    await channel.send(Contribution(round_id=running, lane=random.randrange(8)))
+    data = random.choice((b"\xff", b"\0")) * (1 << 20)
+    await channel.send_bytes(data + random.randbytes(1 << 20))
+
+
+async def _invite(channel: Channel, running: str) -> None:
+    index = random.choice((1, 10**6, _LARGEST))
+    mine = channel.remote[-8:]
+    await channel.send(
+        Invite(
+            round_id=f"{index}-{mine}-1", round_index=index, fragment=index % 2, version=_LARGEST,
+            slack=_LARGEST, answer_s=1e9,
+        )
+    )  # fmt: skip
+
+
+async def _propose(channel: Channel, running: str) -> None:
+    await channel.send(Propose(round_index=random.choice((1, _LARGEST))))
+
+
+async def _relay(channel: Channel, running: str) -> None:
+    await channel.send(RelayTo(peer_id="x" * 10_000, bulk=True))
+    await channel.send_bytes(bytes(1 << 20))
+
+
+_RAIDS = (
+    _announce_much, _announce_and_keep_back, _nest, _list, _ask_for_much, _ask_for_anchors,
+    _ask_for_manifest, _contribute, _invite, _propose, _relay,
+)  # fmt: skip

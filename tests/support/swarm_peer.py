@@ -1,0 +1,310 @@
+"""A peer in a process of its own that "trains" small vectors towards its own target.
+
+Reads its settings as one JSON object from the command line; writes one JSON object a line:
+`ready`, then `round` for each round and `state` every now and then. Ends on end of file on
+standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import mmap
+import os
+import random
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atomtrain.errors import SwarmError
+from atomtrain.swarm import Swarm
+from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, hoard, raid, record
+from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, say
+
+_STOOD_STILL = (
+    "no peer answers", "network daemon", "did not get ready", "membership records",
+    "could not be fetched",
+)  # fmt: skip
+"""Parts of what a peer is told if others, or itself, stood still for too long: it tries again."""
+_TRIES = 20
+
+
+def enter(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
+    """Found the run, or join it, as often as it takes on a machine that stands still at times."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return enter_once(settings)
+        except SwarmError as error:
+            if left == 0 or not any(text in str(error) for text in _STOOD_STILL):
+                raise
+            say("again", text=str(error))
+            time.sleep(0.2)
+    raise AssertionError("the last try ends")
+
+
+def enter_once(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
+    if not (settings.get("join") or settings.get("rejoin")):
+        return found(settings)
+    swarm = Swarm.join(config_of(settings))
+    vectors = Vectors(swarm.manifest.fragment_elements)
+    say("joined", address=swarm.address, daemon=daemon_pid(swarm))
+    try:
+        swarm.download(vectors)
+    except SwarmError:
+        swarm.leave(1.0)
+        raise
+    return swarm, vectors
+
+
+def set_clock(off_s: float) -> None:
+    """Have this process believe another time of day."""
+    right = time.time
+    if off_s:
+        tell_time(lambda: right() + off_s)
+
+
+def tell_time(now: Callable[[], float]) -> None:
+    """Put a time of day in place of the machine's, also where it was imported before."""
+    from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+
+    time.time = now  # type: ignore[assignment]
+    import_hivemind()
+    from hivemind.dht import node, protocol, routing
+    from hivemind.utils import timed_storage
+
+    for module in (node, protocol, routing, timed_storage):
+        module.get_dht_time = now
+
+
+def follow_clocks(file: Path) -> None:
+    """Have this process's clocks be ahead by what a file says, from moment to moment.
+
+    It holds two float64, in seconds: of the time of day, and of the clock that nobody sets.
+    """
+    from atomtrain.swarm.membership import clock
+
+    with file.open("rb") as opened:
+        ahead_s = mmap.mmap(opened.fileno(), 16, prot=mmap.PROT_READ)
+    day, steady = time.time, clock._steady_s
+    tell_time(lambda: day() + struct.unpack("dd", ahead_s)[0])
+    clock._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
+
+
+def misbehave(kind: str) -> None:
+    """Have this process do harm to rounds, or to its own files, from now on."""
+    from atomtrain.swarm.rounds.exchange import Exchange
+    from atomtrain.swarm.rounds.owning import OwnedSlice
+
+    encode, own = Exchange._encode_change, OwnedSlice._encode
+    first: list[Any] = []
+
+    def corrupt(self: Exchange, *what: Any) -> Any:
+        data, square = encode(self, *what)
+        return memoryview(bytearray(random.randbytes(len(data)))), square
+
+    def replay(self: Exchange, *what: Any) -> Any:
+        data, square = encode(self, *what)
+        first.append(data) if not first else None
+        return (first[0] if len(first[0]) == len(data) else data), square
+
+    def false_mean(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        return own(self, contributors, mean * 1e6)
+
+    if kind == "corrupt":
+        Exchange._encode_change = corrupt  # type: ignore[method-assign]
+    elif kind == "replay":
+        Exchange._encode_change = replay  # type: ignore[method-assign]
+    elif kind == "false mean":
+        OwnedSlice._encode = false_mean  # type: ignore[method-assign]
+    elif kind == "full disk":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+STAGES = (
+    "invited", "contributing", "reducing", "answering", "exchanged", "deciding", "merging",
+)  # fmt: skip
+"""Moments of a round, in their order, at which `fall_at` has a process fall."""
+
+
+CUT = """
+add table inet cut
+add chain inet cut in { type filter hook input priority 0; }
+add chain inet cut out { type filter hook output priority 0; }
+add rule inet cut in iifname eth0 drop
+add rule inet cut out oifname eth0 drop
+"""
+
+
+def cut_off() -> None:
+    """Have this host, a network namespace, hear and say nothing more: its cable is pulled out."""
+    subprocess.run(["nft", "-f", "-"], input=CUT, text=True, check=True, timeout=20)
+    say("cut off")
+
+
+def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> None:
+    """Have this process suffer something when it is at that point of a round; once, or `always`.
+
+    It has been invited; is about to encode a contribution; has all contributions to a slice, and no
+    mean; has sent a slice's mean to one member; has all means, and has not told the leader; leads,
+    and has told its decision to one member; has heard the decision, and changed nothing.
+    """
+    from atomtrain.swarm.anchors.anchor_store import AnchorStore
+    from atomtrain.swarm.rounds.exchange import Exchange
+    from atomtrain.swarm.rounds.leader_io import Leading
+    from atomtrain.swarm.rounds.owning import OwnedSlice
+    from atomtrain.swarm.rounds.round_member import Membering
+    from atomtrain.swarm.rounds.timing import RoundTiming
+    from atomtrain.swarm.transport.messages import Commit
+
+    once = threading.Lock()
+    answer, send = OwnedSlice.answer, Leading._send
+
+    def fall() -> None:
+        if always or once.acquire(blocking=False):
+            happen()
+
+    async def fall_after_answer(self: OwnedSlice, channel: Any) -> None:
+        await answer(self, channel)
+        fall()
+
+    async def fall_while_telling(self: Leading, outgoing: Any) -> None:
+        if any(isinstance(message, Commit) for _, message in outgoing):
+            await send(self, outgoing[:1])
+            fall()
+            outgoing = outgoing[1:]
+        await send(self, outgoing)
+
+    if stage == "answering":
+        OwnedSlice.answer = fall_after_answer  # type: ignore[method-assign]
+    elif stage == "deciding":
+        Leading._send = fall_while_telling  # type: ignore[method-assign]
+    else:
+        owner, name = {
+            "invited": (Membering, "_enter"),
+            "contributing": (Exchange, "_encode_change"),
+            "reducing": (OwnedSlice, "_close"),
+            "exchanged": (RoundTiming, "observe"),
+            "merging": (AnchorStore, "merge"),
+        }[stage]
+        before = getattr(owner, name)
+        setattr(owner, name, lambda *given: (fall(), before(*given))[1])
+
+
+def flood(swarm: Swarm) -> None:
+    """Open streams to all others as fast as can be, and say nothing on them."""
+    context = swarm._service.context
+
+    async def open_all() -> None:
+        while True:
+            for peer_id in list(context.roster.members):
+                if peer_id != context.peer_id:
+                    with contextlib.suppress(SwarmError):
+                        await context.open(peer_id)
+            await asyncio.sleep(0.001)
+
+    swarm._thread.submit(open_all())
+
+
+def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None:
+    """Have a fault from now on; `kill`, `stop` and `cut at STAGE` are some, too.
+
+    A misdeed is done as long as there is the file.
+    """
+    what, _, stage = fault.partition(" at ")
+    if misdeed is not None:
+        fall_at(stage, lambda: misdeed.arm() if file.exists() else None, always=True)
+    elif stage:
+        numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+        fall_at(stage, cut_off if what == "cut" else partial(os.kill, os.getpid(), numbers[what]))
+    elif fault in ("raid", "hoard"):
+        (raid if fault == "raid" else hoard)(swarm)
+    elif fault == "flood":
+        flood(swarm)
+    else:
+        misbehave(fault)
+
+
+def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    step_s = settings.get("step_s", 0.05)
+    said_s = 0.0
+    steps = 0
+    store = swarm._service.context.desk.store
+    fault, fault_file = settings.get("fault", ""), Path(settings.get("fault_file", "/"))
+    what = fault.partition(" at ")
+    misdeed = Misdeed(what[0], swarm) if what[2] and what[0] in MISDEEDS else None
+    if settings.get("record"):
+        record(swarm)
+    while not ended.is_set():
+        if fault and fault_file.exists():
+            say("fault", fault=fault)
+            begin(fault, swarm, misdeed, fault_file)
+            step_s, fault = (20 * step_s if fault == "slow" else step_s), ""
+        time.sleep(step_s)
+        vectors.step(settings["target"])
+        steps += 1
+        reports = cross(swarm, vectors, step_s)
+        for report in reports:
+            say("round", **asdict(report))
+        if reports or time.monotonic() - said_s > 0.25:
+            said_s = time.monotonic()
+            state = swarm.state_dict()
+            say(
+                "state",
+                versions=state.meta["versions"],
+                digests=state.meta["digests"],
+                rounds=[
+                    store.anchor(fragment).origin.round_id
+                    for fragment in range(len(store.fragment_elements))
+                ],
+                means=vectors.means(),
+                peers=[p.peer_id for p in swarm.peers()],
+                relays={p.peer_id: p.relays for p in swarm.peers()},
+                steps=steps,
+            )
+
+
+def linger(swarm: Swarm, for_s: float) -> None:
+    """Say goodbye, but keep the streams open for a while."""
+    swarm._service.state = "left"
+    say("leaving")
+    time.sleep(for_s)
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    set_clock(settings.get("clock_off_s", 0.0))
+    if "clocks" in settings:
+        follow_clocks(Path(settings["clocks"]))
+    logging.basicConfig(level=settings.get("log", "WARNING"))
+    torch.set_num_threads(1)
+    try:
+        swarm, vectors = enter(settings)
+    except SwarmError as error:
+        say("error", text=str(error))
+        sys.exit(2)
+    say("ready", peer_id=swarm.peer_id, address=swarm.address, daemon=daemon_pid(swarm))
+    train(swarm, vectors, settings)
+    if "linger_s" in settings:
+        linger(swarm, settings["linger_s"])
+    swarm.leave(3.0)
+    say("left", known=list(swarm.known_addresses()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""`atom bench large`: it runs on any device; only the model and the cap are a large GPU's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atombench.common import BenchmarkOptions
+from atombench.engine import large
+from atombench.engine.large import LargeSetup, run
+from atomtrain.errors import ConfigError
+from atomtrain.views.plans.subject import subject
+
+SETUP = LargeSetup(
+    model="tiny", context_tokens=32, sequences=2, micro_batches=3, device="emulated",
+    device_memory="16MiB", steps=2,
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("assumed_times")
+def test_a_small_model_on_the_emulated_device() -> None:
+    result = run(BenchmarkOptions(), SETUP)
+    assert result["tokens_per_s"] == pytest.approx(3 * 2 * 32 / result["step_s"])
+    flops = 3 * subject("tiny", 32).analyse(2).step_flops
+    assert result["model_flops_per_s"] == pytest.approx(flops / result["step_s"])
+    assert 0 < result["device_peak_bytes"] <= result["predicted_device_peak_bytes"]
+    assert result["predicted_device_peak_bytes"] <= result["device_budget_bytes"] == 16 << 20
+    assert len(result["losses"]) == 3
+    assert result["optimizer"] == "adamw"
+    assert 0 <= result["link_wait_share"] < 1
+
+
+@pytest.mark.parametrize(
+    ("bytes_each", "name"), [(16, "adamw"), (15, "adamw-split"), (8.5, "adamw-int8")]
+)
+def test_the_most_exact_state_that_host_memory_can_hold(
+    monkeypatch: pytest.MonkeyPatch, bytes_each: float, name: str
+) -> None:
+    monkeypatch.setattr(large, "host_memory_bytes", lambda: int(1e9 * bytes_each / 0.9) + 1)
+    assert large._largest_state(10**9, "bf16") == name
+    with pytest.raises(ConfigError, match="run this on a host with more"):
+        large._largest_state(10**10, "bf16")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run there")
+def test_without_a_gpu_it_says_what_predicts_one() -> None:
+    with pytest.raises(ConfigError, match=r"there is no CUDA device.*atom plan"):
+        run(BenchmarkOptions())

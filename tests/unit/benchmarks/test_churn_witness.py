@@ -1,0 +1,91 @@
+"""The witness of the means accepts what is right, to rounding, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from atombench.churn.witness import Note, check_means, note_of, positions, read_notes
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Part, Snapshot, Stamp, whole
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.codecs.slices import Span
+
+ELEMENTS = 1000
+HALVES = (Span(0, 500), Span(500, ELEMENTS))
+STAMP = Stamp(3, 100, "")
+
+
+def change(seed: int) -> torch.Tensor:
+    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed)) * 1e-3
+
+
+def note(contribution: torch.Tensor, applied: torch.Tensor, weights: dict[str, int]) -> Note:
+    """Make a merge in which all peers of `weights` are in both halves, and note it."""
+    old = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
+    present = Anchor(old, None, STAMP)
+    snapshot = Snapshot(0, old + contribution, present, weights["a"], 0)
+    parts = tuple(Part(span, frozenset(weights)) for span in HALVES)
+    made = Anchor(old + applied, None, STAMP, Origin("round", parts))
+    merge = Merge(0, made, (), snapshot, whole(ELEMENTS))
+    report = RoundReport(0, 0, 4, "averaged", tuple(weights), tuple(weights.values()))
+    noted = note_of(merge, report)
+    assert noted is not None
+    return noted
+
+
+def of_two(applied: torch.Tensor) -> list[tuple[str, Any]]:
+    weights = {"a": 512, "b": 1536}
+    return [("a", note(change(1), applied, weights)), ("b", note(change(2), applied, weights))]
+
+
+RIGHT = 0.25 * change(1) + 0.75 * change(2)
+
+
+def test_the_weighted_mean_is_right_as_float16_too() -> None:
+    assert check_means(of_two(RIGHT)) == (4, 0, 0)
+    scale = RIGHT.abs().amax()
+    assert check_means(of_two((RIGHT / scale).half().float() * scale)) == (4, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "applied",
+    [
+        0.5 * change(1) + 0.5 * change(2),
+        change(1) + change(2),
+        change(1),
+        0.75 * change(1) + 0.25 * change(2),
+        torch.zeros(ELEMENTS),
+    ],
+    ids=["weights ignored", "sum", "one of them only", "weights exchanged", "nothing"],
+)
+def test_anything_else_is_wrong(applied: torch.Tensor) -> None:
+    assert check_means(of_two(applied)) == (0, 4, 0)
+
+
+def test_each_part_is_judged_alone() -> None:
+    half = RIGHT.clone()
+    half[500:] *= 1.1
+    assert check_means(of_two(half)) == (2, 2, 0)
+
+
+def test_without_a_contributors_note_nothing_is_said() -> None:
+    assert check_means(of_two(RIGHT)[:1]) == (0, 0, 2)
+
+
+def test_what_is_not_a_round_of_several_is_not_noted() -> None:
+    present = Anchor(torch.zeros(3), None, STAMP)
+    merge = Merge(0, present, whole(3))
+    assert note_of(merge, RoundReport(0, 0, 1, "fetched")) is None
+
+
+def test_small_fragments_are_noted_in_full() -> None:
+    assert positions(5).tolist() == [0, 1, 2, 3, 4]
+    assert len(set(positions(ELEMENTS).tolist())) == 256
+
+
+def test_a_note_cut_short_is_left_out(tmp_path: Any) -> None:
+    (tmp_path / "notes").write_text('{"a": 1}\n{"b": ')
+    assert read_notes(tmp_path / "notes") == [{"a": 1}]
+    assert read_notes(tmp_path / "none") == []

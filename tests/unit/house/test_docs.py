@@ -1,0 +1,111 @@
+"""The documentation: every command in it is one that exists, links lead somewhere."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atombench.pages import commands_page
+from atomtrain.cli.completion import SHELLS
+from atomtrain.cli.main import COMMANDS, main
+from atomtrain.cli.parsers import all_parsers
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.recipe_files import ready_recipes
+from tests.support.doc_commands import PAGES, ROOT, Shown, shown_commands
+from tests.support.waiting import PATIENCE_S
+
+SHOWN = list(shown_commands())
+PARSERS = all_parsers()
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: " ".join(shown.words)[:60])
+def test_a_command_in_the_documentation_exists(shown: Shown) -> None:
+    words = shown.words
+    assert words[0] in (*COMMANDS, "--help"), words
+    if words[0] == "--help":
+        return
+    nested = " ".join(words[:2])
+    parser, rest = (
+        (PARSERS[nested], words[2:]) if nested in PARSERS else (PARSERS[words[0]], words[1:])
+    )
+    given = vars(parser.parse_args(list(rest)))
+    if words[0] == "train":
+        recipe = given.pop("recipe", None)
+        assert recipe is None or recipe in ready_recipes() or recipe.endswith(".yaml")
+        for name in ("run_key", "allow", "identity"):  # files that need not be there
+            given.pop(name, None)
+        lists = {"join", "metrics"}
+        TrainOptions(**{k: tuple(v) if k in lists else v for k, v in given.items()})
+
+
+def test_there_are_commands_that_are_run() -> None:
+    assert sum(shown.runs for shown in SHOWN) >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            made = target.endswith("commands.md")
+            assert made or (page.parent / target).exists(), target
+
+
+def test_the_page_of_commands_has_every_option() -> None:
+    page = commands_page.page()
+    for words, parser in PARSERS.items():
+        assert f"## atom {words}\n" in page
+        for action in parser._actions:
+            if action.help != argparse.SUPPRESS:
+                for flag in action.option_strings[-1:]:
+                    assert flag in page or flag == "--help", flag
+    assert "usage:" not in page
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shells_complete_commands_and_options(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    for word in ("train", "device-memory", "status", "swarm"):
+        assert word in text
+    if shell == "bash":
+        lines = {
+            "tra": "train", "train --device-m": "--device-memory", "train pre": "pretrain-small",
+            "swarm st": "status", "swarm status --js": "--json", "bench rep": "report",
+            "bench report --res": "--results", "plan gpt3-175": "gpt3-175b", "train --data b": "",
+            "completion f": "fish",
+        }  # fmt: skip
+        for line in lines:
+            text += f"COMP_WORDS=(atom {line}); COMP_CWORD={len(line.split())}; _atom\n"
+            text += 'echo "${COMPREPLY[*]}"\n'
+        done = subprocess.run(
+            ["bash", "-c", text], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        )
+        assert dict(zip(lines, done.stdout.split("\n"), strict=False)) == lines
+        assert done.stderr == ""
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    made = ROOT / "docs" / "commands.md"
+    was_there = made.exists()
+    if not was_there:
+        made.write_text(commands_page.page(), encoding="utf-8")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)],
+            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+            env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1", "HOME": str(tmp_path)},
+        )  # fmt: skip
+    finally:
+        if not was_there:
+            made.unlink()
+    assert done.returncode == 0, done.stderr
+    assert "atom train" in (tmp_path / "commands" / "index.html").read_text(encoding="utf-8")

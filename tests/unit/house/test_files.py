@@ -1,0 +1,49 @@
+"""Files that are replaced: whole or as they were, with nothing left beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atomtrain.errors import ConfigError
+from atomtrain.files import replacing
+from atomtrain.views.plans import files as reported
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_text("before")
+    with replacing(path) as one, replacing(path) as other:
+        assert one != other, "two writers do not disturb each other"
+        one.write_text("first")
+        other.write_text("second")
+        assert path.read_text() == "before"
+    assert path.read_text() == "first", "the last rename wins"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_fails_leaves_the_file_as_it_was(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "file.json"
+    path.write_text("before")
+
+    def write_half() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        write_half()
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_command_cannot_write_is_told_as_a_mistake(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for path in (tmp_path / "missing" / "file", folder, tmp_path / ("x" * 250)):
+        told = pytest.raises(ConfigError, match="choose a file in a folder")
+        with told, reported.replacing(path) as temporary:
+            temporary.write_text("text")
+    assert list(tmp_path.iterdir()) == [folder]

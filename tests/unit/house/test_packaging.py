@@ -1,0 +1,55 @@
+"""What is installed: code, recipes, the web page, figures of hardware; and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.waiting import PATIENCE_S
+
+NEEDED = (
+    "atomtrain/py.typed",
+    "atomtrain/recipes/pretrain-small.yaml",
+    "atomtrain/views/dashboard/static/app.js",
+    "atomtrain/views/dashboard/static/index.html",
+    "atomtrain/views/dashboard/static/style.css",
+    "atomtrain/planning/hardware.json",
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+        cwd=ROOT, capture_output=True, timeout=PATIENCE_S, check=True,
+    )  # fmt: skip
+    return folder
+
+
+def test_the_wheel_has_everything_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    for needed in NEEDED:
+        assert needed in names
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"atomtrain", next(top for top in tops if top.endswith(".dist-info"))}
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".safetensors")]
+
+
+def test_the_sources_are_complete(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for needed in ("pyproject.toml", "Makefile", "mkdocs.yml", "Containerfile", "docs/index.md",
+                   "examples/trainer.py", "tests/unit/house/test_packaging.py"):  # fmt: skip
+        assert needed in names
+    assert {f"src/{needed}" for needed in NEEDED} <= names

@@ -1,0 +1,117 @@
+"""Whole swarms on a small problem: low-bit wires, and one of eight peers poisoned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from atomtrain.swarm.anchors.anchors import Snapshot
+from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+
+_ELEMENTS, _PEERS, _SAMPLES = 256, 8, 200
+
+
+class _LeastSquares:
+    """Each peer has samples of its own of one noisy line; it goes down their gradient."""
+
+    def __init__(self, peers: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        truth = torch.randn(_ELEMENTS, generator=generator)
+        self.x = torch.randn((peers, _SAMPLES, _ELEMENTS), generator=generator)
+        noise = 0.3 * torch.randn((peers, _SAMPLES), generator=generator)
+        self.y = self.x @ truth + noise
+
+    def loss(self, w: torch.Tensor, peers: range) -> float:
+        """Return the mean squared error over the data of `peers`."""
+        chosen = slice(peers.start, peers.stop)
+        return float(((self.x[chosen] @ w - self.y[chosen]) ** 2).mean())
+
+    def step(self, peer: int, w: torch.Tensor) -> None:
+        error = self.x[peer] @ w - self.y[peer]
+        w.sub_(self.x[peer].T @ error / _SAMPLES, alpha=0.2)
+
+
+Poison = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _trained(poison: Poison | None, **rules: Any) -> tuple[float, Simulation]:
+    """Return the honest peers' loss at the anchor after a run, with peer 7 poisoned or away."""
+    problem, honest = _LeastSquares(_PEERS), range(_PEERS - 1)
+    held: list[Simulation] = []
+
+    async def scenario() -> float:
+        simulation = Simulation((_ELEMENTS,), seed=3, **rules)
+        held.append(simulation)
+        for index in range(_PEERS if poison else _PEERS - 1):
+            await simulation.add(f"peer{index}", step_s=0.5, step=_stepper(problem, index))
+        if poison:
+            _poison(simulation.peers[f"peer{_PEERS - 1}"], poison)
+        await asyncio.sleep(40)
+        anchor = simulation.peers["peer0"].service.context.desk.store.anchor(0)
+        return problem.loss(anchor.values, honest)
+
+    return run_virtual(scenario), held[0]
+
+
+def _stepper(problem: _LeastSquares, index: int) -> Callable[[SimulatedPeer], None]:
+    return lambda peer: problem.step(index, peer.fragments[0])
+
+
+def _poison(peer: SimulatedPeer, poison: Poison) -> None:
+    """Let a peer contribute other changes than it has made."""
+    store = peer.service.context.desk.store
+    take = store.snapshot
+
+    def snapshot(fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:
+        taken = take(fragment, local, into)
+        anchor = taken.anchor.values
+        return replace(taken, values=anchor + poison(taken.values - anchor))
+
+    store.snapshot = snapshot  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def clean() -> float:
+    """Return the loss of the seven honest peers by themselves."""
+    return _trained(None)[0]
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_low_bits_reach_the_same_loss(wire: str, clean: float) -> None:
+    loss, _ = _trained(None, wire=wire)
+    assert loss < 1.005 * clean
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        lambda change: change * -100,
+        lambda change: torch.full_like(change, 100.0),
+        lambda change: change * torch.nan,
+    ],
+    ids=["-100 times", "large constant", "not a number"],
+)
+def test_norms_catch_what_is_large(poison: Poison, clean: float) -> None:
+    loss, simulation = _trained(poison)
+    assert loss < 1.03 * clean
+    judged = [text for name, peer in simulation.peers.items() if name != "peer7"
+              for report in peer.reports for text in report.rejected]  # fmt: skip
+    assert not any("peer7" not in text for text in judged), "nobody honest is rejected"
+    used = {c for peer in simulation.peers.values() for r in peer.reports for c in r.contributors}
+    assert "peer7" not in used
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [lambda change: torch.full_like(change, 3.0), lambda change: -change],
+    ids=["small constant", "sign flipped"],
+)
+def test_clipping_bounds_what_norms_do_not_catch(poison: Poison, clean: float) -> None:
+    """Without clipping these ruin the run: see the guards' documentation."""
+    loss, _ = _trained(poison, mean="clipped")
+    assert loss < 1.03 * clean
