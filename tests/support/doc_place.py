@@ -66,13 +66,13 @@ its first peer is removed before."""
 
 NOT_RUN: dict[tuple[str, str], str] = {
     ("network.md", "bench network --json --out network.json"):
-        "20 minutes, as root; tests/integration/benchmarks/test_network_shaped.py runs the quick one",
+        "20 minutes, as root; tests/integration/benchmarks has the quick one",
     ("network.md", "bench network --quick"):
         "as root; tests/integration/benchmarks/test_network_shaped.py runs it",
     ("scale.md", "bench simulation --json"):
-        "half a minute, quick or not; tests/unit/benchmarks/test_simulation_page.py makes its tables",
+        "half a minute, quick or not; test_simulation_page.py makes its tables",
     ("join.md", "train --join lan"):
-        "asks the whole local network; tests/fault/swarm/test_swarm_ways_in.py does it among its own",
+        "asks the whole local network; test_swarm_ways_in.py does it among its own",
 }  # fmt: skip
 """Commands that cannot run here, and why."""
 
@@ -93,8 +93,8 @@ NOT_OURS = {
 PYTHON_NOT_RUN = {
     "swarm.md": "two peers in turn; tests/integration/swarm/test_swarm_in_process.py is the same",
 }
-"""Pages whose Python does not run, and why. Sessions (`>>>`) are run by tests/unit/training/test_trainer.py.
-"""
+"""Pages whose Python does not run, and why. Sessions (`>>>`) are run by
+tests/unit/training/test_trainer.py."""
 
 PYTHON_WORDS = {
     'device="cuda"': 'device="emulated"', 'device="cuda:0,cuda:1"': 'device="emulated,emulated"',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -21,9 +22,10 @@ from atomtrain.engine.devices.devices import open_devices
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.execution.compiled import TRACING, compiled, require_compilable
-from atomtrain.engine.execution.multi_device import check_shared, join, machine_of_all, times_of_all
+from atomtrain.engine.execution.multi_device import join
 from atomtrain.engine.options import Options
 from atomtrain.engine.planner import Planner
+from atomtrain.engine.sharing import check_shared, machine_of_all, times_of_all
 from atomtrain.engine.state.disk_placement import Placement, placed
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.engine.state.loss_scale import LossScale
@@ -101,7 +103,15 @@ def swap(
 
 def measured_overhead() -> Overhead:
     """Return what compute spends beside layers on the emulated device, measured by training."""
-    return emulated_overhead(swap)
+
+    def opened(
+        *arguments: Any, device: Device, loss: Loss, optimizer: Any, **choices: Any
+    ) -> Engine:
+        return swap(
+            *arguments, optimizer=optimizer, device=device, loss=loss, options=Options(**choices)
+        )
+
+    return emulated_overhead(opened)
 
 
 def _open(

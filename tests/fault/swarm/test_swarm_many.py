@@ -2,8 +2,8 @@
 
 Each peer has an identity, a libp2p daemon, a place in the hash table and TCP ports of its own;
 eight or sixteen share a process, as 64 interpreters are more than a small machine has room for.
-Runs on request: `pytest -m matrix tests/fault/swarm/test_swarm_many.py -s`. Starting 64 peers takes two
-cores some minutes, in which they are not good for much else.
+Runs on request: `pytest -m matrix tests/fault/swarm/test_swarm_many.py -s`. Starting 64 peers takes
+two cores some minutes, in which they are not good for much else.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import atomtrain
+from atomtrain.engine.api import measured_overhead
 from atomtrain.engine.calibration import overhead
 from atomtrain.engine.calibration.overhead import Overhead, Sample, overhead_of
 from atomtrain.engine.engine import Engine
@@ -36,7 +36,7 @@ def test_layers_are_timed_when_the_last_updates_are_done(monkeypatch: pytest.Mon
     monkeypatch.setattr(overhead, "layer_times", seen("layer_times", layer_times))
     monkeypatch.setattr(overhead, "overhead_of", explained)
     monkeypatch.setattr(overhead, "_STEPS", 1)
-    spent = overhead.emulated_overhead(atomtrain.swap)
+    spent = measured_overhead()
     assert all(seconds >= 0 for seconds in spent)
     timed = [at for at, name in enumerate(calls) if name == "layer_times"]
     assert len(timed) == 2
@@ -60,7 +60,7 @@ def test_what_a_step_waits_is_no_overhead(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Engine, "step", waiting)
     monkeypatch.setattr(overhead, "_STEPS", 1)
     waited_s = wait_s / overhead._MICRO_BATCHES / (2 * overhead._LAYERS - 1)
-    assert overhead.emulated_overhead(atomtrain.swap).visit_s < waited_s / 2
+    assert measured_overhead().visit_s < waited_s / 2
 
 
 def test_overhead_is_what_layers_do_not_explain() -> None:

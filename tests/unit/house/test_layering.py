@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | (ENGINES | LIGHT | SWARMS),
     "atomtrain.training": TRAINING | VIEWS | ENGINES | LIGHT | SWARMS,
     "atomtrain": {"atomtrain.engine", "atomtrain.training.trainer"},
-    "atomtrain.cli": TRAINING | VIEWS | ENGINES | PLANNED | LIGHT | SWARMS,
+    "atomtrain.cli": {"atomtrain"} | TRAINING | VIEWS | ENGINES | PLANNED | LIGHT | SWARMS,
 }
 PURE = (*ANALYSED, *PLANNED, *ENGINES, "atomtrain.optimizers")
 

@@ -3,7 +3,7 @@
 A plan may keep these tensors on the device until backward, or let them wait on the host. Both are
 counted by storage: several saved tensors are often views of one. Parameters and buffers are on the
 device anyway and do not count. What goes to the host is less than what is kept: some of it is made
-again from the rest (`analysis/costs/rematerialization.py`).
+again from the rest (`rematerialization.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from one run to the next. So it is told well which of two ways to offload takes 
 takes more beside (copies share memory and caches with it, threads wake up) is the same for all
 ways, and is found by comparing whole runs.
 
-As in `engine/calibration/overhead.py` the computing thread's own processor time counts: waits are in the
+As in `overhead.py` the computing thread's own processor time counts: waits are in the
 plan's timeline.
 """
 

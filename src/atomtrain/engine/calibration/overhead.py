@@ -21,7 +21,6 @@ from atomtrain.analysis.costs.storages import StorageTracker
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.analysis.layers.trace import chain_of
 from atomtrain.engine.devices.emulated import EmulatedDevice
-from atomtrain.engine.options import Options
 from atomtrain.planning.cost.saved import SavedTensors
 from atomtrain.planning.plan.schedule import training_visits
 from atomtrain.planning.plan.shape import Activation, Shape
@@ -47,7 +46,7 @@ class Overhead(NamedTuple):
 MeasureOverhead = Callable[[], Overhead]
 """Measures it on the emulated device."""
 Swap = Callable[..., Any]
-"""Opens an engine that trains, as `atomtrain.swap` does."""
+"""Opens an engine as `atomtrain.swap` does, but takes the fields of `Options` one by one."""
 
 
 class Sample(NamedTuple):
@@ -68,7 +67,7 @@ def emulated_overhead(swap: Swap) -> Overhead:
     Takes a second at most.
 
     Args:
-        swap: `atomtrain.swap`, which itself asks for this: so it is not imported here.
+        swap: Opens an engine. Opening one asks for this, so it is not imported here.
     """
     with torch.random.fork_rng([]):
         return overhead_of(_sample(swap, "recompute"), _sample(swap, "offload"))
@@ -94,13 +93,11 @@ def _sample(swap: Swap, activation: Activation) -> Sample:
         optimizer=torch.optim.AdamW,
         device=EmulatedDevice(_MEMORY_BYTES, _LINK_BYTES_PER_S),
         loss=torch.sum,
-        options=Options(
-            micro_batches=_MICRO_BATCHES,
-            segments=_LAYERS,
-            activations=activation,
-            optimizer_on_device=False,
-            profile=False,
-        ),
+        micro_batches=_MICRO_BATCHES,
+        segments=_LAYERS,
+        activations=activation,
+        optimizer_on_device=False,
+        profile=False,
     ) as engine:
         seconds = []
         for _ in range(_WARMUP_STEPS + _STEPS):

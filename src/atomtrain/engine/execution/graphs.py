@@ -7,7 +7,7 @@ when it is needed again:
   segment lies in when backward comes;
 - parameters in places of their own and buffers stay where they are; of a buffer that forward
   changes a copy is taken;
-- anything else is kept, or goes to the host (`engine/execution/offload.py`), unless it is made again.
+- anything else is kept, or goes to the host (`offload.py`), unless it is made again.
 
 The segment's inputs enter through a node that has no data, so a graph holds no more than what is
 saved, and its gradients leave as autograd made them.

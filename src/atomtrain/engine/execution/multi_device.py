@@ -1,45 +1,36 @@
 """Several devices run a step together: each a share of the micro-batches, by the same plan.
 
 The first device runs on the caller's thread, each of the others on a thread of its own. They read
-one copy of the parameters; their gradients meet in `engine/updates/shares.py`. Within a step no device
-waits for another one, so one that fails holds up nobody: the others stop after the segment that
-they are in.
+one copy of the parameters; their gradients meet in `engine/updates/shares.py`. Within a step no
+device waits for another one, so one that fails holds up nobody: the others stop after the segment
+that they are in.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.costs import ChainCosts
-from atomtrain.analysis.costs.profile import LayerTime
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.engine.calibration.machines import budget_bytes
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.emulated import EmulatedDevice
 from atomtrain.engine.devices.tracing import Record
 from atomtrain.engine.execution.executor import Executor, Values
 from atomtrain.engine.execution.randomness import micro_batch_seeds
 from atomtrain.engine.execution.replicas import refresh, replica_of
 from atomtrain.engine.execution.slots import Slots
-from atomtrain.engine.options import Options
 from atomtrain.engine.state.buffers import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.delivery import Delivery
 from atomtrain.engine.updates.shares import Share, Sums
 from atomtrain.engine.updates.updates import Updates
-from atomtrain.errors import ConfigError
-from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.schedule import Visit
 
@@ -61,48 +52,6 @@ class Member(NamedTuple):
     chain: Chain
     store: HostStore
     delivery: Delivery
-
-
-def check_shared(
-    chain: Chain, costs: ChainCosts, options: Options, devices: Sequence[Device]
-) -> None:
-    """Refuse what several devices cannot share.
-
-    Raises:
-        ConfigError: layers that change buffers, which each device would change by its own share;
-            an optimizer on the device; compiled layers.
-    """
-    if len(devices) == 1:
-        return
-    for layer, cost in zip(chain.layers, costs.layers, strict=True):
-        if cost.changes_buffers:
-            raise ConfigError(
-                f"layer {layer.name!r} changes buffers (running statistics) by what it sees, and "
-                "each of several devices sees a share only; use one device, or a layer without"
-            )
-    if options.optimizer_on_device:
-        raise ConfigError(
-            "several devices are updated together, on the host; leave out optimizer_on_device, or "
-            "use one device"
-        )
-    if options.compile:
-        raise ConfigError("compiled layers run on one device; leave out compile, or use one device")
-
-
-def times_of_all(
-    times: Mapping[str, LayerTime], devices: Sequence[Device]
-) -> Mapping[str, LayerTime]:
-    """Return what layers take while all devices compute: emulated ones share the host's cores."""
-    if len(devices) == 1 or not isinstance(devices[0], EmulatedDevice):
-        return times
-    taking_turns = max(1.0, len(devices) * torch.get_num_threads() / (os.cpu_count() or 1))
-    return {kind: time.scaled(taking_turns) for kind, time in times.items()}
-
-
-def machine_of_all(machine: Machine, devices: Sequence[Device]) -> Machine:
-    """Return the first device's machine with the least budget of all."""
-    least_bytes = min(budget_bytes(device) for device in devices)
-    return dataclasses.replace(machine, device_memory_bytes=least_bytes)
 
 
 def join(

@@ -2,9 +2,9 @@
 
 Each storage is one copy each way, whatever views of it were saved; small ones leave and come back
 together, in one job of a stream. What a cheap operation makes again from the rest of what is saved
-(`analysis/costs/rematerialization.py`) is not copied at all. What is on its way to the host at a time is bounded by
-a window, and so is what is back ahead of its first use; the window is large enough that a layer's
-computation covers a layer's transfers.
+(`analysis/costs/rematerialization.py`) is not copied at all. What is on its way to the host at a
+time is bounded by a window, and so is what is back ahead of its first use; the window is large
+enough that a layer's computation covers a layer's transfers.
 
 Hand-overs, each with the event that releases it:
 

@@ -12,8 +12,8 @@ the first gradient there, and awaited by a load of what was added before |
 | a room of host gradients | update stream | unload stream | the `updated` events of the blocks \
 that were in it |
 
-A resident block (`engine/state/residents.py`) comes with the first segment that uses it, or in pieces
-with all segments up to that one, unless it is updated on the device.
+A resident block (`engine/state/residents.py`) comes with the first segment that uses it, or in
+pieces with all segments up to that one, unless it is updated on the device.
 """
 
 from __future__ import annotations

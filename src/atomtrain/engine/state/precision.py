@@ -1,7 +1,7 @@
 """Computing in 16 bits with exact float32 masters in the optimizer's state.
 
 With `precision="bf16"` the model's parameters become bfloat16 (with `"fp16"` float16, and the loss
-is scaled, `engine/state/loss_scale.py`): what the arena holds, the link
+is scaled, `loss_scale.py`): what the arena holds, the link
 carries and the device computes with. They are the *streams* of float32 masters, which the optimizer
 keeps and updates; after each update it writes the stream from the master. So everything between
 arena and device stays as it is for a model that is bfloat16 by itself.

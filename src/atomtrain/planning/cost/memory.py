@@ -4,7 +4,7 @@ The device holds slots, gradient buffers, resident blocks, the model's buffers, 
 busiest visit needs beside them: the values and gradients that stand at its cuts, and the workspace
 of one micro-batch; what kept segments save; and, from the first offloaded segment up and down again
 to it, but not at the turn, the window of what is on its way to the host or back. Only what is kept
-grows with depth. The formulas of one visit are in `planning/cost/visit_memory.py`.
+grows with depth. The formulas of one visit are in `visit_memory.py`.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Plan:
     """Whether offloaded segments make again in backward what cheap operations can, or send all that
     they save to the host. Plans written before there was a choice made it again."""
     spends: bool = False
-    """Whether gradients wait on the host for their own update only (`planning/plan/gradient_staging.py`)."""
+    """Whether gradients wait on the host for their own update only (`gradient_staging.py`)."""
     host_layers: int
     """How many leading layers run on the host, so that only their output crosses the link."""
     activations: tuple[Activation, ...]

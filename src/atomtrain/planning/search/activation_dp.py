@@ -4,7 +4,7 @@ Forward and backward have one partition here, and each segment below the turn it
 the turn downwards: some segments are kept, then any are recomputed or offloaded. A way to a cut is
 described by
 
-- the clocks of `planning/search/dp_state.py`, to which the forward visits passed so far are added, because
+- the clocks of `dp_state.py`, to which the forward visits passed so far are added, because
   the turn begins that much later and all clocks with it (they are kept apart where the turn may
   have to wait for updates of the step before, and only as far as it is not decided yet whether it
   has to);

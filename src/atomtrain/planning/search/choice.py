@@ -1,6 +1,6 @@
 """Chooses among the plans of a space: the fastest, and the leanest of those about as fast.
 
-Each family of plans is solved on its own (`planning/search/partition_dp.py`, `planning/search/activation_dp.py`); families are
+Each family of plans is solved on its own (`partition_dp.py`, `activation_dp.py`); families are
 tried by their bounds, so that most are never searched.
 """
 

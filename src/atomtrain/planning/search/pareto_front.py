@@ -1,4 +1,4 @@
-"""Ways from the turn downwards, as the search of `planning/search/activation_dp.py` finds them: tables of them."""
+"""Ways from the turn downwards, as the search of `activation_dp.py` finds them: tables of them."""
 
 from __future__ import annotations
 

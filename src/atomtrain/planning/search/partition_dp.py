@@ -7,8 +7,8 @@ start of the visit before, and the turn's earliest start is a shortest path over
 Turn. All that backward needs of forward is when the turn starts, and which segment is in the other
 slot: that one is not loaded again if backward's next segment is the same.
 
-Backward. The rest depends on the clocks of `planning/search/dp_state.py` only. Every segment is recomputed
-here; `planning/search/activation_dp.py` has the plans that keep or offload.
+Backward. The rest depends on the clocks of `dp_state.py` only. Every segment is recomputed
+here; `activation_dp.py` has the plans that keep or offload.
 """
 
 from __future__ import annotations

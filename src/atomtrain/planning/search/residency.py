@@ -1,6 +1,6 @@
 """Which blocks may be resident in the plans of a space, where they are updated, when they come.
 
-`planning/search/space.py` says which sets there are.
+`space.py` says which sets there are.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 3. Offloaded segments make again in backward what cheap operations can, unless plans in which they
    send everything are more than 0.5% faster (and host memory can hold it).
 
-All are exact for the space of `planning/search/space.py` and the predictor of `planning/cost/timeline.py`.
+All are exact for the space of `space.py` and the predictor of `planning/cost/timeline.py`.
 """
 
 from __future__ import annotations

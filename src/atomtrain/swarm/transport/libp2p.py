@@ -12,10 +12,10 @@ import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.membership.config import SwarmConfig
 from atomtrain.swarm.transport.addresses import place_of
 from atomtrain.swarm.transport.daemon import Daemon, DaemonConfig
 from atomtrain.swarm.transport.direct import OFFER_BYTES, Direct
@@ -41,6 +41,25 @@ _DIALLED = re.compile(r"\* \[[^]]*\] (.*?)(?= \* \[|$)")
 _REASON_MAX = 300
 
 
+class Endpoint(Protocol):
+    """What a transport is told, of `SwarmConfig`, which says what each field means."""
+
+    @property
+    def identity_path(self) -> Path | None: ...
+    @property
+    def listen_host(self) -> str: ...
+    @property
+    def listen_port(self) -> int: ...
+    @property
+    def announce_host(self) -> str | None: ...
+    @property
+    def connect_s(self) -> float: ...
+    @property
+    def stall_s(self) -> float: ...
+    @property
+    def direct(self) -> bool: ...
+
+
 def quiet_hivemind() -> None:
     """Keep hivemind's reports of lost peers off the terminal: they are expected and handled."""
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
@@ -50,7 +69,7 @@ class Libp2pTransport:
     """Encrypted streams to peers, through the daemon; a peer's id is the hash of its key."""
 
     def __init__(
-        self, daemon: Daemon, p2p: Any, config: SwarmConfig, address: str, identity: Identity
+        self, daemon: Daemon, p2p: Any, config: Endpoint, address: str, identity: Identity
     ) -> None:
         """Use a running daemon; see `create`."""
         self.peer_id = str(p2p.peer_id)
@@ -66,7 +85,7 @@ class Libp2pTransport:
         self._offering = 0
 
     @classmethod
-    async def create(cls, config: SwarmConfig) -> Libp2pTransport:
+    async def create(cls, config: Endpoint) -> Libp2pTransport:
         """Start the daemon and connect to it.
 
         Raises:
@@ -241,7 +260,7 @@ def reachable(addresses: list[str]) -> str:
     return (outside or tcp or addresses)[0]
 
 
-def _listening(config: SwarmConfig, ask: Callable[[str], Awaitable[bytes]]) -> Direct | None:
+def _listening(config: Endpoint, ask: Callable[[str], Awaitable[bytes]]) -> Direct | None:
     """Return this peer's straight streams: at the port after the daemon's, if that was chosen."""
     for port in dict.fromkeys((config.listen_port and config.listen_port + 1, 0)):
         try:

@@ -77,9 +77,7 @@ def check_model_name(name: str | None) -> None:
 
 def check_gpu_name(name: str) -> None:
     """Refuse a GPU that is not in the catalogue."""
-    import atomtrain
-
-    file = Path(atomtrain.__file__).parent / "planning" / "hardware.json"
+    file = Path(__file__).parents[2] / "planning" / "hardware.json"
     names = list(json.loads(file.read_text(encoding="utf-8"))["gpus"])
     if name.lower() not in names:
         raise ConfigError(

@@ -49,13 +49,12 @@ from atomtrain.training.setup.objectives import objective_of
 from atomtrain.training.setup.preference import PreferredAnswer
 from atomtrain.training.setup.references import with_references
 from atomtrain.training.setup.separation import check_separation
-from atomtrain.training.setup.sources import Source, find_source
+from atomtrain.training.setup.sources import Source, averages_gradients, find_source
 from atomtrain.training.setup.state import restore, swarm_tensors
 from atomtrain.training.setup.texts import Text
 from atomtrain.training.together.gradients import (
     GradientCollector,
     GradientFragments,
-    averages_gradients,
     step_of,
 )
 from atomtrain.training.together.peering import (

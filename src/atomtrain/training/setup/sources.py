@@ -186,3 +186,26 @@ def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
         if not existed:
             remove_empty(directory)
         raise
+
+
+def averages_gradients(options: TrainOptions, source: Source) -> bool:
+    """Say whether the run averages gradients: as its swarm does, or did, or as is asked for.
+
+    Raises:
+        ConfigError: with that optimizer or precision it cannot.
+    """
+    if source.swarm is not None:
+        average = source.swarm.manifest.rules.average
+    else:
+        saved = {} if source.checkpoint is None else source.checkpoint.meta.get("swarm", {})
+        average = options.average or saved.get("rules", {}).get("average", "local")
+    if average != "gradient":
+        return False
+    recipe = source.recipe
+    if recipe.optimizer != "adamw" or recipe.precision != "fp32":
+        raise ConfigError(
+            "gradients are averaged for AdamW in float32, not for optimizer "
+            f"{recipe.optimizer!r} with precision {recipe.precision!r}; leave --optimizer and "
+            "--precision out, or --average"
+        )
+    return True

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.engine.engine import Engine
-from atomtrain.errors import ConfigError
 from atomtrain.optimizers import decay_groups
 from atomtrain.training.config.optimizing import BETAS
-from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.together.peering import EngineFragments
 
 if TYPE_CHECKING:
     from atomtrain.swarm.anchors.gradients import AdamWUpdate
-    from atomtrain.training.setup.sources import Source
 
 _SUM = "sum"
 _FLOAT32_BYTES = 4
@@ -104,29 +101,6 @@ class GradientFragments(EngineFragments):
     def _total(self, parameter: nn.Parameter) -> Tensor | None:
         moments: dict[str, Any] = self._engine.masters.moments(parameter)
         return moments.get(_SUM)
-
-
-def averages_gradients(options: TrainOptions, source: Source) -> bool:
-    """Say whether the run averages gradients: as its swarm does, or did, or as is asked for.
-
-    Raises:
-        ConfigError: with that optimizer or precision it cannot.
-    """
-    if source.swarm is not None:
-        average = source.swarm.manifest.rules.average
-    else:
-        saved = {} if source.checkpoint is None else source.checkpoint.meta.get("swarm", {})
-        average = options.average or saved.get("rules", {}).get("average", "local")
-    if average != "gradient":
-        return False
-    recipe = source.recipe
-    if recipe.optimizer != "adamw" or recipe.precision != "fp32":
-        raise ConfigError(
-            "gradients are averaged for AdamW in float32, not for optimizer "
-            f"{recipe.optimizer!r} with precision {recipe.precision!r}; leave --optimizer and "
-            "--precision out, or --average"
-        )
-    return True
 
 
 def step_of(recipe: Recipe, model: nn.Module, fragments: GradientFragments) -> AdamWUpdate:
