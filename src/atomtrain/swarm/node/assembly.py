@@ -18,11 +18,11 @@ from atomtrain.swarm.membership.reachability import Ways
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.node.service import Service, beat_pause_s
+from atomtrain.swarm.node.threads import LoopThread
 from atomtrain.swarm.rounds.context import Context, opening_to
 from atomtrain.swarm.rounds.timing import RoundTiming
 from atomtrain.swarm.transport.pacing import Pacer
 from atomtrain.swarm.transport.relaying import Relay
-from atomtrain.swarm.transport.threads import LoopThread
 from atomtrain.swarm.transport.transport import Directory, Transport
 from atomtrain.swarm.transport.waits import Waits
 

@@ -12,6 +12,7 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.catchup.alone import go_alone
 from atomtrain.swarm.catchup.repair import Doubt, Repairer
 from atomtrain.swarm.membership.groups import SLACK_VERSIONS
+from atomtrain.swarm.node.tasks import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_io import Leading
 from atomtrain.swarm.rounds.round_member import Membering
@@ -25,7 +26,6 @@ from atomtrain.swarm.transport.messages import (
     Propose,
     Proposed,
 )
-from atomtrain.swarm.transport.tasks import Tasks
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
