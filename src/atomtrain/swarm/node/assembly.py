@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
+from atomtrain.swarm.anchors.stamps import RunAge
 from atomtrain.swarm.anchors.trainer_mailbox import Desk
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.membership.admission import Admission, read_allowed, read_key
@@ -18,11 +19,11 @@ from atomtrain.swarm.membership.reachability import Ways
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.node.service import Service, beat_pause_s
+from atomtrain.swarm.node.threads import LoopThread
 from atomtrain.swarm.rounds.context import Context, opening_to
 from atomtrain.swarm.rounds.timing import RoundTiming
 from atomtrain.swarm.transport.pacing import Pacer
 from atomtrain.swarm.transport.relaying import Relay
-from atomtrain.swarm.transport.threads import LoopThread
 from atomtrain.swarm.transport.transport import Directory, Transport
 from atomtrain.swarm.transport.waits import Waits
 
@@ -73,8 +74,9 @@ def build_service(
     )
     services: list[Service] = []
     known = KnownPeers(config.run, config.peers_path)
+    age = RunAge(manifest.born_s, clock)
     roster = Roster(
-        admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size
+        admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size, age
     )
     roster.addresses.update(
         (peer_id, places) for peer_id, places in known.addresses.items()
@@ -121,6 +123,7 @@ def build_service(
         offload=thread.offload,
         random_id=random_id,
         clock=clock,
+        age=age,
         known=known,
         pacer=Pacer(config.upload_limit_bytes_per_s),
         ways=Ways(

@@ -19,9 +19,9 @@ from atomtrain.swarm.membership.config import Manifest, SwarmConfig
 from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces
 from atomtrain.swarm.node.assembly import admission_of, build_service
 from atomtrain.swarm.node.service import Service
+from atomtrain.swarm.node.threads import LoopThread
 from atomtrain.swarm.transport.libp2p import Libp2pTransport
 from atomtrain.swarm.transport.stall_detector import Stillness
-from atomtrain.swarm.transport.threads import LoopThread
 
 _log = logging.getLogger("atomtrain.swarm")
 TRY_S = 120.0

@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup.alone import go_alone
 from atomtrain.swarm.catchup.repair import Doubt, Repairer
 from atomtrain.swarm.membership.groups import SLACK_VERSIONS
+from atomtrain.swarm.node.tasks import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_io import Leading
 from atomtrain.swarm.rounds.round_member import Membering
@@ -25,7 +27,6 @@ from atomtrain.swarm.transport.messages import (
     Propose,
     Proposed,
 )
-from atomtrain.swarm.transport.tasks import Tasks
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -223,6 +224,9 @@ class Rounds:
             roster.update(await directory.records())
             if not roster.sees(leader):
                 return "its leader has no membership record"
+        claim = self._context.age.limit.refusal(Stamp(invite.version, 0, ""))
+        if claim or not roster.trusts(leader):
+            return "what its leader says of anchors cannot be true"
         return ""
 
     async def _ripe(self, invite: Invite, fragment: int) -> str:

@@ -26,6 +26,7 @@ from atomtrain.swarm.node.relays import Relays
 from atomtrain.swarm.node.reunion import Reunion
 from atomtrain.swarm.node.round_loop import Rounds
 from atomtrain.swarm.node.status import send_pong, send_status
+from atomtrain.swarm.node.tasks import Tasks
 from atomtrain.swarm.node.usage import Usage
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled
@@ -48,7 +49,6 @@ from atomtrain.swarm.transport.messages import (
     RelayTo,
     TakeCall,
 )
-from atomtrain.swarm.transport.tasks import Tasks
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")

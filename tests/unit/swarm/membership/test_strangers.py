@@ -13,12 +13,14 @@ import torch
 
 from atomtrain.cli.parsing import complain
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Anchor, Stamp
+from atomtrain.swarm.anchors.anchors import Anchor
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup.donating import Donations
 from atomtrain.swarm.membership import roster
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.records import LEFT, PeerRecord
 from atomtrain.swarm.membership.roster import Roster
+from atomtrain.swarm.node.tasks import Tasks
 from atomtrain.swarm.rounds.leader_io import Leading
 from atomtrain.swarm.transport import direct
 from atomtrain.swarm.transport.addresses import circuits_to, place_of
@@ -38,7 +40,6 @@ from atomtrain.swarm.transport.messages import (
     decode,
 )
 from atomtrain.swarm.transport.relaying import Relay
-from atomtrain.swarm.transport.tasks import Tasks
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
 from tests.support.swarm_virtual import run_virtual
 from tests.unit.swarm.membership.test_membership import ALICE, MALLORY, record_of
