@@ -31,7 +31,7 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
-from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, hoard, raid, record
+from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, hoard, lie, raid, record
 from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, say
 
 _STOOD_STILL = (
@@ -234,6 +234,8 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         (raid if fault == "raid" else hoard)(swarm)
     elif fault == "flood":
         flood(swarm)
+    elif fault.startswith("lie "):
+        lie(swarm, fault.removeprefix("lie "))
     else:
         misbehave(fault)
 

@@ -78,8 +78,11 @@ class InlineThread:
         return work(*args)
 
 
+_BORN_S = 1e9
+
+
 def _of_the_loop_s() -> float:
-    return 1e9 + asyncio.get_running_loop().time()
+    return _BORN_S + asyncio.get_running_loop().time()
 
 
 class Simulation:
@@ -102,7 +105,11 @@ class Simulation:
         self.random = random.Random(seed)
         self.network = MemoryNetwork(lambda: self.random.uniform(0, delay_s), stall_s=3.0)
         self.manifest = Manifest(
-            "sim", elements, {}, Rules(**{"wire": "float32", "local_steps_per_round": 4, **rules})
+            "sim",
+            elements,
+            {},
+            Rules(**{"wire": "float32", "local_steps_per_round": 4, **rules}),
+            born_s=_BORN_S if clock is None else 0.0,
         )
         self.peers: dict[str, SimulatedPeer] = {}
         self.snapshots: dict[str, dict[str, Snapshot]] = defaultdict(dict)  # by round id, peer

@@ -127,7 +127,7 @@ def _engine(folder: Path, precision: str, layers: int | None = None) -> Engine:
         sizes.config["num_hidden_layers"] = layers
     recipe = new_recipe(TrainOptions(model=str(folder), precision=precision, context=16))
     outline = make_outline(sizes)
-    weights = Weights(folder, outline, sizes) if layers is None else None
+    weights = Weights(folder, outline) if layers is None else None
     model = build(sizes)
     objective = NextToken()
     ids = torch.zeros((1, 16), dtype=torch.int64)

@@ -49,6 +49,11 @@ class Engine:
         self._record: Record | None = None
 
     @property
+    def traced(self) -> Traced:
+        """The layers as they were found, before a head was split or layers were compiled."""
+        return self._traced
+
+    @property
     def model(self) -> nn.Module:
         """The model that was given; its parameters lie in the host's memory."""
         return self._core.model

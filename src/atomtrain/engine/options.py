@@ -77,6 +77,10 @@ class Options:
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the
     catalogue, and the emulated device's from the model's FLOPs."""
+    check_model: bool = False
+    """Compare the layers that are found with the model: loss and gradients of the example, bit for
+    bit, on the processor; `AnalysisError` if they differ. Takes about two micro-batches of the
+    whole model and memory for two sets of its gradients."""
 
     @property
     def waits(self) -> bool:

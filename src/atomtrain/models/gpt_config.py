@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from atomtrain.errors import ConfigError
 
+_MOST = 1 << 31
+_MOST_LAYERS = 4096
+"""More would take hours to look at; the deepest models have some hundreds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -31,8 +35,11 @@ class GPTConfig:
         for name in (
             "layers", "width", "heads", "head_width", "vocabulary", "context", "head_pieces",
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+            number = getattr(self, name)
+            if not isinstance(number, int) or not 1 <= number <= _MOST:
+                raise ConfigError(f"{name} must be a whole number from 1 to {_MOST}, not {number}")
+        if self.layers > _MOST_LAYERS:
+            raise ConfigError(f"layers must be at most {_MOST_LAYERS}, not {self.layers}")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout must be at least 0 and below 1, not {self.dropout}")
         if self.head_pieces > self.vocabulary:

@@ -7,6 +7,7 @@ at the `Desk`.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchor_store import FragmentAccess
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
 from atomtrain.swarm.anchors.outer import Update
+from atomtrain.swarm.anchors.stamps import best_of
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, Rules, SwarmConfig
 from atomtrain.swarm.membership.groups import supersedes
@@ -83,10 +85,12 @@ class Swarm:
         manifest: Manifest,
         access: FragmentAccess,
         update: Update | None = None,
+        born_s: float | None = None,
     ) -> Swarm:
         """Start a run: the anchors are the current parameters, version 0.
 
         `update` is the step that gradients are for, where they are averaged: see `use_update`.
+        `born_s` is when the run began, as `state_dict` has told it, if it is resumed.
 
         Raises:
             SwarmError: the port is in use, or the parameters do not fit the manifest.
@@ -94,7 +98,11 @@ class Swarm:
         if manifest.run != config.run:
             raise SwarmError(f"the manifest is of run {manifest.run!r}, not {config.run!r}")
         manifest = Manifest(
-            manifest.run, manifest.fragment_elements, manifest.payload, Rules.of(config)
+            manifest.run,
+            manifest.fragment_elements,
+            manifest.payload,
+            Rules.of(config),
+            born_s=time.time() if born_s is None else born_s,
         )
         manifest.encode()
 
@@ -265,7 +273,8 @@ class Swarm:
         """Return where the swarm is, as far as this peer knows."""
         own = self._desk.store.stamps()
         best = self._service.context.roster.best()
-        tokens = max((s.tokens for s in (*own, *best) if s is not None), default=0)
+        most = best_of((*own, *best))
+        tokens = 0 if most is None else most.tokens
         return Progress(self._service.context.agenda.next_round, tokens)
 
     def limit_upload(self, bytes_per_s: float) -> None:
@@ -286,6 +295,7 @@ class Swarm:
         meta["protocol"] = PROTOCOL
         meta["run"] = self.config.run
         meta["rules"] = asdict(self.manifest.rules)
+        meta["born_s"] = self.manifest.born_s
         meta["next_round"] = self._service.context.agenda.next_round
         meta["known_addresses"] = list(self.known_addresses())
         return SwarmState(self._desk.store.tensors(), meta)

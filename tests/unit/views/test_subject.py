@@ -76,7 +76,7 @@ def test_matrices_in_few_bits_have_as_many_parameters(bits: int | None) -> None:
 def test_a_configuration_that_makes_no_model_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**LLAMA, "hidden_size": "wide"}))
+    file.write_text(json.dumps({**LLAMA, "hidden_act": "none such"}))
     with pytest.raises(AnalysisError, match="cannot be made a model"):
         subject(str(file))
 

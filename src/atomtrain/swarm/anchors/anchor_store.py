@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, Stamp, digest_of
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of
 from atomtrain.swarm.anchors.digests import HASH, OLD_HASH
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 
 _CACHED_ELEMENTS = 1 << 16

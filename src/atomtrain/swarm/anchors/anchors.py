@@ -13,30 +13,9 @@ from typing import NamedTuple
 import torch
 
 from atomtrain.swarm.anchors.digests import HASH, Digest
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """Which anchor this is: version, tokens that went into it, and hash of its bytes."""
-
-    version: int
-    tokens: int
-    digest: str
-
-    def beats(self, other: Stamp) -> bool:
-        """Say whether peers that hold `other` have to fetch this one.
-
-        More tokens win: of two halves of a swarm that were cut apart, the one that has learnt from
-        more. Then the higher version; then the lower hash. A round's anchor beats the one that it
-        was made of, since somebody has trained for it.
-        """
-        return (self.tokens, self.version, other.digest) > (
-            other.tokens,
-            other.version,
-            self.digest,
-        )
 
 
 class Part(NamedTuple):

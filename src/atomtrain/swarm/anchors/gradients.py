@@ -50,6 +50,10 @@ class AdamWUpdate:
     eps: float = 1e-8
     rows: int = 2
 
+    def admits(self, velocity: torch.Tensor) -> bool:
+        """Say whether no second moment is negative: its root is taken."""
+        return bool((velocity.view(self.rows, -1)[1] >= 0).all())
+
     def apply(
         self,
         anchor: torch.Tensor,

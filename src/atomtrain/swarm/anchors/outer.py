@@ -40,6 +40,10 @@ class Update(Protocol):
         """How many numbers each element has besides its value, such as a velocity."""
         ...
 
+    def admits(self, velocity: torch.Tensor) -> bool:
+        """Say whether finite numbers, 1-D, can be the velocity of an anchor."""
+        ...
+
     def apply(
         self,
         anchor: torch.Tensor,
@@ -83,6 +87,10 @@ class OuterUpdate:
     def rows(self) -> int:
         """One with momentum: the velocity."""
         return int(self.momentum > 0)
+
+    def admits(self, velocity: torch.Tensor) -> bool:
+        """Say yes: a velocity can be anything."""
+        return True
 
     @property
     def gain(self) -> float:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore, FragmentAccess
-from atomtrain.swarm.anchors.anchors import Merge, Snapshot, Stamp
+from atomtrain.swarm.anchors.anchors import Merge, Snapshot
+from atomtrain.swarm.anchors.stamps import Stamp
 
 if TYPE_CHECKING:
     from atomtrain.swarm.anchors.gradients import GradientAccess

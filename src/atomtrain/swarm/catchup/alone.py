@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, Stamp, digest_of, whole
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of, whole
 from atomtrain.swarm.anchors.buffer_pool import large_copy, large_empty
 from atomtrain.swarm.anchors.outer import Place, rows_of
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.catchup.repair import Repairer
+from atomtrain.swarm.codecs.codec import all_finite
 from atomtrain.swarm.rounds.context import Context
 
 
@@ -23,6 +24,9 @@ async def go_alone(context: Context, repairer: Repairer, round_index: int) -> No
     try:
         async with asyncio.timeout(context.config.round_ceiling_s):
             snapshot = await context.snapshot(fragment)
+        if not await context.offload(all_finite, snapshot.values):
+            context.desk.report(_kept(snapshot, round_index))
+            return
         merge = await context.offload(_follow_local, context, snapshot)
         report = RoundReport(
             round=round_index,
@@ -40,13 +44,23 @@ async def go_alone(context: Context, repairer: Repairer, round_index: int) -> No
         repairer.free(fragment)
 
 
+def _kept(snapshot: Snapshot, round_index: int) -> RoundReport:
+    """Return the report of a round that leaves the anchor as it is: others would not take it."""
+    return RoundReport(
+        round=round_index,
+        fragment=snapshot.fragment,
+        version=snapshot.anchor.stamp.version,
+        outcome="abandoned",
+        reason="this peer's parameters are not finite",
+    )
+
+
 def _follow_local(context: Context, snapshot: Snapshot) -> Merge:
     old = snapshot.anchor.stamp
     if snapshot.gradient:
         return _step_alone(context, snapshot)
-    anchor = context.desk.store.fresh(
-        snapshot.values, version=old.version + 1, tokens=old.tokens + snapshot.weight
-    )
+    new = old.next(snapshot.weight)
+    anchor = context.desk.store.fresh(snapshot.values, version=new.version, tokens=new.tokens)
     spans = whole(snapshot.values.numel())
     return Merge(snapshot.fragment, anchor, (), snapshot, spans)
 
@@ -63,6 +77,5 @@ def _step_alone(context: Context, snapshot: Snapshot) -> Merge:
         out=values,
         place=Place(snapshot.fragment, 0, old.stamp.version),
     )
-    tokens = old.stamp.tokens + snapshot.weight
-    stamp = Stamp(old.stamp.version + 1, tokens, digest_of(values, velocity))
+    stamp = old.stamp.next(snapshot.weight, digest_of(values, velocity))
     return Merge(snapshot.fragment, Anchor(values, velocity, stamp), (), snapshot, everything)

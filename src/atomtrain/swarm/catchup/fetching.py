@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Stamp, digest_of, joined_parts
+from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, digest_of, joined_parts
 from atomtrain.swarm.anchors.buffer_pool import large_empty
-from atomtrain.swarm.codecs.codec import byte_view
+from atomtrain.swarm.anchors.outer import Update
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.codecs.codec import all_finite, byte_view
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.roster import Holder
 from atomtrain.swarm.rounds.context import Context
@@ -181,6 +183,10 @@ class Fetcher:
             raise BadMessage(f"peer {channel.remote[-8:]} sent fragment {header.fragment}")
         elements = context.manifest.fragment_elements[fragment]
         origin_of(header, elements)
+        if refusal := context.age.limit.refusal(_stamp(header)):
+            raise BadMessage(f"peer {channel.remote[-8:]} sent an anchor of {refusal}")
+        if header.grouped and not context.manifest.rules.group_size:
+            raise BadMessage(f"peer {channel.remote[-8:]} sent a group's anchor: there are none")
         resumed = (header.digest, header.start_bytes) == (ask.digest, ask.start_bytes)
         if had is not None and header.start_bytes and resumed:
             return had
@@ -198,19 +204,37 @@ class Fetcher:
         if await self._context.offload(digest_of, values, velocity) != header.digest:
             raise BadMessage(f"fragment {fragment}, the last of it from peer {donor[-8:]}, has the "
                              "wrong hash")  # fmt: skip
-        stamp = Stamp(header.version, header.tokens, header.digest)
+        if wrong := await self._context.offload(_flaw, values, velocity, self._context.updates[0]):
+            self._context.roster.distrust(donor, f"its anchor of fragment {fragment} has {wrong}")
+            raise BadMessage(f"the anchor of peer {donor[-8:]} has {wrong}")
         origin = origin_of(header, values.numel())
-        return Anchor(values, velocity, stamp, origin, header.grouped)
+        return Anchor(values, velocity, _stamp(header), origin, header.grouped)
 
     def _donors(self, fragment: int, first: Collection[str]) -> list[str]:
         """Return those that have the fragment: the best anchor, and the least to do, first."""
 
-        def order(holder: Holder) -> tuple[bool, bool, bool, int]:
-            wanted = holder.peer_id in first
-            return not wanted, holder.stale, holder.joining, self._asked[holder.peer_id]
+        # Who has nothing of its own to go by prefers what several agree on.
+        newcomer = self._context.desk.stamp(fragment) is None
+
+        def order(holder: Holder) -> tuple[bool, bool, bool, bool, int]:
+            wanted, asked = holder.peer_id in first, self._asked[holder.peer_id]
+            return not wanted, newcomer and holder.lonely, holder.stale, holder.joining, asked
 
         holders = self._context.roster.holders(fragment, self._context.slack(fragment))
         return [holder.peer_id for holder in sorted(holders, key=order)]
+
+
+def _stamp(header: AnchorHeader) -> Stamp:
+    return Stamp(header.version, header.tokens, header.digest)
+
+
+def _flaw(values: torch.Tensor, velocity: torch.Tensor | None, update: Update) -> str:
+    """Return why rounds cannot go on from an anchor, or an empty string."""
+    if not all_finite(values) or (velocity is not None and not all_finite(velocity)):
+        return "values that are not finite"
+    if velocity is not None and not update.admits(velocity):
+        return "a velocity that no update makes"
+    return ""
 
 
 def origin_of(header: AnchorHeader, elements: int) -> Origin:

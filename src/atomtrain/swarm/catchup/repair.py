@@ -10,7 +10,8 @@ import logging
 from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Snapshot, Stamp
+from atomtrain.swarm.anchors.anchors import Snapshot
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.catchup.fetching import Fetched, Fetcher
 from atomtrain.swarm.catchup.transfer import merge_of_fetched

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.membership.agenda import lead_order
 
 GROUP_SIZE = 16

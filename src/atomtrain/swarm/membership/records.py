@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.transport.messages import BadMessage, is_text
 
 RECORD_BYTES_MAX = 8 << 20
@@ -70,9 +70,9 @@ class PeerRecord:
                 state=_text(body["state"]),
                 sequence=_number(body["sequence"]),
                 addresses=tuple(_text(a) for a in body["addresses"][:16]),
-                next_round=int(_number(body["next_round"])),
-                steps=int(_number(body["steps"])),
-                tokens=int(_number(body["tokens"])),
+                next_round=_count(body["next_round"]),
+                steps=_count(body["steps"]),
+                tokens=_count(body["tokens"]),
                 tokens_per_s=_number(body["tokens_per_s"]),
                 step_s=_number(body["step_s"]),
                 round_s=_number(body["round_s"]),
@@ -114,17 +114,6 @@ class PeerStatus:
     """Peers through which it is reached by those that cannot dial it; 0: it can be dialled."""
 
 
-def best_stamps(records: list[PeerRecord], fragments: int) -> list[Stamp | None]:
-    """Return for each fragment the stamp that beats all others."""
-    best: list[Stamp | None] = [None] * fragments
-    for record in records:
-        for fragment, stamp in enumerate(record.stamps):
-            present = best[fragment]
-            if stamp is not None and (present is None or stamp.beats(present)):
-                best[fragment] = stamp
-    return best
-
-
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > TEXT_MAX or not is_text(value):
         raise ValueError("not a short text")
@@ -134,6 +123,13 @@ def _text(value: Any) -> str:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
         raise ValueError("not a number in range")
+    return value
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int):
+        raise ValueError("not a whole number")
+    _number(value)
     return value
 
 
@@ -157,9 +153,7 @@ def _unpacked(text: Any, fragments: int) -> tuple[Stamp | None, ...]:
     try:
         data = base64.b64decode(text, validate=True)
         return tuple(
-            None
-            if version == _NO_ANCHOR
-            else Stamp(int(_number(version)), int(_number(tokens)), digest.hex())
+            None if version == _NO_ANCHOR else Stamp(_count(version), _count(tokens), digest.hex())
             for version, tokens, digest in _PACKED.iter_unpack(data)
         )
     except (binascii.Error, struct.error) as error:

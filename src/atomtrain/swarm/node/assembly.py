@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
+from atomtrain.swarm.anchors.stamps import RunAge
 from atomtrain.swarm.anchors.trainer_mailbox import Desk
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.membership.admission import Admission, read_allowed, read_key
@@ -73,8 +74,9 @@ def build_service(
     )
     services: list[Service] = []
     known = KnownPeers(config.run, config.peers_path)
+    age = RunAge(manifest.born_s, clock)
     roster = Roster(
-        admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size
+        admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size, age
     )
     roster.addresses.update(
         (peer_id, places) for peer_id, places in known.addresses.items()
@@ -121,6 +123,7 @@ def build_service(
         offload=thread.offload,
         random_id=random_id,
         clock=clock,
+        age=age,
         known=known,
         pacer=Pacer(config.upload_limit_bytes_per_s),
         ways=Ways(

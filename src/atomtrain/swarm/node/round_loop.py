@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup.alone import go_alone
 from atomtrain.swarm.catchup.repair import Doubt, Repairer
 from atomtrain.swarm.membership.groups import SLACK_VERSIONS
@@ -223,6 +224,9 @@ class Rounds:
             roster.update(await directory.records())
             if not roster.sees(leader):
                 return "its leader has no membership record"
+        claim = self._context.age.limit.refusal(Stamp(invite.version, 0, ""))
+        if claim or not roster.trusts(leader):
+            return "what its leader says of anchors cannot be true"
         return ""
 
     async def _ripe(self, invite: Invite, fragment: int) -> str:

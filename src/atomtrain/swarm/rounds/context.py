@@ -12,6 +12,7 @@ import torch
 from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.anchors.buffer_pool import large_empty
 from atomtrain.swarm.anchors.outer import Update
+from atomtrain.swarm.anchors.stamps import RunAge
 from atomtrain.swarm.anchors.trainer_mailbox import Desk
 from atomtrain.swarm.codecs.codec import Codec
 from atomtrain.swarm.membership.admission import Admission
@@ -60,6 +61,8 @@ class Context:
     """Returns a short text that no other call returns."""
     clock: Callable[[], float]
     """Returns the swarm's time."""
+    age: RunAge
+    """What claims of anchors are measured by."""
     known: KnownPeers
     """Peers that the run has had."""
     pacer: Pacer

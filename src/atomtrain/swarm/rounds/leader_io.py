@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp, best_of
 from atomtrain.swarm.codecs.codec import encoded_bytes
 from atomtrain.swarm.codecs.slices import Span, slices_per_member
 from atomtrain.swarm.membership.groups import supersedes
@@ -41,7 +41,8 @@ class Leading:
         group = set(context.group(round_index))
         members = [record for record in context.roster.training() if record.peer_id in group]
         slack = context.slack(fragment)
-        stamp = best_known(context.desk.stamp(fragment), context.roster.best()[fragment])
+        # A leader may be behind itself.
+        stamp = best_of((context.desk.stamp(fragment), context.roster.best()[fragment]))
         # Members that are behind fetch the whole anchor before they answer.
         anchor_bytes = 4 * context.manifest.fragment_elements[fragment]
         anchor_bytes *= 1 + context.desk.store.momentum
@@ -65,6 +66,7 @@ class Leading:
             decision_s=context.timing.floor_s,
             groups=context.roster.groups,
             slack=slack,
+            limit=context.age.limit,
         )
         self._round = LeaderRound(call, [r.peer_id for r in members], self._loop.time())
 
@@ -145,13 +147,6 @@ class Leading:
         except (LinkLost, BadMessage) as error:
             _log.debug("round %s: %s", invite.round_id, error)
             self._events.put_nowait((member, None))
-
-
-def best_known(own: Stamp | None, others: Stamp | None) -> Stamp | None:
-    """Return the stamp that wins: a leader may be behind itself."""
-    if own is None or others is None:
-        return own or others
-    return others if others.beats(own) else own
 
 
 def is_behind(stamp: Stamp | None, best: Stamp | None, slack: int) -> bool:

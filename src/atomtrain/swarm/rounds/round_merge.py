@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Snapshot, Stamp, split_parts
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Snapshot, split_parts
 from atomtrain.swarm.anchors.outer import OuterUpdate, Update
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.slices import Span, slice_spans
 from atomtrain.swarm.membership.groups import SLACK_VERSIONS
 from atomtrain.swarm.rounds.bases import velocity_after
@@ -46,6 +47,8 @@ def check_begin(begin: Begin, own: Stamp, context: Context) -> None:
         raise BadMessage("the leader's versions are no siblings of this member's")
     if not 1 <= begin.groups <= _VIEWS_APART * (1 + context.roster.groups):
         raise BadMessage(f"the leader speaks of {begin.groups} groups")
+    if refusal := context.age.limit.refusal(_stamp_after(begin, sum(begin.weights))):
+        raise BadMessage(f"the round would make {refusal}")
 
 
 def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
@@ -58,12 +61,17 @@ def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
     made = decided.result.made or _made(decided, update)
     used = frozenset().union(*(part.contributors for part in made.parts))
     tokens = sum(w for m, w in zip(begin.members, begin.weights, strict=True) if m in used)
-    stamp = Stamp(begin.version + 1, begin.tokens + begin.groups * tokens, made.digest)
+    stamp = _stamp_after(begin, tokens, made.digest)
     origin = Origin(begin.round_id, made.parts)
     anchor = Anchor(made.values, made.velocity, stamp, origin, grouped=begin.bases)
     changed, contributed = split_parts(made.parts, peer_id)
     own_velocity = _own_velocity(snapshot, update, contributed) if begin.bases else None
     return Merge(snapshot.fragment, anchor, changed, snapshot, contributed, velocity=own_velocity)
+
+
+def _stamp_after(begin: Begin, tokens: int, digest: str = "") -> Stamp:
+    """Return the stamp of what a round makes with so many tokens of its members."""
+    return Stamp(begin.version, begin.tokens, "").next(begin.groups * tokens, digest)
 
 
 def _made(decided: Decided, update: Update) -> Made:

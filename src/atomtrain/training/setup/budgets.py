@@ -169,6 +169,7 @@ class _Tried:
     ) -> None:
         self.size = size
         self._model, self._recipe, self._objective = model, recipe, objective
+        self._devices = devices
         self._budget_bytes = min(d.memory_bytes - d.reserved_bytes for d in devices)
         self._micro_batches = share_of(recipe.sequences // size, len(devices))
 
@@ -212,7 +213,9 @@ class _Tried:
     @functools.cached_property
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:
         example = example_of(self._recipe, self.size, self._objective)
-        traced = chain_of(self._model, example, self._objective.loss)
+        traced = chain_of(
+            self._model, example, self._objective.loss, device=self._devices[0].torch_device
+        )
         chain = with_gradients_in(traced.chain, self._recipe.gradient_dtype)
         return chain, traced.bind(example)
 

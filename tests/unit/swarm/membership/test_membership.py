@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
-from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import joining
 from atomtrain.swarm.membership import signing
 from atomtrain.swarm.membership.admission import Admission

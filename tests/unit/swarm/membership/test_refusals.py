@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Snapshot, Stamp, digest_of
+from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Snapshot, digest_of
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import donating
 from atomtrain.swarm.catchup.fetching import send_anchor
 from atomtrain.swarm.codecs.codec import codec_named

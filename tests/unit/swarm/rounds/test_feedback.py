@@ -14,10 +14,10 @@ from atomtrain.swarm.anchors.anchors import (
     Merge,
     Origin,
     Snapshot,
-    Stamp,
     digest_of,
     whole,
 )
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.slices import Span
 from tests.support.swarm_virtual import Simulation, run_virtual
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from atomtrain.swarm.anchors.anchors import Anchor, Snapshot, Stamp, digest_of
+from atomtrain.swarm.anchors.anchors import Anchor, Snapshot, digest_of
 from atomtrain.swarm.anchors.outer import OuterUpdate, Place
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.rounds.exchange import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.gloo import GlooExchange

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import SwarmConfig
-from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs import slices
 from atomtrain.swarm.membership.config import Rules
 from atomtrain.swarm.membership.groups import (

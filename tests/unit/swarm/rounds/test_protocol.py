@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.rounds.leader_state import LeaderRound, Phase, RoundCall
