@@ -10,7 +10,7 @@ from pathlib import Path
 from atombench import REGISTRY, bench_report, benchmark
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
-from atomtrain.training.config.options import option
+from atomtrain.settings import option
 
 _EXAMPLES = """\
   atom bench swap --json --out swap.json

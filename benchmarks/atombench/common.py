@@ -19,7 +19,7 @@ from typing import Any
 import atomtrain
 from atomtrain.errors import ConfigError, choices
 from atomtrain.files import replacing
-from atomtrain.training.config.option_checks import check_counts
+from atomtrain.settings import check_counts
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_bytes
 
 Result = dict[str, Any]

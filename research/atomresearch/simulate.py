@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.cli.simulate_options import LINKS, OPTIMIZER, SimulateOptions
-from atomtrain.training.config.option_checks import memory_of
+from atomtrain.settings import memory_of
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_rate
 
 if TYPE_CHECKING:

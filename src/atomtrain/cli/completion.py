@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.training.config.options import option
+from atomtrain.settings import option
 
 SHELLS = ("bash", "zsh", "fish")
 _ABOUT_CHARACTERS = 72

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
-from atomtrain.training.config.option_checks import check_port
-from atomtrain.training.config.options import option
+from atomtrain.settings import check_port, option
 
 if TYPE_CHECKING:
     from atomtrain.views.dashboard.source import Source
@@ -48,7 +47,7 @@ class DashboardOptions:
     )
 
     def __post_init__(self) -> None:
-        check_port(self.port)
+        check_port("--port", self.port)
         try:
             ipaddress.ip_address(self.host)
         except ValueError as error:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.training.config.option_checks import check_counts
-from atomtrain.training.config.options import option
+from atomtrain.settings import check_counts, option
 
 _EXAMPLES = """\
   atom data inspect chats.jsonl --model models/smollm2-135m

@@ -12,8 +12,7 @@ from pathlib import Path
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
-from atomtrain.training.config.option_checks import check_port
-from atomtrain.training.config.options import option
+from atomtrain.settings import check_port, option
 
 _EXAMPLES = """\
   atom doctor
@@ -30,7 +29,7 @@ class DoctorOptions:
     json: bool = option(False, "Print exactly one JSON object instead of lines.")
 
     def __post_init__(self) -> None:
-        check_port(self.port)
+        check_port("--port", self.port)
         try:
             ipaddress.IPv4Address(self.host)
         except ValueError as error:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.cli.parsing import parse
-from atomtrain.training.config.option_checks import check_counts
-from atomtrain.training.config.options import option
+from atomtrain.settings import check_counts, option
 
 _EXAMPLES = """\
   atom evaluate runs/mine/peer-0

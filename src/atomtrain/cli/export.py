@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.cli.parsing import parse
-from atomtrain.training.config.options import option
+from atomtrain.settings import option
 from atomtrain.units import format_bytes, parse_bytes
 
 _EXAMPLES = """\

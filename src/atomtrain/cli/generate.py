@@ -10,8 +10,7 @@ from pathlib import Path
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import CheckpointError, ConfigError
-from atomtrain.training.config.option_checks import check_counts, check_seed, check_text
-from atomtrain.training.config.options import option
+from atomtrain.settings import check_counts, check_seed, check_text, option
 
 _EXAMPLES = """\
   atom generate runs/mine/peer-0 --prompt "In the beginning"
@@ -32,7 +31,7 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         check_counts(self, "tokens")
-        check_seed(self.seed)
+        check_seed("--seed", self.seed)
         check_text("--prompt", self.prompt)
         if not 0 <= self.temperature < 100:
             raise ConfigError(

@@ -16,7 +16,8 @@ from atomtrain.cli.parsing import complain, parse
 from atomtrain.data.corpus import check_files
 from atomtrain.data.named import is_named
 from atomtrain.errors import AtomError, ConfigError, DataError
-from atomtrain.training.config.options import TrainOptions, option
+from atomtrain.settings import option
+from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.preflight import check_early
 from atomtrain.training.config.recipe_files import (
     options_with,

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, cast
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError, choices
-from atomtrain.training.config.option_checks import (
-    check_clip_norm,
+from atomtrain.settings import (
     check_counts,
+    check_norm,
     check_spending,
     memory_of,
+    option,
 )
-from atomtrain.training.config.options import option
 from atomtrain.training.config.preflight import (
     OPTIMIZERS,
     PRECISIONS,
@@ -132,7 +132,7 @@ class PlanOptions:
         check_counts(self, "context", "micro_batch", "head_pieces")
         check_counts(self, "tokens_per_step", most=1 << 53)
         check_counts(self, "devices", most=1024)
-        check_clip_norm(self.clip_norm)
+        check_norm("--clip-norm", self.clip_norm)
         if self.spend_gradients:
             check_spending(self.clip_norm, self.precision)
         memory_of(self)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from atomtrain.errors import ConfigError
-from atomtrain.training.config.option_checks import check_counts, check_seed, check_wire, memory_of
-from atomtrain.training.config.options import option
+from atomtrain.settings import check_counts, check_seed, memory_of, one_of, option
+from atomtrain.training.config.options import WIRES
 from atomtrain.units import parse_rate
 
 LINKS = ("10Gbit/s", "1Gbit/s", "300Mbit/s", "100Mbit/s", "30Mbit/s", "10Mbit/s")
@@ -79,7 +79,7 @@ class SimulateOptions:
         check_counts(self, "local_steps", "context", "rounds")
         check_counts(self, "tokens_per_step", most=1 << 53)
         check_counts(self, "group", least=0)
-        check_seed(self.seed)
+        check_seed("--seed", self.seed)
         memory_of(self)
         if self.group == 1:
             raise ConfigError("--group 1: groups must be of at least 2; 0 is one group of all")
@@ -91,7 +91,7 @@ class SimulateOptions:
             parse_rate(text, "--link")
         if self.upload is not None:
             parse_rate(self.upload, "--upload")
-        check_wire(self.wire)
+        one_of(WIRES, "wire format")("--wire", self.wire)
         if self.here and self._given(("gpu", "machine")):
             raise ConfigError("--here measures this machine; leave --gpu and --machine out")
         from atomtrain.training.config.optimizing import check_precision

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from atomtrain.cli.interrupts import leaving_at_once
 from atomtrain.cli.parsing import parse, shown
 from atomtrain.errors import ConfigError, SwarmError, nearest
-from atomtrain.training.config.options import option
+from atomtrain.settings import option
 from atomtrain.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
-from atomtrain.training.config.options import option
+from atomtrain.settings import option
 
 _EXAMPLES = """\
   atom watch runs/mine              all peers of a run on this machine

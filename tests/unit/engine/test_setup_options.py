@@ -14,7 +14,7 @@ from atomtrain.engine.engine import Engine
 from atomtrain.engine.execution.compiled import compiled
 from atomtrain.errors import ConfigError
 from atomtrain.models import make_model
-from atomtrain.training.config.option_checks import check_spending
+from atomtrain.settings import check_spending
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import new_recipe
 from atomtrain.training.setup import setup

@@ -16,7 +16,7 @@ from tests.support import ROOT
 from tests.support.waiting import PATIENCE_S
 
 FOLDERS = {"atomtrain": "src", "atombench": "benchmarks", "atomresearch": "research"}
-BASE = {f"atomtrain.{name}" for name in ("errors", "units", "events", "files", "lazy")}
+BASE = {f"atomtrain.{name}" for name in ("errors", "units", "events", "files", "lazy", "settings")}
 ANALYSIS = ("export", "layers", "costs", "head")
 PLANNING = ("plan", "cost", "search")
 ENGINE = ("devices", "state", "updates", "execution", "calibration")

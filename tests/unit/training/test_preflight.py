@@ -17,8 +17,7 @@ from atomtrain.planning.catalogue import GPUS
 from atomtrain.swarm.codecs.codec import CODEC_NAMES
 from atomtrain.training.config import optimizing
 from atomtrain.training.config import preflight as early
-from atomtrain.training.config.option_checks import WIRES
-from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.options import WIRES, TrainOptions
 from tests.support.waiting import PATIENCE_S
 
 

@@ -2,21 +2,98 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from atomtrain.training.config.option_checks import check_options
+from atomtrain.errors import ConfigError
+from atomtrain.settings import (
+    MOST_TOKENS,
+    check_fields,
+    check_name,
+    check_norm,
+    check_port,
+    check_seed,
+    check_size,
+    check_text,
+    count,
+    one_of,
+    option,
+    relay_limit_of,
+)
+from atomtrain.units import parse_rate
 
+WIRES = ("float16", "float32", "int8", "int4", "topk")
+"""Names of the codecs, told here so that a wrong one is refused at once; a test compares."""
+CHECKS = ("auto", "always", "never")
+"""When a model is compared with its layers."""
+OBJECTIVES = ("next-token", "dpo")
 _RUNS = Path("runs")
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
-def option(default: Any, about: str, placeholder: str = "", flag: str | None = None) -> Any:
-    """Return a dataclass field with the help text that the command line shows.
+def _check_rate(flag: str, rate: float) -> None:
+    if not 0 < rate < 10:
+        raise ConfigError(f"{flag} must be above 0 and below 10, not {rate}")
 
-    `flag` is the option's name there, if it is not the field's.
-    """
-    return field(default=default, metadata={"help": about, "metavar": placeholder, "flag": flag})
+
+def _check_host(flag: str, host: str) -> None:
+    if not _HOST.fullmatch(host):
+        raise ConfigError(
+            f"{flag} takes a host name or an IPv4 address, such as 203.0.113.7, not {host!r}"
+        )
+
+
+def _check_beta(flag: str, beta: float) -> None:
+    if not 0 < beta < math.inf:
+        raise ConfigError(f"{flag} must be above 0, such as 0.1, not {beta}")
+
+
+def _check_upload_limit(flag: str, limit: str) -> None:
+    if parse_rate(limit, flag) < 1000:
+        raise ConfigError(f"{flag} must be at least 8kbit/s, not {limit}")
+
+
+def _check_relay_limit(flag: str, limit: str) -> None:
+    relay_limit_of(limit, flag)
+
+
+def _check_metrics(_: str, targets: tuple[str, ...]) -> None:
+    from atomtrain.metrics.targets import parse_targets
+
+    parse_targets(targets)
+
+
+def _check_lora(_: str, settings: str) -> None:
+    from atomtrain.models.lora_config import parse_lora
+
+    parse_lora(settings)
+
+
+def _check_outer(_: str, name: str) -> None:
+    from atomtrain.swarm.anchors.outer import outer_named
+
+    outer_named(name, 0, 1)
+
+
+def _check_key(_: str, path: Path) -> None:
+    from atomtrain.swarm.membership.admission import read_key
+
+    read_key(path)
+
+
+def _check_allowed(_: str, path: Path) -> None:
+    from atomtrain.swarm.membership.admission import read_allowed
+
+    read_allowed(path)
+
+
+def _check_identity(_: str, path: Path) -> None:
+    if path.exists():
+        from atomtrain.swarm.transport.identity import Identity
+
+        Identity.load(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +120,7 @@ class TrainOptions:
         None,
         "Start a run of this name that other peers can join (or resume it, with --resume).",
         "NAME",
+        check=check_name,
     )
     join: tuple[str, ...] = option(
         (),
@@ -52,10 +130,13 @@ class TrainOptions:
         "ADDRESS",
     )
     peers: int | None = option(
-        None, "Peers to start on this machine. Default: 2 for the demo, else 1.", "N"
+        None,
+        "Peers to start on this machine. Default: 2 for the demo, else 1.",
+        "N",
+        check=count(most=1024),
     )
     resume: bool = option(False, "Continue from the newest checkpoint of --run.", "")
-    steps: int | None = option(None, "Optimizer steps of each peer.", "N")
+    steps: int | None = option(None, "Optimizer steps of each peer.", "N", check=count())
     device: str = option(
         "auto",
         "auto, cpu (the host itself, nothing is copied), cuda, cuda:NUMBER, emulated or "
@@ -68,9 +149,13 @@ class TrainOptions:
         "Budget of each device, such as 256MiB. Default: small for demo and tiny, else 90% of what "
         "the GPU has free, all memory of the host for cpu, or 1GiB for the emulated device.",
         "SIZE",
+        check=check_size,
     )
     host_memory: str | None = option(
-        None, "Host memory for the model, such as 8GiB. Default: all of this machine's.", "SIZE"
+        None,
+        "Host memory for the model, such as 8GiB. Default: all of this machine's.",
+        "SIZE",
+        check=check_size,
     )
     disk: Path | None = option(
         None,
@@ -84,29 +169,33 @@ class TrainOptions:
         "both). Default: as little as host memory demands.",
         "KIND",
     )
-    sequences: int | None = option(None, "Sequences of one step.", "N")
+    sequences: int | None = option(None, "Sequences of one step.", "N", check=count(most=1 << 20))
     micro_batch: int | None = option(
         None,
         "Sequences of one micro-batch; divides --sequences. Default: the largest that fits well.",
         "N",
+        check=count(),
     )
-    context: int | None = option(None, "Tokens of a sequence.", "N")
+    context: int | None = option(None, "Tokens of a sequence.", "N", check=count())
     lora: str | None = option(
         None,
         "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
         "the default), dora=true, and bits=8 or 4 to hold the frozen matrices in so many bits.",
         "SETTINGS",
+        check=_check_lora,
     )
     objective: str | None = option(
         None,
         "What is learnt: next-token, or dpo: to prefer the better of two answers (rows with "
         "chosen and rejected). Default: next-token.",
         "NAME",
+        check=one_of(OBJECTIVES),
     )
     beta: float | None = option(
         None,
         "With --objective dpo: how strongly the model is held to what it was. Default: 0.1.",
         "NUMBER",
+        check=_check_beta,
     )
     packing: bool = option(
         False,
@@ -119,8 +208,9 @@ class TrainOptions:
         "Pieces of the vocabulary in which the head computes its loss: more need less device "
         "memory. Default: whole if that fits, else the fewest that do.",
         "N",
+        check=count(),
     )
-    learning_rate: float | None = option(None, "Peak learning rate.", "RATE")
+    learning_rate: float | None = option(None, "Peak learning rate.", "RATE", check=_check_rate)
     optimizer: str | None = option(
         None,
         "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), muon or sgd; adamw-split or "
@@ -145,6 +235,7 @@ class TrainOptions:
         "Global norm to which gradients are clipped, exactly. 0: not at all, and no update waits "
         "for the gradients of others. Default: 1.",
         "NORM",
+        check=check_norm,
     )
     spend_gradients: bool = option(
         False,
@@ -163,14 +254,18 @@ class TrainOptions:
         None,
         "Tokens of the tokenizer that is trained on the text. Default: the model's published size.",
         "N",
+        check=count(most=1 << 24),
     )
-    seed: int | None = option(None, "Seed of weights, sample order and dropout.", "N")
+    seed: int | None = option(
+        None, "Seed of weights, sample order and dropout.", "N", check=check_seed
+    )
     local_steps: int | None = option(
         None,
         "Steps in which every part of the model is averaged with the other peers once; fewer learn "
         "more and send more. Set by who starts the run. Default: as few as the link allows, by how "
         "long rounds and steps are seen to take.",
         "N",
+        check=count(),
     )
     measured_rounds: bool = option(
         False,
@@ -183,6 +278,7 @@ class TrainOptions:
         "How changes travel between peers: float32, float16, int8, int4 or topk; set by who starts "
         "the run. Default: float16.",
         "FORMAT",
+        check=one_of(WIRES, "wire format"),
     )
     average: str | None = option(
         None,
@@ -190,9 +286,13 @@ class TrainOptions:
         "gradient (all gather a batch of --target-batch-tokens, then step together); set by who "
         "starts the run. Default: local.",
         "WAY",
+        check=one_of(("local", "gradient")),
     )
     target_batch_tokens: int | None = option(
-        None, "With --average gradient: tokens of all peers together in one step.", "N"
+        None,
+        "With --average gradient: tokens of all peers together in one step.",
+        "N",
+        check=count(most=MOST_TOKENS),
     )
     group_size: int | None = option(
         None,
@@ -212,6 +312,7 @@ class TrainOptions:
         "What a round does with the mean change: nesterov (momentum that fits the steps between "
         "rounds) or mean (plain averaging); set by who starts the run. Default: nesterov.",
         "NAME",
+        check=_check_outer,
     )
     clipped_mean: bool = option(
         False,
@@ -224,23 +325,31 @@ class TrainOptions:
         "Most that this peer sends to others, such as 8Mbit/s; a little less than the link carries "
         "keeps it usable for everything else. Default: no limit.",
         "RATE",
+        check=_check_upload_limit,
     )
     relay_limit: str | None = option(
         None,
         "Most that this peer passes on between others, for those behind a NAT, such as 8Mbit/s; "
         "none to pass on nothing. Default: no limit but --upload-limit.",
         "RATE",
+        check=_check_relay_limit,
     )
     run_key: Path | None = option(
         None,
         "File with a secret; only peers that have the same one take part in the run.",
         "FILE",
+        check=_check_key,
     )
     allow: Path | None = option(
-        None, "File with the ids of the peers to talk to, one a line. Default: all.", "FILE"
+        None,
+        "File with the ids of the peers to talk to, one a line. Default: all.",
+        "FILE",
+        check=_check_allowed,
     )
-    evaluate_every: int | None = option(None, "Steps between evaluations on held-out text.", "N")
-    checkpoint_every: int | None = option(None, "Steps between checkpoints.", "N")
+    evaluate_every: int | None = option(
+        None, "Steps between evaluations on held-out text.", "N", check=count()
+    )
+    checkpoint_every: int | None = option(None, "Steps between checkpoints.", "N", check=count())
     directory: Path = option(
         _RUNS, "Folder of runs; this peer writes to DIRECTORY/RUN/NAME.", "FOLDER"
     )
@@ -249,6 +358,7 @@ class TrainOptions:
         "Name of this peer. Default: peer-0, or a new name for a peer that joins; with --resume, "
         "that of the run's only peer that has saved here.",
         "NAME",
+        check=check_name,
     )
     host: str | None = option(
         None,
@@ -256,24 +366,34 @@ class TrainOptions:
         "else 127.0.0.1 (this machine only).",
         "IP",
     )
-    port: int = option(0, "TCP port to listen on; 0 is any free one.", "N")
+    port: int = option(0, "TCP port to listen on; 0 is any free one.", "N", check=check_port)
     announce: str | None = option(
-        None, "Address under which others reach this machine, if it is not found by itself.", "HOST"
+        None,
+        "Address under which others reach this machine, if it is not found by itself.",
+        "HOST",
+        check=_check_host,
     )
     identity: Path | None = option(
         None,
         "File with this peer's key ('atom identity FILE' makes one and shows its id). Default: "
         "identity.key in the peer's folder.",
         "FILE",
+        check=_check_identity,
     )
     hidden: bool = option(
         False, "Do not answer those who search the local network for runs to join.", ""
     )
     prompt: str = option(
-        "In the beginning", "Start of the sentences that are generated at the end.", "TEXT"
+        "In the beginning",
+        "Start of the sentences that are generated at the end.",
+        "TEXT",
+        check=check_text,
     )
     threads: int | None = option(
-        None, "CPU threads of each peer. Default: all cores, divided among the local peers.", "N"
+        None,
+        "CPU threads of each peer. Default: all cores, divided among the local peers.",
+        "N",
+        check=count(most=1024),
     )
     no_profile: bool = option(
         False,
@@ -285,6 +405,7 @@ class TrainOptions:
         "Compare loss and gradients of one micro-batch with the Hugging Face model's own, bit for "
         "bit, before a run begins: auto (models of up to 1 GiB and 20 s), always or never.",
         "WHEN",
+        check=one_of(CHECKS),
     )
     profile_again: bool = option(
         False,
@@ -309,12 +430,14 @@ class TrainOptions:
         "Also send the run's numbers to tensorboard[:FOLDER], wandb[:PROJECT], trackio[:PROJECT] "
         "or prometheus:[HOST:]PORT; may be given several times.",
         "WRITER",
+        check=_check_metrics,
     )
     plain: bool = option(False, "Plain lines instead of the live display.", "")
 
     def __post_init__(self) -> None:
         """Check what was given; raises `ConfigError`."""
-        check_options(self)
+        check_fields(self)
+        self._check_together()
 
     @property
     def is_demo(self) -> bool:
@@ -338,3 +461,37 @@ class TrainOptions:
     def n_peers(self) -> int:
         """Local peers to start."""
         return self.peers if self.peers is not None else (2 if self.is_demo else 1)
+
+    def _check_together(self) -> None:
+        """Refuse what contradicts each other."""
+        if self.on_disk is not None:
+            from atomtrain.planning.plan.disk import on_disk_up_to
+
+            if on_disk_up_to(self.on_disk) and self.disk is None:
+                raise ConfigError(f"--on-disk {self.on_disk} needs a folder: --disk FOLDER")
+        if self.measured_rounds and self.local_steps is not None:
+            raise ConfigError(
+                "--measured-rounds and --local-steps contradict each other; give one of them"
+            )
+        if (self.average == "gradient") != (self.target_batch_tokens is not None):
+            raise ConfigError(
+                "--average gradient and --target-batch-tokens N belong together: give both, or "
+                "neither"
+            )
+        self._check_transport()
+        if self.resume and self.run is None:
+            raise ConfigError("--resume needs the name of the run: --run NAME --resume")
+
+    def _check_transport(self) -> None:
+        if self.group_size is not None:
+            from atomtrain.swarm.membership.config import check_group_size
+
+            check_group_size(self.group_size, self.average or "local", self.transport or "streams")
+        if self.transport is not None:
+            from atomtrain.swarm.membership.config import check_transport
+
+            check_transport(self.transport, self.wire, clipped=self.clipped_mean)
+        if self.upload_limit is not None and self.transport == "gloo":
+            raise ConfigError(
+                "--upload-limit does not limit --transport gloo; leave one of them out"
+            )

@@ -25,6 +25,7 @@ from atomtrain.engine.options import Options
 from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
+from atomtrain.settings import check_spending
 from atomtrain.training.config.folders import (
     FIRST_NAME,
     check_directory,
@@ -32,7 +33,6 @@ from atomtrain.training.config.folders import (
     resumed_name,
 )
 from atomtrain.training.config.optimizing import gradient_dtype_of, precision_of
-from atomtrain.training.config.option_checks import check_spending
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe, make_optimizer, model_name
 from atomtrain.training.setup.budgets import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import ConfigError, SwarmError
-from atomtrain.training.config.option_checks import relay_limit_of
+from atomtrain.settings import relay_limit_of
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.units import parse_rate

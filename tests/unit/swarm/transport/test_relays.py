@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from atomtrain.errors import ConfigError, SwarmError
+from atomtrain.settings import relay_limit_of
 from atomtrain.swarm.membership.config import SwarmConfig
 from atomtrain.swarm.membership.records import LEFT, TRAINING
 from atomtrain.swarm.transport.addresses import circuit_of, circuits_to, dialled, first_hop, through
@@ -32,7 +33,6 @@ from atomtrain.swarm.transport.messages import (
 from atomtrain.swarm.transport.relaying import Relay
 from atomtrain.swarm.transport.sealed import SealedChannel, agree_as_called, agree_as_caller
 from atomtrain.swarm.transport.transport import CHUNK_BYTES, Channel, LinkLost, PeerRefused
-from atomtrain.training.config.option_checks import relay_limit_of
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 
 KEYS = [Identity(bytes([n] * 32)) for n in range(1, 8)]

@@ -1,0 +1,200 @@
+"""Settings declared once: a field of a dataclass with its help text and what it may be.
+
+An owner (the engine, the rules of a swarm, a recipe) declares a field with `option`. A command that
+lets its user choose it takes the declaration over with `asked`: then `None` says that the user
+chose nothing. Command lines, recipe files, the JSON schema and tables of docs are made from these
+fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from atomtrain.errors import ConfigError, choices
+from atomtrain.units import parse_bytes, parse_rate
+
+Check = Callable[[str, Any], object]
+"""Is called with the flag and a value that was given; raises a `ConfigError` if it cannot be."""
+MOST_COUNT, MOST_TOKENS = 2**31 - 1, 2**53
+NAME_MAX = 64
+
+
+def option(
+    default: Any,
+    about: str,
+    placeholder: str = "",
+    flag: str | None = None,
+    *,
+    check: Check | None = None,
+    **decides: Any,
+) -> Any:
+    """Return a dataclass field with the help text that the command line shows.
+
+    Args:
+        default: Of the field.
+        about: The help text.
+        placeholder: Stands for the value in the help.
+        flag: The option's name on the command line, if it is not the field's.
+        check: Refuses what cannot be.
+        decides: What else the owner wants to know of the field.
+    """
+    metadata = {"help": about, "metavar": placeholder, "flag": flag, "check": check, **decides}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def asked(owner: type[Any], name: str) -> Any:
+    """Return a field by which a user may choose what `owner` declares as `name`, or `None`."""
+    (declared,) = (field for field in dataclasses.fields(owner) if field.name == name)
+    metadata = {**declared.metadata, "owner": owner, "owner_name": name}
+    return dataclasses.field(default=None, metadata=metadata)
+
+
+def asked_of(kind: Any, owner: type[Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a user may choose of an owner's settings: the option's name and the owner's."""
+    for field in dataclasses.fields(kind):
+        if field.metadata.get("owner") is owner:
+            yield field.name, field.metadata["owner_name"]
+
+
+def chosen(given: Any, owner: type[Any]) -> dict[str, Any]:
+    """Return what a user chose of an owner's settings, by the owner's names."""
+    asked_for = {theirs: getattr(given, ours) for ours, theirs in asked_of(given, owner)}
+    return {name: value for name, value in asked_for.items() if value is not None}
+
+
+def flag_of(name: str) -> str:
+    """Return a field's name as the command line has it."""
+    return "--" + name.replace("_", "-")
+
+
+def check_fields(given: Any) -> None:
+    """Refuse values that cannot be; `None` and the default say that nothing was given."""
+    for field in dataclasses.fields(given):
+        check, value = field.metadata.get("check"), getattr(given, field.name)
+        if check is not None and value is not None and value != field.default:
+            check(flag_of(field.name), value)
+
+
+def count(least: int = 1, most: int = MOST_COUNT) -> Check:
+    """Return what refuses whole numbers that are not in a range."""
+
+    def check(flag: str, value: int) -> None:
+        if not least <= value <= most:
+            limit = f"at least {least}" if value < least else f"at most {most}"
+            raise ConfigError(f"{flag} must be {limit}, not {value}")
+
+    return check
+
+
+def one_of(allowed: Iterable[str], what: str | None = None) -> Check:
+    """Return what refuses names that are not in a list; `what` stands in the flag's place."""
+    names = tuple(allowed)
+
+    def check(flag: str, value: str) -> None:
+        if value not in names:
+            raise ConfigError(
+                f"{what or flag} {value!r} does not exist; choose {choices(str(value), names)}"
+            )
+
+    return check
+
+
+def check_counts(given: Any, *names: str, least: int = 1, most: int = MOST_COUNT) -> None:
+    """Refuse options of these names that are given and not in a range."""
+    for name in names:
+        if (value := getattr(given, name)) is not None:
+            count(least, most)(flag_of(name), value)
+
+
+def check_size(flag: str, text: str) -> None:
+    """Refuse what is not a number of bytes."""
+    parse_bytes(text, flag)
+
+
+def memory_of(given: Any) -> dict[str, Any]:
+    """Return `host_memory_bytes` and `device_memory_bytes`, as far as they are given.
+
+    Raises:
+        ConfigError: one is no size.
+    """
+    return {
+        f"{name}_bytes": parse_bytes(text, flag_of(name))
+        for name in ("host_memory", "device_memory")
+        if (text := getattr(given, name)) is not None
+    }
+
+
+def check_seed(flag: str, seed: int) -> None:
+    """Refuse what no random generator takes."""
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"{flag} must be 0 to 2^63 - 1, not {seed}")
+
+
+def check_norm(flag: str, norm: float) -> None:
+    """Refuse what is no norm."""
+    if not 0 <= norm < math.inf:
+        raise ConfigError(f"{flag} must be a norm, or 0 for no clipping, not {norm:g}")
+
+
+def check_text(flag: str, text: str) -> None:
+    """Refuse bytes that are no text; Python's strings may carry them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{flag} is not text in UTF-8; write it in that encoding") from error
+
+
+def check_port(flag: str, port: int) -> None:
+    """Refuse what is no TCP port."""
+    if not 0 <= port < 65536:
+        raise ConfigError(f"{flag} must be 0 to 65535, not {port}")
+
+
+def check_name(flag: str, name: str) -> None:
+    """Refuse what no run and no peer can be called."""
+    if not is_name(name):
+        raise ConfigError(
+            f"{flag} {name!r} is no name; use 1 to {NAME_MAX} letters, digits, '-', '_' or '.'"
+        )
+
+
+def is_name(name: str) -> bool:
+    """Whether a run or a peer can be called so: a folder and a part of addresses."""
+    plain = name.replace("-", "").replace("_", "").replace(".", "")
+    return 0 < len(name) <= NAME_MAX and plain.isalnum() and plain.isascii()
+
+
+def relay_limit_of(limit: str | None, flag: str = "--relay-limit") -> float:
+    """Return `--relay-limit` in bytes per second; 0 passes on nothing.
+
+    Raises:
+        ConfigError: it is no rate of at least 8kbit/s, nor `none`.
+    """
+    if limit is None:
+        return math.inf
+    if limit == "none":
+        return 0.0
+    rate = parse_rate(limit, flag)
+    if rate < 1000:
+        raise ConfigError(f"{flag} must be none or at least 8kbit/s, not {limit}")
+    return rate
+
+
+def check_spending(clip_norm: float, precision: str, *, averaged: bool = False) -> None:
+    """Refuse to spend gradients at once where they are wanted again.
+
+    Raises:
+        ConfigError: they wait for their norm, for overflows, or for other peers'.
+    """
+    waits = None
+    if clip_norm:
+        waits = f"for the norm to which they are clipped, {clip_norm:g}; give --clip-norm 0"
+    elif precision == "fp16":
+        waits = "till none has overflowed, with --precision fp16; choose bf16"
+    elif averaged:
+        waits = "for those of other peers; choose --average local"
+    if waits is not None:
+        raise ConfigError(f"--spend-gradients cannot be: gradients wait {waits}, or leave it out")
