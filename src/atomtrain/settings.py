@@ -45,11 +45,18 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def asked(owner: type[Any], name: str) -> Any:
-    """Return a field by which a user may choose what `owner` declares as `name`, or `None`."""
-    (declared,) = (field for field in dataclasses.fields(owner) if field.name == name)
-    metadata = {**declared.metadata, "owner": owner, "owner_name": name}
-    return dataclasses.field(default=None, metadata=metadata)
+def asked(owner: type[Any], name: str, default: Any = None) -> Any:
+    """Return a field by which a user may choose what `owner` declares as `name`.
+
+    `default` says that he chose nothing.
+    """
+    metadata = {**declared(owner, name).metadata, "owner": owner, "owner_name": name}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def declared(owner: type[Any], name: str) -> dataclasses.Field[Any]:
+    """Return the declaration of one setting."""
+    return next(field for field in dataclasses.fields(owner) if field.name == name)
 
 
 def asked_of(kind: Any, owner: type[Any]) -> Iterator[tuple[str, str]]:
@@ -70,12 +77,18 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_fields(given: Any) -> None:
-    """Refuse values that cannot be; `None` and the default say that nothing was given."""
+def check_fields(given: Any, label: str | None = None, besides: Iterable[str] = ()) -> None:
+    """Refuse values that cannot be; `None` and the default say that nothing was given.
+
+    Messages name the option, or the field after a `label`; `besides` are checked otherwise.
+    """
     for field in dataclasses.fields(given):
+        if field.name in besides:
+            continue
         check, value = field.metadata.get("check"), getattr(given, field.name)
         if check is not None and value is not None and value != field.default:
-            check(flag_of(field.name), value)
+            name = flag_of(field.name) if label is None else label + field.name
+            check(name, value)
 
 
 def count(least: int = 1, most: int = MOST_COUNT) -> Check:

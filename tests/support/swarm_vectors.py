@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
+from tests.support.swarm_configs import swarm_config
 
 TOKENS_A_STEP = 100
 _PRINTING = threading.Lock()
@@ -48,7 +49,7 @@ def say(kind: str, **fields: Any) -> None:
 
 def config_of(settings: dict[str, Any]) -> SwarmConfig:
     """Return the configuration that a test's settings stand for; most have a default."""
-    return SwarmConfig(
+    return swarm_config(
         run=settings["run"],
         listen_host=settings.get("host", "127.0.0.1"),
         join=tuple(settings.get("join", ())),

@@ -21,10 +21,12 @@ from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge, Part, Snapshot, joined_parts
 from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode_span
 from atomtrain.swarm.codecs.slices import Span
-from atomtrain.swarm.membership.config import Manifest, Rules, SwarmConfig
+from atomtrain.swarm.membership.config import Manifest
+from atomtrain.swarm.membership.rules import Rules
 from atomtrain.swarm.node.assembly import build_service
 from atomtrain.swarm.rounds.bases import stepped
 from tests.support.memory_network import MemoryDirectory, MemoryNetwork, MemoryTransport
+from tests.support.swarm_configs import swarm_config
 
 ResultT = TypeVar("ResultT")
 
@@ -108,7 +110,7 @@ class Simulation:
             "sim",
             elements,
             {},
-            Rules(**{"wire": "float32", "local_steps_per_round": 4, **rules}),
+            Rules(**{"wire": "float32", "local_steps_per_round": 4, "group_size": 0, **rules}),
             born_s=_BORN_S if clock is None else 0.0,
         )
         self.peers: dict[str, SimulatedPeer] = {}
@@ -258,7 +260,7 @@ class SimulatedPeer:
         self.fragments = [torch.zeros(n) for n in simulation.manifest.fragment_elements]
         self.reports: list[Any] = []
         self.training = True
-        config = SwarmConfig(
+        config = swarm_config(
             run="sim", expiry_s=6.0, connect_s=2.0, stall_s=3.0, round_floor_s=2.0,
             slowest_link_bytes_per_s=1e4, **settings,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from atombench.averaging.gloo import RawGloo
 from atombench.averaging.mesh import Mesh
 from atombench.averaging.streams import EncryptedMesh
 from atombench.replies import Reply
-from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
+from atomtrain.swarm import Endpoint, Manifest, RoundReport, Rules, Swarm, SwarmConfig
 from atomtrain.swarm.transport.hivemind_parts import import_hivemind
 
 _BOUNDARY_S = 0.05
@@ -138,14 +138,10 @@ class AveragingPeer:
         """Found a run on this host's address, or join one; return the address for others."""
         config = SwarmConfig(
             run="averaging",
-            listen_host=address,
+            rules=Rules(local_steps_per_round=1, wire=wire, transport=transport),
+            endpoint=Endpoint(listen_host=address, connect_s=_PATIENCE_S, stall_s=_PATIENCE_S),
             join=() if join is None else (join,),
-            local_steps_per_round=1,
-            wire=wire,
-            transport=transport,
             slowest_link_bytes_per_s=link_bytes_per_s,
-            connect_s=_PATIENCE_S,
-            stall_s=_PATIENCE_S,
             round_floor_s=_PATIENCE_S,
         )
         self._rank, self._values = rank, torch.zeros(elements)

@@ -14,7 +14,7 @@ from atombench.averaging.codec_costs import CodecTime
 from atombench.network.model import ModelSetup, fused_adamw
 from atombench.replies import Reply, sent_bytes
 from atomtrain.errors import PlanError
-from atomtrain.swarm import Manifest, Swarm, SwarmConfig
+from atomtrain.swarm import Endpoint, Manifest, Rules, Swarm, SwarmConfig
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.membership.agenda import MEASURED
 from atomtrain.swarm.membership.records import TRAINING
@@ -118,10 +118,9 @@ class AtomPeer:
             self._watching.enter_context(self._codec_time.counted())
         config = SwarmConfig(
             run=run,
-            listen_host=address,
+            rules=Rules(local_steps_per_round=local_steps, wire=wire),
+            endpoint=Endpoint(listen_host=address),
             join=() if join is None else (join,),
-            local_steps_per_round=local_steps,
-            wire=wire,
             slowest_link_bytes_per_s=link_bytes_per_s,
         )
         if join is None:

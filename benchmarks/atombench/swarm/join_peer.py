@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from atomtrain.swarm import Manifest, Swarm, SwarmConfig
+from atomtrain.swarm import Endpoint, Manifest, Rules, Swarm, SwarmConfig
 from atomtrain.swarm.transport.hivemind_parts import import_hivemind
 
 Reply = dict[str, Any]
@@ -109,9 +109,12 @@ class JoinPeer:
 
     def _config(self, host: str, join: tuple[str, ...], steps_per_round: int) -> SwarmConfig:
         return SwarmConfig(
-            run="bench-join", listen_host=host, join=join, wire="int4", discoverable=False,
-            local_steps_per_round=steps_per_round,
-        )  # fmt: skip
+            run="bench-join",
+            rules=Rules(wire="int4", local_steps_per_round=steps_per_round),
+            endpoint=Endpoint(listen_host=host),
+            join=join,
+            discoverable=False,
+        )
 
     def _train(self, step_s: float) -> None:
         self._trainer = threading.Thread(target=self._run, args=(step_s,), daemon=True)

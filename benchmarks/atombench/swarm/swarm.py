@@ -24,7 +24,7 @@ from atombench.links.peers import Peers
 from atombench.links.shaping import Link, Network
 from atombench.network.model import ModelSetup
 from atomtrain.errors import ConfigError
-from atomtrain.swarm.codecs.codec import CODEC_NAMES
+from atomtrain.swarm.codecs.names import CODEC_NAMES
 from atomtrain.swarm.membership.agenda import MEASURED
 
 _START_S = 120.0

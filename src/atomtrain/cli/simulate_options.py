@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from atomtrain.errors import ConfigError
-from atomtrain.settings import check_counts, check_seed, memory_of, one_of, option
-from atomtrain.training.config.options import WIRES
+from atomtrain.settings import check_counts, check_seed, memory_of, option
+from atomtrain.swarm.codecs.names import check_codec_name
 from atomtrain.units import parse_rate
 
 LINKS = ("10Gbit/s", "1Gbit/s", "300Mbit/s", "100Mbit/s", "30Mbit/s", "10Mbit/s")
@@ -91,7 +91,7 @@ class SimulateOptions:
             parse_rate(text, "--link")
         if self.upload is not None:
             parse_rate(self.upload, "--upload")
-        one_of(WIRES, "wire format")("--wire", self.wire)
+        check_codec_name("--wire", self.wire)
         if self.here and self._given(("gpu", "machine")):
             raise ConfigError("--here measures this machine; leave --gpu and --machine out")
         from atomtrain.training.config.optimizing import check_precision

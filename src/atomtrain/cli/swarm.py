@@ -183,15 +183,13 @@ def outside_config(run_name: str, key: Path | None, identity: Path | None) -> Sw
     Raises:
         ConfigError: the files with key or identity cannot be used.
     """
-    from atomtrain.swarm import SwarmConfig
+    from atomtrain.swarm import Endpoint, SwarmConfig
     from atomtrain.swarm.node.assembly import admission_of
 
     if identity is not None and not identity.exists():
         raise ConfigError(f"there is no key {identity}; make one with 'atom identity {identity}'")
-    config = SwarmConfig(
-        run=run_name, listen_host="127.0.0.1", key_path=key, identity_path=identity,
-        discoverable=False, connect_s=6.0,
-    )  # fmt: skip
+    endpoint = Endpoint(listen_host="127.0.0.1", identity_path=identity, connect_s=6.0)
+    config = SwarmConfig(run=run_name, endpoint=endpoint, key_path=key, discoverable=False)
     admission_of(config, "")  # mistakes in its files are told first
     return config
 

@@ -22,7 +22,7 @@ from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
 from atomtrain.swarm.anchors.outer import Update
 from atomtrain.swarm.anchors.stamps import best_of
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
-from atomtrain.swarm.membership.config import PROTOCOL, Manifest, Rules, SwarmConfig
+from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.membership.groups import supersedes
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import PeerStatus
@@ -101,7 +101,7 @@ class Swarm:
             manifest.run,
             manifest.fragment_elements,
             manifest.payload,
-            Rules.of(config),
+            config.rules,
             born_s=time.time() if born_s is None else born_s,
         )
         manifest.encode()
@@ -342,7 +342,7 @@ class Swarm:
         count = len(self.manifest.fragment_elements)
         next_round = self._service.context.agenda.next_round
         order = deque(sorted(fragments, key=lambda f: (next_round - 1 - f) % count))
-        patience_s = 2 * self.config.expiry_s + self.config.connect_s
+        patience_s = 2 * self.config.expiry_s + self.config.endpoint.connect_s
         coming: deque[tuple[int, Future[Anchor]]] = deque()
         try:
             while order or coming:

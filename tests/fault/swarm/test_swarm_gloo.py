@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atomtrain.errors import ConfigError
-from atomtrain.swarm import SwarmConfig
+from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_processes import PeerProcess, wait_averaged, wait_same_anchors
 
 _LARGE = {"elements": [4_000_000], "step_s": 0.05, "local_steps": 1, "transport": "gloo"}
@@ -48,6 +48,6 @@ def test_members_die_and_join_and_anchors_stay_equal(peers: list[PeerProcess]) -
     ],
 )
 def test_what_gloo_cannot_do_is_told(wrong: dict[str, Any], says: str) -> None:
-    SwarmConfig(run="r", transport="gloo", wire="float32")
+    swarm_config(run="r", transport="gloo", wire="float32")
     with pytest.raises(ConfigError, match=says):
-        SwarmConfig(run="r", **wrong)
+        swarm_config(run="r", **wrong)

@@ -17,6 +17,7 @@ import torch
 
 from atombench import forks
 from atomtrain.cli.main import main
+from tests.support.swarm_configs import swarm_config
 from tests.support.waiting import PATIENCE_S
 
 PEER_ID = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
@@ -350,7 +351,7 @@ def test_the_disk_is_full_when_a_checkpoint_is_written(runs: Path) -> None:
 @pytest.fixture(scope="module")
 def member() -> Iterator[str]:
     """The address of a peer of the run `theirs`, which trains the tiny model."""
-    from atomtrain.swarm import Swarm, SwarmConfig
+    from atomtrain.swarm import Swarm
     from atomtrain.training.config.options import TrainOptions
     from atomtrain.training.config.recipe import new_recipe
     from atomtrain.training.together.peering import manifest_of
@@ -367,7 +368,7 @@ def member() -> Iterator[str]:
             return
 
     recipe = new_recipe(TrainOptions(model="tiny"))
-    config = SwarmConfig(run="theirs", listen_host="127.0.0.1")
+    config = swarm_config(run="theirs", listen_host="127.0.0.1")
     swarm = Swarm.found(config, manifest_of("theirs", recipe, "{}", "", [10]), Zeros())
     try:
         yield swarm.address

@@ -21,6 +21,7 @@ from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import new_recipe
 from tests.support.hostile import CODE, EVIL, mark, pickled, write_stub
 from tests.support.hugging_face_models import LLAMA, tokenizer, write_model, write_text
+from tests.support.swarm_configs import swarm_config
 
 pytest.importorskip("transformers")
 COMMANDS = """
@@ -297,7 +298,7 @@ def test_a_checkpoint_brings_no_code(
 @contextmanager
 def founded(sizes: dict[str, Any]) -> Iterator[str]:
     """A run whose founder says this of the model; yields what others join."""
-    from atomtrain.swarm import Swarm, SwarmConfig
+    from atomtrain.swarm import Swarm
     from atomtrain.swarm.membership.config import Manifest
 
     class Zeros:
@@ -307,7 +308,7 @@ def founded(sizes: dict[str, Any]) -> Iterator[str]:
 
     recipe = {**new_recipe(TrainOptions(model="tiny")).to_json(), "sizes": sizes}
     payload = {"recipe": recipe, "tokenizer": tokenizer().to_json(), "separator": "<|endoftext|>"}
-    config = SwarmConfig(run="theirs", listen_host="127.0.0.1")
+    config = swarm_config(run="theirs", listen_host="127.0.0.1")
     swarm = Swarm.found(config, Manifest("theirs", (10,), payload), Zeros())
     try:
         yield f"theirs@{swarm.address}" if "@" not in swarm.address else swarm.address

@@ -19,6 +19,7 @@ from atomtrain.swarm import Manifest, Swarm, SwarmConfig
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.node import probe
 from atomtrain.swarm.transport.identity import Identity
+from tests.support.swarm_configs import swarm_config
 from tests.support.waiting import PATIENCE_S
 
 ELEMENTS = (3000, 500)
@@ -47,7 +48,9 @@ def wait_patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     hurried = swarm_cli.outside_config
 
     def patient(*given: Any) -> SwarmConfig:
-        return replace(hurried(*given), connect_s=PATIENCE_S, stall_s=PATIENCE_S)
+        config = hurried(*given)
+        endpoint = replace(config.endpoint, connect_s=PATIENCE_S, stall_s=PATIENCE_S)
+        return replace(config, endpoint=endpoint)
 
     monkeypatch.setattr(swarm_cli, "outside_config", patient)
     monkeypatch.setattr(probe, "_TCP_S", PATIENCE_S)
@@ -62,7 +65,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def founder(run_folder: Path) -> Iterator[Swarm]:
     run_folder.mkdir()
     (run_folder.parent / "key").write_text("the secret of this run")
-    config = SwarmConfig(
+    config = swarm_config(
         run="looked-at", name="first", listen_host="127.0.0.1", expiry_s=30.0, discoverable=False,
         peers_path=run_folder / "peers.json", key_path=run_folder.parent / "key",
         connect_s=30.0, stall_s=30.0,

@@ -17,6 +17,7 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
 from atomtrain.swarm.catchup.joining import WrongKeyError
 from atomtrain.swarm.transport.transport import LinkLost
+from tests.support.swarm_configs import swarm_config
 from tests.support.waiting import PATIENCE_S, wait_until
 
 ELEMENTS = (3000, 500)
@@ -42,7 +43,7 @@ def config(run: str = "inproc", **changes: object) -> SwarmConfig:
         "run": run, "listen_host": "127.0.0.1", "expiry_s": 6.0, "connect_s": 30.0, "stall_s": 30.0,
         "round_floor_s": 5.0, "local_steps_per_round": 4, "wire": "float32", **changes,
     }  # fmt: skip
-    return SwarmConfig(**settings)  # type: ignore[arg-type]
+    return swarm_config(**settings)  # type: ignore[arg-type]
 
 
 def joined(how: SwarmConfig) -> Swarm:

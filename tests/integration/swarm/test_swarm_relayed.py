@@ -13,11 +13,12 @@ from atomtrain.swarm.transport.addresses import circuits_to
 from atomtrain.swarm.transport.identity import Identity
 from tests.integration.swarm.test_swarm_commands import ELEMENTS, Model, Said, wait_patiently
 from tests.integration.swarm.test_swarm_in_process import joined
+from tests.support.swarm_configs import swarm_config
 from tests.support.waiting import wait_until
 
 
 def _config(folder: Path, **settings: object) -> SwarmConfig:
-    return SwarmConfig(
+    return swarm_config(
         run="through", listen_host="127.0.0.1", expiry_s=10.0, discoverable=False,
         key_path=folder / "key", connect_s=30.0, stall_s=30.0, **settings,
     )  # type: ignore[arg-type]  # fmt: skip

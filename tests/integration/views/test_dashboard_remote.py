@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm import Manifest, Swarm, SwarmConfig
+from atomtrain.swarm import Manifest, Swarm
 from atomtrain.views.dashboard.remote import ASKED, SwarmSource
 from atomtrain.views.dashboard.source import Message
+from tests.support.swarm_configs import swarm_config
 from tests.support.waiting import PATIENCE_S
 
 ELEMENTS = (300, 50)
@@ -44,9 +45,9 @@ def rows_of(message: Message) -> list[dict[str, Any]]:
 
 def test_a_swarm_is_followed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atomtrain.views.dashboard.remote._FIRST_S", PATIENCE_S)
-    config = SwarmConfig(run="watched", name="first", listen_host="127.0.0.1", discoverable=False)
+    config = swarm_config(run="watched", name="first", listen_host="127.0.0.1", discoverable=False)
     founder = Swarm.found(config, Manifest("watched", ELEMENTS), Model())
-    outside = SwarmConfig(
+    outside = swarm_config(
         run="watched", listen_host="127.0.0.1", discoverable=False, connect_s=30.0
     )
     source = None
@@ -69,7 +70,7 @@ def test_a_swarm_is_followed_from_outside(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atomtrain.views.dashboard.remote._FIRST_S", 3.0)
-    config = SwarmConfig(run="nobody", listen_host="127.0.0.1", discoverable=False, connect_s=1.0)
+    config = swarm_config(run="nobody", listen_host="127.0.0.1", discoverable=False, connect_s=1.0)
     address = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
     with pytest.raises(SwarmError, match="no peer of run 'nobody' answered"):
         SwarmSource(config, [address])

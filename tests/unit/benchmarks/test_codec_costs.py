@@ -10,7 +10,8 @@ import torch
 
 from atombench.averaging.codec_costs import CodecTime, TimedCodec
 from atombench.swarm.swarm import codec_costs
-from atomtrain.swarm.codecs.codec import CODEC_NAMES, codec_named
+from atomtrain.swarm.codecs.codec import codec_named
+from atomtrain.swarm.codecs.names import CODEC_NAMES
 from tests.support.swarm_virtual import Simulation, run_virtual
 
 

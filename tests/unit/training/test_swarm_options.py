@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
-from atomtrain.swarm import Rules
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.together.peering import (
     check_rules,
@@ -30,12 +29,12 @@ def _config(**options: Any) -> Any:
 
 
 def test_defaults_and_choices_become_rules(tmp_path: Path) -> None:
-    plain = Rules.of(_config())
+    plain = _config().rules
     assert (plain.wire, plain.mean, plain.local_steps_per_round) == ("float16", "plain", 12)
     key = tmp_path / "key"
     key.write_text("the secret of this run")
     config = _config(wire="int4", clipped_mean=True, measured_rounds=True, run_key=key)
-    chosen = Rules.of(config)
+    chosen = config.rules
     assert (chosen.wire, chosen.mean, chosen.local_steps_per_round) == ("int4", "clipped", 0)
     assert chosen.guard.limit == 10.0
     assert config.key_path == key
@@ -46,7 +45,7 @@ def test_defaults_and_choices_become_rules(tmp_path: Path) -> None:
 def test_how_often_peers_average_is_measured_or_said() -> None:
     def steps(local_steps: int, **options: Any) -> int:
         given = TrainOptions(**options)
-        return Rules.of(swarm_config(given, "r", "me", None, local_steps)).local_steps_per_round
+        return swarm_config(given, "r", "me", None, local_steps).rules.local_steps_per_round
 
     assert (steps(0), steps(12), steps(12, measured_rounds=True)) == (0, 12, 0)
 
@@ -67,15 +66,14 @@ def test_measured_rounds_have_few_fragments_that_are_not_too_large() -> None:
 
 
 def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
-    chosen = Rules.of(_config(wire="int4", clipped_mean=True, measured_rounds=True))
+    chosen = _config(wire="int4", clipped_mean=True, measured_rounds=True).rules
     again = swarm_config(with_rules(TrainOptions(), asdict(chosen)), "r", "me", None, 12)
-    assert Rules.of(again) == chosen
+    assert again.rules == chosen
     other = with_rules(TrainOptions(wire="float32", local_steps=9), asdict(chosen))
-    changed = Rules.of(swarm_config(other, "r", "me", None, 9))
+    changed = swarm_config(other, "r", "me", None, 9).rules
     assert (changed.wire, changed.mean, changed.local_steps_per_round) == ("float32", "clipped", 9)
-    assert Rules.of(swarm_config(with_rules(TrainOptions(), {}), "r", "me", None, 12)) == Rules.of(
-        _config()
-    )
+    plain = swarm_config(with_rules(TrainOptions(), {}), "r", "me", None, 12)
+    assert plain.rules == _config().rules
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_mistakes_are_told_before_anything_is_prepared(options: dict[str, Any], 
 def test_who_joins_is_told_that_another_rule_has_no_effect(
     joining: dict[str, Any], says: str
 ) -> None:
-    rules = Rules.of(_config())
+    rules = _config().rules
     with pytest.raises(ConfigError, match=says):
         check_rules(TrainOptions(**joining), rules, "r")
 
@@ -129,13 +127,13 @@ def test_who_joins_may_repeat_the_rules() -> None:
         {"average": "gradient", "target_batch_tokens": 99},
         {"transport": "gloo"},
     ):
-        check_rules(TrainOptions(**options), Rules.of(_config(**options)), "r")
+        check_rules(TrainOptions(**options), _config(**options).rules, "r")
 
 
 def test_outer_update_fits_the_steps_between_rounds() -> None:
     def outer(local_steps: int, fragments: int, **options: Any) -> tuple[float, float]:
         given = TrainOptions(**options)
-        rules = Rules.of(swarm_config(given, "r", "me", None, local_steps, fragments))
+        rules = swarm_config(given, "r", "me", None, local_steps, fragments).rules
         return rules.outer_learning_rate, rules.outer_momentum
 
     assert outer(100, 1) == (0.7, 0.9)

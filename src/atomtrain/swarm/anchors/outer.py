@@ -7,15 +7,19 @@ multiply-add, whose use depends on the processor, and no reduction, whose order 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
+from atomtrain.settings import one_of
 
-from atomtrain.errors import ConfigError, choices
-from atomtrain.swarm.codecs.slices import Span
+if TYPE_CHECKING:
+    import torch
+
+    from atomtrain.swarm.codecs.slices import Span
 
 OUTERS = ("nesterov", "mean")
 """Names of outer updates, the default first."""
+check_outer_name = one_of(OUTERS, "outer update")
+"""Refuses a name that is not among them."""
 OVERLAP_WEIGHTS = {"nesterov": 0.5, "mean": 1.0}
 """By name: share of what is learnt during a round that its merge leaves in the parameters."""
 LONG_STEPS = 100
@@ -113,6 +117,8 @@ class OuterUpdate:
         weighted mean of local minus anchor, and `on_time_share` the part of its weight, 0 to 1,
         that is not late. `out` may be `mean`.
         """
+        import torch
+
         change = mean
         if self.momentum:
             assert velocity is not None, "momentum needs a velocity"
@@ -134,8 +140,7 @@ def outer_named(name: str, local_steps: int, fragments: int) -> OuterUpdate:
     Raises:
         ConfigError: there is no such outer update.
     """
-    if name not in OUTERS:
-        raise ConfigError(f"outer update {name!r} does not exist; choose {choices(name, OUTERS)}")
+    check_outer_name("", name)
     if name == "mean":
         return OuterUpdate()
     if local_steps < LONG_STEPS:

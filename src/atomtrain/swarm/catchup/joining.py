@@ -152,8 +152,8 @@ async def _try(
         )
     except (LinkLost, TimeoutError):
         return (
-            f"no peer answers at {address} within {config.connect_s:.0f} s; check that it runs, "
-            "that address and port are right, and that no firewall is between"
+            f"no peer answers at {address} within {config.endpoint.connect_s:.0f} s; check that it "
+            "runs, that address and port are right, and that no firewall is between"
         )
 
 
@@ -178,10 +178,10 @@ async def _ask_patiently(
 async def _ask(
     transport: Libp2pTransport, config: SwarmConfig, admission: Admission, peer_id: str
 ) -> tuple[Manifest, SwarmClock]:
-    async with asyncio.timeout(config.connect_s):
+    async with asyncio.timeout(config.endpoint.connect_s):
         channel = await transport.open(peer_id)
     try:
-        return await ask_manifest(channel, admission, config.connect_s)
+        return await ask_manifest(channel, admission, config.endpoint.connect_s)
     except PeerRefused:
         raise
     except LinkLost as error:

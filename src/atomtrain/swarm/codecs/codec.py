@@ -1,4 +1,4 @@
-"""Codecs: how the numbers of a piece travel. Adding one means adding a class and its name below.
+"""Codecs: how the numbers of a piece travel. Adding one means a class, its name in `names`.
 
 A codec is deterministic: `decode` gives the same bits on every machine, because all members of a
 round apply the decoded bytes, the owner of a slice included.
@@ -25,8 +25,8 @@ from typing import Protocol
 
 import torch
 
-from atomtrain.errors import ConfigError, choices
 from atomtrain.swarm.codecs.blocks import BlockCodec
+from atomtrain.swarm.codecs.names import check_codec_name
 from atomtrain.swarm.codecs.plain import Float16Codec, Float32Codec, byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.codecs.sparse import TopKCodec
@@ -70,7 +70,6 @@ _CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (Float16Codec(), Float32Codec(), BlockCodec(8), BlockCodec(4), TopKCodec())
 }
-CODEC_NAMES = tuple(_CODECS)
 
 
 def codec_named(name: str) -> Codec:
@@ -79,10 +78,7 @@ def codec_named(name: str) -> Codec:
     Raises:
         ConfigError: there is no such codec.
     """
-    if name not in _CODECS:
-        raise ConfigError(
-            f"wire format {name!r} does not exist; choose {choices(name, CODEC_NAMES)}"
-        )
+    check_codec_name("", name)
     return _CODECS[name]
 
 
@@ -128,7 +124,6 @@ def all_finite(values: torch.Tensor) -> bool:
 
 
 __all__ = [
-    "CODEC_NAMES",
     "Codec",
     "all_finite",
     "byte_view",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from atomtrain.swarm.codecs.names import FLOAT16, FLOAT32
 from atomtrain.swarm.transport.messages import BadMessage
 
 SCALE_BYTES = 4
@@ -29,7 +30,7 @@ def check_scales(scales: torch.Tensor) -> torch.Tensor:
 class Float32Codec:
     """The numbers as they are: 4 bytes each, no loss."""
 
-    name = "float32"
+    name = FLOAT32
     feedback = False
     exact = True
 
@@ -59,7 +60,7 @@ class Float16Codec:
     or 2**-25 of the piece's largest. That is too little to be worth a residual.
     """
 
-    name = "float16"
+    name = FLOAT16
     feedback = False
     exact = False
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from atomtrain.swarm.codecs.blocks import BlockCodec
+from atomtrain.swarm.codecs.names import TOPK
 from atomtrain.swarm.codecs.plain import SCALE_BYTES, byte_view, check_scales
 from atomtrain.swarm.transport.messages import BadMessage
 
@@ -42,7 +43,7 @@ class TopKCodec:
     that did not change get the smaller magnitude, and the next contribution takes it back.
     """
 
-    name = "topk"
+    name = TOPK
     feedback = True
     exact = False
 

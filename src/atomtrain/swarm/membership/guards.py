@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 import torch
 
-MEANS = ("plain", "clipped")
 JUDGED_ELEMENTS = 32
 """Norms of fewer elements differ too much by chance."""
 _JUDGED_MEMBERS = 3
@@ -45,7 +44,7 @@ class Guard:
     limit: float = 0.0
     """Norms above this multiple of the median are rejected; 0: none is."""
     mean: str = "plain"
-    """One of `MEANS`."""
+    """`plain` or `clipped`."""
 
     def too_large(
         self, norms: Mapping[int, float], elements: int, weights: Sequence[int]

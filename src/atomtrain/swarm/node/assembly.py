@@ -85,8 +85,8 @@ def build_service(
 
     _, beat_s = beat_pause_s(config.expiry_s, 0.0)
     waits = Waits(
-        answer_s=config.connect_s,
-        stall_s=config.stall_s,
+        answer_s=config.endpoint.connect_s,
+        stall_s=config.endpoint.stall_s,
         floor_s=config.round_floor_s,
         beat_s=beat_s,
         life_s=config.expiry_s,

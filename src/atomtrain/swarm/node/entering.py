@@ -37,7 +37,7 @@ async def found(
     config: SwarmConfig, manifest: Manifest, thread: LoopThread, prepare: Callable[[Service], None]
 ) -> Service:
     """Start a run; `prepare` gets the service before it starts."""
-    transport = await Libp2pTransport.create(config)
+    transport = await Libp2pTransport.create(config.endpoint)
 
     async def assembled() -> Service:
         clock = SwarmClock()
@@ -52,7 +52,7 @@ async def found(
 
 async def join(config: SwarmConfig, thread: LoopThread) -> Service:
     """Join a run through any address that leads to it."""
-    transport = await Libp2pTransport.create(config)
+    transport = await Libp2pTransport.create(config.endpoint)
 
     async def assembled() -> Service:
         admission = admission_of(config, transport.peer_id)

@@ -42,7 +42,7 @@ class Probe:
 
     async def open(self, address: str) -> Channel:
         """Return a stream on which protocol and run were announced; raises `LinkLost`."""
-        circuit, within_s = circuit_of(address), self._config.connect_s
+        circuit, within_s = circuit_of(address), self._config.endpoint.connect_s
         if circuit is None:
             return await self._dial(place_of(address).peer_id, address)
         inner = await self._dial(circuit.relay_id, circuit.relay_address)
@@ -53,10 +53,10 @@ class Probe:
     async def _dial(self, peer_id: str, address: str) -> Channel:
         self._transport.learn(peer_id, (address,))
         try:
-            async with asyncio.timeout(self._config.connect_s):
+            async with asyncio.timeout(self._config.endpoint.connect_s):
                 channel = await self._transport.open(peer_id)
         except TimeoutError as error:
-            raise LinkLost(f"no stream within {self._config.connect_s:.0f} s") from error
+            raise LinkLost(f"no stream within {self._config.endpoint.connect_s:.0f} s") from error
         return await begun(channel, opening_to(peer_id, self._admission))
 
     async def status(self, address: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Probe:
         channel = await self.open(address)
         try:
             await channel.send(AskStatus())
-            return await receive_status(channel, self._config.connect_s)
+            return await receive_status(channel, self._config.endpoint.connect_s)
         finally:
             channel.close()
 
@@ -79,7 +79,7 @@ class Probe:
         try:
             asked_s = time.time()
             await channel.send(Ping(bytes_count=bytes_count))
-            pong = await channel.receive(Pong, self._config.connect_s)
+            pong = await channel.receive(Pong, self._config.endpoint.connect_s)
             if pong.bytes_count > bytes_count:
                 raise BadMessage("more bytes than were asked for")
             answered_s = time.time()
@@ -92,7 +92,7 @@ class Probe:
 @asynccontextmanager
 async def probing(config: SwarmConfig) -> AsyncIterator[Probe]:
     """Lend a probe; its daemon ends with the block."""
-    transport = await Libp2pTransport.create(config)
+    transport = await Libp2pTransport.create(config.endpoint)
     try:
         yield Probe(transport, config)
     finally:

@@ -99,7 +99,7 @@ class Reach:
             try:
                 await channel.send(AskDial(address=context.transport.address))
                 # It dials for as long as its own measurements say, which is no longer than that.
-                within_s = context.waits.answer_s(peer_id) + context.config.connect_s
+                within_s = context.waits.answer_s(peer_id) + context.config.endpoint.connect_s
                 said = await channel.receive(Dialled, within_s)
             finally:
                 channel.close()

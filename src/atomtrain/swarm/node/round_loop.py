@@ -164,7 +164,7 @@ class Rounds:
         context = self._context
         if peer_id != context.peer_id:
             return await context.open(peer_id)
-        mine, theirs = channel_pair(peer_id, peer_id, context.config.stall_s)
+        mine, theirs = channel_pair(peer_id, peer_id, context.config.endpoint.stall_s)
         self._tasks.spawn(self._serve(theirs), "own stream")
         await mine.send(context.opening(context.peer_id))
         return mine

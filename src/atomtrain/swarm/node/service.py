@@ -115,7 +115,7 @@ class Service:
         config, transport = self.context.config, self.context.transport
         if config.discoverable:
             found = Found(config.run, config.name, transport.address, PROTOCOL)
-            self._responder = await Responder.start(found, config.listen_host)
+            self._responder = await Responder.start(found, config.endpoint.listen_host)
 
     async def stop(self, deadline_s: float) -> None:
         """Say goodbye, let a round under way end within the deadline, close everything."""

@@ -12,13 +12,13 @@ import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport.addresses import place_of
 from atomtrain.swarm.transport.daemon import Daemon, DaemonConfig
 from atomtrain.swarm.transport.direct import OFFER_BYTES, Direct
+from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.transport import (
     OPEN_S,
@@ -41,25 +41,6 @@ _DIALLED = re.compile(r"\* \[[^]]*\] (.*?)(?= \* \[|$)")
 _REASON_MAX = 300
 
 
-class Endpoint(Protocol):
-    """What a transport is told, of `SwarmConfig`, which says what each field means."""
-
-    @property
-    def identity_path(self) -> Path | None: ...
-    @property
-    def listen_host(self) -> str: ...
-    @property
-    def listen_port(self) -> int: ...
-    @property
-    def announce_host(self) -> str | None: ...
-    @property
-    def connect_s(self) -> float: ...
-    @property
-    def stall_s(self) -> float: ...
-    @property
-    def direct(self) -> bool: ...
-
-
 def quiet_hivemind() -> None:
     """Keep hivemind's reports of lost peers off the terminal: they are expected and handled."""
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
@@ -69,7 +50,7 @@ class Libp2pTransport:
     """Encrypted streams to peers, through the daemon; a peer's id is the hash of its key."""
 
     def __init__(
-        self, daemon: Daemon, p2p: Any, config: Endpoint, address: str, identity: Identity
+        self, daemon: Daemon, p2p: Any, endpoint: Endpoint, address: str, identity: Identity
     ) -> None:
         """Use a running daemon; see `create`."""
         self.peer_id = str(p2p.peer_id)
@@ -77,15 +58,15 @@ class Libp2pTransport:
         self.identity = identity
         self._daemon = daemon
         self._p2p = p2p
-        self._config = config
+        self._endpoint = endpoint
         self._known: dict[str, tuple[str, ...]] = {}
         self._dialled: set[str] = set()
         self._dialling: dict[str, asyncio.Lock] = {}
-        self._direct = _listening(config, self._ask_offer) if config.direct else None
+        self._direct = _listening(endpoint, self._ask_offer) if endpoint.direct else None
         self._offering = 0
 
     @classmethod
-    async def create(cls, config: Endpoint) -> Libp2pTransport:
+    async def create(cls, endpoint: Endpoint) -> Libp2pTransport:
         """Start the daemon and connect to it.
 
         Raises:
@@ -96,16 +77,18 @@ class Libp2pTransport:
         from hivemind.utils.multiaddr import Multiaddr
 
         quiet_hivemind()
-        path = config.identity_path
+        path = endpoint.identity_path
         identity = Identity.create() if path is None else Identity.load_or_create(path)
-        port = config.listen_port
+        port = endpoint.listen_port
         announce = None
-        if config.announce_host is not None:
-            port = port or free_port(config.listen_host)
-            announce = f"/{_address_kind(config.announce_host)}/{config.announce_host}/tcp/{port}"
+        if endpoint.announce_host is not None:
+            port = port or free_port(endpoint.listen_host)
+            announce = (
+                f"/{_address_kind(endpoint.announce_host)}/{endpoint.announce_host}/tcp/{port}"
+            )
         daemon = Daemon(
             DaemonConfig(
-                listen_host=config.listen_host,
+                listen_host=endpoint.listen_host,
                 listen_port=port,
                 announce=announce,
                 identity=identity,
@@ -118,7 +101,7 @@ class Libp2pTransport:
             _UNIX_SOCKET_PREFIX = f"/unix{daemon.folder}/"
 
         try:
-            async with asyncio.timeout(config.connect_s):
+            async with asyncio.timeout(endpoint.connect_s):
                 p2p = await Client.replicate(Multiaddr(f"/unix{daemon.control}"))
                 found = [str(a) for a in await p2p.get_visible_maddrs()]
         except BaseException as error:
@@ -127,7 +110,7 @@ class Libp2pTransport:
                 raise
             raise SwarmError(f"the network daemon does not answer: {error}") from error
         address = f"{announce}/p2p/{p2p.peer_id}" if announce else reachable(found)
-        return cls(daemon, p2p, config, address, identity)
+        return cls(daemon, p2p, endpoint, address, identity)
 
     @property
     def p2p(self) -> Any:
@@ -157,12 +140,12 @@ class Libp2pTransport:
                 try:
                     with contextlib.suppress(LinkLost):
                         await channel.send_bytes(self._direct.offer(channel.remote).encode())
-                        await channel.wait_closed(self._config.stall_s)
+                        await channel.wait_closed(self._endpoint.stall_s)
                 finally:
                     self._offering -= 1
             channel.close()
 
-        async with asyncio.timeout(self._config.connect_s):
+        async with asyncio.timeout(self._endpoint.connect_s):
             await self._p2p.add_binary_stream_handler(_PROTOCOL_NAME, accept)
             if self._direct is not None:
                 await self._p2p.add_binary_stream_handler(_OFFER_PROTOCOL_NAME, offer)
@@ -212,7 +195,7 @@ class Libp2pTransport:
     def _channel(
         self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> Channel:
-        return StreamChannel(peer_id, reader, writer, self._config.stall_s)
+        return StreamChannel(peer_id, reader, writer, self._endpoint.stall_s)
 
     async def dial(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Connect to a peer; raises hivemind's errors, `OSError` or `ValueError`."""
@@ -260,11 +243,11 @@ def reachable(addresses: list[str]) -> str:
     return (outside or tcp or addresses)[0]
 
 
-def _listening(config: Endpoint, ask: Callable[[str], Awaitable[bytes]]) -> Direct | None:
+def _listening(endpoint: Endpoint, ask: Callable[[str], Awaitable[bytes]]) -> Direct | None:
     """Return this peer's straight streams: at the port after the daemon's, if that was chosen."""
-    for port in dict.fromkeys((config.listen_port and config.listen_port + 1, 0)):
+    for port in dict.fromkeys((endpoint.listen_port and endpoint.listen_port + 1, 0)):
         try:
-            return Direct(config.listen_host, port, config.stall_s, ask)
+            return Direct(endpoint.listen_host, port, endpoint.stall_s, ask)
         except (OSError, OverflowError) as error:
             _log.warning("no straight streams at port %d: %s", port, error)
     return None

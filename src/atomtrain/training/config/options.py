@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.errors import ConfigError
 from atomtrain.settings import (
-    MOST_TOKENS,
+    asked,
     check_fields,
     check_name,
     check_norm,
-    check_port,
     check_seed,
     check_size,
     check_text,
@@ -22,27 +20,20 @@ from atomtrain.settings import (
     option,
     relay_limit_of,
 )
+from atomtrain.swarm.anchors.outer import check_outer_name
+from atomtrain.swarm.membership.rules import Rules, check_group_size, check_transport
+from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.units import parse_rate
 
-WIRES = ("float16", "float32", "int8", "int4", "topk")
-"""Names of the codecs, told here so that a wrong one is refused at once; a test compares."""
 CHECKS = ("auto", "always", "never")
 """When a model is compared with its layers."""
 OBJECTIVES = ("next-token", "dpo")
 _RUNS = Path("runs")
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
 def _check_rate(flag: str, rate: float) -> None:
     if not 0 < rate < 10:
         raise ConfigError(f"{flag} must be above 0 and below 10, not {rate}")
-
-
-def _check_host(flag: str, host: str) -> None:
-    if not _HOST.fullmatch(host):
-        raise ConfigError(
-            f"{flag} takes a host name or an IPv4 address, such as 203.0.113.7, not {host!r}"
-        )
 
 
 def _check_beta(flag: str, beta: float) -> None:
@@ -71,12 +62,6 @@ def _check_lora(_: str, settings: str) -> None:
     parse_lora(settings)
 
 
-def _check_outer(_: str, name: str) -> None:
-    from atomtrain.swarm.anchors.outer import outer_named
-
-    outer_named(name, 0, 1)
-
-
 def _check_key(_: str, path: Path) -> None:
     from atomtrain.swarm.membership.admission import read_key
 
@@ -87,13 +72,6 @@ def _check_allowed(_: str, path: Path) -> None:
     from atomtrain.swarm.membership.admission import read_allowed
 
     read_allowed(path)
-
-
-def _check_identity(_: str, path: Path) -> None:
-    if path.exists():
-        from atomtrain.swarm.transport.identity import Identity
-
-        Identity.load(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,60 +237,24 @@ class TrainOptions:
     seed: int | None = option(
         None, "Seed of weights, sample order and dropout.", "N", check=check_seed
     )
-    local_steps: int | None = option(
-        None,
-        "Steps in which every part of the model is averaged with the other peers once; fewer learn "
-        "more and send more. Set by who starts the run. Default: as few as the link allows, by how "
-        "long rounds and steps are seen to take.",
-        "N",
-        check=count(),
-    )
+    local_steps: int | None = asked(Rules, "local_steps_per_round")
     measured_rounds: bool = option(
         False,
         "Average as often as the link allows, as is the default: for resuming a run that was "
         "started with --local-steps.",
         "",
     )
-    wire: str | None = option(
-        None,
-        "How changes travel between peers: float32, float16, int8, int4 or topk; set by who starts "
-        "the run. Default: float16.",
-        "FORMAT",
-        check=one_of(WIRES, "wire format"),
-    )
-    average: str | None = option(
-        None,
-        "What peers average: local (the change of --local-steps steps, in the background) or "
-        "gradient (all gather a batch of --target-batch-tokens, then step together); set by who "
-        "starts the run. Default: local.",
-        "WAY",
-        check=one_of(("local", "gradient")),
-    )
-    target_batch_tokens: int | None = option(
-        None,
-        "With --average gradient: tokens of all peers together in one step.",
-        "N",
-        check=count(most=MOST_TOKENS),
-    )
-    group_size: int | None = option(
-        None,
-        "Members of a round at most: more peers are shuffled into several groups for each round. "
-        "0: one group of all. Set by who starts the run. Default: 16, or 0 with --average gradient "
-        "or --transport gloo.",
-        "N",
-    )
-    transport: str | None = option(
-        None,
-        "How rounds move their data: streams (encrypted), or gloo, for a fast network whose every "
-        "machine is trusted; set by who starts the run. Default: streams.",
-        "NAME",
-    )
+    wire: str | None = asked(Rules, "wire")
+    average: str | None = asked(Rules, "average")
+    target_batch_tokens: int | None = asked(Rules, "target_batch_tokens")
+    group_size: int | None = asked(Rules, "group_size")
+    transport: str | None = asked(Rules, "transport")
     outer: str | None = option(
         None,
         "What a round does with the mean change: nesterov (momentum that fits the steps between "
         "rounds) or mean (plain averaging); set by who starts the run. Default: nesterov.",
         "NAME",
-        check=_check_outer,
+        check=check_outer_name,
     )
     clipped_mean: bool = option(
         False,
@@ -360,26 +302,10 @@ class TrainOptions:
         "NAME",
         check=check_name,
     )
-    host: str | None = option(
-        None,
-        "IPv4 address to listen on for other peers. Default: 0.0.0.0 (all) with --run and --join, "
-        "else 127.0.0.1 (this machine only).",
-        "IP",
-    )
-    port: int = option(0, "TCP port to listen on; 0 is any free one.", "N", check=check_port)
-    announce: str | None = option(
-        None,
-        "Address under which others reach this machine, if it is not found by itself.",
-        "HOST",
-        check=_check_host,
-    )
-    identity: Path | None = option(
-        None,
-        "File with this peer's key ('atom identity FILE' makes one and shows its id). Default: "
-        "identity.key in the peer's folder.",
-        "FILE",
-        check=_check_identity,
-    )
+    host: str | None = asked(Endpoint, "listen_host")
+    port: int = asked(Endpoint, "listen_port", 0)
+    announce: str | None = asked(Endpoint, "announce_host")
+    identity: Path | None = asked(Endpoint, "identity_path")
     hidden: bool = option(
         False, "Do not answer those who search the local network for runs to join.", ""
     )
@@ -484,12 +410,8 @@ class TrainOptions:
 
     def _check_transport(self) -> None:
         if self.group_size is not None:
-            from atomtrain.swarm.membership.config import check_group_size
-
             check_group_size(self.group_size, self.average or "local", self.transport or "streams")
         if self.transport is not None:
-            from atomtrain.swarm.membership.config import check_transport
-
             check_transport(self.transport, self.wire, clipped=self.clipped_mean)
         if self.upload_limit is not None and self.transport == "gloo":
             raise ConfigError(

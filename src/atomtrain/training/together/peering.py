@@ -12,7 +12,10 @@ from torch import Tensor
 
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import ConfigError, SwarmError
-from atomtrain.settings import relay_limit_of
+from atomtrain.settings import asked_of, chosen, declared, relay_limit_of
+from atomtrain.swarm.anchors.outer import OUTERS, OVERLAP_WEIGHTS, outer_named
+from atomtrain.swarm.membership.rules import Rules, usual_wire
+from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.units import parse_rate
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from atomtrain.swarm import Manifest, SwarmConfig
-    from atomtrain.swarm.membership.config import Rules
 
 SEPARATOR = "@"
 """Between the run's name and the peer's address in the line that others paste."""
@@ -143,11 +145,8 @@ def swarm_config(
         SwarmError: the addresses name different runs, or none is known.
     """
     from atomtrain.swarm import SwarmConfig
-    from atomtrain.swarm.anchors.outer import OUTERS, OVERLAP_WEIGHTS, outer_named
     from atomtrain.swarm.membership.known_peers import PEERS_FILE
 
-    steps_per_round = 0 if options.measured_rounds else local_steps
-    outer = outer_named(options.outer or OUTERS[0], steps_per_round, fragments)
     runs = {run} if run else set()
     addresses = []
     for pasted in options.join:
@@ -162,30 +161,43 @@ def swarm_config(
             "the run prints: atom train --join RUN@ADDRESS"
         )
     limit = options.upload_limit
+    key_path = options.identity or (directory and directory / "identity.key")
     return SwarmConfig(
         run=runs.pop(),
+        rules=_rules(options, 0 if options.measured_rounds else local_steps, fragments),
+        endpoint=Endpoint(
+            **{
+                **chosen(options, Endpoint),
+                "listen_host": options.listen_host,
+                "identity_path": key_path,
+            }
+        ),
         name=name,
-        listen_host=options.listen_host,
-        listen_port=options.port,
-        announce_host=options.announce,
         join=tuple(addresses),
-        identity_path=options.identity or (directory and directory / "identity.key"),
         peers_path=directory and directory.parent / PEERS_FILE,
         discoverable=not options.hidden,
-        local_steps_per_round=steps_per_round,
-        outer_learning_rate=outer.learning_rate,
-        outer_momentum=outer.momentum,
-        overlap_weight=OVERLAP_WEIGHTS[options.outer or OUTERS[0]],
-        group_size=options.group_size,
-        wire=options.wire or ("float32" if options.transport == "gloo" else "float16"),
-        transport=options.transport or "streams",
-        average=options.average or "local",
-        target_batch_tokens=options.target_batch_tokens or 0,
-        mean="clipped" if options.clipped_mean else "plain",
         upload_limit_bytes_per_s=math.inf if limit is None else parse_rate(limit),
         relay_limit_bytes_per_s=relay_limit_of(options.relay_limit),
         key_path=options.run_key,
         allow_path=options.allow,
+    )
+
+
+def _rules(options: TrainOptions, steps_per_round: int, fragments: int) -> Rules:
+    """Return the rules of a run that somebody starts with these options."""
+    name = options.outer or OUTERS[0]
+    outer = outer_named(name, steps_per_round, fragments)
+    settings: dict[str, Any] = {
+        "wire": usual_wire(options.transport),
+        **chosen(options, Rules),
+        "local_steps_per_round": steps_per_round,
+    }
+    return Rules(
+        outer_learning_rate=outer.learning_rate,
+        outer_momentum=outer.momentum,
+        overlap_weight=OVERLAP_WEIGHTS[name],
+        mean="clipped" if options.clipped_mean else "plain",
+        **settings,
     )
 
 
@@ -212,16 +224,18 @@ def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
     """
     measured = rules.get("local_steps_per_round") == 0 and options.local_steps is None
     outer = ("nesterov" if rules.get("outer_momentum") else "mean") if rules else None
+    kept: dict[str, Any] = {
+        ours: rules.get(theirs) or None for ours, theirs in asked_of(options, Rules)
+    }
+    del kept["local_steps"]  # the recipe has them
+    # Another way to average has another size of groups; 0 is one, too.
     as_before = not (options.transport or options.average)
-    group_size = rules.get("group_size") if as_before else None
+    kept["group_size"] = rules.get("group_size") if as_before else None
+    missing = {name: value for name, value in kept.items() if getattr(options, name) is None}
     return dataclasses.replace(
         options,
-        wire=options.wire or rules.get("wire"),
+        **missing,
         outer=options.outer or outer,
-        group_size=options.group_size if options.group_size is not None else group_size,
-        transport=options.transport or rules.get("transport"),
-        average=options.average or rules.get("average"),
-        target_batch_tokens=options.target_batch_tokens or rules.get("target_batch_tokens") or None,
         clipped_mean=options.clipped_mean or rules.get("mean") == "clipped",
         measured_rounds=options.measured_rounds or measured,
     )
@@ -233,30 +247,30 @@ def check_rules(options: TrainOptions, rules: Rules, run: str) -> None:
     Raises:
         ConfigError: says which; otherwise it would have no effect, without a word.
     """
-    local_steps = rules.local_steps_per_round
-    fixed = {
-        "wire": rules.wire,
-        "average": rules.average,
-        "target-batch-tokens": rules.target_batch_tokens or "none",
-        "group-size": rules.group_size,
-        "transport": rules.transport,
-        "outer": "nesterov" if rules.outer_momentum else "mean",
-        "local-steps": local_steps or "as measured",
-    }
-    given = {name: getattr(options, name.replace("-", "_")) for name in fixed}
+    fixed = {ours: _said(rules, theirs) for ours, theirs in asked_of(options, Rules)}
+    fixed["outer"] = "nesterov" if rules.outer_momentum else "mean"
     wrong = [
-        f"--{name} {given[name]} contradicts the run {run!r}, which has {name} {value}"
-        for name, value in fixed.items()
-        if given[name] not in (None, value)
+        f"--{name} {given} contradicts the run {run!r}, which has {name} {value}"
+        for name, given, value in (
+            (field.replace("_", "-"), getattr(options, field), value)
+            for field, value in fixed.items()
+        )
+        if given not in (None, value)
     ]
     if options.clipped_mean and rules.mean != "clipped":
         wrong.append(f"--clipped-mean contradicts the run {run!r}, which has plain means")
-    if options.measured_rounds and local_steps:
+    if options.measured_rounds and rules.local_steps_per_round:
         wrong.append(
-            f"--measured-rounds contradicts the run {run!r}, which has local-steps {local_steps}"
+            f"--measured-rounds contradicts the run {run!r}, which has local-steps "
+            f"{rules.local_steps_per_round}"
         )
     if wrong:
         raise ConfigError(f"{wrong[0]} from who started it; leave the option out")
+
+
+def _said(rules: Rules, name: str) -> Any:
+    """Return a rule, or what one of 0 is called."""
+    return getattr(rules, name) or declared(Rules, name).metadata.get("zero", 0)
 
 
 def manifest_of(

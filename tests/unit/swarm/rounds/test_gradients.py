@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
-from atomtrain.swarm import SwarmConfig
 from atomtrain.swarm.anchors.gradients import AdamWUpdate
 from atomtrain.swarm.anchors.outer import OuterUpdate, Place, Update
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.agenda import Agenda
 from atomtrain.training.together.gradients import GradientCollector
+from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 
 _ELEMENTS = 90
@@ -104,10 +104,10 @@ def test_rounds_are_due_when_all_together_have_the_tokens() -> None:
 
 
 def test_config() -> None:
-    SwarmConfig(run="r", average="gradient", target_batch_tokens=5)
+    swarm_config(run="r", average="gradient", target_batch_tokens=5)
     for wrong in ({"average": "gradients"}, {"average": "gradient"}, {"target_batch_tokens": 5}):
         with pytest.raises(ConfigError):
-            SwarmConfig(run="r", **wrong)  # type: ignore[arg-type]
+            swarm_config(run="r", **wrong)  # type: ignore[arg-type]
 
 
 class _GradientPeer(SimulatedPeer):

@@ -14,10 +14,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
-from atomtrain.swarm import SwarmConfig
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs import slices
-from atomtrain.swarm.membership.config import Rules
 from atomtrain.swarm.membership.groups import (
     group_count,
     group_of,
@@ -30,6 +28,7 @@ from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.bases import Bases
 from atomtrain.swarm.rounds.exchange import Exchange, ExchangeSetup
 from atomtrain.swarm.transport.messages import Begin
+from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 from tests.unit.swarm.rounds.test_vandals import Vandal
 
@@ -122,14 +121,14 @@ def test_siblings_do_not_replace_each_other() -> None:
 
 
 def test_group_size_is_a_rule_of_the_run() -> None:
-    assert Rules.of(SwarmConfig(run="r")).group_size == 16
-    assert Rules.of(SwarmConfig(run="r", group_size=8)).group_size == 8
-    assert Rules.of(SwarmConfig(run="r", average="gradient", target_batch_tokens=9)).group_size == 0
+    assert swarm_config(run="r").rules.group_size == 16
+    assert swarm_config(run="r", group_size=8).rules.group_size == 8
+    assert swarm_config(run="r", average="gradient", target_batch_tokens=9).rules.group_size == 0
     for wrong in ({"group_size": 2}, {"group_size": -1},
                   {"group_size": 8, "average": "gradient", "target_batch_tokens": 9},
                   {"group_size": 8, "transport": "gloo", "wire": "float32"}):  # fmt: skip
         with pytest.raises(ConfigError, match="group-size"):
-            SwarmConfig(run="r", **wrong)  # type: ignore[arg-type]
+            swarm_config(run="r", **wrong)  # type: ignore[arg-type]
 
 
 # The whole protocol

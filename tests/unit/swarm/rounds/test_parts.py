@@ -28,9 +28,10 @@ from atomtrain.swarm.catchup.transfer import merge_of_fetched
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.membership.agenda import Agenda, lead_order
-from atomtrain.swarm.membership.config import Manifest, SwarmConfig
+from atomtrain.swarm.membership.config import Manifest
 from atomtrain.swarm.rounds.reduction import SliceReduction
 from atomtrain.swarm.rounds.timing import RoundTiming
+from tests.support.swarm_configs import swarm_config
 
 
 @given(st.integers(0, 5000), st.integers(1, 40))
@@ -331,7 +332,7 @@ def test_garbage_is_no_manifest(data: bytes) -> None:
 )  # fmt: skip
 def test_config_says_which_field_is_wrong(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=repr(value).replace(".", r"\.")):
-        SwarmConfig(**{"run": "ok", field: value})  # type: ignore[arg-type]
+        swarm_config(**{"run": "ok", field: value})  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_whose_hash_is_the_old_one_is_taken_and_checked() -> None:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
 from atomtrain.swarm.codecs.codec import (
-    CODEC_NAMES,
     Codec,
     codec_named,
     decode_span,
     encode_span,
     encoded_bytes,
 )
+from atomtrain.swarm.codecs.names import CODEC_NAMES
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.codecs.sparse import kept
 from atomtrain.swarm.transport.messages import BadMessage

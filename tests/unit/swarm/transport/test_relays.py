@@ -13,7 +13,6 @@ import pytest
 
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.settings import relay_limit_of
-from atomtrain.swarm.membership.config import SwarmConfig
 from atomtrain.swarm.membership.records import LEFT, TRAINING
 from atomtrain.swarm.transport.addresses import circuit_of, circuits_to, dialled, first_hop, through
 from atomtrain.swarm.transport.identity import Identity
@@ -33,6 +32,7 @@ from atomtrain.swarm.transport.messages import (
 from atomtrain.swarm.transport.relaying import Relay
 from atomtrain.swarm.transport.sealed import SealedChannel, agree_as_called, agree_as_caller
 from atomtrain.swarm.transport.transport import CHUNK_BYTES, Channel, LinkLost, PeerRefused
+from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 
 KEYS = [Identity(bytes([n] * 32)) for n in range(1, 8)]
@@ -62,7 +62,7 @@ def test_limits_of_what_is_passed_on() -> None:
         with pytest.raises(ConfigError, match="relay-limit"):
             relay_limit_of(wrong)
     with pytest.raises(ConfigError, match="relay_limit_bytes_per_s"):
-        SwarmConfig(run="r", relay_limit_bytes_per_s=10.0)
+        swarm_config(run="r", relay_limit_bytes_per_s=10.0)
 
 
 # Sealed streams

@@ -1,0 +1,195 @@
+"""The rules of averaging: set by who starts a run, the same for all its peers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from atomtrain.errors import ConfigError, choices
+from atomtrain.settings import MOST_TOKENS, check_fields, count, one_of, option
+from atomtrain.swarm.codecs.names import FLOAT16, FLOAT32, check_codec_name
+from atomtrain.swarm.membership.agenda import MEASURED
+from atomtrain.swarm.membership.groups import GROUP_SIZE, GROUP_SIZE_MIN
+
+if TYPE_CHECKING:
+    from atomtrain.swarm.anchors.outer import OuterUpdate
+    from atomtrain.swarm.membership.guards import Guard
+
+TRANSPORTS = ("streams", "gloo")
+AVERAGES = ("local", "gradient")
+"""What rounds average, the default first: changes of local steps, or gradients."""
+MEANS = ("plain", "clipped")
+"""How contributions are averaged; peers of a run with `clipped` should be of similar speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What all peers of a run must do alike for their anchors to stay equal bit for bit.
+
+    Fields with a help text are options of `atom train`: who joins may repeat what the run has.
+    `zero` is what a rule of 0 is called.
+    """
+
+    local_steps_per_round: int = option(
+        30,
+        "Steps in which every part of the model is averaged with the other peers once; fewer learn "
+        "more and send more. Set by who starts the run. Default: as few as the link allows, by how "
+        "long rounds and steps are seen to take.",
+        "N",
+        check=count(),
+        zero="as measured",
+    )
+    outer_learning_rate: float = 1.0
+    """Factor on a round's mean change; above 0, at most 2. See `OuterUpdate`."""
+    outer_momentum: float = 0.0
+    """Nesterov momentum of the outer update; at least 0, below 1."""
+    overlap_weight: float = 1.0
+    """Share of what is learnt while a round goes on that a merge leaves in the parameters; the rest
+    comes back with the next anchor. 0 to 1. See `AnchorStore`."""
+    wire: str = option(
+        FLOAT16,
+        "How changes travel between peers: float32, float16, int8, int4 or topk; set by who starts "
+        "the run. Default: float16.",
+        "FORMAT",
+        check=check_codec_name,
+    )
+    average: str = option(
+        AVERAGES[0],
+        "What peers average: local (the change of --local-steps steps, in the background) or "
+        "gradient (all gather a batch of --target-batch-tokens, then step together); set by who "
+        "starts the run. Default: local.",
+        "WAY",
+        check=one_of(AVERAGES),
+    )
+    target_batch_tokens: int = option(
+        0,
+        "With --average gradient: tokens of all peers together in one step.",
+        "N",
+        check=count(most=MOST_TOKENS),
+        zero="none",
+    )
+    group_size: int = option(
+        None,
+        "Members of a round at most: more peers are shuffled into several groups for each round. "
+        "0: one group of all. Set by who starts the run. Default: 16, or 0 with --average gradient "
+        "or --transport gloo.",
+        "N",
+    )
+    transport: str = option(
+        TRANSPORTS[0],
+        "How rounds move their data: streams (encrypted), or gloo, for a fast network whose every "
+        "machine is trusted; set by who starts the run. Default: streams.",
+        "NAME",
+    )
+    norm_limit: float = 10.0
+    """Contributions above this multiple of the group's median norm are rejected; 0 (none is), or
+    at least 2. See `Guard`."""
+    mean: str = MEANS[0]
+    """One of `MEANS`."""
+
+    def __post_init__(self) -> None:
+        """Check every field, and take the usual size of groups where none is given.
+
+        Raises:
+            ConfigError: names the field, the value and what is allowed.
+        """
+        self._check_numbers()
+        check_fields(self, "swarm ", besides=("local_steps_per_round",))
+        check_transport(self.transport, self.wire, clipped=self.mean == "clipped")
+        check_rule(
+            (self.target_batch_tokens > 0) == (self.average == "gradient"),
+            "target_batch_tokens",
+            self.target_batch_tokens,
+            "at least 1 with gradient averaging, 0 without",
+        )
+        check_group_size(self.group_size, self.average, self.transport)
+        check_rule(self.mean in MEANS, "mean", self.mean, choices(self.mean, MEANS))
+        if self.group_size is None:
+            usual = default_group_size(self.average, self.transport)
+            object.__setattr__(self, "group_size", usual)
+
+    def _check_numbers(self) -> None:
+        steps = self.local_steps_per_round
+        check_rule(
+            steps >= MEASURED, "local_steps_per_round", steps, "at least 1, or 0 for as measured"
+        )
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        check_rule(0 < rate <= 2, "outer_learning_rate", rate, "above 0, at most 2")
+        check_rule(0 <= momentum < 1, "outer_momentum", momentum, "at least 0, below 1")
+        overlap, limit = self.overlap_weight, self.norm_limit
+        check_rule(0 <= overlap <= 1, "overlap_weight", overlap, "0 to 1")
+        check_rule(limit == 0 or 2 <= limit < math.inf, "norm_limit", limit, "0, or at least 2")
+
+    @property
+    def guard(self) -> Guard:
+        """What owners do with contributions that cannot be honest."""
+        from atomtrain.swarm.membership.guards import Guard
+
+        return Guard(limit=self.norm_limit, mean=self.mean)
+
+    @property
+    def outer(self) -> OuterUpdate:
+        """The outer update."""
+        from atomtrain.swarm.anchors.outer import OuterUpdate
+
+        return OuterUpdate(learning_rate=self.outer_learning_rate, momentum=self.outer_momentum)
+
+
+def usual_wire(transport: str | None) -> str:
+    """Return how changes travel in runs whose founder says nothing about it."""
+    return FLOAT32 if transport == "gloo" else FLOAT16
+
+
+def default_group_size(average: str, transport: str) -> int:
+    """Return the size of groups in runs whose founder says nothing about it."""
+    return GROUP_SIZE if (average, transport) == (AVERAGES[0], TRANSPORTS[0]) else 0
+
+
+def check_group_size(size: int | None, average: str, transport: str) -> None:
+    """Check that rounds can have groups of at most `size` members (None: the default).
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if size is None:
+        return
+    if size != 0 and size < GROUP_SIZE_MIN:
+        raise ConfigError(
+            f"--group-size must be 0 (one group of all) or at least {GROUP_SIZE_MIN}, not {size}"
+        )
+    if size and default_group_size(average, transport) == 0:
+        way = "--average gradient" if average == "gradient" else f"--transport {transport}"
+        raise ConfigError(f"{way} averages all peers in one group; leave --group-size out")
+
+
+def check_transport(name: str, wire: str | None, *, clipped: bool) -> None:
+    """Check that rounds can move data this way, with this wire format (None: its default).
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    check_rule(name in TRANSPORTS, "transport", name, choices(name, TRANSPORTS))
+    if name == "gloo":
+        _require_gloo()
+        if clipped or wire not in (None, "float32"):
+            raise ConfigError(
+                f"--transport gloo adds numbers up itself: plain means of float32, not "
+                f"{'clipped ones' if clipped else wire}; leave --wire and --clipped-mean out"
+            )
+
+
+def _require_gloo() -> None:
+    import torch.distributed
+
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        raise ConfigError(
+            "--transport gloo needs a PyTorch with torch.distributed and Gloo, and this one has "
+            "none; install another build, or leave the option out"
+        )
+
+
+def check_rule(good: bool, key: str, value: Any, allowed: str) -> None:
+    """Refuse a setting of a swarm if it is not `good`; says what is allowed."""
+    if not good:
+        raise ConfigError(f"swarm {key} is {value!r}; allowed: {allowed}")
