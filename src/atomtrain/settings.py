@@ -146,12 +146,6 @@ def check_seed(flag: str, seed: int) -> None:
         raise ConfigError(f"{flag} must be 0 to 2^63 - 1, not {seed}")
 
 
-def check_norm(flag: str, norm: float) -> None:
-    """Refuse what is no norm."""
-    if not 0 <= norm < math.inf:
-        raise ConfigError(f"{flag} must be a norm, or 0 for no clipping, not {norm:g}")
-
-
 def check_text(flag: str, text: str) -> None:
     """Refuse bytes that are no text; Python's strings may carry them."""
     try:
@@ -194,20 +188,3 @@ def relay_limit_of(limit: str | None, flag: str = "--relay-limit") -> float:
     if rate < 1000:
         raise ConfigError(f"{flag} must be none or at least 8kbit/s, not {limit}")
     return rate
-
-
-def check_spending(clip_norm: float, precision: str, *, averaged: bool = False) -> None:
-    """Refuse to spend gradients at once where they are wanted again.
-
-    Raises:
-        ConfigError: they wait for their norm, for overflows, or for other peers'.
-    """
-    waits = None
-    if clip_norm:
-        waits = f"for the norm to which they are clipped, {clip_norm:g}; give --clip-norm 0"
-    elif precision == "fp16":
-        waits = "till none has overflowed, with --precision fp16; choose bf16"
-    elif averaged:
-        waits = "for those of other peers; choose --average local"
-    if waits is not None:
-        raise ConfigError(f"--spend-gradients cannot be: gradients wait {waits}, or leave it out")

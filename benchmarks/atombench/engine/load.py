@@ -31,9 +31,9 @@ from atomtrain.models.hugging_face import (
     require_transformers,
 )
 from atomtrain.models.making import make_outline
+from atomtrain.training.config.new_recipe import make_optimizer, new_recipe
 from atomtrain.training.config.optimizing import precision_of
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import make_optimizer, new_recipe
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.objective import NextToken
 

@@ -37,9 +37,9 @@ from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
 from atomtrain.models import make_model
+from atomtrain.training.config.new_recipe import make_optimizer, new_recipe
 from atomtrain.training.config.optimizing import host_bytes_per_parameter
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import make_optimizer, new_recipe
 from atomtrain.units import format_bytes
 
 _DEADLINE_S = 600.0

@@ -23,8 +23,8 @@ from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
+from atomtrain.training.config.new_recipe import make_optimizer, new_recipe
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import make_optimizer, new_recipe
 
 _STEPS = 2
 _CLIP_NORM = 1.0

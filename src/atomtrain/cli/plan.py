@@ -15,18 +15,19 @@ from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError, choices
 from atomtrain.settings import (
     check_counts,
-    check_norm,
-    check_spending,
     memory_of,
     option,
 )
+from atomtrain.training.config.optimizing import (
+    check_gradient_dtype,
+    check_optimizer,
+    check_precision,
+)
 from atomtrain.training.config.preflight import (
-    OPTIMIZERS,
-    PRECISIONS,
     check_gpu_name,
     check_model_name,
-    check_name,
 )
+from atomtrain.training.config.recipe import check_norm, check_spending
 
 if TYPE_CHECKING:
     from atomtrain.planning.plan.machine import Machine
@@ -170,9 +171,9 @@ def run(arguments: Sequence[str]) -> int:
     check_model_name(options.model)
     if options.gpu is not None:
         check_gpu_name(options.gpu)
-    check_name("optimizer", options.optimizer, OPTIMIZERS)
-    check_name("precision", options.precision, PRECISIONS)
-    _check_training(options)
+    check_gradient_dtype(options.gradient_dtype)
+    check_optimizer(options.optimizer)
+    check_precision(options.precision, options.optimizer)
     with leaving_at_once():
         from atomtrain.engine.calibration.crowding import crowding_warning
         from atomtrain.models.lora_config import parse_lora
@@ -235,19 +236,6 @@ def run(arguments: Sequence[str]) -> int:
     text = json.dumps(report.to_json(), allow_nan=False) if options.json else plan_text(report)
     sys.stdout.write(text.rstrip("\n") + "\n")
     return 0
-
-
-def _check_training(options: PlanOptions) -> None:
-    """Refuse what no run could be trained with; imports torch, so it comes after quick checks."""
-    from atomtrain.training.config.optimizing import (
-        check_gradient_dtype,
-        check_optimizer,
-        check_precision,
-    )
-
-    check_gradient_dtype(options.gradient_dtype)
-    check_optimizer(options.optimizer)
-    check_precision(options.precision, options.optimizer)
 
 
 def _place(options: PlanOptions) -> Place:

@@ -10,6 +10,7 @@ from pathlib import Path
 from atomtrain.errors import ConfigError
 from atomtrain.settings import check_counts, check_seed, memory_of, option
 from atomtrain.swarm.codecs.names import check_codec_name
+from atomtrain.training.config.optimizing import check_precision
 from atomtrain.units import parse_rate
 
 LINKS = ("10Gbit/s", "1Gbit/s", "300Mbit/s", "100Mbit/s", "30Mbit/s", "10Mbit/s")
@@ -94,8 +95,6 @@ class SimulateOptions:
         check_codec_name("--wire", self.wire)
         if self.here and self._given(("gpu", "machine")):
             raise ConfigError("--here measures this machine; leave --gpu and --machine out")
-        from atomtrain.training.config.optimizing import check_precision
-
         check_precision(self.precision, OPTIMIZER)
         if not 0 <= self.spread <= 2:
             raise ConfigError(f"--spread takes 0 (all alike) to 2, not {self.spread:g}")

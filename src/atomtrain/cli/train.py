@@ -126,7 +126,7 @@ def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data import read_corpus
     from atomtrain.data.rows import has_rows
     from atomtrain.metrics.targets import for_local_peer
-    from atomtrain.training.config.recipe import check_model, model_name
+    from atomtrain.training.config.new_recipe import check_model, model_name
     from atomtrain.training.launcher import PeerCommand, launch_peers
     from atomtrain.views.plans.files import require_writable
     from atomtrain.views.runs.display import Display, DisplayConfig

@@ -10,6 +10,14 @@ from atomtrain.errors import ConfigError, nearest
 KINDS = ("constant", "cosine", "linear", "wsd")
 
 
+def check_kind(kind: str) -> None:
+    """Raise a `ConfigError` if there is no schedule of this kind."""
+    if kind not in KINDS:
+        raise ConfigError(
+            f"there is no schedule {kind!r}.{nearest(kind, KINDS)} Schedules: {', '.join(KINDS)}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Factor on the peak learning rate at each step, counted from 0.
@@ -43,11 +51,7 @@ class Schedule:
     (but no more than those). Not for other kinds."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(
-                f"there is no schedule {self.kind!r}.{nearest(self.kind, KINDS)} "
-                f"Schedules: {', '.join(KINDS)}"
-            )
+        check_kind(self.kind)
         _whole("steps", self.steps, 1)
         _whole("warmup_steps", self.warmup_steps, 0)
         if self.warmup_steps > self.steps:

@@ -352,8 +352,8 @@ def test_the_disk_is_full_when_a_checkpoint_is_written(runs: Path) -> None:
 def member() -> Iterator[str]:
     """The address of a peer of the run `theirs`, which trains the tiny model."""
     from atomtrain.swarm import Swarm
+    from atomtrain.training.config.new_recipe import new_recipe
     from atomtrain.training.config.options import TrainOptions
-    from atomtrain.training.config.recipe import new_recipe
     from atomtrain.training.together.peering import manifest_of
 
     class Zeros:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from atomtrain.checkpoint import open_checkpoint, save
 from atomtrain.cli.main import main
+from atomtrain.training.config.new_recipe import new_recipe
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import new_recipe
 from tests.support.hostile import CODE, EVIL, mark, pickled, write_stub
 from tests.support.hugging_face_models import LLAMA, tokenizer, write_model, write_text
 from tests.support.swarm_configs import swarm_config

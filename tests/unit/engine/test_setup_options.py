@@ -14,9 +14,9 @@ from atomtrain.engine.engine import Engine
 from atomtrain.engine.execution.compiled import compiled
 from atomtrain.errors import ConfigError
 from atomtrain.models import make_model
-from atomtrain.settings import check_spending
+from atomtrain.training.config.new_recipe import new_recipe
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import new_recipe
+from atomtrain.training.config.recipe import check_spending
 from atomtrain.training.setup import setup
 from atomtrain.training.setup.budgets import Fit, example_of
 from atomtrain.training.setup.objectives import objective_of

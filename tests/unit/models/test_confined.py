@@ -16,8 +16,9 @@ from atomtrain.models.confined import check_made, confined
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build, read_config
 from atomtrain.models.lora_config import LoraConfig
+from atomtrain.training.config.new_recipe import new_recipe
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import Recipe, new_recipe
+from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.sources import _base_of
 from tests.support.hugging_face_models import LLAMA, write_model
 

@@ -10,9 +10,10 @@ import torch
 
 from atomtrain.errors import CheckpointError, ConfigError, PlanError
 from atomtrain.optimizers import SGD, AdamW, Muon
+from atomtrain.training.config.new_recipe import amended, make_optimizer, new_recipe
 from atomtrain.training.config.optimizing import host_bytes_per_parameter
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import Recipe, amended, make_optimizer, new_recipe
+from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup import budgets
 from tests.support.engine_models import gpt, tokens
 

@@ -14,8 +14,9 @@ from atomtrain.engine.devices.devices import open_device
 from atomtrain.models import GPTConfig, make_outline
 from atomtrain.planning import Machine, Request
 from atomtrain.planning.search.search import least_budget_bytes
+from atomtrain.training.config.new_recipe import new_recipe
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import Recipe, new_recipe
+from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup import budgets
 from atomtrain.training.setup.budgets import Fit, example_of, find_fit
 from atomtrain.training.setup.objectives import objective_of

@@ -9,9 +9,10 @@ import pytest
 from atomtrain.cli.train import arguments_of
 from atomtrain.errors import CheckpointError, ConfigError
 from atomtrain.models import PRESETS
+from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.optimizing import host_bytes_per_parameter
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import Recipe, amended, new_recipe
+from atomtrain.training.config.recipe import Recipe
 
 
 def test_how_often_peers_average_is_measured_unless_it_is_said() -> None:

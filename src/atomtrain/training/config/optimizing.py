@@ -1,22 +1,17 @@
-"""The optimizers that a run can name, and what they take of the host's memory."""
+"""The optimizers that a run can name, and what they take of the host's memory.
+
+What is imported here knows names only: mistakes are told before torch is there.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atomtrain.errors import ConfigError, nearest
-from atomtrain.optimizers import (
-    BYTES_PER_PARAMETER,
-    MASTER_BYTES,
-    SGD,
-    AdamW,
-    Muon,
-    decay_groups,
-    muon_groups,
-)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 BETAS = (0.9, 0.95)
 """As GPT-3 (Brown et al. 2020, appendix B)."""
@@ -28,18 +23,12 @@ _FORMATS = {
     "adamw-int8": "int8",
 }
 """Format of the moments by AdamW's name."""
-_MOMENTS_BYTES = {
-    **{name: BYTES_PER_PARAMETER[kind] for name, kind in _FORMATS.items()},
-    "muon": BYTES_PER_PARAMETER["float32"],
-    "sgd": 4.0,
-}
-"""Of one parameter, the most, by the optimizer's name."""
 _SGD_MOMENTUM = 0.9
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """By precision; of a gradient too."""
 _WIDER_GRADIENT_BYTES = 2
 """What float32 gradients take more than those of 16 bits."""
-_GRADIENT_DTYPES = ("float32",)
+GRADIENT_DTYPES = ("float32",)
 _MASTERS = {
     "adamw": "float32",
     "adamw-split": "split",
@@ -64,14 +53,18 @@ def check_optimizer(name: str) -> None:
         )
 
 
-def check_precision(precision: str, optimizer: str) -> None:
-    """Raise a `ConfigError` if there is no such precision, or not with this optimizer."""
-    if precision not in _PARAMETER_BYTES:
+def check_precision_name(name: str) -> None:
+    """Raise a `ConfigError` if there is no precision of this name."""
+    if name not in _PARAMETER_BYTES:
         raise ConfigError(
-            f"there is no precision {precision!r}."
-            f"{nearest(precision, _PARAMETER_BYTES)} "
+            f"there is no precision {name!r}.{nearest(name, _PARAMETER_BYTES)} "
             f"Precisions: {', '.join(_PARAMETER_BYTES)}"
         )
+
+
+def check_precision(precision: str, optimizer: str) -> None:
+    """Raise a `ConfigError` if there is no such precision, or not with this optimizer."""
+    check_precision_name(precision)
     if precision != "bf16" and optimizer in _SPLITS:
         raise ConfigError(
             f"the optimizer {optimizer!r} splits float32 masters into bfloat16 and a rest, and "
@@ -87,10 +80,10 @@ def train_alike(name: str, other: str) -> bool:
 
 def check_gradient_dtype(name: str | None) -> None:
     """Raise a `ConfigError` if gradients cannot be of this type; `None` is the parameters' own."""
-    if name not in (None, *_GRADIENT_DTYPES):
+    if name not in (None, *GRADIENT_DTYPES):
         raise ConfigError(
-            f"there is no gradient type {name!r}.{nearest(str(name), _GRADIENT_DTYPES)} "
-            f"Gradient types: {', '.join(_GRADIENT_DTYPES)}, or none for that of the parameters"
+            f"there is no gradient type {name!r}.{nearest(str(name), GRADIENT_DTYPES)} "
+            f"Gradient types: {', '.join(GRADIENT_DTYPES)}, or none for that of the parameters"
         )
 
 
@@ -111,11 +104,20 @@ def host_bytes_per_parameter(
     With `spent` gradients take no place of their own; what they wait in does not grow with depth.
     For `muon` it is the most: a matrix that Muon updates takes 4 bytes less.
     """
+    from atomtrain.optimizers import MASTER_BYTES
+
     masters = 0.0 if precision == "fp32" else MASTER_BYTES[_master_format(name, precision)]
-    moments = _MOMENTS_BYTES[name]
+    moments = _moments_bytes(name)
     widened = gradient_dtype is not None and precision != "fp32"
     gradients = 0 if spent else _PARAMETER_BYTES[precision] + _WIDER_GRADIENT_BYTES * widened
     return _PARAMETER_BYTES[precision] + gradients + masters + moments
+
+
+def _moments_bytes(name: str) -> float:
+    """Return the bytes of the moments of one parameter, the most there are."""
+    from atomtrain.optimizers import BYTES_PER_PARAMETER
+
+    return 4.0 if name == "sgd" else BYTES_PER_PARAMETER[_FORMATS.get(name, "float32")]
 
 
 def smaller_states(
@@ -155,6 +157,8 @@ def named_optimizer(
 
     The model may be on the meta device, for the optimizer's sizes.
     """
+    from atomtrain.optimizers import SGD, AdamW, Muon, decay_groups, muon_groups
+
     options: dict[str, Any] = {"lr": learning_rate, "master": _master_format(name, precision)}
     if name == "muon":
         groups = muon_groups(model, weight_decay)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from atomtrain.settings import (
     asked,
     check_fields,
     check_name,
-    check_norm,
-    check_seed,
     check_size,
     check_text,
     count,
@@ -23,22 +20,12 @@ from atomtrain.settings import (
 from atomtrain.swarm.anchors.outer import check_outer_name
 from atomtrain.swarm.membership.rules import Rules, check_group_size, check_transport
 from atomtrain.swarm.transport.endpoint import Endpoint
+from atomtrain.training.config.recipe import Recipe
 from atomtrain.units import parse_rate
 
 CHECKS = ("auto", "always", "never")
 """When a model is compared with its layers."""
-OBJECTIVES = ("next-token", "dpo")
 _RUNS = Path("runs")
-
-
-def _check_rate(flag: str, rate: float) -> None:
-    if not 0 < rate < 10:
-        raise ConfigError(f"{flag} must be above 0 and below 10, not {rate}")
-
-
-def _check_beta(flag: str, beta: float) -> None:
-    if not 0 < beta < math.inf:
-        raise ConfigError(f"{flag} must be above 0, such as 0.1, not {beta}")
 
 
 def _check_upload_limit(flag: str, limit: str) -> None:
@@ -54,12 +41,6 @@ def _check_metrics(_: str, targets: tuple[str, ...]) -> None:
     from atomtrain.metrics.targets import parse_targets
 
     parse_targets(targets)
-
-
-def _check_lora(_: str, settings: str) -> None:
-    from atomtrain.models.lora_config import parse_lora
-
-    parse_lora(settings)
 
 
 def _check_key(_: str, path: Path) -> None:
@@ -81,12 +62,7 @@ class TrainOptions:
     `None` means: as the checkpoint or the swarm says, else the recipe's default.
     """
 
-    model: str | None = option(
-        None,
-        "Model by name, from tiny and demo to gpt3-175b; or the folder or id of a Hugging Face "
-        "model (pip install 'atomtrain[hf]'), which is trained further. Default: demo.",
-        "NAME",
-    )
+    model: str | None = asked(Recipe, "model")
     data: str | None = option(
         None,
         "Text to train on: a file, a folder or a pattern such as 'books/*.txt'; or rows with "
@@ -114,7 +90,7 @@ class TrainOptions:
         check=count(most=1024),
     )
     resume: bool = option(False, "Continue from the newest checkpoint of --run.", "")
-    steps: int | None = option(None, "Optimizer steps of each peer.", "N", check=count())
+    steps: int | None = asked(Recipe, "steps")
     device: str = option(
         "auto",
         "auto, cpu (the host itself, nothing is copied), cuda, cuda:NUMBER, emulated or "
@@ -147,40 +123,18 @@ class TrainOptions:
         "both). Default: as little as host memory demands.",
         "KIND",
     )
-    sequences: int | None = option(None, "Sequences of one step.", "N", check=count(most=1 << 20))
+    sequences: int | None = asked(Recipe, "sequences")
     micro_batch: int | None = option(
         None,
         "Sequences of one micro-batch; divides --sequences. Default: the largest that fits well.",
         "N",
         check=count(),
     )
-    context: int | None = option(None, "Tokens of a sequence.", "N", check=count())
-    lora: str | None = option(
-        None,
-        "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
-        "the default), dora=true, and bits=8 or 4 to hold the frozen matrices in so many bits.",
-        "SETTINGS",
-        check=_check_lora,
-    )
-    objective: str | None = option(
-        None,
-        "What is learnt: next-token, or dpo: to prefer the better of two answers (rows with "
-        "chosen and rejected). Default: next-token.",
-        "NAME",
-        check=one_of(OBJECTIVES),
-    )
-    beta: float | None = option(
-        None,
-        "With --objective dpo: how strongly the model is held to what it was. Default: 0.1.",
-        "NUMBER",
-        check=_check_beta,
-    )
-    packing: bool = option(
-        False,
-        "Put several rows of data into one sequence. Neither they nor documents of running text "
-        "see each other then.",
-        "",
-    )
+    context: int | None = asked(Recipe, "context")
+    lora: str | None = asked(Recipe, "lora")
+    objective: str | None = asked(Recipe, "objective")
+    beta: float | None = asked(Recipe, "beta")
+    packing: bool = asked(Recipe, "packed", False)
     head_pieces: int | None = option(
         None,
         "Pieces of the vocabulary in which the head computes its loss: more need less device "
@@ -188,45 +142,18 @@ class TrainOptions:
         "N",
         check=count(),
     )
-    learning_rate: float | None = option(None, "Peak learning rate.", "RATE", check=_check_rate)
-    optimizer: str | None = option(
-        None,
-        "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), muon or sgd; adamw-split or "
-        "adamw-bfloat16-split: with --precision bf16, 2 bytes of host memory a parameter less, "
-        "with the same bits. Default: adamw.",
-        "NAME",
-    )
-    precision: str | None = option(
-        None,
-        "fp32, or bf16 or fp16: 16 bits on the link and in compute, with exact float32 masters on "
-        "the host; with fp16 the loss is scaled. Default: fp32.",
-        "NAME",
-    )
-    gradient_dtype: str | None = option(
-        None,
-        "float32: gradients of a model of 16 bits add up, cross the link and wait on the host in "
-        "32. Default: as the parameters, so of 16 bits with --precision bf16 or fp16.",
-        "TYPE",
-    )
-    clip_norm: float | None = option(
-        None,
-        "Global norm to which gradients are clipped, exactly. 0: not at all, and no update waits "
-        "for the gradients of others. Default: 1.",
-        "NORM",
-        check=check_norm,
-    )
+    learning_rate: float | None = asked(Recipe, "learning_rate")
+    optimizer: str | None = asked(Recipe, "optimizer")
+    precision: str | None = asked(Recipe, "precision")
+    gradient_dtype: str | None = asked(Recipe, "gradient_dtype")
+    clip_norm: float | None = asked(Recipe, "clip_norm")
     spend_gradients: bool = option(
         False,
         "Gradients wait on the host for their own update only: 2 or 4 bytes of host memory a "
         "parameter less. With --clip-norm 0.",
         "",
     )
-    schedule: str | None = option(
-        None,
-        "Learning rate after the warm-up: cosine, linear, constant or wsd (constant, then a "
-        "decay in the last fifth). Default: cosine.",
-        "NAME",
-    )
+    schedule: str | None = asked(Recipe, "schedule")
     dropout: float | None = option(None, "Dropout probability.", "P")
     vocabulary: int | None = option(
         None,
@@ -234,9 +161,7 @@ class TrainOptions:
         "N",
         check=count(most=1 << 24),
     )
-    seed: int | None = option(
-        None, "Seed of weights, sample order and dropout.", "N", check=check_seed
-    )
+    seed: int | None = asked(Recipe, "seed")
     local_steps: int | None = asked(Rules, "local_steps_per_round")
     measured_rounds: bool = option(
         False,
@@ -288,10 +213,8 @@ class TrainOptions:
         "FILE",
         check=_check_allowed,
     )
-    evaluate_every: int | None = option(
-        None, "Steps between evaluations on held-out text.", "N", check=count()
-    )
-    checkpoint_every: int | None = option(None, "Steps between checkpoints.", "N", check=count())
+    evaluate_every: int | None = asked(Recipe, "evaluate_every")
+    checkpoint_every: int | None = asked(Recipe, "checkpoint_every")
     directory: Path = option(
         _RUNS, "Folder of runs; this peer writes to DIRECTORY/RUN/NAME.", "FOLDER"
     )

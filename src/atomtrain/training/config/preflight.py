@@ -9,20 +9,12 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.training.config.folders import FIRST_NAME, check_directory, resumed_name
 from atomtrain.training.config.options import TrainOptions
 
-# Tables of the same names are where they are used; a test compares.
-OPTIMIZERS = (
-    "adamw", "adamw-split", "adamw-bfloat16", "adamw-bfloat16-split", "adamw-int8", "muon", "sgd",
-)  # fmt: skip
-PRECISIONS = ("fp32", "bf16", "fp16")
-GRADIENT_DTYPES = ("float32",)
-SCHEDULES = ("constant", "cosine", "linear", "wsd")
 _SEPARATOR = "@"
 _LAN = "lan"
 """Begins what asks the local network for a run."""
@@ -36,15 +28,6 @@ def check_early(options: TrainOptions) -> None:
         AtomError: the first mistake.
     """
     check_model_name(options.model)
-    check_name("optimizer", options.optimizer, OPTIMIZERS)
-    check_name("precision", options.precision, PRECISIONS)
-    if options.gradient_dtype not in (None, *GRADIENT_DTYPES):
-        raise ConfigError(
-            f"--gradient-dtype takes {' or '.join(GRADIENT_DTYPES)}, not "
-            f"{options.gradient_dtype!r}.{nearest(options.gradient_dtype, GRADIENT_DTYPES)} Leave "
-            "it out for gradients as the parameters are: of 16 bits with --precision bf16 or fp16"
-        )
-    check_name("schedule", options.schedule, SCHEDULES)
     _check_device(options.device, compiled=options.compile)
     if options.no_profile and options.profile_again:
         raise ConfigError(
@@ -83,16 +66,6 @@ def check_gpu_name(name: str) -> None:
         raise ConfigError(
             f"there is no GPU {name!r} in the catalogue.{nearest(name.lower(), names)} "
             f"GPUs: {', '.join(names)}"
-        )
-
-
-def check_name(what: str, given: str | None, allowed: Iterable[str]) -> None:
-    """Refuse a name that is not in a list."""
-    allowed = list(allowed)
-    if given is not None and given not in allowed:
-        raise ConfigError(
-            f"there is no {what} {given!r}.{nearest(given, allowed)} "
-            f"{what.capitalize()}s: {', '.join(allowed)}"
         )
 
 

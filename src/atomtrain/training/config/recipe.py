@@ -7,91 +7,212 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from atomtrain.errors import CheckpointError, ConfigError
-from atomtrain.models.hugging_face import (
-    check_context,
-    is_hugging_face,
-    model_folder,
-    read_config,
-)
+from atomtrain.errors import CheckpointError, ConfigError, nearest
 from atomtrain.models.lora_config import LoraConfig, parse_lora
-from atomtrain.models.making import Sizes, sizes_from_json
-from atomtrain.models.presets import preset
-from atomtrain.optimizers import Schedule
+from atomtrain.optimizers.schedules import Schedule, check_kind
+from atomtrain.settings import Check, check_seed, count, one_of, option
 from atomtrain.training.config.optimizing import (
+    GRADIENT_DTYPES,
     check_gradient_dtype,
     check_optimizer,
     check_precision,
-    named_optimizer,
-    train_alike,
+    check_precision_name,
 )
-from atomtrain.training.config.options import TrainOptions
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
+    from atomtrain.models.making import Sizes
 
 FORMAT = 1
-_FINE_TUNING_CONTEXT = 1024
-USUAL_BETA = 0.1
+FIXED, MAY_CHANGE = "fixed", "may change"
+OBJECTIVES = ("next-token", "dpo")
 _MOST = 2**63 - 1
-_LEAST = {
-    "context": 1, "sequences": 1, "steps": 0, "warmup_steps": 0, "seed": 0, "local_steps": 0,
-    "evaluate_every": 1, "checkpoint_every": 1,
-}  # fmt: skip
-_SMALL = ("demo", "tiny")
-"""Models that train in minutes on two CPU cores; with little text, more small steps do better."""
+
+
+def _named(check: Callable[[str], object]) -> Check:
+    """Return a check whose message says itself what is wrong."""
+    return lambda _, value: check(value)
+
+
+def _check_rate(flag: str, rate: float) -> None:
+    if not 0 < rate < 10:
+        raise ConfigError(f"{flag} must be above 0 and below 10, not {rate}")
+
+
+def check_norm(flag: str, norm: float) -> None:
+    """Refuse what is no norm."""
+    if not 0 <= norm < math.inf:
+        raise ConfigError(f"{flag} must be a norm, or 0 for no clipping, not {norm:g}")
+
+
+def _check_beta(flag: str, beta: float) -> None:
+    if not 0 < beta < math.inf:
+        raise ConfigError(f"{flag} must be above 0, such as 0.1, not {beta}")
+
+
+def _check_gradient_dtype(flag: str, name: str) -> None:
+    if name not in GRADIENT_DTYPES:
+        raise ConfigError(
+            f"{flag} takes {' or '.join(GRADIENT_DTYPES)}, not "
+            f"{name!r}.{nearest(name, GRADIENT_DTYPES)} Leave it out for gradients as the "
+            "parameters are: of 16 bits with --precision bf16 or fp16"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is trained, and how."""
+    """What is trained, and how.
 
-    model: str
-    """Name of the preset, or of the folder or id of a Hugging Face model."""
+    Fields with a help text are options of `atom train`. `least` bounds what a recipe may hold, and
+    `on_resume` says whether who resumes or joins may give another value.
+    """
+
+    model: str = option(
+        MISSING,
+        "Model by name, from tiny and demo to gpt3-175b; or the folder or id of a Hugging Face "
+        "model (pip install 'atomtrain[hf]'), which is trained further. Default: demo.",
+        "NAME",
+        on_resume=FIXED,
+    )
     sizes: Sizes
     """The model's sizes; the tokenizer has at most `vocabulary` tokens."""
-    context: int
-    """Tokens of a sequence."""
-    sequences: int
-    """Sequences of one step."""
-    steps: int
-    """Optimizer steps of each peer."""
-    learning_rate: float
-    """Peak."""
-    warmup_steps: int
+    context: int = option(
+        MISSING,
+        "Tokens of a sequence.",
+        "N",
+        check=count(),
+        on_resume=FIXED,
+        least=1,
+    )
+    sequences: int = option(
+        MISSING,
+        "Sequences of one step.",
+        "N",
+        check=count(most=1 << 20),
+        on_resume=MAY_CHANGE,
+        least=1,
+    )
+    steps: int = option(
+        MISSING,
+        "Optimizer steps of each peer.",
+        "N",
+        check=count(),
+        on_resume=MAY_CHANGE,
+        least=0,
+    )
+    learning_rate: float = option(
+        MISSING,
+        "Peak learning rate.",
+        "RATE",
+        check=_check_rate,
+        on_resume=MAY_CHANGE,
+        least=0,
+    )
+    warmup_steps: int = field(metadata={"least": 0})
     """Steps in which the learning rate rises linearly from 0."""
-    weight_decay: float
-    clip_norm: float
-    """Global norm to which gradients are clipped; 0: not at all."""
-    seed: int
-    local_steps: int
+    weight_decay: float = field(metadata={"least": 0})
+    clip_norm: float = option(
+        1.0,
+        "Global norm to which gradients are clipped, exactly. 0: not at all, and no update waits "
+        "for the gradients of others. Default: 1.",
+        "NORM",
+        check=check_norm,
+        on_resume=FIXED,
+        least=0,
+    )
+    seed: int = option(
+        0,
+        "Seed of weights, sample order and dropout.",
+        "N",
+        check=check_seed,
+        on_resume=FIXED,
+        least=0,
+    )
+    local_steps: int = field(metadata={"least": 0, "on_resume": MAY_CHANGE})
     """Steps in which every part of the model is averaged with other peers once; 0: as few as the
-    link allows."""
-    evaluate_every: int
-    checkpoint_every: int
-    optimizer: str = "adamw"
-    """Name of one of `atomtrain.training.config.optimizing`."""
-    schedule: str = "cosine"
-    """Kind of `Schedule`; all but `constant` end at a tenth of the peak."""
-    packed: bool = False
-    """Whether a sequence may hold several rows of data with answers; neither they nor documents of
-    running text see each other then."""
-    lora: LoraConfig | None = None
-    """Adapters that are trained in place of the model."""
-    precision: str = "fp32"
-    """`fp32`, or `bf16` or `fp16`: parameters of 16 bits with float32 masters."""
-    gradient_dtype: str | None = None
-    """`float32`: gradients of parameters of 16 bits add up in 32; `None`: in the parameters' type.
-    """
-    objective: str = "next-token"
-    """`next-token`, or `dpo`: to prefer the better of two answers."""
-    beta: float = USUAL_BETA
-    """Of `dpo`: how strongly the model is held to what it was."""
+    link allows. See `Rules`."""
+    evaluate_every: int = option(
+        MISSING,
+        "Steps between evaluations on held-out text.",
+        "N",
+        check=count(),
+        on_resume=MAY_CHANGE,
+        least=1,
+    )
+    checkpoint_every: int = option(
+        MISSING,
+        "Steps between checkpoints.",
+        "N",
+        check=count(),
+        on_resume=MAY_CHANGE,
+        least=1,
+    )
+    optimizer: str = option(
+        "adamw",
+        "adamw, adamw-bfloat16 or adamw-int8 (smaller moments), muon or sgd; adamw-split or "
+        "adamw-bfloat16-split: with --precision bf16, 2 bytes of host memory a parameter less, "
+        "with the same bits. Default: adamw.",
+        "NAME",
+        check=_named(check_optimizer),
+        on_resume=FIXED,
+    )
+    schedule: str = option(
+        "cosine",
+        "Learning rate after the warm-up: cosine, linear, constant or wsd (constant, then a decay"
+        " in the last fifth). Default: cosine.",
+        "NAME",
+        check=_named(check_kind),
+        on_resume=MAY_CHANGE,
+    )
+    packed: bool = option(
+        False,
+        "Put several rows of data into one sequence. Neither they nor documents of running text "
+        "see each other then.",
+        "",
+    )
+    lora: LoraConfig | None = option(
+        None,
+        "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
+        "the default), dora=true, and bits=8 or 4 to hold the frozen matrices in so many bits.",
+        "SETTINGS",
+        check=_named(parse_lora),
+        on_resume=FIXED,
+    )
+    precision: str = option(
+        "fp32",
+        "fp32, or bf16 or fp16: 16 bits on the link and in compute, with exact float32 masters on"
+        " the host; with fp16 the loss is scaled. Default: fp32.",
+        "NAME",
+        check=_named(check_precision_name),
+        on_resume=FIXED,
+    )
+    gradient_dtype: str | None = option(
+        None,
+        "float32: gradients of a model of 16 bits add up, cross the link and wait on the host in "
+        "32. Default: as the parameters, so of 16 bits with --precision bf16 or fp16.",
+        "TYPE",
+        check=_check_gradient_dtype,
+        on_resume=FIXED,
+    )
+    objective: str = option(
+        OBJECTIVES[0],
+        "What is learnt: next-token, or dpo: to prefer the better of two answers (rows with "
+        "chosen and rejected). Default: next-token.",
+        "NAME",
+        check=one_of(OBJECTIVES),
+        on_resume=FIXED,
+    )
+    beta: float = option(
+        0.1,
+        "With --objective dpo: how strongly the model is held to what it was. Default: 0.1.",
+        "NUMBER",
+        check=_check_beta,
+        on_resume=FIXED,
+        least=0,
+    )
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -126,16 +247,19 @@ class Recipe:
 
     def _check_numbers(self) -> None:
         """Refuse what no run has: a recipe may come from a founder."""
-        for name, least in _LEAST.items():
-            number = getattr(self, name)
-            if not isinstance(number, int) or not least <= number <= _MOST:
+        for declared in dataclasses.fields(self):
+            least, number = declared.metadata.get("least"), getattr(self, declared.name)
+            if least is None:
+                continue
+            given = str(number)[:40]
+            if declared.type == "int" and not (
+                isinstance(number, int) and least <= number <= _MOST
+            ):
                 raise ConfigError(
-                    f"{name} must be a whole number from {least} to {_MOST}, not {str(number)[:40]}"
+                    f"{declared.name} must be a whole number from {least} to {_MOST}, not {given}"
                 )
-        for name in ("learning_rate", "weight_decay", "clip_norm", "beta"):
-            number = getattr(self, name)
-            if not isinstance(number, int | float) or not 0 <= number < math.inf:
-                raise ConfigError(f"{name} must be a number from 0 on, not {str(number)[:40]}")
+            if not isinstance(number, int | float) or not least <= number < math.inf:
+                raise ConfigError(f"{declared.name} must be a number from 0 on, not {given}")
 
     def _check_objective(self) -> None:
         if not self.in_pairs:
@@ -162,6 +286,8 @@ class Recipe:
         Raises:
             CheckpointError: of another format, or not a recipe.
         """
+        from atomtrain.models.making import sizes_from_json
+
         try:
             fields = dict(data)
             if (found := fields.pop("format")) != FORMAT:
@@ -176,178 +302,18 @@ class Recipe:
             raise CheckpointError(f"not a recipe of atomtrain: {error}") from error
 
 
-def new_recipe(options: TrainOptions) -> Recipe:
-    """Return the recipe of a new run.
+def check_spending(clip_norm: float, precision: str, *, averaged: bool = False) -> None:
+    """Refuse to spend gradients at once where they are wanted again.
 
     Raises:
-        ConfigError: unknown model, optimizer, schedule or precision, or options that contradict
-            each other.
+        ConfigError: they wait for their norm, for overflows, or for other peers'.
     """
-    name = model_name(options.model)
-    small = name in _SMALL
-    usual = _usual_of_folder(options) if _is_folder(options.model) else _usual_of_preset(options)
-    steps = options.steps or (200 if small else 1000)
-    return Recipe(
-        model=name,
-        sizes=usual.sizes,
-        context=usual.context,
-        sequences=options.sequences or (4 if small else 8),
-        steps=steps,
-        learning_rate=options.learning_rate or usual.learning_rate,
-        warmup_steps=max(1, min(50, steps // 10)),
-        weight_decay=usual.weight_decay,
-        clip_norm=1.0 if options.clip_norm is None else options.clip_norm,
-        seed=options.seed or 0,
-        local_steps=options.local_steps or 0,
-        evaluate_every=options.evaluate_every or max(1, steps // 8),
-        checkpoint_every=options.checkpoint_every or max(1, steps // 4),
-        optimizer=options.optimizer or "adamw",
-        packed=options.packing,
-        lora=None if options.lora is None else parse_lora(options.lora),
-        schedule=options.schedule or "cosine",
-        precision=options.precision or "fp32",
-        gradient_dtype=options.gradient_dtype,
-        objective=_objective(options),
-        beta=options.beta or USUAL_BETA,
-    )
-
-
-def _objective(options: TrainOptions) -> str:
-    objective = options.objective or "next-token"
-    if objective == "dpo" and not _is_folder(options.model):
-        raise ConfigError(
-            "--objective dpo teaches a trained model what to prefer; name its folder with --model"
-        )
-    if objective != "dpo" and options.beta is not None:
-        raise ConfigError("--beta belongs to --objective dpo; give both, or leave it out")
-    return objective
-
-
-def model_name(model: str | None) -> str:
-    """Return how a model that the user named is called: a preset, an id, or the folder's name."""
-    if model is None:
-        return "demo"
-    path = Path(model).expanduser()
-    is_path = path.is_dir() or model.startswith((".", "/", "~"))
-    return path.resolve().name if _is_folder(model) and is_path else model
-
-
-def check_model(model: str) -> None:
-    """Refuse a name that is neither a preset nor a Hugging Face model that is there.
-
-    Raises:
-        ConfigError: says what there is.
-    """
-    if _is_folder(model):
-        read_config(model_folder(model))
-    else:
-        preset(model)
-
-
-class _Usual(NamedTuple):
-    """What depends on the kind of model, where the user says nothing else."""
-
-    sizes: Sizes
-    context: int
-    learning_rate: float
-    weight_decay: float
-
-
-def _is_folder(model: str | None) -> bool:
-    return model is not None and is_hugging_face(model)
-
-
-def _usual_of_preset(options: TrainOptions) -> _Usual:
-    if options.lora is not None:
-        raise ConfigError("--lora adapts a trained model; name its folder with --model")
-    sizes = preset(options.model or "demo")
-    context = options.context or sizes.context
-    sizes = dataclasses.replace(
-        sizes,
-        vocabulary=options.vocabulary or sizes.vocabulary,
-        context=max(sizes.context, context),
-        dropout=sizes.dropout if options.dropout is None else options.dropout,
-    )
-    # Larger models want smaller rates (Brown et al. 2020, table 2.1: 6e-4 at 768 wide).
-    return _Usual(sizes, context, min(2e-3, 6e-4 * 768 / sizes.width), weight_decay=0.1)
-
-
-def _usual_of_folder(options: TrainOptions) -> _Usual:
-    assert options.model is not None
-    for field in ("vocabulary", "dropout"):
-        if getattr(options, field) is not None:
-            raise ConfigError(
-                f"--{field} is for models that start anew; {options.model} has its own: leave the "
-                "option out, or edit its config.json"
-            )
-    sizes = read_config(model_folder(options.model))
-    context = options.context or min(sizes.context or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
-    check_context(options.model, context, sizes.context)
-    # What was learnt is to be kept: rates are those usual in fine-tuning, 2e-5 at 4096 wide.
-    # Adapters begin at nothing, and take ten times as much (Hu et al. 2021, table 11).
-    rate = min(1e-4, 2e-5 * 4096 / sizes.width) * (1 if options.lora is None else 10)
-    if options.objective == "dpo":
-        rate /= 20  # 1e-6 where fine-tuning takes 2e-5 (Rafailov et al. 2023, appendix B)
-    return _Usual(sizes, context, rate, weight_decay=0.0)
-
-
-def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
-    """Return a recipe that was read from `source`, with the options that may differ.
-
-    The optimizer may change to one that gives the same bits, with masters split or whole.
-
-    Raises:
-        ConfigError: an option contradicts what is fixed: model, its sizes, objective, optimizer,
-            precision, or the seed.
-    """
-    fixed = {
-        "model": recipe.model,
-        "dropout": recipe.sizes.dropout,
-        "vocabulary": recipe.sizes.vocabulary,
-        "seed": recipe.seed,
-        "context": recipe.context,
-        "optimizer": recipe.optimizer,
-        "precision": recipe.precision,
-        "gradient_dtype": recipe.gradient_dtype,
-        "clip_norm": recipe.clip_norm,
-        "lora": recipe.lora,
-        "objective": recipe.objective,
-        "beta": recipe.beta,
-    }
-    for field, value in fixed.items():
-        given = getattr(options, field)
-        if field == "model" and given is not None:
-            given = model_name(given)
-        if field == "lora" and given is not None:
-            given = parse_lora(given)
-        if field == "optimizer" and given is not None and train_alike(given, recipe.optimizer):
-            continue
-        if given is not None and given != value:
-            name = field.replace("_", "-")
-            raise ConfigError(
-                f"--{name} {given} contradicts {source}, which has {name} {value}; leave the "
-                "option out, or start another run"
-            )
-    changes = {
-        field: getattr(options, field)
-        for field in (
-            "sequences", "steps", "learning_rate", "local_steps", "evaluate_every",
-            "checkpoint_every", "schedule", "optimizer",
-        )
-        if getattr(options, field) is not None
-    }  # fmt: skip
-    if options.measured_rounds:
-        changes["local_steps"] = 0
-    return dataclasses.replace(recipe, **changes)
-
-
-def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return the recipe's optimizer of all of a model's trainable parameters."""
-    return named_optimizer(
-        model,
-        recipe.optimizer,
-        recipe.precision,
-        learning_rate=recipe.learning_rate,
-        weight_decay=recipe.weight_decay,
-        seed=recipe.seed,
-    )
+    waits = None
+    if clip_norm:
+        waits = f"for the norm to which they are clipped, {clip_norm:g}; give --clip-norm 0"
+    elif precision == "fp16":
+        waits = "till none has overflowed, with --precision fp16; choose bf16"
+    elif averaged:
+        waits = "for those of other peers; choose --average local"
+    if waits is not None:
+        raise ConfigError(f"--spend-gradients cannot be: gradients wait {waits}, or leave it out")

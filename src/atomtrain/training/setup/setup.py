@@ -25,16 +25,16 @@ from atomtrain.engine.options import Options
 from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
-from atomtrain.settings import check_spending
 from atomtrain.training.config.folders import (
     FIRST_NAME,
     check_directory,
     make_directory,
     resumed_name,
 )
+from atomtrain.training.config.new_recipe import make_optimizer, model_name
 from atomtrain.training.config.optimizing import gradient_dtype_of, precision_of
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import Recipe, make_optimizer, model_name
+from atomtrain.training.config.recipe import Recipe, check_spending
 from atomtrain.training.setup.budgets import (
     Fit,
     check_devices,

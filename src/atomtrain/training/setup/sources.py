@@ -14,8 +14,9 @@ from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.models.making import make_outline
 from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
+from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import Recipe, amended, new_recipe
+from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.state import recipe_of
 from atomtrain.training.setup.texts import Text, read_text

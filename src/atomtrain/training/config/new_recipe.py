@@ -1,0 +1,195 @@
+"""From options to a recipe: of a new run, or of one that is resumed or joined."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atomtrain.errors import ConfigError
+from atomtrain.models.hugging_face import (
+    check_context,
+    is_hugging_face,
+    model_folder,
+    read_config,
+)
+from atomtrain.models.lora_config import parse_lora
+from atomtrain.models.making import Sizes
+from atomtrain.models.presets import preset
+from atomtrain.settings import chosen
+from atomtrain.training.config.optimizing import named_optimizer, train_alike
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.recipe import FIXED, MAY_CHANGE, OBJECTIVES, Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+_FINE_TUNING_CONTEXT = 1024
+_SMALL = ("demo", "tiny")
+"""Models that train in minutes on two CPU cores; with little text, more small steps do better."""
+
+
+def new_recipe(options: TrainOptions) -> Recipe:
+    """Return the recipe of a new run.
+
+    Raises:
+        ConfigError: unknown model, optimizer, schedule or precision, or options that contradict
+            each other.
+    """
+    name = model_name(options.model)
+    small = name in _SMALL
+    usual = _usual_of_folder(options) if _is_folder(options.model) else _usual_of_preset(options)
+    steps = options.steps or (200 if small else 1000)
+    settings: dict[str, Any] = {
+        "context": usual.context,
+        "sequences": 4 if small else 8,
+        "steps": steps,
+        "learning_rate": usual.learning_rate,
+        "evaluate_every": max(1, steps // 8),
+        "checkpoint_every": max(1, steps // 4),
+        **chosen(options, Recipe),
+    }
+    _check_objective(options)
+    return Recipe(
+        **{
+            **settings,
+            "model": name,
+            "sizes": usual.sizes,
+            "warmup_steps": max(1, min(50, steps // 10)),
+            "weight_decay": usual.weight_decay,
+            "local_steps": options.local_steps or 0,
+            "lora": None if options.lora is None else parse_lora(options.lora),
+        }
+    )
+
+
+def _check_objective(options: TrainOptions) -> None:
+    objective = options.objective or OBJECTIVES[0]
+    if objective == "dpo" and not _is_folder(options.model):
+        raise ConfigError(
+            "--objective dpo teaches a trained model what to prefer; name its folder with --model"
+        )
+    if objective != "dpo" and options.beta is not None:
+        raise ConfigError("--beta belongs to --objective dpo; give both, or leave it out")
+
+
+def model_name(model: str | None) -> str:
+    """Return how a model that the user named is called: a preset, an id, or the folder's name."""
+    if model is None:
+        return "demo"
+    path = Path(model).expanduser()
+    is_path = path.is_dir() or model.startswith((".", "/", "~"))
+    return path.resolve().name if _is_folder(model) and is_path else model
+
+
+def check_model(model: str) -> None:
+    """Refuse a name that is neither a preset nor a Hugging Face model that is there.
+
+    Raises:
+        ConfigError: says what there is.
+    """
+    if _is_folder(model):
+        read_config(model_folder(model))
+    else:
+        preset(model)
+
+
+class _Usual(NamedTuple):
+    """What depends on the kind of model, where the user says nothing else."""
+
+    sizes: Sizes
+    context: int
+    learning_rate: float
+    weight_decay: float
+
+
+def _is_folder(model: str | None) -> bool:
+    return model is not None and is_hugging_face(model)
+
+
+def _usual_of_preset(options: TrainOptions) -> _Usual:
+    if options.lora is not None:
+        raise ConfigError("--lora adapts a trained model; name its folder with --model")
+    sizes = preset(options.model or "demo")
+    context = options.context or sizes.context
+    sizes = dataclasses.replace(
+        sizes,
+        vocabulary=options.vocabulary or sizes.vocabulary,
+        context=max(sizes.context, context),
+        dropout=sizes.dropout if options.dropout is None else options.dropout,
+    )
+    # Larger models want smaller rates (Brown et al. 2020, table 2.1: 6e-4 at 768 wide).
+    return _Usual(sizes, context, min(2e-3, 6e-4 * 768 / sizes.width), weight_decay=0.1)
+
+
+def _usual_of_folder(options: TrainOptions) -> _Usual:
+    assert options.model is not None
+    for field in ("vocabulary", "dropout"):
+        if getattr(options, field) is not None:
+            raise ConfigError(
+                f"--{field} is for models that start anew; {options.model} has its own: leave the "
+                "option out, or edit its config.json"
+            )
+    sizes = read_config(model_folder(options.model))
+    context = options.context or min(sizes.context or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
+    check_context(options.model, context, sizes.context)
+    # What was learnt is to be kept: rates are those usual in fine-tuning, 2e-5 at 4096 wide.
+    # Adapters begin at nothing, and take ten times as much (Hu et al. 2021, table 11).
+    rate = min(1e-4, 2e-5 * 4096 / sizes.width) * (1 if options.lora is None else 10)
+    if options.objective == "dpo":
+        rate /= 20  # 1e-6 where fine-tuning takes 2e-5 (Rafailov et al. 2023, appendix B)
+    return _Usual(sizes, context, rate, weight_decay=0.0)
+
+
+def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
+    """Return a recipe that was read from `source`, with the options that may differ.
+
+    The optimizer may change to one that gives the same bits, with masters split or whole.
+
+    Raises:
+        ConfigError: an option contradicts what is fixed: model, its sizes, objective, optimizer,
+            precision, or the seed.
+    """
+    fixed = {"dropout": recipe.sizes.dropout, "vocabulary": recipe.sizes.vocabulary}
+    fixed |= {name: getattr(recipe, name) for name in _on_resume(FIXED)}
+    for field, value in fixed.items():
+        given = getattr(options, field)
+        if field == "model" and given is not None:
+            given = model_name(given)
+        if field == "lora" and given is not None:
+            given = parse_lora(given)
+        if field == "optimizer" and given is not None and train_alike(given, recipe.optimizer):
+            continue
+        if given is not None and given != value:
+            name = field.replace("_", "-")
+            raise ConfigError(
+                f"--{name} {given} contradicts {source}, which has {name} {value}; leave the "
+                "option out, or start another run"
+            )
+    changes = {
+        name: getattr(options, name)
+        for name in (*_on_resume(MAY_CHANGE), "optimizer")
+        if getattr(options, name) is not None
+    }
+    if options.measured_rounds:
+        changes["local_steps"] = 0
+    return dataclasses.replace(recipe, **changes)
+
+
+def _on_resume(what: str) -> list[str]:
+    """Return the recipe's fields of which whoever resumes or joins may give `what`."""
+    declared = dataclasses.fields(Recipe)
+    return [field.name for field in declared if field.metadata.get("on_resume") == what]
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
+    """Return the recipe's optimizer of all of a model's trainable parameters."""
+    return named_optimizer(
+        model,
+        recipe.optimizer,
+        recipe.precision,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        seed=recipe.seed,
+    )
