@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from atomtrain.engine.state.loss_scale import FIRST_SCALE, STEPS_TO_DOUBLE, check_scale
-from atomtrain.engine.state.precision import check_precision
 from atomtrain.errors import ConfigError
-from atomtrain.planning.plan.disk import on_disk_up_to
-from atomtrain.planning.plan.shape import ACTIVATIONS, Activation
+from atomtrain.settings import check_size, count, option
 from atomtrain.units import parse_bytes
+
+if TYPE_CHECKING:
+    from atomtrain.planning.plan.shape import Activation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a model is swapped; every field has a working default."""
+    """How a model is swapped; every field has a working default.
+
+    Fields with a help text are options of `atom train`.
+    """
 
     micro_batches: int = 1
     """How many micro-batches a step will have, on all devices together. A step with more makes a
@@ -40,11 +44,16 @@ class Options:
     each block."""
     clip_norm: float | None = None
     """Clip the global gradient norm, exactly, or `None`."""
-    head_pieces: int | Literal["auto"] | None = None
-    """In how many pieces of the vocabulary a language model's head computes its loss: more need
-    less memory and a third more arithmetic there, and the result differs in its last bits. `None`
-    leaves the head as the model has it, `"auto"` takes the fewest that make it need no more memory
-    than other layers."""
+    head_pieces: int | Literal["auto"] | None = option(
+        None,
+        "Pieces of the vocabulary in which the head computes its loss: more need less device "
+        "memory. Default: whole if that fits, else the fewest that do.",
+        "N",
+        check=count(),
+    )
+    """Pieces take a third more arithmetic in the head, and the result differs in its last bits.
+    `None` leaves the head as the model has it, `"auto"` takes the fewest that make it need no more
+    memory than other layers."""
     precision: Literal["bf16", "fp16"] | None = None
     """`"bf16"`: stream and compute in bfloat16, with exact float32 masters in the optimizer's
     state (`atomtrain.optimizers.AdamW` keeps them). `"fp16"`: in float16, with a loss that is
@@ -56,23 +65,39 @@ class Options:
     """With `fp16`: by what the loss is multiplied at first, a power of two."""
     loss_scale_steps: int = STEPS_TO_DOUBLE
     """With `fp16`: after how many steps without overflow the scale is doubled; at least 1."""
-    spend_gradients: bool = False
-    """`True`: gradients wait on the host for their own update only, in two rooms of the largest
-    segment's size instead of a place for each: 2 or 4 bytes a parameter less. Backward then waits
-    where updates are slower. Without clipping or loss scaling, on one device; where device and host
-    memory are one it is always so."""
-    host_memory: str | int | None = None
-    """Host memory that parameters, gradients and optimizer state may take, such as `"8GiB"`, or
-    `None` for all that the machine has."""
-    disk: str | Path | None = None
-    """A folder on a fast local disk, for the part of the state that host memory cannot hold;
-    `None`: everything is in memory."""
-    on_disk: Literal["nothing", "moments", "masters", "parameters"] | None = None
-    """Which state is on disk: all kinds up to this one. `None`: as little as host memory demands.
-    """
-    compile: bool = False
-    """Compile one template for each kind of layer with `torch.compile`; on `cuda` and `cpu`. The
-    result differs in its last bits from that of a model that is not compiled."""
+    spend_gradients: bool = option(
+        False,
+        "Gradients wait on the host for their own update only: 2 or 4 bytes of host memory a "
+        "parameter less. With --clip-norm 0.",
+        "",
+    )
+    """They have two rooms of the largest segment's size instead of a place for each. Backward then
+    waits where updates are slower. Without clipping or loss scaling, on one device; where device
+    and host memory are one it is always so."""
+    host_memory: str | int | None = option(
+        None,
+        "Host memory for the model, such as 8GiB. Default: all of this machine's.",
+        "SIZE",
+        check=check_size,
+    )
+    disk: str | Path | None = option(
+        None,
+        "Folder on a fast local disk for the part of the optimizer state, then of the parameters, "
+        "that host memory cannot hold.",
+        "FOLDER",
+    )
+    on_disk: Literal["nothing", "moments", "masters", "parameters"] | None = option(
+        None,
+        "State that is on disk: nothing, moments, masters (and moments) or parameters (and "
+        "both). Default: as little as host memory demands.",
+        "KIND",
+    )
+    compile: bool = option(
+        False,
+        "Compile each kind of layer once with torch.compile, on cuda and cpu; on cpu that needs a "
+        "C++ compiler (g++ or clang++). The last bits of the result differ from those without it.",
+        "",
+    )
     profile: bool | Literal["again"] = True
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the
@@ -88,6 +113,11 @@ class Options:
         return self.clip_norm is not None or self.precision == "fp16"
 
     def __post_init__(self) -> None:
+        # Declaring is light; whoever makes options for an engine has torch.
+        from atomtrain.engine.state.precision import check_precision
+        from atomtrain.planning.plan.disk import on_disk_up_to
+        from atomtrain.planning.plan.shape import ACTIVATIONS
+
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm must be positive, or None, not {self.clip_norm}")
         if self.activations not in (None, *ACTIVATIONS):

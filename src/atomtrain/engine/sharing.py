@@ -57,5 +57,4 @@ def times_of_all(
 
 def machine_of_all(machine: Machine, devices: Sequence[Device]) -> Machine:
     """Return the first device's machine with the least budget of all."""
-    least_bytes = min(budget_bytes(device) for device in devices)
-    return dataclasses.replace(machine, device_memory_bytes=least_bytes)
+    return dataclasses.replace(machine, device_memory_bytes=budget_bytes(*devices))

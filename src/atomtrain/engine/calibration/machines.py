@@ -127,9 +127,9 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def budget_bytes(device: Device) -> int:
-    """Return what plans may use of a device's memory."""
-    return max(1, device.memory_bytes - device.reserved_bytes)
+def budget_bytes(*devices: Device) -> int:
+    """Return what plans may use of a device's memory; of several that share a model, the least."""
+    return min(max(1, device.memory_bytes - device.reserved_bytes) for device in devices)
 
 
 @contextmanager

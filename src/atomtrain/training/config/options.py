@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
 from atomtrain.settings import (
     asked,
@@ -105,24 +106,9 @@ class TrainOptions:
         "SIZE",
         check=check_size,
     )
-    host_memory: str | None = option(
-        None,
-        "Host memory for the model, such as 8GiB. Default: all of this machine's.",
-        "SIZE",
-        check=check_size,
-    )
-    disk: Path | None = option(
-        None,
-        "Folder on a fast local disk for the part of the optimizer state, then of the parameters, "
-        "that host memory cannot hold.",
-        "FOLDER",
-    )
-    on_disk: str | None = option(
-        None,
-        "State that is on disk: nothing, moments, masters (and moments) or parameters (and "
-        "both). Default: as little as host memory demands.",
-        "KIND",
-    )
+    host_memory: str | None = asked(Options, "host_memory")
+    disk: Path | None = asked(Options, "disk")
+    on_disk: str | None = asked(Options, "on_disk")
     sequences: int | None = asked(Recipe, "sequences")
     micro_batch: int | None = option(
         None,
@@ -135,24 +121,13 @@ class TrainOptions:
     objective: str | None = asked(Recipe, "objective")
     beta: float | None = asked(Recipe, "beta")
     packing: bool = asked(Recipe, "packed", False)
-    head_pieces: int | None = option(
-        None,
-        "Pieces of the vocabulary in which the head computes its loss: more need less device "
-        "memory. Default: whole if that fits, else the fewest that do.",
-        "N",
-        check=count(),
-    )
+    head_pieces: int | None = asked(Options, "head_pieces")
     learning_rate: float | None = asked(Recipe, "learning_rate")
     optimizer: str | None = asked(Recipe, "optimizer")
     precision: str | None = asked(Recipe, "precision")
     gradient_dtype: str | None = asked(Recipe, "gradient_dtype")
     clip_norm: float | None = asked(Recipe, "clip_norm")
-    spend_gradients: bool = option(
-        False,
-        "Gradients wait on the host for their own update only: 2 or 4 bytes of host memory a "
-        "parameter less. With --clip-norm 0.",
-        "",
-    )
+    spend_gradients: bool = asked(Options, "spend_gradients", False)
     schedule: str | None = asked(Recipe, "schedule")
     dropout: float | None = option(None, "Dropout probability.", "P")
     vocabulary: int | None = option(
@@ -262,12 +237,7 @@ class TrainOptions:
         "it is less busy than it was then.",
         "",
     )
-    compile: bool = option(
-        False,
-        "Compile each kind of layer once with torch.compile, on cuda and cpu; on cpu that needs a "
-        "C++ compiler (g++ or clang++). The last bits of the result differ from those without it.",
-        "",
-    )
+    compile: bool = asked(Options, "compile", False)
     trace: Path | None = option(
         None,
         "Write what each stream did in the last step, beside what the plan predicted, as a trace "

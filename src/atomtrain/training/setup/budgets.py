@@ -15,7 +15,7 @@ from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.head.head import split_head, with_head_of
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.data import Batch
-from atomtrain.engine.calibration.machines import host_memory_bytes
+from atomtrain.engine.calibration.machines import budget_bytes, host_memory_bytes
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
@@ -170,7 +170,7 @@ class _Tried:
         self.size = size
         self._model, self._recipe, self._objective = model, recipe, objective
         self._devices = devices
-        self._budget_bytes = min(d.memory_bytes - d.reserved_bytes for d in devices)
+        self._budget_bytes = budget_bytes(*devices)
         self._micro_batches = share_of(recipe.sequences // size, len(devices))
 
     def fits(self, pieces: int | None) -> bool:

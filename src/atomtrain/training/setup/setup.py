@@ -25,6 +25,7 @@ from atomtrain.engine.options import Options
 from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
+from atomtrain.settings import chosen
 from atomtrain.training.config.folders import (
     FIRST_NAME,
     check_directory,
@@ -32,7 +33,7 @@ from atomtrain.training.config.folders import (
     resumed_name,
 )
 from atomtrain.training.config.new_recipe import make_optimizer, model_name
-from atomtrain.training.config.optimizing import gradient_dtype_of, precision_of
+from atomtrain.training.config.optimizing import precision_of
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe, check_spending
 from atomtrain.training.setup.budgets import (
@@ -229,25 +230,21 @@ def _open_engine(
     *,
     gradients: bool,
 ) -> Engine:
+    settings = {
+        "micro_batches": recipe.sequences // fit.micro_batch,
+        "clip_norm": recipe.clip_norm or None,
+        "head_pieces": fit.head_pieces,
+        "precision": precision_of(recipe.precision),
+        "gradient_dtype": recipe.gradient_dtype,
+        "profile": "again" if options.profile_again else not options.no_profile,
+    }
     return swap(
         model,
         example_of(recipe, fit.micro_batch, objective),
         optimizer=GradientCollector if gradients else lambda _: make_optimizer(model, recipe),
         device=devices,
         loss=objective.loss,
-        options=Options(
-            micro_batches=recipe.sequences // fit.micro_batch,
-            clip_norm=recipe.clip_norm or None,
-            spend_gradients=options.spend_gradients,
-            head_pieces=fit.head_pieces,
-            precision=precision_of(recipe.precision),
-            gradient_dtype=gradient_dtype_of(recipe.gradient_dtype),
-            compile=options.compile,
-            profile="again" if options.profile_again else not options.no_profile,
-            host_memory=options.host_memory,
-            disk=options.disk,
-            on_disk=options.on_disk,  # type: ignore[arg-type]
-        ),
+        options=Options(**{**chosen(options, Options), **settings}),
     )
 
 
