@@ -18,6 +18,9 @@ class AtomError(Exception):
 class ConfigError(AtomError, ValueError):
     """An option, a name or a number that cannot be used."""
 
+    field: str | None = None
+    """The option that is wrong by itself, if its check has found that."""
+
 
 class RecipeFileError(ConfigError):
     """A recipe file with mistakes; `lines` has one line for each of them."""

@@ -9,12 +9,11 @@ fields.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from atomtrain.errors import ConfigError, choices
-from atomtrain.units import parse_bytes, parse_rate
+from atomtrain.units import parse_bytes
 
 Check = Callable[[str, Any], object]
 """Is called with the flag and a value that was given; raises a `ConfigError` if it cannot be."""
@@ -88,7 +87,11 @@ def check_fields(given: Any, label: str | None = None, besides: Iterable[str] = 
         check, value = field.metadata.get("check"), getattr(given, field.name)
         if check is not None and value is not None and value != field.default:
             name = flag_of(field.name) if label is None else label + field.name
-            check(name, value)
+            try:
+                check(name, value)
+            except ConfigError as error:
+                error.field = field.name
+                raise
 
 
 def count(least: int = 1, most: int = MOST_COUNT) -> Check:
@@ -172,19 +175,3 @@ def is_name(name: str) -> bool:
     """Whether a run or a peer can be called so: a folder and a part of addresses."""
     plain = name.replace("-", "").replace("_", "").replace(".", "")
     return 0 < len(name) <= NAME_MAX and plain.isalnum() and plain.isascii()
-
-
-def relay_limit_of(limit: str | None, flag: str = "--relay-limit") -> float:
-    """Return `--relay-limit` in bytes per second; 0 passes on nothing.
-
-    Raises:
-        ConfigError: it is no rate of at least 8kbit/s, nor `none`.
-    """
-    if limit is None:
-        return math.inf
-    if limit == "none":
-        return 0.0
-    rate = parse_rate(limit, flag)
-    if rate < 1000:
-        raise ConfigError(f"{flag} must be none or at least 8kbit/s, not {limit}")
-    return rate

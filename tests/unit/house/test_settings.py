@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
 from atomtrain.settings import asked, asked_of, check_fields, chosen, count, one_of, option
-from atomtrain.swarm import Endpoint, Rules
+from atomtrain.swarm import Endpoint, Rules, SwarmConfig
 from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import FIXED, Recipe
@@ -63,7 +64,7 @@ def test_an_owner_names_its_own_field() -> None:
     check_fields(Oven(heat_degrees=300), "oven ", besides=("heat_degrees",))
 
 
-@pytest.mark.parametrize("owner", [Recipe, Rules, Endpoint])
+@pytest.mark.parametrize("owner", [Recipe, Rules, Endpoint, SwarmConfig, Options])
 def test_what_is_declared_with_a_help_text_can_be_given_to_train(owner: type) -> None:
     told = {field.name for field in dataclasses.fields(owner) if "help" in field.metadata}
     assert told == {theirs for _, theirs in asked_of(TrainOptions, owner)}

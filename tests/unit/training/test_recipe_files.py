@@ -94,6 +94,15 @@ def test_values_that_cannot_be_are_told_with_their_lines(tmp_path: Path) -> None
     assert beside.startswith("--steps"), "a mistake of the command line has no line"
 
 
+def test_names_that_do_not_exist_are_told_with_their_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, "wire: int5\nmodel: tiny\nschedule: cosin\noptimizer: adamm\n")
+    assert [line.partition(". ")[0] for line in mistakes(path)] == [
+        f"{path}:4: there is no optimizer 'adamm'",
+        f"{path}:3: there is no schedule 'cosin'",
+        f"{path}:1: wire format 'int5' does not exist; choose float16, float32, int8, int4 or topk",
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "needed"),
     [

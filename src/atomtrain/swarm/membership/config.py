@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atomtrain.errors import SwarmError
-from atomtrain.settings import is_name
+from atomtrain.errors import ConfigError, SwarmError
+from atomtrain.settings import is_name, option
 from atomtrain.swarm.membership.rules import Rules, check_rule
 from atomtrain.swarm.transport.endpoint import Endpoint
+from atomtrain.units import parse_rate
 
 PROTOCOL = 7
 """Version of everything that travels; peers with another one are turned away."""
@@ -22,9 +23,46 @@ _FRAGMENTS_MAX = 100_000
 _ELEMENTS_MAX = 1 << 40
 
 
+def relay_limit_of(limit: str | None, flag: str = "--relay-limit") -> float:
+    """Return `--relay-limit` in bytes per second; 0 passes on nothing.
+
+    Raises:
+        ConfigError: it is no rate of at least 8kbit/s, nor `none`.
+    """
+    if limit is None:
+        return math.inf
+    if limit == "none":
+        return 0.0
+    rate = parse_rate(limit, flag)
+    if rate < _LEAST_UPLOAD:
+        raise ConfigError(f"{flag} must be none or at least 8kbit/s, not {limit}")
+    return rate
+
+
+def _check_upload_limit(flag: str, limit: str) -> None:
+    if parse_rate(limit, flag) < _LEAST_UPLOAD:
+        raise ConfigError(f"{flag} must be at least 8kbit/s, not {limit}")
+
+
+def _check_relay_limit(flag: str, limit: str) -> None:
+    relay_limit_of(limit, flag)
+
+
+def _check_key(_: str, path: Path) -> None:
+    from atomtrain.swarm.membership.admission import read_key
+
+    read_key(path)
+
+
+def _check_allowed(_: str, path: Path) -> None:
+    from atomtrain.swarm.membership.admission import read_allowed
+
+    read_allowed(path)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SwarmConfig:
-    """One peer's place in a swarm."""
+    """One peer's place in a swarm. Fields with a help text are options of `atom train`."""
 
     run: str
     """Name of the run, 1 to 64 letters, digits, `-`, `_` or `.`."""
@@ -41,17 +79,37 @@ class SwarmConfig:
     None: kept nowhere."""
     discoverable: bool = True
     """Whether to answer those who search the local network for runs."""
-    key_path: Path | None = None
-    """File with a secret that all peers of the run share; None: whoever knows an address joins."""
-    allow_path: Path | None = None
-    """File with the ids of the peers that this one talks to, one a line; None: all."""
+    key_path: Path | None = option(
+        None,
+        "File with a secret; only peers that have the same one take part in the run.",
+        "FILE",
+        check=_check_key,
+    )
+    allow_path: Path | None = option(
+        None,
+        "File with the ids of the peers to talk to, one a line. Default: all.",
+        "FILE",
+        check=_check_allowed,
+    )
     expiry_s: float = 30.0
     """A peer silent for this long is no member any more; at least 1. Clocks must agree to a
     fraction of it."""
-    upload_limit_bytes_per_s: float = math.inf
+    upload_limit_bytes_per_s: float = option(
+        math.inf,
+        "Most that this peer sends to others, such as 8Mbit/s; a little less than the link carries "
+        "keeps it usable for everything else. Default: no limit.",
+        "RATE",
+        check=_check_upload_limit,
+    )
     """Most that this peer sends of averages and state; signs of life come on top. Limits `streams`,
     not `gloo`."""
-    relay_limit_bytes_per_s: float = math.inf
+    relay_limit_bytes_per_s: float = option(
+        math.inf,
+        "Most that this peer passes on between others, for those behind a NAT, such as 8Mbit/s; "
+        "none to pass on nothing. Default: no limit but --upload-limit.",
+        "RATE",
+        check=_check_relay_limit,
+    )
     """Most that this peer passes on between others, for those that cannot be dialled; 0: nothing.
     It counts towards `upload_limit_bytes_per_s`, too."""
     slowest_link_bytes_per_s: float = 125e3

@@ -16,44 +16,27 @@ from atomtrain.settings import (
     count,
     one_of,
     option,
-    relay_limit_of,
 )
 from atomtrain.swarm.anchors.outer import check_outer_name
+from atomtrain.swarm.membership.config import SwarmConfig
 from atomtrain.swarm.membership.rules import Rules, check_group_size, check_transport
 from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.units import parse_rate
 
 CHECKS = ("auto", "always", "never")
 """When a model is compared with its layers."""
 _RUNS = Path("runs")
 
 
-def _check_upload_limit(flag: str, limit: str) -> None:
-    if parse_rate(limit, flag) < 1000:
-        raise ConfigError(f"{flag} must be at least 8kbit/s, not {limit}")
-
-
-def _check_relay_limit(flag: str, limit: str) -> None:
-    relay_limit_of(limit, flag)
+def _check_dropout(flag: str, probability: float) -> None:
+    if not 0 <= probability < 1:
+        raise ConfigError(f"{flag} must be at least 0 and below 1, not {probability}")
 
 
 def _check_metrics(_: str, targets: tuple[str, ...]) -> None:
     from atomtrain.metrics.targets import parse_targets
 
     parse_targets(targets)
-
-
-def _check_key(_: str, path: Path) -> None:
-    from atomtrain.swarm.membership.admission import read_key
-
-    read_key(path)
-
-
-def _check_allowed(_: str, path: Path) -> None:
-    from atomtrain.swarm.membership.admission import read_allowed
-
-    read_allowed(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +112,7 @@ class TrainOptions:
     clip_norm: float | None = asked(Recipe, "clip_norm")
     spend_gradients: bool = asked(Options, "spend_gradients", False)
     schedule: str | None = asked(Recipe, "schedule")
-    dropout: float | None = option(None, "Dropout probability.", "P")
+    dropout: float | None = option(None, "Dropout probability.", "P", check=_check_dropout)
     vocabulary: int | None = option(
         None,
         "Tokens of the tokenizer that is trained on the text. Default: the model's published size.",
@@ -162,32 +145,10 @@ class TrainOptions:
         "trusted; set by who starts the run.",
         "",
     )
-    upload_limit: str | None = option(
-        None,
-        "Most that this peer sends to others, such as 8Mbit/s; a little less than the link carries "
-        "keeps it usable for everything else. Default: no limit.",
-        "RATE",
-        check=_check_upload_limit,
-    )
-    relay_limit: str | None = option(
-        None,
-        "Most that this peer passes on between others, for those behind a NAT, such as 8Mbit/s; "
-        "none to pass on nothing. Default: no limit but --upload-limit.",
-        "RATE",
-        check=_check_relay_limit,
-    )
-    run_key: Path | None = option(
-        None,
-        "File with a secret; only peers that have the same one take part in the run.",
-        "FILE",
-        check=_check_key,
-    )
-    allow: Path | None = option(
-        None,
-        "File with the ids of the peers to talk to, one a line. Default: all.",
-        "FILE",
-        check=_check_allowed,
-    )
+    upload_limit: str | None = asked(SwarmConfig, "upload_limit_bytes_per_s")
+    relay_limit: str | None = asked(SwarmConfig, "relay_limit_bytes_per_s")
+    run_key: Path | None = asked(SwarmConfig, "key_path")
+    allow: Path | None = asked(SwarmConfig, "allow_path")
     evaluate_every: int | None = asked(Recipe, "evaluate_every")
     checkpoint_every: int | None = asked(Recipe, "checkpoint_every")
     directory: Path = option(

@@ -80,8 +80,6 @@ def _check_device(name: str, *, compiled: bool) -> None:
 
 
 def _check_numbers(options: TrainOptions) -> None:
-    if options.dropout is not None and not 0 <= options.dropout < 1:
-        raise ConfigError(f"--dropout must be at least 0 and below 1, not {options.dropout}")
     micro_batch, sequences = options.micro_batch, options.sequences
     if micro_batch is not None and sequences is not None and sequences % micro_batch:
         raise ConfigError(

@@ -117,7 +117,7 @@ def options_with(recipe: RecipeFile, given: Mapping[str, Any]) -> TrainOptions:
         try:
             options = TrainOptions(**values)
         except ConfigError as error:
-            name = _about(str(error), values)
+            name = error.field or _about(str(error), values)
             line = recipe.lines.get(name or "")
             where = f"{recipe.path}:{line}: " if line and name not in given else ""
             mistakes.append(f"{where}{error}")

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import ConfigError, SwarmError
-from atomtrain.settings import asked_of, chosen, declared, relay_limit_of
+from atomtrain.settings import asked_of, chosen, declared
 from atomtrain.swarm.anchors.outer import OUTERS, OVERLAP_WEIGHTS, outer_named
+from atomtrain.swarm.membership.config import SwarmConfig, relay_limit_of
 from atomtrain.swarm.membership.rules import Rules, usual_wire
 from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.training.config.options import TrainOptions
@@ -23,7 +24,7 @@ from atomtrain.units import parse_rate
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from atomtrain.swarm import Manifest, SwarmConfig
+    from atomtrain.swarm import Manifest
 
 SEPARATOR = "@"
 """Between the run's name and the peer's address in the line that others paste."""
@@ -144,7 +145,6 @@ def swarm_config(
     Raises:
         SwarmError: the addresses name different runs, or none is known.
     """
-    from atomtrain.swarm import SwarmConfig
     from atomtrain.swarm.membership.known_peers import PEERS_FILE
 
     runs = {run} if run else set()

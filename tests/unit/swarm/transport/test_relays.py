@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from atomtrain.errors import ConfigError, SwarmError
-from atomtrain.settings import relay_limit_of
+from atomtrain.swarm.membership.config import relay_limit_of
 from atomtrain.swarm.membership.records import LEFT, TRAINING
 from atomtrain.swarm.transport.addresses import circuit_of, circuits_to, dialled, first_hop, through
 from atomtrain.swarm.transport.identity import Identity
