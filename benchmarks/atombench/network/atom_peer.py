@@ -16,8 +16,8 @@ from atombench.replies import Reply, sent_bytes
 from atomtrain.errors import PlanError
 from atomtrain.swarm import Endpoint, Manifest, Rules, Swarm, SwarmConfig
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
-from atomtrain.swarm.membership.agenda import MEASURED
 from atomtrain.swarm.membership.records import TRAINING
+from atomtrain.swarm.membership.rules import MEASURED
 from atomtrain.swarm.rounds.leader_io import exchange_bytes
 from atomtrain.swarm.transport.hivemind_parts import import_hivemind
 from atomtrain.training.together.peering import EngineFragments, most_fragments

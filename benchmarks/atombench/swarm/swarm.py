@@ -25,7 +25,7 @@ from atombench.links.shaping import Link, Network
 from atombench.network.model import ModelSetup
 from atomtrain.errors import ConfigError
 from atomtrain.swarm.codecs.names import CODEC_NAMES
-from atomtrain.swarm.membership.agenda import MEASURED
+from atomtrain.swarm.membership.rules import MEASURED
 
 _START_S = 120.0
 

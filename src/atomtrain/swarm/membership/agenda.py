@@ -9,8 +9,8 @@ import hashlib
 import math
 from collections.abc import Iterable
 
-MEASURED = 0
-"""Local steps per round that stand for: as measurements say."""
+from atomtrain.swarm.membership.rules import MEASURED
+
 _BUSY_SHARE = 0.8
 _STEPS_MAX = 500
 _STEPS_UNMEASURED = 30

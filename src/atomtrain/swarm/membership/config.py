@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -196,6 +195,8 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Hash of the encoded manifest."""
+        import hashlib  # takes a while, and command lines need none
+
         return hashlib.blake2b(self.encode(), digest_size=16).hexdigest()
 
     @classmethod

@@ -12,10 +12,6 @@ from itertools import pairwise
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.membership.agenda import lead_order
 
-GROUP_SIZE = 16
-"""Members of a round at most, unless the run's founder says something else."""
-GROUP_SIZE_MIN = 3
-"""Below, guards have nothing to judge by, and an odd peer out would have nobody."""
 SLACK_VERSIONS = 2
 """Siblings: anchors that are at most so many versions apart average with each other."""
 

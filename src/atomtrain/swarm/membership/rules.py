@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 from atomtrain.errors import ConfigError, choices
 from atomtrain.settings import MOST_TOKENS, check_fields, count, one_of, option
 from atomtrain.swarm.codecs.names import FLOAT16, FLOAT32, check_codec_name
-from atomtrain.swarm.membership.agenda import MEASURED
-from atomtrain.swarm.membership.groups import GROUP_SIZE, GROUP_SIZE_MIN
 
 if TYPE_CHECKING:
     from atomtrain.swarm.anchors.outer import OuterUpdate
     from atomtrain.swarm.membership.guards import Guard
 
+MEASURED = 0
+"""Local steps per round that stand for: as measurements say."""
+GROUP_SIZE = 16
+"""Members of a round at most, unless the run's founder says something else. See `groups`."""
+GROUP_SIZE_MIN = 3
+"""Below, guards have nothing to judge by, and an odd peer out would have nobody."""
 TRANSPORTS = ("streams", "gloo")
 AVERAGES = ("local", "gradient")
 """What rounds average, the default first: changes of local steps, or gradients."""
