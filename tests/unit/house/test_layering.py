@@ -43,7 +43,7 @@ VIEWS = all_of("atomtrain.views", ("plans", "runs", "dashboard", "terminal"))
 TRAINING = all_of("atomtrain.training", ("config", "setup", "together", "trainer", "tools"))
 # What each room may import of the others, beside the base and itself.
 MAY_IMPORT: dict[str, set[str]] = {
-    **{name: BASE - {name} for name in BASE},
+    **{name: BASE - {name} for name in sorted(BASE)},
     **below("atomtrain.analysis", ANALYSIS),
     "atomtrain.analysis": ANALYSED,
     **{name: rooms | ANALYSED for name, rooms in below("atomtrain.planning", PLANNING).items()},
@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "atomtrain": {"atomtrain.engine", "atomtrain.training.trainer"},
     "atomtrain.cli": {"atomtrain"} | TRAINING | VIEWS | ENGINES | PLANNED | LIGHT | SWARMS,
 }
-PURE = (*ANALYSED, *PLANNED, *ENGINES, "atomtrain.optimizers")
+PURE = sorted(ANALYSED | PLANNED | ENGINES | {"atomtrain.optimizers"})
 
 
 def folder_of(room: str) -> Path:
