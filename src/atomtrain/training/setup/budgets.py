@@ -221,9 +221,15 @@ class _Tried:
 
 
 def example_of(recipe: Recipe, micro_batch: int, objective: Objective) -> MicroBatch:
-    """Return a micro-batch of so many sequences of random tokens."""
+    """Return a micro-batch of so many sequences of random tokens.
+
+    With packing each has two documents: models that look at the data leave the mask out where
+    nothing is masked.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (micro_batch, recipe.context)
     ids = torch.randint(recipe.sizes.vocabulary, shape, generator=generator)
-    documents = torch.zeros_like(ids) if recipe.packed else None
+    documents = None
+    if recipe.packed:
+        documents = (torch.arange(recipe.context) >= recipe.context // 2).long().expand(shape)
     return objective.micro_batches(Batch(ids, ids, documents=documents), micro_batch)[0]
