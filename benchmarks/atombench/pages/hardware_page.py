@@ -48,9 +48,12 @@ def _gpus() -> Iterator[str]:
     yield ""
     yield (
         "Peaks are in TFLOP/s of dense matrix products; tf32, fp16 and bf16 on tensor cores, "
-        "accumulating in float32; a dash means that there are no units for it. How figures follow from "
-        "their sources is said in `planning/hardware.json`."
+        "accumulating in float32; a dash means that there are no units for it."
     )
+    yield ""
+    for card in GPUS.values():
+        if card.note:
+            yield f"- `{card.name}`: {card.note}."
 
 
 def _links() -> Iterator[str]:
