@@ -29,9 +29,9 @@ from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerReco
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.membership.signing import RecordReader, sign_record
 from atomtrain.swarm.node.service import beat_pause_s
+from atomtrain.swarm.transport.daemon import RuntimeFolder
 from atomtrain.swarm.transport.identity import Identity, public_key_of, verify
 from atomtrain.swarm.transport.messages import BadMessage
-from atomtrain.swarm.transport.runtime_folder import RuntimeFolder
 from atomtrain.swarm.transport.transport import LinkLost
 from tests.support.swarm_virtual import Simulation, run_virtual
 
@@ -412,7 +412,7 @@ def test_the_folder_of_a_killed_peer_is_removed_by_the_next(
 def test_folders_that_are_somebody_elses_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atomtrain.swarm.transport.runtime_folder._PATH_BYTES_MAX", 200)
+    monkeypatch.setattr("atomtrain.swarm.transport.daemon._PATH_BYTES_MAX", 200)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     names = ("results", "unfinished", "empty")
     results, unfinished, empty = (tmp_path / f"atom-swarm-{name}" for name in names)
