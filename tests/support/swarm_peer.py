@@ -78,7 +78,7 @@ def set_clock(off_s: float) -> None:
 
 def tell_time(now: Callable[[], float]) -> None:
     """Put a time of day in place of the machine's, also where it was imported before."""
-    from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+    from atomtrain.swarm.transport.libp2p import import_hivemind
 
     time.time = now  # type: ignore[assignment]
     import_hivemind()

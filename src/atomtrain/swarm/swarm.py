@@ -32,7 +32,7 @@ from atomtrain.swarm.node.entering import TRIES, TRY_S, persistently
 from atomtrain.swarm.node.service import Service
 from atomtrain.swarm.node.settling import finish, settle
 from atomtrain.swarm.node.threads import LoopThread
-from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.libp2p import import_hivemind
 
 _log = logging.getLogger("atomtrain.swarm")
 _START_S = TRIES * (TRY_S + 30.0)
