@@ -163,11 +163,11 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
     and has told its decision to one member; has heard the decision, and changed nothing.
     """
     from atomtrain.swarm.anchors.anchor_store import AnchorStore
+    from atomtrain.swarm.membership.deadlines import RoundTiming
     from atomtrain.swarm.rounds.exchange import Exchange
     from atomtrain.swarm.rounds.leader_io import Leading
     from atomtrain.swarm.rounds.owning import OwnedSlice
     from atomtrain.swarm.rounds.round_member import Membering
-    from atomtrain.swarm.rounds.timing import RoundTiming
     from atomtrain.swarm.transport.messages import Commit
 
     once = threading.Lock()
