@@ -10,8 +10,8 @@ from typing import NamedTuple
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.catchup.transfer import NotAdmitted, ask_manifest
 from atomtrain.swarm.membership.admission import NEEDS_KEY, Admission
-from atomtrain.swarm.membership.clock import SwarmClock
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
+from atomtrain.swarm.membership.directory import SwarmClock
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.transport.addresses import dialled, first_hop
 from atomtrain.swarm.transport.libp2p import Libp2pTransport, peer_of

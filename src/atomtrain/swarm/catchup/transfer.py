@@ -8,8 +8,8 @@ import time
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, split_parts, whole
 from atomtrain.swarm.membership.admission import Admission
-from atomtrain.swarm.membership.clock import SwarmClock
 from atomtrain.swarm.membership.config import MANIFEST_BYTES_MAX, PROTOCOL, Manifest
+from atomtrain.swarm.membership.directory import SwarmClock
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.messages import AskManifest, BadMessage, ManifestHeader, Open
 from atomtrain.swarm.transport.transport import Channel

@@ -14,10 +14,9 @@ from typing import TypeVar
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.catchup.joining import connect_any
-from atomtrain.swarm.membership.clock import SwarmClock
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig
 from atomtrain.swarm.membership.deadlines import LoopStalls
-from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces
+from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces, SwarmClock
 from atomtrain.swarm.node.assembly import admission_of, build_service
 from atomtrain.swarm.node.service import Service
 from atomtrain.swarm.node.threads import LoopThread

@@ -22,8 +22,8 @@ from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import joining
 from atomtrain.swarm.membership import signing
 from atomtrain.swarm.membership.admission import Admission
-from atomtrain.swarm.membership.clock import SwarmClock
 from atomtrain.swarm.membership.config import SwarmConfig
+from atomtrain.swarm.membership.directory import SwarmClock
 from atomtrain.swarm.membership.known_peers import KnownPeers, read_known
 from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.membership.roster import Roster
