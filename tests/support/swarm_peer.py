@@ -94,13 +94,13 @@ def follow_clocks(file: Path) -> None:
 
     It holds two float64, in seconds: of the time of day, and of the clock that nobody sets.
     """
-    from atomtrain.swarm.membership import clock
+    from atomtrain.swarm.membership import directory
 
     with file.open("rb") as opened:
         ahead_s = mmap.mmap(opened.fileno(), 16, prot=mmap.PROT_READ)
-    day, steady = time.time, clock._steady_s
+    day, steady = time.time, directory._steady_s
     tell_time(lambda: day() + struct.unpack("dd", ahead_s)[0])
-    clock._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
+    directory._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
 
 
 def misbehave(kind: str) -> None:

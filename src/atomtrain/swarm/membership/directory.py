@@ -17,7 +17,7 @@ from typing import Any
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.membership.admission import Admission
-from atomtrain.swarm.membership.signing import RecordReader, sign_record
+from atomtrain.swarm.membership.records import RecordReader, sign_record
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.libp2p import Libp2pTransport, peer_of
 from atomtrain.swarm.transport.messages import BadMessage

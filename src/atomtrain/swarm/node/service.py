@@ -19,8 +19,7 @@ from atomtrain.swarm.catchup.repair import Repairer
 from atomtrain.swarm.catchup.transfer import send_manifest
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
-from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord
-from atomtrain.swarm.membership.signing import EXPIRY_S_MAX
+from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.node.reaching import Reach
 from atomtrain.swarm.node.relays import Relays
 from atomtrain.swarm.node.reunion import Reunion

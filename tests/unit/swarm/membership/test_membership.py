@@ -20,14 +20,20 @@ from hypothesis import strategies as st
 from atomtrain.errors import ConfigError
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import joining
-from atomtrain.swarm.membership import signing
+from atomtrain.swarm.membership import records
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import SwarmConfig
 from atomtrain.swarm.membership.directory import SwarmClock
 from atomtrain.swarm.membership.known_peers import KnownPeers, read_known
-from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord
+from atomtrain.swarm.membership.records import (
+    JOINING,
+    LEFT,
+    TRAINING,
+    PeerRecord,
+    RecordReader,
+    sign_record,
+)
 from atomtrain.swarm.membership.roster import Roster
-from atomtrain.swarm.membership.signing import RecordReader, sign_record
 from atomtrain.swarm.node.service import beat_pause_s
 from atomtrain.swarm.transport.daemon import RuntimeFolder
 from atomtrain.swarm.transport.identity import Identity, public_key_of, verify
@@ -126,7 +132,7 @@ def test_a_reader_checks_a_signature_once_and_the_time_always(
         checked.append(peer_id)
         return verify(peer_id, data, signature)
 
-    monkeypatch.setattr(signing, "verify", counted)
+    monkeypatch.setattr(records, "verify", counted)
     reader = RecordReader("run")
     data = sign_record(ALICE, "run", b"record", NOW_S + 30)
     for now_s in (NOW_S, NOW_S + 20):
@@ -145,7 +151,7 @@ def test_a_reader_checks_a_signature_once_and_the_time_always(
 
 
 def test_a_reader_remembers_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signing, "_GOOD_BYTES_MAX", 500)
+    monkeypatch.setattr(records, "_GOOD_BYTES_MAX", 500)
     reader = RecordReader("run")
     for number in range(20):
         data = sign_record(ALICE, "run", b"r%d" % number, NOW_S + 30)
