@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Snapshot
-from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp, supersedes
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.catchup.fetching import Fetched, Fetcher
 from atomtrain.swarm.catchup.transfer import merge_of_fetched
-from atomtrain.swarm.membership.groups import supersedes
 from atomtrain.swarm.rounds.context import Context
 
 _log = logging.getLogger("atomtrain.swarm")

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
 from atomtrain.swarm.catchup.alone import go_alone
 from atomtrain.swarm.catchup.repair import Doubt, Repairer
-from atomtrain.swarm.membership.groups import SLACK_VERSIONS
 from atomtrain.swarm.node.tasks import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_io import Leading

@@ -8,9 +8,8 @@ import torch
 
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Snapshot, split_parts
 from atomtrain.swarm.anchors.outer import OuterUpdate, Update
-from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
 from atomtrain.swarm.codecs.slices import Span, slice_spans
-from atomtrain.swarm.membership.groups import SLACK_VERSIONS
 from atomtrain.swarm.rounds.bases import velocity_after
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.exchange import ExchangeResult
