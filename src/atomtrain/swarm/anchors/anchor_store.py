@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of
-from atomtrain.swarm.anchors.digests import HASH, OLD_HASH
+from atomtrain.swarm.anchors.anchors import HASH, OLD_HASH, Anchor, Merge, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 

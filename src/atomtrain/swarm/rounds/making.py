@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from atomtrain.swarm.anchors.anchors import Anchor, Part, Snapshot
+from atomtrain.swarm.anchors.anchors import Anchor, Digest, Part, Snapshot
 from atomtrain.swarm.anchors.buffer_pool import large_copy
-from atomtrain.swarm.anchors.digests import Digest
 from atomtrain.swarm.anchors.outer import Place, Update, rows_of
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span

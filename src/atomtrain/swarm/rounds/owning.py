@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from atomtrain.swarm.anchors.anchors import Digest
 from atomtrain.swarm.anchors.buffer_pool import Recycler
-from atomtrain.swarm.anchors.digests import Digest
 from atomtrain.swarm.codecs.codec import (
     Codec,
     byte_view,

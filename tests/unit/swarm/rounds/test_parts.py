@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import (
+    OLD_HASH,
     Anchor,
     Merge,
     Origin,
@@ -21,7 +22,6 @@ from atomtrain.swarm.anchors.anchors import (
     whole,
 )
 from atomtrain.swarm.anchors.buffer_pool import Recycler, exchange_memory, large_copy, large_empty
-from atomtrain.swarm.anchors.digests import OLD_HASH
 from atomtrain.swarm.anchors.outer import OuterUpdate
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup.transfer import merge_of_fetched
