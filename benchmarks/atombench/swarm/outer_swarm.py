@@ -18,8 +18,8 @@ from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import decay_groups
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, whole
-from atomtrain.swarm.anchors.outer import OuterUpdate
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import (
     codec_named,
     decode_span,

@@ -19,9 +19,9 @@ import torch
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchor_store import FragmentAccess
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
-from atomtrain.swarm.anchors.outer import Update
 from atomtrain.swarm.anchors.stamps import best_of, supersedes
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, Rules, SwarmConfig
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import PeerStatus

@@ -29,6 +29,18 @@ class FragmentAccess(Protocol):
         ...
 
 
+class GradientAccess(FragmentAccess, Protocol):
+    """How the swarm reaches a model whose gradients are averaged."""
+
+    def gradient(self, index: int) -> AbstractContextManager[torch.Tensor]:
+        """Lend the mean gradient, 1-D float32, since `forget`; not to be changed."""
+        ...
+
+    def forget(self, index: int) -> None:
+        """Begin to accumulate anew: the parameters have moved."""
+        ...
+
+
 class AnchorStore:
     """All anchors of one peer, and its tokens that they do not contain yet.
 

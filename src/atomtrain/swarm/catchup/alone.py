@@ -6,8 +6,8 @@ import asyncio
 
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of, whole
 from atomtrain.swarm.anchors.buffer_pool import large_copy, large_empty
-from atomtrain.swarm.anchors.outer import Place, rows_of
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.anchors.updates import Place, rows_of
 from atomtrain.swarm.catchup.repair import Repairer
 from atomtrain.swarm.codecs.codec import all_finite
 from atomtrain.swarm.rounds.context import Context

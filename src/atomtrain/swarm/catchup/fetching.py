@@ -19,8 +19,8 @@ import torch
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, digest_of, joined_parts
 from atomtrain.swarm.anchors.buffer_pool import large_empty
-from atomtrain.swarm.anchors.outer import Update
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import all_finite, byte_view
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.roster import Holder

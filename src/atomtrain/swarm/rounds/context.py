@@ -11,9 +11,9 @@ import torch
 
 from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.anchors.buffer_pool import large_empty
-from atomtrain.swarm.anchors.outer import Update
 from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, RunAge
 from atomtrain.swarm.anchors.trainer_mailbox import Desk
+from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import Codec
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.agenda import Agenda, group_of, groups_of, told_next

@@ -19,7 +19,7 @@ import torch
 
 from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.anchors.buffer_pool import exchange_memory, large_empty
-from atomtrain.swarm.anchors.outer import OuterUpdate
+from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import Codec, byte_view, decode_span, decoded, square_of
 from atomtrain.swarm.codecs.slices import (
     Span,

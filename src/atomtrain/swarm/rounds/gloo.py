@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atomtrain.swarm.anchors.buffer_pool import large_empty
-from atomtrain.swarm.anchors.outer import Update
+from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import square_of
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.rounds.exchange import ExchangeResult, ExchangeSetup, checked_place

@@ -9,7 +9,7 @@ import torch
 
 from atomtrain.swarm.anchors.anchors import Anchor, Digest, Part, Snapshot
 from atomtrain.swarm.anchors.buffer_pool import large_copy
-from atomtrain.swarm.anchors.outer import Place, Update, rows_of
+from atomtrain.swarm.anchors.updates import Place, Update, rows_of
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.transport.messages import Begin

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Snapshot, split_parts
-from atomtrain.swarm.anchors.outer import OuterUpdate, Update
 from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
+from atomtrain.swarm.anchors.updates import OuterUpdate, Update
 from atomtrain.swarm.codecs.slices import Span, slice_spans
 from atomtrain.swarm.rounds.bases import velocity_after
 from atomtrain.swarm.rounds.context import Context

@@ -14,8 +14,8 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
-from atomtrain.swarm.anchors.gradients import AdamWUpdate
 from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, RunAge, Stamp, best_of
+from atomtrain.swarm.anchors.updates import AdamWUpdate
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import Manifest
 from atomtrain.swarm.membership.records import PeerRecord

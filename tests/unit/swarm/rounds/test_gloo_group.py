@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from atomtrain.swarm.anchors.anchors import Anchor, Snapshot, digest_of
-from atomtrain.swarm.anchors.outer import OuterUpdate, Place
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.updates import OuterUpdate, Place
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.rounds.exchange import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.gloo import GlooExchange
