@@ -14,7 +14,7 @@ from enum import Enum
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
-from atomtrain.swarm.catchup.donating import Donations
+from atomtrain.swarm.catchup.fetching import Donations
 from atomtrain.swarm.catchup.repair import Repairer
 from atomtrain.swarm.catchup.transfer import send_manifest
 from atomtrain.swarm.membership.config import PROTOCOL
