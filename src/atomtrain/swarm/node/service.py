@@ -15,8 +15,8 @@ from enum import Enum
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.catchup.fetching import Donations
+from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.catchup.repair import Repairer
-from atomtrain.swarm.catchup.transfer import send_manifest
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
 from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord

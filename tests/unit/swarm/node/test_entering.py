@@ -15,7 +15,7 @@ import pytest
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.catchup import joining
-from atomtrain.swarm.catchup.transfer import send_manifest
+from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.membership.directory import NobodyIntroduces

@@ -24,7 +24,7 @@ from atomtrain.swarm.anchors.anchors import (
 from atomtrain.swarm.anchors.buffer_pool import Recycler, exchange_memory, large_copy, large_empty
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.updates import OuterUpdate
-from atomtrain.swarm.catchup.transfer import merge_of_fetched
+from atomtrain.swarm.catchup.repair import merge_of_fetched
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.membership.agenda import Agenda, lead_order
