@@ -21,7 +21,7 @@ from atomtrain.swarm.membership.config import Manifest
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.leader_state import LeaderRound, RoundCall
-from atomtrain.swarm.rounds.round_merge import check_begin
+from atomtrain.swarm.rounds.round_member import check_begin
 from atomtrain.swarm.transport.messages import AskAnchor, BadMessage, Begin, Invite, Ready
 from atomtrain.swarm.transport.transport import Channel
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
