@@ -29,7 +29,7 @@ from atomtrain.swarm.codecs.codec import (
 )
 from atomtrain.swarm.codecs.slices import Span, slice_spans
 from atomtrain.swarm.membership.guards import Guard
-from atomtrain.swarm.rounds.reduction import SliceReduction
+from atomtrain.swarm.rounds.owning import SliceReduction
 
 _EVALUATED_SEQUENCES = 128
 _HELD_OUT_SHARE = 0.05

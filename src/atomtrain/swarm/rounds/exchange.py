@@ -35,10 +35,10 @@ from atomtrain.swarm.rounds.owning import (
     Offload,
     OwnedSlice,
     SliceMean,
+    SliceReduction,
     mean_codec,
     mean_digest,
 )
-from atomtrain.swarm.rounds.reduction import SliceReduction
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Change, Contribution, Mean
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
 

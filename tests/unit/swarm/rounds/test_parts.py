@@ -30,7 +30,7 @@ from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices
 from atomtrain.swarm.membership.agenda import Agenda, lead_order
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig
 from atomtrain.swarm.membership.deadlines import RoundTiming
-from atomtrain.swarm.rounds.reduction import SliceReduction
+from atomtrain.swarm.rounds.owning import SliceReduction
 
 
 @given(st.integers(0, 5000), st.integers(1, 40))
