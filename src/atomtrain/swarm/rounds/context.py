@@ -23,7 +23,7 @@ from atomtrain.swarm.membership.guards import Standing
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.reachability import Ways
 from atomtrain.swarm.membership.roster import Roster
-from atomtrain.swarm.rounds.gloo_group import KeptGroup
+from atomtrain.swarm.rounds.gloo import KeptGroup
 from atomtrain.swarm.rounds.owning import Offload
 from atomtrain.swarm.transport.messages import Message, Open
 from atomtrain.swarm.transport.rates import Pacer
