@@ -28,9 +28,9 @@ from atomtrain.swarm.membership.records import PeerStatus
 from atomtrain.swarm.node import entering
 from atomtrain.swarm.node.assembly import admission_of
 from atomtrain.swarm.node.entering import TRIES, TRY_S, persistently
+from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service
 from atomtrain.swarm.node.settling import finish, settle
-from atomtrain.swarm.node.threads import LoopThread
 from atomtrain.swarm.transport.libp2p import import_hivemind
 
 _log = logging.getLogger("atomtrain.swarm")

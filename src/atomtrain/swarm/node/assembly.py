@@ -19,8 +19,8 @@ from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.reachability import Ways
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.roster import Roster
+from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service, beat_pause_s
-from atomtrain.swarm.node.threads import LoopThread
 from atomtrain.swarm.rounds.context import Context, opening_to
 from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.relaying import Relay

@@ -18,8 +18,8 @@ from atomtrain.swarm.membership.config import Manifest, SwarmConfig
 from atomtrain.swarm.membership.deadlines import LoopStalls
 from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces, SwarmClock
 from atomtrain.swarm.node.assembly import admission_of, build_service
+from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service
-from atomtrain.swarm.node.threads import LoopThread
 from atomtrain.swarm.transport.libp2p import Libp2pTransport
 
 _log = logging.getLogger("atomtrain.swarm")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from atomtrain.swarm.membership.records import TEXT_MAX
-from atomtrain.swarm.node.tasks import Tasks
+from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import circuits_to, dialled, through
 from atomtrain.swarm.transport.messages import BadMessage, Call, Holding, HoldOn, TakeCall

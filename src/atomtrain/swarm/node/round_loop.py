@@ -14,7 +14,7 @@ from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.catchup.repair import Doubt, Repairer
 from atomtrain.swarm.codecs.codec import all_finite
-from atomtrain.swarm.node.tasks import Tasks
+from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_io import Leading
 from atomtrain.swarm.rounds.making import merge_alone
