@@ -78,7 +78,7 @@ def set_clock(off_s: float) -> None:
 
 def tell_time(now: Callable[[], float]) -> None:
     """Put a time of day in place of the machine's, also where it was imported before."""
-    from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+    from atomtrain.swarm.transport.libp2p import import_hivemind
 
     time.time = now  # type: ignore[assignment]
     import_hivemind()
@@ -94,13 +94,13 @@ def follow_clocks(file: Path) -> None:
 
     It holds two float64, in seconds: of the time of day, and of the clock that nobody sets.
     """
-    from atomtrain.swarm.membership import clock
+    from atomtrain.swarm.membership import directory
 
     with file.open("rb") as opened:
         ahead_s = mmap.mmap(opened.fileno(), 16, prot=mmap.PROT_READ)
-    day, steady = time.time, clock._steady_s
+    day, steady = time.time, directory._steady_s
     tell_time(lambda: day() + struct.unpack("dd", ahead_s)[0])
-    clock._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
+    directory._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
 
 
 def misbehave(kind: str) -> None:
@@ -163,11 +163,11 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
     and has told its decision to one member; has heard the decision, and changed nothing.
     """
     from atomtrain.swarm.anchors.anchor_store import AnchorStore
+    from atomtrain.swarm.membership.deadlines import RoundTiming
     from atomtrain.swarm.rounds.exchange import Exchange
     from atomtrain.swarm.rounds.leader_io import Leading
     from atomtrain.swarm.rounds.owning import OwnedSlice
     from atomtrain.swarm.rounds.round_member import Membering
-    from atomtrain.swarm.rounds.timing import RoundTiming
     from atomtrain.swarm.transport.messages import Commit
 
     once = threading.Lock()

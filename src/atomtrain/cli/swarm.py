@@ -93,7 +93,7 @@ def _status(arguments: Sequence[str]) -> int:
     run_name, addresses = _target(options.target)
     config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
-        from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+        from atomtrain.swarm.transport.libp2p import import_hivemind
 
         import_hivemind()
 
@@ -118,7 +118,7 @@ def _ping(arguments: Sequence[str]) -> int:
 
     config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
-        from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+        from atomtrain.swarm.transport.libp2p import import_hivemind
 
         import_hivemind()
 

@@ -19,20 +19,19 @@ import torch
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchor_store import FragmentAccess
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
-from atomtrain.swarm.anchors.outer import Update
-from atomtrain.swarm.anchors.stamps import best_of
+from atomtrain.swarm.anchors.stamps import best_of, supersedes
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, Rules, SwarmConfig
-from atomtrain.swarm.membership.groups import supersedes
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import PeerStatus
 from atomtrain.swarm.node import entering
 from atomtrain.swarm.node.assembly import admission_of
 from atomtrain.swarm.node.entering import TRIES, TRY_S, persistently
+from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service
 from atomtrain.swarm.node.settling import finish, settle
-from atomtrain.swarm.node.threads import LoopThread
-from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.libp2p import import_hivemind
 
 _log = logging.getLogger("atomtrain.swarm")
 _START_S = TRIES * (TRY_S + 30.0)

@@ -1,6 +1,7 @@
 """Stale fragments: found by comparing stamps, fetched from whoever holds the best anchor.
 
-Also keeps which fragments are in use by a round or a fetch, so that the two never meet.
+Also keeps which fragments are in use by a round or a fetch, so that the two never meet, and the
+rounds in doubt: whose decision this peer did not hear.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ import logging
 from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Snapshot
-from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, split_parts, whole
+from atomtrain.swarm.anchors.stamps import Stamp, supersedes
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.catchup.fetching import Fetched, Fetcher
-from atomtrain.swarm.catchup.transfer import merge_of_fetched
-from atomtrain.swarm.membership.groups import supersedes
 from atomtrain.swarm.rounds.context import Context
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -148,3 +147,19 @@ class Repairer:
         )
         context.desk.leave_merge(merge, report)
         return True
+
+
+def merge_of_fetched(
+    fragment: int, anchor: Anchor, present: Anchor, doubt: tuple[str, Snapshot] | None, me: str
+) -> Merge:
+    """Return how to merge a fetched anchor.
+
+    `doubt` is the id and snapshot of a round whose decision this peer did not hear. If that round
+    made the fetched anchor out of the present one, progress is measured from the snapshot wherever
+    this peer's contribution is in it.
+    """
+    elements = anchor.values.numel()
+    if doubt is None or anchor.origin.round_id != doubt[0] or doubt[1].anchor is not present:
+        return Merge(fragment, anchor, whole(elements))
+    changed, contributed = split_parts(anchor.origin.parts, me)
+    return Merge(fragment, anchor, changed, doubt[1], contributed)

@@ -26,8 +26,7 @@ from typing import Protocol
 import torch
 
 from atomtrain.errors import ConfigError, choices
-from atomtrain.swarm.codecs.blocks import BlockCodec
-from atomtrain.swarm.codecs.plain import Float16Codec, Float32Codec, byte_view
+from atomtrain.swarm.codecs.dense import BlockCodec, Float16Codec, Float32Codec, byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.codecs.sparse import TopKCodec
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.errors import ConfigError, SwarmError, choices
-from atomtrain.swarm.anchors.outer import OuterUpdate
+from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import codec_named
-from atomtrain.swarm.membership.agenda import MEASURED
-from atomtrain.swarm.membership.groups import GROUP_SIZE, GROUP_SIZE_MIN
+from atomtrain.swarm.membership.agenda import GROUP_SIZE, GROUP_SIZE_MIN, MEASURED
 from atomtrain.swarm.membership.guards import MEANS, Guard
 
 PROTOCOL = 7

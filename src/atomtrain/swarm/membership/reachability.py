@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from atomtrain.swarm.membership.deadlines import Waits
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.transport.addresses import Circuit, circuits_to, dialled
 from atomtrain.swarm.transport.identity import Identity
@@ -15,7 +16,6 @@ from atomtrain.swarm.transport.messages import BadMessage, Joined, Open, RelayTo
 from atomtrain.swarm.transport.relaying import Relay
 from atomtrain.swarm.transport.sealed import SealedChannel, agree_as_caller
 from atomtrain.swarm.transport.transport import Channel, LinkLost, Transport, begun
-from atomtrain.swarm.transport.waits import Waits
 
 _log = logging.getLogger("atomtrain.swarm")
 _INDIRECT_S = 600.0

@@ -13,19 +13,18 @@ from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.membership.admission import Admission, read_allowed, read_key
 from atomtrain.swarm.membership.agenda import Agenda
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig
+from atomtrain.swarm.membership.deadlines import RoundTiming, Waits
 from atomtrain.swarm.membership.guards import Standing
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.reachability import Ways
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.roster import Roster
+from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service, beat_pause_s
-from atomtrain.swarm.node.threads import LoopThread
 from atomtrain.swarm.rounds.context import Context, opening_to
-from atomtrain.swarm.rounds.timing import RoundTiming
-from atomtrain.swarm.transport.pacing import Pacer
+from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.relaying import Relay
 from atomtrain.swarm.transport.transport import Directory, Transport
-from atomtrain.swarm.transport.waits import Waits
 
 
 def _random_id() -> str:

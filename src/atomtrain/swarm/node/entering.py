@@ -14,14 +14,13 @@ from typing import TypeVar
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.catchup.joining import connect_any
-from atomtrain.swarm.membership.clock import SwarmClock
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig
-from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces
+from atomtrain.swarm.membership.deadlines import LoopStalls
+from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces, SwarmClock
 from atomtrain.swarm.node.assembly import admission_of, build_service
+from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service
-from atomtrain.swarm.node.threads import LoopThread
 from atomtrain.swarm.transport.libp2p import Libp2pTransport
-from atomtrain.swarm.transport.stall_detector import Stillness
 
 _log = logging.getLogger("atomtrain.swarm")
 TRY_S = 120.0
@@ -89,14 +88,14 @@ async def persistently(enter: Callable[[], Awaitable[ResultT]]) -> ResultT:
         SwarmError: it failed while this process ran all the time, or again and again.
     """
     for left in reversed(range(TRIES)):
-        stillness = Stillness()
-        stillness.look()
-        watching = asyncio.create_task(stillness.watch(), name="stillness")
+        stalls = LoopStalls()
+        stalls.look()
+        watching = asyncio.create_task(stalls.watch(), name="stalls")
         try:
             async with asyncio.timeout(TRY_S):
                 return await enter()
         except (SwarmError, TimeoutError) as error:
-            still_s = stillness.look()
+            still_s = stalls.look()
             if left and (isinstance(error, NobodyIntroduces) or still_s >= _STILL_S):
                 _log.info("entering the run again, having stood still for %.1f s: %s",
                           still_s, error)  # fmt: skip

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from atomtrain.swarm.membership.records import TEXT_MAX
-from atomtrain.swarm.node.tasks import Tasks
+from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import circuits_to, dialled, through
 from atomtrain.swarm.transport.messages import BadMessage, Call, Holding, HoldOn, TakeCall
-from atomtrain.swarm.transport.pacing import Pacer
+from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.sealed import agree_as_called
 from atomtrain.swarm.transport.transport import Channel, Handler, LinkLost
 

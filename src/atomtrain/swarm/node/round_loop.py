@@ -1,4 +1,4 @@
-"""A peer's part in the sequence of rounds: proposing, leading, following."""
+"""A peer's part in the sequence of rounds: proposing, leading, following, or going on alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.stamps import Stamp
-from atomtrain.swarm.catchup.alone import go_alone
+from atomtrain.swarm.anchors.anchors import Snapshot
+from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.catchup.repair import Doubt, Repairer
-from atomtrain.swarm.membership.groups import SLACK_VERSIONS
-from atomtrain.swarm.node.tasks import Tasks
+from atomtrain.swarm.codecs.codec import all_finite
+from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_io import Leading
+from atomtrain.swarm.rounds.making import merge_alone
 from atomtrain.swarm.rounds.round_member import Membering
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import (
@@ -283,3 +285,46 @@ class Rounds:
             await membering.exchange_known.wait()
         assert membering.exchange is not None
         await membering.exchange.serve(channel, header)
+
+
+async def go_alone(context: Context, repairer: Repairer, round_index: int) -> None:
+    """Let the anchor follow the parameters in a round that nobody else is in."""
+    fragment = context.agenda.fragment(round_index)
+    if fragment in repairer.busy or context.agenda.refusal(round_index):
+        return
+    context.agenda.begin(round_index, f"{round_index}-alone")
+    repairer.busy.add(fragment)
+    started_s = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(context.config.round_ceiling_s):
+            snapshot = await context.snapshot(fragment)
+        if not await context.offload(all_finite, snapshot.values):
+            context.desk.report(_kept(snapshot, round_index))
+            return
+        store, update = context.desk.store, context.updates[0]
+        merge = await context.offload(merge_alone, store, update, snapshot)
+        report = RoundReport(
+            round=round_index,
+            fragment=fragment,
+            version=merge.anchor.stamp.version,
+            outcome="averaged",
+            contributors=(context.peer_id,),
+            weights=(snapshot.weight,),
+            duration_s=asyncio.get_running_loop().time() - started_s,
+            reason="alone",
+        )
+        context.desk.leave_merge(merge, report)
+    finally:
+        context.agenda.end(round_index)
+        repairer.free(fragment)
+
+
+def _kept(snapshot: Snapshot, round_index: int) -> RoundReport:
+    """Return the report of a round that leaves the anchor as it is: others would not take it."""
+    return RoundReport(
+        round=round_index,
+        fragment=snapshot.fragment,
+        version=snapshot.anchor.stamp.version,
+        outcome="abandoned",
+        reason="this peer's parameters are not finite",
+    )

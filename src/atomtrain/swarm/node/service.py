@@ -14,20 +14,18 @@ from enum import Enum
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
-from atomtrain.swarm.catchup.donating import Donations
+from atomtrain.swarm.catchup.fetching import Donations
+from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.catchup.repair import Repairer
-from atomtrain.swarm.catchup.transfer import send_manifest
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
-from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord
-from atomtrain.swarm.membership.signing import EXPIRY_S_MAX
+from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
+from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.node.reaching import Reach
 from atomtrain.swarm.node.relays import Relays
 from atomtrain.swarm.node.reunion import Reunion
 from atomtrain.swarm.node.round_loop import Rounds
 from atomtrain.swarm.node.status import send_pong, send_status
-from atomtrain.swarm.node.tasks import Tasks
-from atomtrain.swarm.node.usage import Usage
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled
 from atomtrain.swarm.transport.messages import (
@@ -49,6 +47,7 @@ from atomtrain.swarm.transport.messages import (
     RelayTo,
     TakeCall,
 )
+from atomtrain.swarm.transport.rates import Usage
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -108,7 +107,7 @@ class Service:
         await self.context.transport.serve(self._serve)
         await self._beat()
         self._tasks.spawn(self._heartbeat(), "heartbeat")
-        self._tasks.spawn(self.context.waits.stillness.watch(), "stillness")
+        self._tasks.spawn(self.context.waits.stalls.watch(), "stalls")
 
     async def be_found(self) -> None:
         """Answer those who search the local network for runs, if this peer is to."""
@@ -225,7 +224,7 @@ class Service:
     def own_record(self) -> PeerRecord:
         """Return what this peer tells all others."""
         context = self.context
-        progress = context.desk.progress
+        progress, timing = context.desk.progress, context.timing
         return PeerRecord(
             peer_id=context.peer_id,
             manifest=context.roster.manifest,
@@ -238,9 +237,11 @@ class Service:
             tokens=progress.tokens,
             tokens_per_s=progress.tokens_per_s,
             step_s=progress.step_s,
-            round_s=context.timing.round_s,
-            free_bytes_per_s=self._usage.free_bytes_per_s(context.timing),
-            fetch_bytes_per_s=context.timing.fetch_bytes_per_s,
+            round_s=timing.round_s,
+            free_bytes_per_s=self._usage.free_bytes_per_s(
+                timing.moved_bytes, timing.link_bytes_per_s
+            ),
+            fetch_bytes_per_s=timing.fetch_bytes_per_s,
             stamps=context.desk.store.stamps(),
         )
 

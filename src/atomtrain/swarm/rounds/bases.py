@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from atomtrain.swarm.anchors.anchors import Snapshot
+from atomtrain.swarm.anchors.anchors import Digest, Snapshot
 from atomtrain.swarm.anchors.buffer_pool import Recycler, large_empty
-from atomtrain.swarm.anchors.digests import Digest
-from atomtrain.swarm.anchors.outer import OuterUpdate, Place, rows_of
+from atomtrain.swarm.anchors.updates import OuterUpdate, Place, rows_of
 from atomtrain.swarm.codecs.codec import (
     Codec,
     byte_view,

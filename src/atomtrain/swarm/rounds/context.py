@@ -11,23 +11,22 @@ import torch
 
 from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.anchors.buffer_pool import large_empty
-from atomtrain.swarm.anchors.outer import Update
-from atomtrain.swarm.anchors.stamps import RunAge
+from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, RunAge
 from atomtrain.swarm.anchors.trainer_mailbox import Desk
+from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import Codec
 from atomtrain.swarm.membership.admission import Admission
-from atomtrain.swarm.membership.agenda import Agenda
+from atomtrain.swarm.membership.agenda import Agenda, group_of, groups_of, told_next
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
-from atomtrain.swarm.membership.groups import SLACK_VERSIONS, group_of, groups_of, told_next
+from atomtrain.swarm.membership.deadlines import RoundTiming, Waits
 from atomtrain.swarm.membership.guards import Standing
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.reachability import Ways
 from atomtrain.swarm.membership.roster import Roster
-from atomtrain.swarm.rounds.gloo_group import KeptGroup
+from atomtrain.swarm.rounds.gloo import KeptGroup
 from atomtrain.swarm.rounds.owning import Offload
-from atomtrain.swarm.rounds.timing import RoundTiming
 from atomtrain.swarm.transport.messages import Message, Open
-from atomtrain.swarm.transport.pacing import Pacer
+from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.transport import (
     Channel,
     Directory,
@@ -36,7 +35,6 @@ from atomtrain.swarm.transport.transport import (
     Transport,
     begun,
 )
-from atomtrain.swarm.transport.waits import Waits
 
 
 @dataclass(frozen=True, kw_only=True)

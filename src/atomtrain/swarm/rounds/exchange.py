@@ -19,7 +19,7 @@ import torch
 
 from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.anchors.buffer_pool import exchange_memory, large_empty
-from atomtrain.swarm.anchors.outer import OuterUpdate
+from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import Codec, byte_view, decode_span, decoded, square_of
 from atomtrain.swarm.codecs.slices import (
     Span,
@@ -35,10 +35,10 @@ from atomtrain.swarm.rounds.owning import (
     Offload,
     OwnedSlice,
     SliceMean,
+    SliceReduction,
     mean_codec,
     mean_digest,
 )
-from atomtrain.swarm.rounds.reduction import SliceReduction
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Change, Contribution, Mean
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
 

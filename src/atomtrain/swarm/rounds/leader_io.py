@@ -7,10 +7,9 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from atomtrain.swarm.anchors.stamps import Stamp, best_of
+from atomtrain.swarm.anchors.stamps import Stamp, best_of, supersedes
 from atomtrain.swarm.codecs.codec import encoded_bytes
 from atomtrain.swarm.codecs.slices import Span, slices_per_member
-from atomtrain.swarm.membership.groups import supersedes
 from atomtrain.swarm.rounds.bases import base_codec
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_state import LeaderRound, Outgoing, Phase, RoundCall

@@ -17,7 +17,7 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.messages import BadMessage, Message, Refused
-from atomtrain.swarm.transport.pacing import Pacer
+from atomtrain.swarm.transport.rates import Pacer
 
 _LENGTH = struct.Struct(">I")
 CHUNK_BYTES = 1 << 18

@@ -165,7 +165,7 @@ def _check_parts(given: TrainOptions) -> None:
     _check_upload_limit(given.upload_limit, given.transport)
     relay_limit_of(given.relay_limit)
     if given.outer is not None:
-        from atomtrain.swarm.anchors.outer import outer_named
+        from atomtrain.swarm.anchors.updates import outer_named
 
         outer_named(given.outer, 0, 1)
     if given.run_key is not None or given.allow is not None:

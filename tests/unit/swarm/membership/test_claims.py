@@ -14,14 +14,14 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
-from atomtrain.swarm.anchors.gradients import AdamWUpdate
 from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, RunAge, Stamp, best_of
+from atomtrain.swarm.anchors.updates import AdamWUpdate
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import Manifest
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.leader_state import LeaderRound, RoundCall
-from atomtrain.swarm.rounds.round_merge import check_begin
+from atomtrain.swarm.rounds.round_member import check_begin
 from atomtrain.swarm.transport.messages import AskAnchor, BadMessage, Begin, Invite, Ready
 from atomtrain.swarm.transport.transport import Channel
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual

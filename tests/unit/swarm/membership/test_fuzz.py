@@ -21,8 +21,7 @@ from atomtrain.swarm.codecs.codec import codec_named, encode_span
 from atomtrain.swarm.membership import lan
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import Manifest, Rules
-from atomtrain.swarm.membership.records import PeerRecord
-from atomtrain.swarm.membership.signing import RecordReader, sign_record
+from atomtrain.swarm.membership.records import PeerRecord, RecordReader, sign_record
 from atomtrain.swarm.node.status import receive_status
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity

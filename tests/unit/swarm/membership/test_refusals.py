@@ -10,7 +10,7 @@ import torch
 
 from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
-from atomtrain.swarm.catchup import donating
+from atomtrain.swarm.catchup import fetching
 from atomtrain.swarm.catchup.fetching import send_anchor
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.codecs.slices import Span
@@ -224,7 +224,7 @@ def test_an_anchor_is_on_its_way_to_a_peer_once(monkeypatch: pytest.MonkeyPatch)
         await asyncio.sleep(3.0)
         ended += 1
 
-    monkeypatch.setattr(donating, "send_anchor", slowly)
+    monkeypatch.setattr(fetching, "send_anchor", slowly)
 
     async def scenario() -> None:
         nonlocal begun, ended

@@ -15,12 +15,12 @@ from atomtrain.cli.parsing import complain
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.stamps import Stamp
-from atomtrain.swarm.catchup.donating import Donations
+from atomtrain.swarm.catchup.fetching import Donations
 from atomtrain.swarm.membership import roster
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.records import LEFT, PeerRecord
 from atomtrain.swarm.membership.roster import Roster
-from atomtrain.swarm.node.tasks import Tasks
+from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.leader_io import Leading
 from atomtrain.swarm.transport import direct
 from atomtrain.swarm.transport.addresses import circuits_to, place_of

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import SwarmConfig
-from atomtrain.swarm.anchors.gradients import AdamWUpdate
-from atomtrain.swarm.anchors.outer import OuterUpdate, Place, Update
+from atomtrain.swarm.anchors.updates import AdamWUpdate, OuterUpdate, Place, Update
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.agenda import Agenda
 from atomtrain.training.together.gradients import GradientCollector

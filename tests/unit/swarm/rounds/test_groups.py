@@ -15,17 +15,10 @@ from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import SwarmConfig
-from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp, siblings, supersedes
 from atomtrain.swarm.codecs import slices
+from atomtrain.swarm.membership.agenda import group_count, group_of, groups_of, told_next
 from atomtrain.swarm.membership.config import Rules
-from atomtrain.swarm.membership.groups import (
-    group_count,
-    group_of,
-    groups_of,
-    siblings,
-    supersedes,
-    told_next,
-)
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.bases import Bases
 from atomtrain.swarm.rounds.exchange import Exchange, ExchangeSetup

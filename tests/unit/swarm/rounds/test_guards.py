@@ -17,8 +17,7 @@ from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge
 from atomtrain.swarm.membership.guards import Guard, Standing, bounded_weights
 from atomtrain.swarm.rounds.exchange import Exchange, ExchangeSetup, checked_place
-from atomtrain.swarm.rounds.owning import OwnedSlice
-from atomtrain.swarm.rounds.reduction import SliceReduction
+from atomtrain.swarm.rounds.owning import OwnedSlice, SliceReduction
 from atomtrain.swarm.transport.messages import BadMessage, Begin
 from tests.support.swarm_virtual import Simulation, run_virtual
 

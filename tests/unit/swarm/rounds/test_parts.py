@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import (
+    OLD_HASH,
     Anchor,
     Merge,
     Origin,
@@ -21,16 +22,15 @@ from atomtrain.swarm.anchors.anchors import (
     whole,
 )
 from atomtrain.swarm.anchors.buffer_pool import Recycler, exchange_memory, large_copy, large_empty
-from atomtrain.swarm.anchors.digests import OLD_HASH
-from atomtrain.swarm.anchors.outer import OuterUpdate
 from atomtrain.swarm.anchors.stamps import Stamp
-from atomtrain.swarm.catchup.transfer import merge_of_fetched
+from atomtrain.swarm.anchors.updates import OuterUpdate
+from atomtrain.swarm.catchup.repair import merge_of_fetched
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.membership.agenda import Agenda, lead_order
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig
-from atomtrain.swarm.rounds.reduction import SliceReduction
-from atomtrain.swarm.rounds.timing import RoundTiming
+from atomtrain.swarm.membership.deadlines import RoundTiming
+from atomtrain.swarm.rounds.owning import SliceReduction
 
 
 @given(st.integers(0, 5000), st.integers(1, 40))

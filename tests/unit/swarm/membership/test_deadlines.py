@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from atomtrain.swarm.membership.deadlines import MOST_S, Estimate, LoopStalls, Waits
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import AskDial, Dialled
-from atomtrain.swarm.transport.stall_detector import Stillness
 from atomtrain.swarm.transport.transport import LinkLost
-from atomtrain.swarm.transport.waits import MOST_S, Estimate, Waits
 from tests.support.swarm_virtual import Simulation, VirtualLoop, run_virtual
 
 FIRST = {"answer_s": 10.0, "stall_s": 15.0, "floor_s": 5.0, "beat_s": 7.0, "life_s": 30.0}
@@ -143,7 +142,7 @@ def test_lateness_of_this_machine_widens_every_deadline_for_a_while() -> None:
         one = waits()
         one.observe_answer("a", 0.01)
         before_s = [one.answer_s("a"), one.stall_s("a"), one.floor_s("a"), one.answer_s("b")]
-        watching = asyncio.create_task(one.stillness.watch())
+        watching = asyncio.create_task(one.stalls.watch())
         await asyncio.sleep(1.0)
         assert one.late_s == pytest.approx(0.0, abs=1e-6)
         loop._jumping.now_s += 6.6  # as seen on a machine with twenty programs for two cores
@@ -161,11 +160,11 @@ def test_lateness_of_this_machine_widens_every_deadline_for_a_while() -> None:
     run_virtual(scenario, loop)
 
 
-def test_stillness_without_bound_remembers_the_longest() -> None:
+def test_stalls_without_bound_remembers_the_longest() -> None:
     loop = VirtualLoop()
 
     async def scenario() -> None:
-        still = Stillness()
+        still = LoopStalls()
         assert still.look() == 0.0
         loop._jumping.now_s += 3600.25
         assert still.look() == pytest.approx(3600.0)

@@ -1,4 +1,4 @@
-"""The network thread: an event loop of its own, and workers for arithmetic beside it."""
+"""What a peer's network side runs on: a thread with an event loop, workers, background tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ResultT = TypeVar("ResultT")
 
 
 class LoopThread:
-    """Runs coroutines on a background thread; `stop` ends it.
+    """Runs coroutines on a background thread, and arithmetic on workers beside it; `stop` ends it.
 
     While it runs, the garbage collector leaves alone what has been there before: to look at the
     hundreds of thousands of objects of large libraries takes it a tenth of a second, in which
@@ -93,3 +93,33 @@ async def _cancel_all() -> None:
 def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     error = context.get("exception")
     _log.debug("network thread: %s %r", context.get("message"), error)
+
+
+class Tasks:
+    """One peer's background tasks: started by name, logged when they fail, cancelled together."""
+
+    def __init__(self, who: str) -> None:
+        """`who` is named in the log."""
+        self._who = who
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        """Run `work`, called `what`, in the background."""
+        task = asyncio.create_task(work, name=what)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def cancel_all(self) -> None:
+        """Cancel every task, those too that others start at their end; wait until all are over."""
+        while tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # for what is called when they are done
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("peer %s: %s failed", self._who[-8:], task.get_name(), exc_info=error)
