@@ -22,7 +22,7 @@ from atomtrain.swarm.anchors.anchors import Merge, Part, Snapshot, joined_parts
 from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode_span
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.config import Manifest, Rules, SwarmConfig
-from atomtrain.swarm.node.assembly import build_service
+from atomtrain.swarm.node.entering import build_service
 from atomtrain.swarm.rounds.bases import stepped
 from tests.support.memory_network import MemoryDirectory, MemoryNetwork, MemoryTransport
 

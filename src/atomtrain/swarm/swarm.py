@@ -22,11 +22,11 @@ from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
 from atomtrain.swarm.anchors.stamps import best_of, supersedes
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.anchors.updates import Update
+from atomtrain.swarm.membership.admission import admission_of
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, Rules, SwarmConfig
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import PeerStatus
 from atomtrain.swarm.node import entering
-from atomtrain.swarm.node.assembly import admission_of
 from atomtrain.swarm.node.entering import TRIES, TRY_S, persistently
 from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service

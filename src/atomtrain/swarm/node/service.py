@@ -21,11 +21,11 @@ from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
 from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.node.network_thread import Tasks
+from atomtrain.swarm.node.probe import send_pong, send_status
 from atomtrain.swarm.node.reaching import Reach
 from atomtrain.swarm.node.relays import Relays
 from atomtrain.swarm.node.reunion import Reunion
 from atomtrain.swarm.node.round_loop import Rounds
-from atomtrain.swarm.node.status import send_pong, send_status
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled
 from atomtrain.swarm.transport.messages import (
