@@ -28,9 +28,9 @@ from atomtrain.swarm.membership.deadlines import LoopStalls, RoundTiming, Waits
 from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces, SwarmClock
 from atomtrain.swarm.membership.guards import Standing
 from atomtrain.swarm.membership.known_peers import KnownPeers
-from atomtrain.swarm.membership.reachability import Ways
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.roster import Roster
+from atomtrain.swarm.membership.routes import Routes
 from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service, beat_pause_s
 from atomtrain.swarm.rounds.context import Context, opening_to
@@ -212,7 +212,7 @@ def build_service(
         age=age,
         known=known,
         pacer=Pacer(config.upload_limit_bytes_per_s),
-        ways=Ways(
+        routes=Routes(
             transport,
             roster,
             Relay(

@@ -20,7 +20,7 @@ from typing import Any
 from atomtrain.swarm.codecs.slices import slices_per_member
 from atomtrain.swarm.membership.admission import admission_of
 from atomtrain.swarm.membership.config import PROTOCOL, SwarmConfig
-from atomtrain.swarm.membership.reachability import pass_through
+from atomtrain.swarm.membership.routes import pass_through
 from atomtrain.swarm.node.round_loop import Group
 from atomtrain.swarm.rounds.context import Context, opening_to
 from atomtrain.swarm.transport.addresses import Place, circuit_of, place_of
@@ -59,7 +59,7 @@ def status_of(context: Context, groups: Sequence[Group]) -> dict[str, Any]:
         "versions": [None if stamp is None else stamp.version for stamp in best],
         "rules": asdict(context.manifest.rules),
         "peers": [asdict(peer) for peer in context.roster.statuses()],
-        "relaying": context.ways.relay.status(),
+        "relaying": context.routes.relay.status(),
         "rounds": [_round(context, group) for group in groups],
     }
 

@@ -22,9 +22,7 @@ from atomtrain.swarm.membership.lan import Found, Responder
 from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.node.probe import send_pong, send_status
-from atomtrain.swarm.node.reaching import Reach
-from atomtrain.swarm.node.relays import Relays
-from atomtrain.swarm.node.reunion import Reunion
+from atomtrain.swarm.node.reachability import Reach, Relays, Reunion
 from atomtrain.swarm.node.round_loop import Rounds
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled
@@ -301,13 +299,13 @@ class Service:
         elif isinstance(message, AskDial):
             await self._dial(channel, message)
         elif isinstance(message, HoldOn):
-            await self.context.ways.relay.hold(channel)
+            await self.context.routes.relay.hold(channel)
             return _After.CLOSE
         elif isinstance(message, RelayTo):
-            await self.context.ways.relay.pass_on(channel, message)
+            await self.context.routes.relay.pass_on(channel, message)
             return _After.CLOSE
         elif isinstance(message, TakeCall):
-            self.context.ways.relay.take(channel, message)
+            self.context.routes.relay.take(channel, message)
             return _After.KEEP
         return _After.CLOSE_WHEN_READ
 
@@ -324,7 +322,7 @@ class Service:
             )
         finally:
             self._dialling.discard(channel.remote)
-        self.context.ways.note_dialled(channel.remote, answered=answered)
+        self.context.routes.note_dialled(channel.remote, answered=answered)
         await channel.send(Dialled(answered=answered))
 
     def _refusal(self, remote: str, opening: Open, message: Message) -> str:
@@ -346,7 +344,7 @@ class Service:
         elif isinstance(message, HoldOn | RelayTo):
             if self.state == LEFT:
                 return "it leaves the run"
-            relay, reached = self.context.ways.relay, self._reach.can_be_dialled
+            relay, reached = self.context.routes.relay, self._reach.can_be_dialled
             return relay.refusal(remote, message, can_be_dialled=reached)
         elif not isinstance(message, _OPENING):
             return f"{message.kind} does not open a stream"

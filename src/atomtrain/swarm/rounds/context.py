@@ -21,8 +21,8 @@ from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.membership.deadlines import RoundTiming, Waits
 from atomtrain.swarm.membership.guards import Standing
 from atomtrain.swarm.membership.known_peers import KnownPeers
-from atomtrain.swarm.membership.reachability import Ways
 from atomtrain.swarm.membership.roster import Roster
+from atomtrain.swarm.membership.routes import Routes
 from atomtrain.swarm.rounds.gloo import KeptGroup
 from atomtrain.swarm.rounds.owning import Offload
 from atomtrain.swarm.transport.messages import Message, Open
@@ -65,7 +65,7 @@ class Context:
     """Peers that the run has had."""
     pacer: Pacer
     """Limits what all streams together send."""
-    ways: Ways
+    routes: Routes
     """How members are reached."""
     waits: Waits
     """How long they are waited for."""
@@ -105,7 +105,7 @@ class Context:
         Raises:
             LinkLost: the peer cannot be reached by the connection deadline.
         """
-        channel = await self.ways.open(peer_id, bulk=bulk)
+        channel = await self.routes.open(peer_id, bulk=bulk)
         self.adopt(channel)
         return await begun(channel, self.opening(peer_id))
 
