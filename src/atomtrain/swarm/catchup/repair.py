@@ -64,7 +64,7 @@ class Repairer:
         best = self._context.roster.best()
         for age in range(1, count + 1):
             fragment = (self._context.agenda.next_round - age) % count
-            own, other = self._context.desk.stamp(fragment), best[fragment]
+            own, other = self._context.mailbox.stamp(fragment), best[fragment]
             if other is None or own is None or fragment in self.busy | self.awaited:
                 continue
             if supersedes(other, own, self._slack(fragment)) or self._decided(fragment, own):
@@ -126,12 +126,12 @@ class Repairer:
     def _leave_fetched(self, fragment: int, fetched: Fetched, started_s: float) -> bool:
         """Have a fetched anchor merged; says False, and does nothing, if it is no better."""
         context, anchor = self._context, fetched.anchor
-        own = context.desk.stamp(fragment)
+        own = context.mailbox.stamp(fragment)
         if own is None or not anchor.stamp.beats(own):
             return False
         doubt = self.doubts.pop(fragment, None)
         self.astray.discard(fragment)
-        present = context.desk.store.anchor(fragment)
+        present = context.mailbox.store.anchor(fragment)
         # Where another merge waits for the next boundary, the doubt's anchor will not be present.
         in_doubt = None
         if doubt is not None and present.stamp == own:
@@ -145,7 +145,7 @@ class Repairer:
             bytes_received=fetched.received_bytes,
             duration_s=asyncio.get_running_loop().time() - started_s,
         )
-        context.desk.leave_merge(merge, report)
+        context.mailbox.leave_merge(merge, report)
         return True
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.stamps import RunAge
-from atomtrain.swarm.anchors.trainer_mailbox import Desk
+from atomtrain.swarm.anchors.trainer_mailbox import TrainerMailbox
 from atomtrain.swarm.catchup.joining import connect_any
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.membership.admission import admission_of
@@ -190,7 +190,7 @@ def build_service(
         manifest=manifest,
         transport=transport,
         directory=directory,
-        desk=Desk(store, on_boundary),
+        mailbox=TrainerMailbox(store, on_boundary),
         admission=admission,
         roster=roster,
         agenda=Agenda(

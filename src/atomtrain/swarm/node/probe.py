@@ -46,7 +46,7 @@ def _version() -> str:
 
 def status_of(context: Context, groups: Sequence[Group]) -> dict[str, Any]:
     """Return what this peer knows of its swarm, JSON-able."""
-    best = context.desk.store.stamps()
+    best = context.mailbox.store.stamps()
     return {
         "run": context.config.run,
         "protocol": PROTOCOL,

@@ -1,7 +1,7 @@
 """A peer's network side: tasks on one event loop that serve, lead, follow, publish and repair.
 
-It talks to the training thread through the `Desk` only, and to other peers through a `Transport`
-and a `Directory`: tests run it on a virtual clock over a network in memory.
+It talks to the training thread through the `TrainerMailbox` only, and to other peers through a
+`Transport` and a `Directory`: tests run it on a virtual clock over a network in memory.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Service:
     def own_record(self) -> PeerRecord:
         """Return what this peer tells all others."""
         context = self.context
-        progress, timing = context.desk.progress, context.timing
+        progress, timing = context.mailbox.progress, context.timing
         return PeerRecord(
             peer_id=context.peer_id,
             manifest=context.roster.manifest,
@@ -240,7 +240,7 @@ class Service:
                 timing.moved_bytes, timing.link_bytes_per_s
             ),
             fetch_bytes_per_s=timing.fetch_bytes_per_s,
-            stamps=context.desk.store.stamps(),
+            stamps=context.mailbox.store.stamps(),
         )
 
     # Incoming streams -----------------------------------------------------------------------
@@ -283,7 +283,7 @@ class Service:
         elif isinstance(message, AskManifest):
             await send_manifest(channel, self.context)
         elif isinstance(message, AskAnchor):
-            anchor = self.context.desk.store.anchor(message.fragment)
+            anchor = self.context.mailbox.store.anchor(message.fragment)
             await self._donations.send(channel, message, anchor)
         elif isinstance(message, AskStatus):
             await send_status(channel, self.context, self._rounds.groups())
@@ -336,7 +336,7 @@ class Service:
         if isinstance(message, AskManifest) and self.state == LEFT:
             return "it has finished, and leaves the run"
         if isinstance(message, AskAnchor):
-            stamps = self.context.desk.store.stamps()
+            stamps = self.context.mailbox.store.stamps()
             if message.fragment >= len(stamps) or stamps[message.fragment] is None:
                 return "it does not have this fragment"
         elif isinstance(message, Propose | Invite) and not self._rounds.active:

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 
 from atomtrain.swarm.anchors.anchors import Snapshot
-from atomtrain.swarm.anchors.buffer_pool import large_empty
+from atomtrain.swarm.anchors.buffer_pool import pooled_empty
 from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, RunAge
-from atomtrain.swarm.anchors.trainer_mailbox import Desk
+from atomtrain.swarm.anchors.trainer_mailbox import TrainerMailbox
 from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import Codec
 from atomtrain.swarm.membership.admission import Admission
@@ -46,7 +46,7 @@ class Context:
     transport: Transport
     directory: Directory
     admission: Admission
-    desk: Desk
+    mailbox: TrainerMailbox
     roster: Roster
     agenda: Agenda
     timing: RoundTiming
@@ -96,7 +96,7 @@ class Context:
 
         0: there is one anchor. Where there were several groups just now, there may be several yet.
         """
-        several = self.roster.groups > 1 or self.desk.grouped(fragment)
+        several = self.roster.groups > 1 or self.mailbox.grouped(fragment)
         return SLACK_VERSIONS if several else 0
 
     async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
@@ -148,14 +148,14 @@ class Context:
                 taken.set_result(snapshot)
 
         elements = self.manifest.fragment_elements[fragment]
-        into = self.desk.take_spare(elements)
+        into = self.mailbox.take_spare(elements)
         if into is None:
             into = await self.offload(_written, elements)
-        self.desk.want_snapshot(fragment, into, lambda s: _into(loop, resolve, s))
+        self.mailbox.want_snapshot(fragment, into, lambda s: _into(loop, resolve, s))
         try:
             return await taken
         finally:
-            self.desk.withdraw(fragment)
+            self.mailbox.withdraw(fragment)
 
 
 def opening_to(peer_id: str, admission: Admission) -> Open:
@@ -164,7 +164,7 @@ def opening_to(peer_id: str, admission: Admission) -> Open:
 
 
 def _written(elements: int) -> torch.Tensor:
-    return large_empty(elements).fill_(0)  # not zeros(): those are not in memory yet
+    return pooled_empty(elements).fill_(0)  # not zeros(): those are not in memory yet
 
 
 def _into(

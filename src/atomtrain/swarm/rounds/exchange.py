@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from atomtrain.swarm.anchors.anchors import Snapshot
-from atomtrain.swarm.anchors.buffer_pool import exchange_memory, large_empty
+from atomtrain.swarm.anchors.buffer_pool import exchange_memory, pooled_empty
 from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import Codec, byte_view, decode_span, decoded, square_of
 from atomtrain.swarm.codecs.slices import (
@@ -113,7 +113,7 @@ class Exchange:
                 setup.snapshot, setup.update, setup.codec, self._spans, setup.offload, self._memory
             )
         self._means: list[SliceMean | None] = [None] * len(self._spans)
-        self._values = large_empty(elements)  # what all means lie in
+        self._values = pooled_empty(elements)  # what all means lie in
         self._own_square = [0.0] * len(self._spans)
         self._wrong_means: dict[str, str] = {}
         self._channels: list[Channel] = []

@@ -24,7 +24,7 @@ _LOOK_S = 1.0
 """How often it is seen whether those that have not answered are members still."""
 
 
-class Leading:
+class LeaderIO:
     """Drives one `LeaderRound` over real streams until it is done."""
 
     def __init__(
@@ -41,10 +41,10 @@ class Leading:
         members = [record for record in context.roster.training() if record.peer_id in group]
         slack = context.slack(fragment)
         # A leader may be behind itself.
-        stamp = best_of((context.desk.stamp(fragment), context.roster.best()[fragment]))
+        stamp = best_of((context.mailbox.stamp(fragment), context.roster.best()[fragment]))
         # Members that are behind fetch the whole anchor before they answer.
         anchor_bytes = 4 * context.manifest.fragment_elements[fragment]
-        anchor_bytes *= 1 + context.desk.store.momentum
+        anchor_bytes *= 1 + context.mailbox.store.momentum
         waited_for = [r for r in members if context.roster.patient_with(r.peer_id, round_index)]
         behind = [
             r.fetch_bytes_per_s for r in waited_for if is_behind(r.stamps[fragment], stamp, slack)

@@ -59,7 +59,7 @@ class _Over(Exception):  # noqa: N818 - the ordinary end of a round without a re
     """The round ends here for this member, for the reason given."""
 
 
-class Membering:
+class RoundMember:
     """One member's part in one round."""
 
     def __init__(self, context: Context, invite: Invite, channel: Channel) -> None:
@@ -79,7 +79,7 @@ class Membering:
         """Most of the others' anchors are far from this member's."""
 
     async def run(self) -> None:
-        """Follow the round to its end and leave its report, and what it changes, at the desk."""
+        """Follow the round to its end; leave its report, and what it changes, for the trainer."""
         try:
             decided = await self._follow()
         except (_Over, LinkLost, BadMessage) as error:
@@ -89,7 +89,7 @@ class Membering:
             self._inbox.close()
         self._context.timing.observe_round(self._loop.time() - self._started_s)
         merge, report = await self._context.offload(self._conclude, decided)
-        self._context.desk.leave_merge(merge, report)
+        self._context.mailbox.leave_merge(merge, report)
 
     async def _follow(self) -> Decided:
         snapshot = await self._enter()
@@ -197,8 +197,8 @@ class Membering:
         return message
 
     def _abandoned(self, reason: str) -> None:
-        stamp = self._context.desk.stamp(self.invite.fragment)
-        self._context.desk.report(
+        stamp = self._context.mailbox.stamp(self.invite.fragment)
+        self._context.mailbox.report(
             RoundReport(
                 round=self.invite.round_index,
                 fragment=self.invite.fragment,
