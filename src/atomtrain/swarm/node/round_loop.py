@@ -12,7 +12,7 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
-from atomtrain.swarm.catchup.repair import Doubt, Repairer
+from atomtrain.swarm.catchup.repair import Repairer
 from atomtrain.swarm.codecs.codec import all_finite
 from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.context import Context
@@ -207,9 +207,8 @@ class Rounds:
             agenda.end(invite.round_index)
             self._repairer.free(fragment)
             self._repairer.doubts.pop(fragment, None)
-            if member.in_doubt is not None and member.begin is not None:
-                doubt = Doubt(invite.round_id, member.in_doubt, member.begin.members)
-                self._repairer.doubts[fragment] = doubt
+            if member.in_doubt is not None:
+                self._repairer.doubts[fragment] = member.in_doubt
             if member.astray:
                 self._repairer.astray.add(fragment)
         return False

@@ -99,7 +99,7 @@ class LeaderIO:
             for member in self._round.unanswered - {self._context.peer_id}:
                 if not self._context.roster.sees(member):
                     talks[member].cancel()
-                    self._events.put_nowait((member, None))
+                    self._lost(member)
 
     async def _next(self) -> Outgoing:
         try:
@@ -116,9 +116,13 @@ class LeaderIO:
             try:
                 await self._channels[member].send(message)
             except LinkLost:
-                self._events.put_nowait((member, None))
+                self._lost(member)
 
         await asyncio.gather(*(send(member, message) for member, message in outgoing))
+
+    def _lost(self, member: str) -> None:
+        """Have the round go on without a member; `LeaderRound.on_lost` says what that means."""
+        self._events.put_nowait((member, None))
 
     async def _talk(self, member: str, invite: Message) -> None:
         assert isinstance(invite, Invite)
@@ -127,7 +131,7 @@ class LeaderIO:
         except LinkLost as error:
             _log.debug("round %s: %s", invite.round_id, error)
             self._context.roster.suspect(member)
-            self._events.put_nowait((member, None))
+            self._lost(member)
             return
         self._channels[member] = channel
         try:
@@ -145,7 +149,7 @@ class LeaderIO:
                     return
         except (LinkLost, BadMessage) as error:
             _log.debug("round %s: %s", invite.round_id, error)
-            self._events.put_nowait((member, None))
+            self._lost(member)
 
 
 def is_behind(stamp: Stamp | None, best: Stamp | None, slack: int) -> bool:

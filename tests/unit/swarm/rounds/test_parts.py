@@ -29,13 +29,13 @@ from atomtrain.swarm.anchors.buffer_pool import (
 )
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.updates import OuterUpdate
-from atomtrain.swarm.catchup.repair import merge_of_fetched
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.membership.agenda import Agenda, lead_order
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig
 from atomtrain.swarm.membership.deadlines import RoundTiming
 from atomtrain.swarm.rounds.owning import SliceReduction
+from atomtrain.swarm.rounds.round_member import Doubt, merge_of_fetched
 
 
 @given(st.integers(0, 5000), st.integers(1, 40))
@@ -247,14 +247,15 @@ def test_fetched_anchor_of_an_unheard_decision_does_not_count_twice() -> None:
     store.adopt_local(_Access(local))
     local += 1.0
     snapshot = store.snapshot(0, local, torch.empty_like(local))
+    doubt = Doubt("r", snapshot, ("me", "you"))
     local += 0.25
     parts = (Part(Span(0, 1), frozenset({"me", "you"})), Part(Span(1, 2), frozenset({"you"})))
     new = _anchor(torch.tensor([4.0, 8.0]), 1, Origin("r", parts))
-    merge = merge_of_fetched(0, new, store.anchor(0), ("r", snapshot), "me")
+    merge = merge_of_fetched(0, new, store.anchor(0), doubt, "me")
     store.merge(merge, local)
     assert local.tolist() == [4.25, 9.25]
     later = _anchor(torch.tensor([5.0, 9.0]), 2, Origin("r2", ()))
-    merge = merge_of_fetched(0, later, store.anchor(0), ("r", snapshot), "me")
+    merge = merge_of_fetched(0, later, store.anchor(0), doubt, "me")
     assert merge == Merge(0, later, whole(2))
     store.merge(merge, local)
     assert local.tolist() == [5.25, 10.25]
