@@ -119,7 +119,7 @@ class Misdeed:
 
 def lie(swarm: Swarm, what: str) -> None:
     """Have a peer tell all others of anchors that nobody has made, and give them to who asks."""
-    store = swarm._service.context.desk.store
+    store = swarm._service.context.mailbox.store
     versions, tokens = LIES[what]
     true, told = store.anchor, dict[str, Anchor]()
 
@@ -146,7 +146,7 @@ def lie(swarm: Swarm, what: str) -> None:
 def record(swarm: Swarm) -> None:
     """Have a peer tell of each round what it contributed, and what its anchor became by it."""
     service = swarm._service
-    store = service.context.desk.store
+    store = service.context.mailbox.store
 
     def snapshot(fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:
         taken = type(store).snapshot(store, fragment, local, into)

@@ -165,13 +165,13 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
     from atomtrain.swarm.anchors.anchor_store import AnchorStore
     from atomtrain.swarm.membership.deadlines import RoundTiming
     from atomtrain.swarm.rounds.exchange import Exchange
-    from atomtrain.swarm.rounds.leader_io import Leading
+    from atomtrain.swarm.rounds.leader_io import LeaderIO
     from atomtrain.swarm.rounds.owning import OwnedSlice
-    from atomtrain.swarm.rounds.round_member import Membering
+    from atomtrain.swarm.rounds.round_member import RoundMember
     from atomtrain.swarm.transport.messages import Commit
 
     once = threading.Lock()
-    answer, send = OwnedSlice.answer, Leading._send
+    answer, send = OwnedSlice.answer, LeaderIO._send
 
     def fall() -> None:
         if always or once.acquire(blocking=False):
@@ -181,7 +181,7 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
         await answer(self, channel)
         fall()
 
-    async def fall_while_telling(self: Leading, outgoing: Any) -> None:
+    async def fall_while_telling(self: LeaderIO, outgoing: Any) -> None:
         if any(isinstance(message, Commit) for _, message in outgoing):
             await send(self, outgoing[:1])
             fall()
@@ -191,10 +191,10 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
     if stage == "answering":
         OwnedSlice.answer = fall_after_answer  # type: ignore[method-assign]
     elif stage == "deciding":
-        Leading._send = fall_while_telling  # type: ignore[method-assign]
+        LeaderIO._send = fall_while_telling  # type: ignore[method-assign]
     else:
         owner, name = {
-            "invited": (Membering, "_enter"),
+            "invited": (RoundMember, "_enter"),
             "contributing": (Exchange, "_encode_change"),
             "reducing": (OwnedSlice, "_close"),
             "exchanged": (RoundTiming, "observe"),
@@ -246,7 +246,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     step_s = settings.get("step_s", 0.05)
     said_s = 0.0
     steps = 0
-    store = swarm._service.context.desk.store
+    store = swarm._service.context.mailbox.store
     fault, fault_file = settings.get("fault", ""), Path(settings.get("fault_file", "/"))
     what = fault.partition(" at ")
     misdeed = Misdeed(what[0], swarm) if what[2] and what[0] in MISDEEDS else None

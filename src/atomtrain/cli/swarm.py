@@ -184,7 +184,7 @@ def outside_config(run_name: str, key: Path | None, identity: Path | None) -> Sw
         ConfigError: the files with key or identity cannot be used.
     """
     from atomtrain.swarm import SwarmConfig
-    from atomtrain.swarm.node.assembly import admission_of
+    from atomtrain.swarm.membership.admission import admission_of
 
     if identity is not None and not identity.exists():
         raise ConfigError(f"there is no key {identity}; make one with 'atom identity {identity}'")

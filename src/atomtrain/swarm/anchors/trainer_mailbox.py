@@ -1,4 +1,4 @@
-"""The desk between the training thread and the network thread.
+"""The mailbox between the training thread and the network thread, and what lies in it.
 
 The network side leaves requests (a snapshot, an anchor to merge); the training thread serves them
 at its next boundary, between two steps, and leaves its progress. Nobody has to wait for the other
@@ -61,7 +61,7 @@ class LocalProgress:
     step_s: float = 0.0
 
 
-class Desk:
+class TrainerMailbox:
     """Thread-safe mailbox and owner of the anchor store."""
 
     def __init__(self, store: AnchorStore, on_boundary: Callable[[int, int], None]) -> None:

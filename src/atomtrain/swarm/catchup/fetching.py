@@ -18,7 +18,7 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, digest_of, joined_parts
-from atomtrain.swarm.anchors.buffer_pool import large_empty
+from atomtrain.swarm.anchors.buffer_pool import pooled_empty
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import all_finite, byte_view
@@ -233,9 +233,9 @@ class Fetcher:
             return had
         if header.start_bytes:
             raise BadMessage(f"peer {channel.remote[-8:]} sent the rest of something else")
-        values = large_empty(elements)
-        rows = 0 if header.grouped else context.desk.store.momentum
-        velocity = large_empty(rows * elements) if rows else None
+        values = pooled_empty(elements)
+        rows = 0 if header.grouped else context.mailbox.store.momentum
+        velocity = pooled_empty(rows * elements) if rows else None
         self._partial[fragment] = partial = Partial(header, values, velocity)
         return partial
 
@@ -255,7 +255,7 @@ class Fetcher:
         """Return those that have the fragment: the best anchor, and the least to do, first."""
 
         # Who has nothing of its own to go by prefers what several agree on.
-        newcomer = self._context.desk.stamp(fragment) is None
+        newcomer = self._context.mailbox.stamp(fragment) is None
 
         def order(holder: Holder) -> tuple[bool, bool, bool, bool, int]:
             wanted, asked = holder.peer_id in first, self._asked[holder.peer_id]

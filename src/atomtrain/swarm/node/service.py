@@ -1,7 +1,7 @@
 """A peer's network side: tasks on one event loop that serve, lead, follow, publish and repair.
 
-It talks to the training thread through the `Desk` only, and to other peers through a `Transport`
-and a `Directory`: tests run it on a virtual clock over a network in memory.
+It talks to the training thread through the `TrainerMailbox` only, and to other peers through a
+`Transport` and a `Directory`: tests run it on a virtual clock over a network in memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
 from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.node.network_thread import Tasks
-from atomtrain.swarm.node.reaching import Reach
-from atomtrain.swarm.node.relays import Relays
-from atomtrain.swarm.node.reunion import Reunion
+from atomtrain.swarm.node.probe import send_pong, send_status
+from atomtrain.swarm.node.reachability import Reach, Relays, Reunion
 from atomtrain.swarm.node.round_loop import Rounds
-from atomtrain.swarm.node.status import send_pong, send_status
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled
 from atomtrain.swarm.transport.messages import (
@@ -224,7 +222,7 @@ class Service:
     def own_record(self) -> PeerRecord:
         """Return what this peer tells all others."""
         context = self.context
-        progress, timing = context.desk.progress, context.timing
+        progress, timing = context.mailbox.progress, context.timing
         return PeerRecord(
             peer_id=context.peer_id,
             manifest=context.roster.manifest,
@@ -242,7 +240,7 @@ class Service:
                 timing.moved_bytes, timing.link_bytes_per_s
             ),
             fetch_bytes_per_s=timing.fetch_bytes_per_s,
-            stamps=context.desk.store.stamps(),
+            stamps=context.mailbox.store.stamps(),
         )
 
     # Incoming streams -----------------------------------------------------------------------
@@ -285,7 +283,7 @@ class Service:
         elif isinstance(message, AskManifest):
             await send_manifest(channel, self.context)
         elif isinstance(message, AskAnchor):
-            anchor = self.context.desk.store.anchor(message.fragment)
+            anchor = self.context.mailbox.store.anchor(message.fragment)
             await self._donations.send(channel, message, anchor)
         elif isinstance(message, AskStatus):
             await send_status(channel, self.context, self._rounds.groups())
@@ -301,13 +299,13 @@ class Service:
         elif isinstance(message, AskDial):
             await self._dial(channel, message)
         elif isinstance(message, HoldOn):
-            await self.context.ways.relay.hold(channel)
+            await self.context.routes.relay.hold(channel)
             return _After.CLOSE
         elif isinstance(message, RelayTo):
-            await self.context.ways.relay.pass_on(channel, message)
+            await self.context.routes.relay.pass_on(channel, message)
             return _After.CLOSE
         elif isinstance(message, TakeCall):
-            self.context.ways.relay.take(channel, message)
+            self.context.routes.relay.take(channel, message)
             return _After.KEEP
         return _After.CLOSE_WHEN_READ
 
@@ -324,7 +322,7 @@ class Service:
             )
         finally:
             self._dialling.discard(channel.remote)
-        self.context.ways.note_dialled(channel.remote, answered=answered)
+        self.context.routes.note_dialled(channel.remote, answered=answered)
         await channel.send(Dialled(answered=answered))
 
     def _refusal(self, remote: str, opening: Open, message: Message) -> str:
@@ -338,7 +336,7 @@ class Service:
         if isinstance(message, AskManifest) and self.state == LEFT:
             return "it has finished, and leaves the run"
         if isinstance(message, AskAnchor):
-            stamps = self.context.desk.store.stamps()
+            stamps = self.context.mailbox.store.stamps()
             if message.fragment >= len(stamps) or stamps[message.fragment] is None:
                 return "it does not have this fragment"
         elif isinstance(message, Propose | Invite) and not self._rounds.active:
@@ -346,7 +344,7 @@ class Service:
         elif isinstance(message, HoldOn | RelayTo):
             if self.state == LEFT:
                 return "it leaves the run"
-            relay, reached = self.context.ways.relay, self._reach.can_be_dialled
+            relay, reached = self.context.routes.relay, self._reach.can_be_dialled
             return relay.refusal(remote, message, can_be_dialled=reached)
         elif not isinstance(message, _OPENING):
             return f"{message.kind} does not open a stream"

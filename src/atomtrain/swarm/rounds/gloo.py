@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atomtrain.swarm.anchors.buffer_pool import large_empty
+from atomtrain.swarm.anchors.buffer_pool import pooled_empty
 from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import square_of
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
@@ -146,7 +146,7 @@ class GlooExchange:
         elements, members = setup.snapshot.values.numel(), len(begin.members)
         self._spans = slice_spans(elements, members * slices_per_member(elements, members))
         self._channels: list[Channel] = []
-        self._values = large_empty(elements)
+        self._values = pooled_empty(elements)
         loop = asyncio.get_running_loop()
         self._until_s = loop.time() + begin.exchange_s
         self._place: asyncio.Future[MeetingPlace] = loop.create_future()

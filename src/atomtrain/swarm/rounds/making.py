@@ -12,7 +12,7 @@ import torch
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Anchor, Digest, Merge, Part, Snapshot, digest_of, whole
-from atomtrain.swarm.anchors.buffer_pool import large_copy, large_empty
+from atomtrain.swarm.anchors.buffer_pool import pooled_copy, pooled_empty
 from atomtrain.swarm.anchors.updates import Place, Update, rows_of
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span
@@ -93,7 +93,7 @@ def _velocity(old: Anchor, update: Update) -> torch.Tensor | None:
     """Return a copy of an anchor's velocity; after several groups it begins with zeros."""
     if old.grouped and update.rows:
         return torch.zeros(update.rows * old.values.numel())
-    return None if old.velocity is None else large_copy(old.velocity)
+    return None if old.velocity is None else pooled_copy(old.velocity)
 
 
 def _on_time_share(begin: Begin, contributors: tuple[int, ...]) -> float:
@@ -115,8 +115,8 @@ def merge_alone(store: AnchorStore, update: Update, snapshot: Snapshot) -> Merge
 
 def _step_alone(update: Update, snapshot: Snapshot) -> Merge:
     old = snapshot.anchor
-    values = large_empty(old.values.numel())
-    velocity = None if old.velocity is None else large_copy(old.velocity)
+    values = pooled_empty(old.values.numel())
+    velocity = None if old.velocity is None else pooled_copy(old.velocity)
     everything = whole(values.numel())
     update.apply(
         old.values,

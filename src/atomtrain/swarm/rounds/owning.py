@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from atomtrain.swarm.anchors.anchors import Digest
-from atomtrain.swarm.anchors.buffer_pool import Recycler
+from atomtrain.swarm.anchors.buffer_pool import BufferPool
 from atomtrain.swarm.codecs.codec import (
     Codec,
     byte_view,
@@ -158,7 +158,7 @@ class OwnedSlice:
         codec: Codec,
         offload: Offload,
         reduction: SliceReduction,
-        memory: Recycler,
+        memory: BufferPool,
     ) -> None:
         """Own a slice of the round from now on, for half of its time.
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Snapshot, split_parts
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Snapshot, split_parts, whole
 from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.anchors.updates import OuterUpdate, Update
@@ -55,11 +56,19 @@ class Decided:
     result: ExchangeResult
 
 
+class Doubt(NamedTuple):
+    """A round that this peer has given its part to, and whose decision it did not hear."""
+
+    round_id: str
+    snapshot: Snapshot
+    members: tuple[str, ...]
+
+
 class _Over(Exception):  # noqa: N818 - the ordinary end of a round without a result
     """The round ends here for this member, for the reason given."""
 
 
-class Membering:
+class RoundMember:
     """One member's part in one round."""
 
     def __init__(self, context: Context, invite: Invite, channel: Channel) -> None:
@@ -72,14 +81,14 @@ class Membering:
         self._inbox = Inbox(channel)
         self.exchange: Exchange | GlooExchange | None = None
         self.exchange_known = asyncio.Event()
-        self.in_doubt: Snapshot | None = None
+        self.in_doubt: Doubt | None = None
         self.begin: Begin | None = None
         """The group, once it is fixed."""
         self.astray = False
         """Most of the others' anchors are far from this member's."""
 
     async def run(self) -> None:
-        """Follow the round to its end and leave its report, and what it changes, at the desk."""
+        """Follow the round to its end; leave its report, and what it changes, for the trainer."""
         try:
             decided = await self._follow()
         except (_Over, LinkLost, BadMessage) as error:
@@ -89,7 +98,7 @@ class Membering:
             self._inbox.close()
         self._context.timing.observe_round(self._loop.time() - self._started_s)
         merge, report = await self._context.offload(self._conclude, decided)
-        self._context.desk.leave_merge(merge, report)
+        self._context.mailbox.leave_merge(merge, report)
 
     async def _follow(self) -> Decided:
         snapshot = await self._enter()
@@ -170,7 +179,7 @@ class Membering:
             if context.manifest.rules.transport == "gloo"
             else Exchange(setup, begin)
         )
-        self.in_doubt = snapshot
+        self.in_doubt = Doubt(self.invite.round_id, snapshot, begin.members)
         self.exchange_known.set()
         started_s = self._loop.time()
         result = await self.exchange.run()
@@ -197,8 +206,8 @@ class Membering:
         return message
 
     def _abandoned(self, reason: str) -> None:
-        stamp = self._context.desk.stamp(self.invite.fragment)
-        self._context.desk.report(
+        stamp = self._context.mailbox.stamp(self.invite.fragment)
+        self._context.mailbox.report(
             RoundReport(
                 round=self.invite.round_index,
                 fragment=self.invite.fragment,
@@ -316,3 +325,22 @@ def _own_velocity(
 ) -> torch.Tensor | None:
     assert isinstance(update, OuterUpdate), "gradients are averaged by one group of all"
     return velocity_after(snapshot, update, contributed)
+
+
+def merge_of_fetched(
+    fragment: int, anchor: Anchor, present: Anchor, doubt: Doubt | None, me: str
+) -> Merge:
+    """Return how to merge a fetched anchor.
+
+    If the round in `doubt` made it out of the present one, progress is measured from the snapshot
+    wherever this peer's contribution is in it.
+    """
+    elements = anchor.values.numel()
+    if (
+        doubt is None
+        or anchor.origin.round_id != doubt.round_id
+        or doubt.snapshot.anchor is not present
+    ):
+        return Merge(fragment, anchor, whole(elements))
+    changed, contributed = split_parts(anchor.origin.parts, me)
+    return Merge(fragment, anchor, changed, doubt.snapshot, contributed)

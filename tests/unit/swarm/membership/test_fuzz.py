@@ -22,7 +22,7 @@ from atomtrain.swarm.membership import lan
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import Manifest, Rules
 from atomtrain.swarm.membership.records import PeerRecord, RecordReader, sign_record
-from atomtrain.swarm.node.status import receive_status
+from atomtrain.swarm.node.probe import receive_status
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.memory import channel_pair

@@ -449,7 +449,7 @@ def test_halves_of_a_cut_network_go_on_and_grow_together() -> None:
         assert sides == {"a": 3, "b": 3, "c": 3, "d": 1}
         for name, peer in simulation.peers.items():
             assert sum(peer.versions()) > before[name] + 3, "both halves go on"
-        tokens = {n: sum(s.tokens for s in p.service.context.desk.store.stamps() if s)
+        tokens = {n: sum(s.tokens for s in p.service.context.mailbox.store.stamps() if s)
                   for n, p in simulation.peers.items()}  # fmt: skip
         assert tokens["a"] > tokens["d"]
         simulation.network.heal()

@@ -125,7 +125,7 @@ def test_who_lies_about_tokens_weighs_little_more_than_others() -> None:
         simulation = Simulation((40, 50), 5)
         for name in ("a", "b", "c", "liar"):
             await simulation.add(name, 0.5)
-        store = simulation.peers["liar"].service.context.desk.store
+        store = simulation.peers["liar"].service.context.mailbox.store
         real = store.unmerged_tokens
         store.unmerged_tokens = lambda fragment: 10**6 * real(fragment)  # type: ignore[method-assign]
         await asyncio.sleep(10)

@@ -45,7 +45,7 @@ async def pass_through(
         raise
 
 
-class Ways:
+class Routes:
     """Opens streams to members, and remembers which of them cannot be dialled."""
 
     def __init__(
