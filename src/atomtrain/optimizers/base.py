@@ -12,7 +12,7 @@ from torch import Tensor
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import masters
 from atomtrain.optimizers.checks import check_gradient, check_parameters, check_saved_groups
-from atomtrain.optimizers.scratch import free_scratch
+from atomtrain.optimizers.masters import free_scratch
 
 
 class HostOptimizer(torch.optim.Optimizer):
