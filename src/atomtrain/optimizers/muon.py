@@ -12,8 +12,7 @@ from torch import Tensor
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import masters
 from atomtrain.optimizers.adamw import update_one
-from atomtrain.optimizers.base import HostOptimizer
-from atomtrain.optimizers.checks import check_adamw_group, check_momentum, check_rates
+from atomtrain.optimizers.base import HostOptimizer, check_adamw_group, check_momentum, check_rates
 from atomtrain.optimizers.masters import wide_buffers
 from atomtrain.optimizers.moments import part_bytes, scratch_bytes
 
