@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from atomtrain.errors import PlanError
-from atomtrain.models.presets import GPT3
+from atomtrain.models.gpt_config import GPT3
 from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import HOSTS, Gpu, gpu, machine_for

@@ -19,7 +19,7 @@ from atomresearch.simulation.compare import compare
 from atomresearch.simulation.site import site_of
 from atomtrain.cli.simulate_options import SimulateOptions
 from atomtrain.errors import PlanError
-from atomtrain.models.presets import GPT3
+from atomtrain.models.gpt_config import GPT3
 from atomtrain.planning.search.batch_search import Prospect
 
 

@@ -84,7 +84,7 @@ def names_after(commands: Iterable[str]) -> dict[str, tuple[str, ...]]:
     Where nothing is known, or nothing that is known fits, shells offer files.
     """
     from atomtrain.cli.main import command_module, is_installed
-    from atomtrain.models.presets import PRESETS
+    from atomtrain.models.gpt_config import PRESETS
     from atomtrain.training.config.recipe_files import ready_recipes
 
     names: dict[str, tuple[str, ...]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atombench.pages import plans_page
 from atomtrain.errors import PlanError
-from atomtrain.models.presets import GPT3
+from atomtrain.models.gpt_config import GPT3
 from atomtrain.planning.catalogue import gpu
 from atomtrain.views.plans.subject import subject
 from atomtrain.views.plans.treatments import loaded_bytes, treatments
