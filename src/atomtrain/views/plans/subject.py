@@ -22,7 +22,6 @@ from atomtrain.engine.state.precision import Narrowed
 from atomtrain.engine.updates.optimizer_facts import states_of
 from atomtrain.engine.updates.update_model import update_model
 from atomtrain.errors import ConfigError
-from atomtrain.models.counting import parameter_count
 from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import preset
 from atomtrain.models.hugging_face import (
@@ -35,6 +34,7 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.models.lora import add_adapters
 from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.making import parameter_count
 from atomtrain.planning.plan.updating import UpdateModel
 from atomtrain.planning.search.batch_search import Analysis
 
