@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from atomtrain.errors import ConfigError
 from atomtrain.events import Event, is_abandoned
-from atomtrain.views.runs.files import EVENTS_FILE, SWARM_FILE
-from atomtrain.views.runs.tail import EventTail
+from atomtrain.views.runs.files import EVENTS_FILE, SWARM_FILE, EventTail
 
 _MOST_SWARM_BYTES = 64 << 20
 _KILLED = "its process ended without a word"
