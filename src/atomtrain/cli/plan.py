@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import parse
+from atomtrain.cli.parsing import leaving_at_once, parse
 from atomtrain.errors import ConfigError, choices
 from atomtrain.training.config.option_checks import (
     check_clip_norm,
