@@ -173,7 +173,7 @@ def run(arguments: Sequence[str]) -> int:
     check_name("precision", options.precision, PRECISIONS)
     _check_training(options)
     with leaving_at_once():
-        from atomtrain.engine.calibration.crowding import crowding_warning
+        from atomtrain.engine.calibration.profiling import crowding_warning
         from atomtrain.models.lora_config import parse_lora
         from atomtrain.planning.advice import Setting
         from atomtrain.planning.plan.machine import save_machine

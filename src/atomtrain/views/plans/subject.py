@@ -19,8 +19,7 @@ from atomtrain.analysis.head.head import split_head
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.engine.state.precision import Narrowed
-from atomtrain.engine.updates.optimizer_facts import states_of
-from atomtrain.engine.updates.update_model import update_model
+from atomtrain.engine.updates.optimizer import states_of, update_model
 from atomtrain.errors import ConfigError
 from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import preset
