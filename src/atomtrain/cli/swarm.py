@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import parse, shown
+from atomtrain.cli.parsing import leaving_at_once, parse, shown
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.training.config.options import option
 from atomtrain.units import format_bytes, format_count, format_seconds

@@ -22,8 +22,7 @@ from atomtrain.engine.engine_base import EngineCore, SegmentDone, StepReport
 from atomtrain.engine.engine_state import EngineState
 from atomtrain.engine.planner import Planner
 from atomtrain.engine.state.disk_placement import DiskTraffic
-from atomtrain.engine.state.loss_scale import LossScale
-from atomtrain.engine.state.precision import Masters
+from atomtrain.engine.state.precision import LossScale, Masters
 from atomtrain.engine.updates.updates import Combining
 from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.timeline import Span

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from atomtrain.engine.state.loss_scale import FIRST_SCALE, STEPS_TO_DOUBLE, check_scale
-from atomtrain.engine.state.precision import check_precision
+from atomtrain.engine.state.precision import (
+    FIRST_SCALE,
+    STEPS_TO_DOUBLE,
+    check_precision,
+    check_scale,
+)
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.disk import on_disk_up_to
 from atomtrain.planning.plan.shape import ACTIVATIONS, Activation

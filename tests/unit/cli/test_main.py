@@ -6,9 +6,8 @@ import importlib.util
 
 import pytest
 
-from atomtrain.cli.completion import names_after
+from atomtrain.cli.completion import all_parsers, names_after
 from atomtrain.cli.main import main
-from atomtrain.cli.parsers import all_parsers
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from atomtrain.engine.devices.emulated import EmulatedDevice
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.devices.streams import Event, Stream
 from atomtrain.engine.execution.activation_prefetch import NOTHING, Coming, Wanted
 from atomtrain.engine.execution.boundary_activations import Carried, Outbox

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from atombench.pages import commands_page
-from atomtrain.cli.completion import SHELLS
+from atomtrain.cli.completion import SHELLS, all_parsers
 from atomtrain.cli.main import COMMANDS, main
-from atomtrain.cli.parsers import all_parsers
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe_files import ready_recipes
 from tests.support.doc_commands import PAGES, ROOT, Shown, shown_commands

@@ -7,7 +7,7 @@ from one run to the next. So it is told well which of two ways to offload takes 
 takes more beside (copies share memory and caches with it, threads wake up) is the same for all
 ways, and is found by comparing whole runs.
 
-As in `overhead.py` the computing thread's own processor time counts: waits are in the
+As in `machines.py` the computing thread's own processor time counts: waits are in the
 plan's timeline.
 """
 
@@ -26,8 +26,8 @@ from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
 from atomtrain.analysis.costs.profile import LONGEST_S, LayerTime, example_values, usual_s
 from atomtrain.analysis.costs.rematerialization import Find, Recipes
 from atomtrain.analysis.layers.chain import Chain, Layer
-from atomtrain.engine.devices.emulated import EmulatedDevice
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import WaitingGraph, Where
 from atomtrain.engine.execution.offload import Offload, Parcel

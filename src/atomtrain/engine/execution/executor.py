@@ -17,16 +17,15 @@ from torch import Tensor
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.tracing import Record, recorded_on_host, recorded_visit
-from atomtrain.engine.execution.activation_prefetch import Coming
+from atomtrain.engine.execution.activation_prefetch import Coming, Pass, Route
 from atomtrain.engine.execution.boundary_activations import Carried, Outbox, Saved, leaf_of
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.randomness import Randomness
-from atomtrain.engine.execution.routes import Pass, Route
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.buffers import DeviceBuffers
 from atomtrain.engine.state.store import HostStore

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.execution.boundary_activations import Saved
 from atomtrain.engine.state.gradients import accept_wide
 from atomtrain.engine.state.store import HostStore, view_of

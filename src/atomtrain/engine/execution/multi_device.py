@@ -8,6 +8,7 @@ that they are in.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
@@ -24,7 +25,6 @@ from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.tracing import Record
 from atomtrain.engine.execution.executor import Executor, Values
 from atomtrain.engine.execution.randomness import micro_batch_seeds
-from atomtrain.engine.execution.replicas import refresh, replica_of
 from atomtrain.engine.execution.slots import Slots
 from atomtrain.engine.state.buffers import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
@@ -35,6 +35,7 @@ from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.schedule import Visit
 
 T = TypeVar("T")
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Together(NamedTuple):
@@ -221,3 +222,36 @@ def divided(items: Sequence[T], among: int) -> list[Sequence[T]]:
     size, longer = divmod(len(items), among)
     starts = [number * size + min(number, longer) for number in range(among + 1)]
     return [items[start:stop] for start, stop in itertools.pairwise(starts)]
+
+
+def replica_of(chain: Chain) -> Chain:
+    """Return a chain of the same layers that another thread may run at the same time."""
+    known: dict[int, nn.Module] = {}
+    layers = [
+        dataclasses.replace(layer, module=_replica(layer.module, known)) for layer in chain.layers
+    ]
+    return dataclasses.replace(chain, layers=tuple(layers))
+
+
+def refresh(replica: Chain, chain: Chain) -> None:
+    """Take over what was changed in a chain's modules, such as their mode or a dropout's rate."""
+    for target, source in zip(replica.layers, chain.layers, strict=True):
+        pairs = zip(target.module.modules(), source.module.modules(), strict=True)
+        for copy, module in pairs:
+            for name, value in module.__dict__.items():
+                if name not in _TABLES:
+                    copy.__dict__[name] = value
+
+
+def _replica(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in known:
+        return known[id(module)]
+    replica = known[id(module)] = module.__class__.__new__(module.__class__)
+    replica.__dict__.update(module.__dict__)
+    for name in _TABLES[:2]:
+        replica.__dict__[name] = dict(module.__dict__[name])
+    replica.__dict__["_modules"] = {
+        name: None if child is None else _replica(child, known)
+        for name, child in module._modules.items()
+    }
+    return replica

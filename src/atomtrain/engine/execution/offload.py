@@ -30,7 +30,7 @@ from torch import Tensor
 from atomtrain.analysis.costs.rematerialization import Remade, Unpack
 from atomtrain.analysis.costs.storages import LiveStorages, uncounted
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Event, Job
 
 _LEAST_JOB_BYTES, _MOST_JOB_BYTES = 64 << 10, 4 << 20

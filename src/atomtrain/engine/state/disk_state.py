@@ -21,10 +21,17 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from atomtrain.engine.devices.aligned import aligned_empty
+from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.engine.devices.streams import Event, Inject, Job, Stream, finished
-from atomtrain.engine.state.disk_placement import DiskTraffic, Placement
-from atomtrain.engine.state.disk_places import Key, Place, runs_of, starts_of, tensor_at
+from atomtrain.engine.state.disk_placement import (
+    DiskTraffic,
+    Key,
+    Place,
+    Placement,
+    runs_of,
+    starts_of,
+    tensor_at,
+)
 from atomtrain.engine.state.precision import KeepsMasters, Workers
 from atomtrain.engine.state.store import HostStore, view_of
 from atomtrain.errors import DiskError

@@ -30,7 +30,7 @@ from atomtrain.engine.state.precision import PRECISIONS, KeepsMasters
 from atomtrain.engine.state.residents import Copy, Residents
 from atomtrain.engine.state.store import view_of
 from atomtrain.engine.updates.grad_clipping import Decision
-from atomtrain.engine.updates.optimizer_facts import KeepsScratch, ScalesGradients
+from atomtrain.engine.updates.optimizer import KeepsScratch, ScalesGradients
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.planning.plan.shape import Layers
 

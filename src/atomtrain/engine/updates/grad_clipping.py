@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.engine.devices.streams import Event, Stream, finished
-from atomtrain.engine.state.loss_scale import LossScale
+from atomtrain.engine.state.precision import LossScale
 
 
 @dataclass

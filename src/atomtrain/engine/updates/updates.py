@@ -18,12 +18,11 @@ from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.streams import Event, Inject, Stream, finished
 from atomtrain.engine.state.disk_placement import Placement
 from atomtrain.engine.state.disk_state import DiskState
-from atomtrain.engine.state.loss_scale import LossScale
+from atomtrain.engine.state.precision import LossScale
 from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.grad_clipping import Deciding, Decision
 from atomtrain.engine.updates.gradient_tracker import Arrivals
-from atomtrain.engine.updates.optimizer_facts import ScalesGradients
-from atomtrain.engine.updates.workers import worker_for
+from atomtrain.engine.updates.optimizer import ScalesGradients, worker_for
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.shape import Layers
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomtrain.errors import CheckpointError, ConfigError
+from atomtrain.models.gpt_config import preset
 from atomtrain.models.hugging_face import (
     check_context,
     is_hugging_face,
@@ -20,7 +21,6 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.models.lora_config import LoraConfig, parse_lora
 from atomtrain.models.making import Sizes, sizes_from_json
-from atomtrain.models.presets import preset
 from atomtrain.optimizers import Schedule
 from atomtrain.training.config.optimizing import (
     check_gradient_dtype,

@@ -20,7 +20,7 @@ from atomtrain.engine.devices.device import Device
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPTConfig
-from atomtrain.models.counting import parameter_count
+from atomtrain.models.making import parameter_count
 from atomtrain.planning.plan.multi_device import share_of
 from atomtrain.planning.search.search import fits
 from atomtrain.training.config.optimizing import host_bytes_per_parameter, smaller_states

@@ -1,8 +1,16 @@
-"""The emulated device: CPU compute behind a link of given bandwidth and a memory budget.
+"""Devices that compute on the processor: the host itself, and one that is emulated behind a link.
 
-Logic, schedule and accounting are those of a GPU; speed is not. Copies are real and take at least
-the time that the link would. Every storage that operations on the computing thread allocate counts
-against the budget.
+Torch's operations are done when they return there. So whatever compute was given is over at once,
+and waiting for a stream blocks the thread.
+
+**The host as its own device:** compute and host store share one memory, so nothing is copied. Slots
+are the arena itself, and gradients stay where autograd made them until the optimizer has used them.
+What is left of the streams is their order: a segment waits for the updates of its blocks. Training
+takes the memory of parameters, gradients, optimizer state and one segment's graphs, once each.
+
+**The emulated device:** logic, schedule and accounting are those of a GPU; speed is not. Copies are
+real and take at least the time that the link would. Every storage that operations on the computing
+thread allocate counts against the budget.
 """
 
 from __future__ import annotations
@@ -11,20 +19,105 @@ import ctypes
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.storages import StorageTracker, uncounted
-from atomtrain.engine.devices.processor_device import ProcessorDevice
-from atomtrain.engine.devices.streams import Inject
+from atomtrain.engine.devices.host_memory import give_back, keep_freed
+from atomtrain.engine.devices.streams import EagerStream, Event, Inject, Stream, Wait, finished
+from atomtrain.engine.devices.tracing import Record
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.units import format_bytes
 
 _PIECE_S = 1e-3
 """How long a piece of a large copy keeps the link."""
 _LEAST_PIECE_BYTES = 64 << 10
+
+
+class ProcessorDevice:
+    """The part of `Device` that does not depend on what the device stands for."""
+
+    name: str
+    host_stream: type[Stream] = Stream
+    """Of its own streams too: all of them are threads of the host."""
+
+    def __init__(self, memory_bytes: int, inject: Inject | None = None) -> None:
+        """Plans count against `memory_bytes`; `inject` runs before each job of each stream."""
+        self.torch_device = torch.device("cpu")
+        self.inject = inject
+        self.generator = torch.default_generator
+        self.memory_bytes = memory_bytes
+        self.reserved_bytes = 0
+        self.load = self.host_stream("load", inject)
+        self.fetch = self.host_stream("fetch", inject)
+        self.unload = self.host_stream("unload", inject)
+        self.save = self.host_stream("save", inject)
+        self._wait = Wait(inject)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def mark(self) -> Event:
+        return finished()
+
+    def hold(self, event: Event) -> None:
+        self._wait.hold(event)
+
+    def new_record(self) -> Record:
+        return Record()
+
+    def synchronize(self) -> None:
+        pass
+
+    def trim(self) -> None:
+        pass
+
+    def take_wait_s(self) -> float:
+        return self._wait.take_s()
+
+    def close(self) -> None:
+        for stream in (self.load, self.fetch, self.unload, self.save):
+            stream.close()
+
+
+class HostDevice(ProcessorDevice):
+    """A `Device` that is the host: its budget is for plans only, and its peak is 0."""
+
+    name = "cpu"
+    one_memory = True
+    host_stream: type[Stream] = EagerStream
+
+    def __init__(self, memory_bytes: int, inject: Inject | None = None) -> None:
+        """Plans count against `memory_bytes`; `inject` runs before each job of each stream."""
+        super().__init__(memory_bytes, inject)
+        keep_freed()  # or each step would get its activations' pages anew, filled with zeros
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def on_host(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def host_empty(self, n_bytes: int) -> Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    def copy_in(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def copy_out(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        super().close()
+        give_back()
 
 
 class _Link:
