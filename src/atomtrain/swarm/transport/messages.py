@@ -325,12 +325,3 @@ def decode(data: bytes) -> Message:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadMessage(f"not a message: {str(error)[:_TOLD_MAX]}") from error
-
-
-def is_text(value: str) -> bool:
-    """Say whether a string can be written as UTF-8: JSON may hold halves of characters."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
