@@ -107,7 +107,7 @@ class Misdeed:
         """Return of what kind a message is, or of what, and how long, raw data are."""
         try:
             if len(data) > 4 and struct.unpack(">I", data[:4])[0] == len(data) - 4:
-                kind = messages.decode(data[4:]).kind
+                kind = type(messages.decode(data[4:])).__name__
                 self._last[channel] = kind
                 return kind
         except BadMessage:

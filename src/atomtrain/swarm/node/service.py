@@ -347,7 +347,7 @@ class Service:
             relay, reached = self.context.routes.relay, self._reach.can_be_dialled
             return relay.refusal(remote, message, can_be_dialled=reached)
         elif not isinstance(message, _OPENING):
-            return f"{message.kind} does not open a stream"
+            return f"{type(message).__name__} does not open a stream"
         return ""
 
     async def fetch(self, fragment: int, patience_s: float) -> Anchor:

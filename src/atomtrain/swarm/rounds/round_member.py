@@ -202,7 +202,7 @@ class RoundMember:
             self.in_doubt = None
             raise _Over(message.reason)
         if not isinstance(message, kind):
-            raise BadMessage(f"the leader sent {message.kind}, not {kind.__name__}")
+            raise BadMessage(f"the leader sent {type(message).__name__}, not {kind.__name__}")
         return message
 
     def _abandoned(self, reason: str) -> None:

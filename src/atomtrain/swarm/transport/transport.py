@@ -128,7 +128,9 @@ class Channel(ABC):
         if isinstance(message, Refused):
             raise PeerRefused(self.remote, message)
         if not isinstance(message, kind):
-            raise BadMessage(f"peer {self.remote[-8:]} sent {message.kind}, not {kind.__name__}")
+            raise BadMessage(
+                f"peer {self.remote[-8:]} sent {type(message).__name__}, not {kind.__name__}"
+            )
         return message
 
     async def receive_any(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport.messages import AnchorHeader, AskAnchor
@@ -130,7 +131,7 @@ def test_the_rest_of_another_anchor_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
     async def shifted(self: Channel, message: Any) -> None:
         if isinstance(message, AnchorHeader):
-            message = AnchorHeader(**{**message.__dict__, "start_bytes": 40})
+            message = replace(message, start_bytes=40)
         await send(self, message)
 
     async def scenario() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
@@ -189,7 +190,7 @@ def test_a_newcomer_prefers_what_several_agree_on(monkeypatch: pytest.MonkeyPatc
 
 
 def ready(tokens: int, weight: int = 10) -> Ready:
-    return Ready(version=3, tokens=tokens, digest="d", weight=weight)
+    return Ready(version=3, tokens=tokens, digest="d", weight=weight, late=False)
 
 
 @pytest.mark.parametrize("lying", [ready(2**49), ready(100, weight=2**49)])
@@ -217,7 +218,7 @@ def test_a_member_enters_no_round_that_makes_what_cannot_be() -> None:
         )  # fmt: skip
         check_begin(begin, own, context)
         with pytest.raises(BadMessage, match="tokens"):
-            check_begin(replace(begin, weights=(10, 2**49)), own, context)
+            check_begin(structs.replace(begin, weights=(10, 2**49)), own, context)
 
     run_virtual(scenario)
 
@@ -229,7 +230,9 @@ def test_nobody_follows_a_leader_that_claims_what_cannot_be() -> None:
             round_id="7-b-1", round_index=7, fragment=0, version=3, slack=0, answer_s=1.0
         )
         assert not await rounds._stranger("b", invite)
-        assert "cannot be true" in await rounds._stranger("b", replace(invite, version=2**39))
+        assert "cannot be true" in await rounds._stranger(
+            "b", structs.replace(invite, version=2**39)
+        )
         rounds._context.roster.distrust("b", "NaN")
         assert "cannot be true" in await rounds._stranger("b", invite)
 

@@ -90,6 +90,12 @@ def test_a_file_that_is_no_key(tmp_path: Path, content: bytes) -> None:
         Identity.load(tmp_path / "missing")
 
 
+def test_an_id_is_written_in_one_way() -> None:
+    assert public_key_of(ALICE.peer_id) is not None
+    for other in (f"{ALICE.peer_id} ", f" {ALICE.peer_id}", f"1{ALICE.peer_id}", "0OIl", "", "é"):
+        assert public_key_of(other) is None
+
+
 @given(st.text(max_size=80), st.binary(max_size=80))
 def test_strange_ids_and_signatures_are_refused(peer_id: str, signature: bytes) -> None:
     assert not verify(peer_id, b"text", signature)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
