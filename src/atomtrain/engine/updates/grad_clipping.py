@@ -28,8 +28,8 @@ class Decision:
     skip: bool = False
 
 
-class Deciding:
-    """Takes the norms of a step's gradients, and decides."""
+class GradClipping:
+    """Decides by how much a step's gradients are clipped, and whether the step is skipped."""
 
     def __init__(
         self,
