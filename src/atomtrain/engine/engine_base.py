@@ -1,4 +1,4 @@
-"""What every operation of an engine stands on: executor and plan, their end, and failures.
+"""The engine's core: owns executor, host store and updates, and refuses to go on after a failure.
 
 A failure in a step leaves part of the model a step ahead of the rest, so it is remembered and
 everything that would read the model refuses.

@@ -1,4 +1,4 @@
-"""Where an executor delivers its gradients."""
+"""What takes an executor's gradients: the updates, or one device's share of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What all gradients of a step together decide: by how much they are clipped, and whether the step
-is skipped because one overflowed.
+"""Clips a step's gradients by their global norm, and skips the step if one of them overflowed.
 
 Norms are taken block by block as gradients arrive, on the update stream; the decision is made once
 all are known, and every update of the step follows it.
