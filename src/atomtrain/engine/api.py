@@ -187,14 +187,14 @@ def _open(
             inject=opened.inject,
             stream_type=opened.host_stream,
         )
-        members, together = join(chain, devices, store, updates)
+        members, shared = join(chain, devices, store, updates)
     except BaseException:
         for one in devices:
             one.close()
         if placement is not None:
             placement.file.close()
         raise
-    core = EngineCore(model, planner, plan, store, members, updates, together)
+    core = EngineCore(model, planner, plan, store, members, updates, shared)
     return Engine(core, traced)
 
 

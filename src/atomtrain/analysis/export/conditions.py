@@ -1,5 +1,6 @@
-"""Under what conditions a model is exported: unawares, as on its device, with every backward kept,
-and without changing the model.
+"""What must hold while a model is exported, or the graph would not do what the model does.
+
+The model does not notice, seems to be on its device, keeps every backward, and is not changed.
 """
 
 from __future__ import annotations

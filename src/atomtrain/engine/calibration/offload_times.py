@@ -24,7 +24,7 @@ from torch import Tensor
 
 from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
 from atomtrain.analysis.costs.profile import LONGEST_S, LayerTime, example_values, usual_s
-from atomtrain.analysis.costs.rematerialization import Find, Recipes
+from atomtrain.analysis.costs.rematerialization import Find, Rematerializer
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.processor import EmulatedDevice
@@ -156,7 +156,7 @@ class _Timer:
         return spent_s
 
 
-class _TimedRecipes(Recipes):
+class _TimedRematerializer(Rematerializer):
     def __init__(self, find: Find, timer: _Timer) -> None:
         super().__init__(find)
         self._timer = timer
@@ -172,8 +172,8 @@ class _TimedGraph(WaitingGraph):
         super().__init__(where, parcel)
         self._timer = timer
 
-    def _new_recipes(self) -> Recipes:
-        return _TimedRecipes(self._find, self._timer)
+    def _new_rematerializer(self) -> Rematerializer:
+        return _TimedRematerializer(self._find, self._timer)
 
     def _pack(self, tensor: Tensor) -> Any:
         return self._timer.timed(super()._pack, tensor)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.engine.execution.boundary_activations import Carried
+from atomtrain.engine.execution.boundary_activations import BoundaryActivations
 from atomtrain.planning.cost.timeline import label_of
 from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.schedule import Phase, Visit
@@ -45,10 +45,10 @@ def wanted_by(chain: Chain, visit: Visit) -> Wanted:
     )
 
 
-class Coming:
+class ActivationPrefetch:
     """Brings values and gradients of micro-batches. Used by the computing thread only."""
 
-    def __init__(self, values: Carried, gradients: Carried) -> None:
+    def __init__(self, values: BoundaryActivations, gradients: BoundaryActivations) -> None:
         self._values, self._gradients = values, gradients
         self._now = self._next = NOTHING
         self._count = self._most_ahead_bytes = 0

@@ -66,7 +66,7 @@ class Outbox:
         self._leaving.clear()
 
 
-class Carried:
+class BoundaryActivations:
     """Values (or gradients) by micro-batch and name. Used by the computing thread only."""
 
     def __init__(self, device: Device, pool: HostPool, outbox: Outbox) -> None:

@@ -94,7 +94,7 @@ class HostLayers:
         self._lent += [item.buffer for item in saved]
         after = [item.event for item in saved]
         for block in self.blocks:
-            after += self._updates.arrivals_of(block)
+            after += self._updates.events_of(block)
         # Of this step: the next one has a set of its own.
         touched = self._updates.touched
 

@@ -38,7 +38,7 @@ T = TypeVar("T")
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-class Together(NamedTuple):
+class SharedByDevices(NamedTuple):
     """What several devices have in common."""
 
     sums: Sums
@@ -57,7 +57,7 @@ class Member(NamedTuple):
 
 def join(
     chain: Chain, devices: Sequence[Device], store: HostStore, updates: Updates
-) -> tuple[list[Member], Together | None]:
+) -> tuple[list[Member], SharedByDevices | None]:
     """Return the members of an engine, and what they have in common if there are several.
 
     Args:
@@ -74,18 +74,18 @@ def join(
         beside = store.beside(chain, device)
         members.append(Member(device, replica_of(chain), beside, Share(sums, beside)))
     pool = ThreadPoolExecutor(len(members) - 1, thread_name_prefix="atom-device")
-    return members, Together(sums, pool)
+    return members, SharedByDevices(sums, pool)
 
 
 def executor_of(
-    members: Sequence[Member], costs: ChainCosts, plan: Plan, together: Together | None
-) -> Executor | Crew:
+    members: Sequence[Member], costs: ChainCosts, plan: Plan, shared: SharedByDevices | None
+) -> Executor | MultiDeviceExecutor:
     """Return what runs a plan on one device or several."""
     executors = []
     for device, chain, store, delivery in members:
         with device.computing():
             executors.append(Executor(chain, costs, plan, store, device, delivery))
-    return executors[0] if together is None else Crew(members, executors, together)
+    return executors[0] if shared is None else MultiDeviceExecutor(members, executors, shared)
 
 
 class _StoppedError(Exception):
@@ -111,14 +111,14 @@ class _Signals:
         return visited
 
 
-class Crew:
+class MultiDeviceExecutor:
     """The executors of several devices; what an `Executor` is to the engine."""
 
     def __init__(
-        self, members: Sequence[Member], executors: Sequence[Executor], together: Together
+        self, members: Sequence[Member], executors: Sequence[Executor], shared: SharedByDevices
     ) -> None:
         self._members, self._executors = members, executors
-        self._sums, self._pool = together
+        self._sums, self._pool = shared
         self._signals = _Signals()
         for executor in executors:
             executor.visited = self._signals.watch(first=executor is executors[0])
@@ -163,21 +163,21 @@ class Crew:
             if share:
                 known = [seed for seed in drawn if seed is not None]
                 executor.begin(len(share), len(micro_batches), known or None)
-        losses = self._together(shares, Executor.run)
+        losses = self._run_all(shares, Executor.run)
         self._sums.whole.finish_step()
         return losses
 
     def evaluate(self, micro_batches: Sequence[Values]) -> list[Tensor]:
         """Run forward only. Return the losses (0-d)."""
         shares = divided(micro_batches, len(self._executors))
-        return self._together(shares, Executor.evaluate)
+        return self._run_all(shares, Executor.evaluate)
 
     def refresh_buffers(self) -> None:
         """Copy the model's buffers to the devices again."""
         for executor in self._executors:
             executor.refresh_buffers()
 
-    def _together(
+    def _run_all(
         self,
         shares: Sequence[Sequence[Values]],
         work: Callable[[Executor, Sequence[Values]], list[Tensor]],
