@@ -20,7 +20,13 @@ from tests.support.doc_commands import PAGES, ROOT, Shown, shown_commands
 from tests.support.waiting import PATIENCE_S
 
 SHOWN = list(shown_commands())
-CODE = (ROOT / "src" / "atomtrain", ROOT / "src" / "atomtrain" / "swarm", ROOT / "benchmarks", ROOT / "research", ROOT)
+CODE = (
+    ROOT / "src" / "atomtrain",
+    ROOT / "src" / "atomtrain" / "swarm",
+    ROOT / "benchmarks",
+    ROOT / "research",
+    ROOT,
+)
 """From where pages name files."""
 OF_THIS_CODE = [page for page in PAGES if page.name != "hivemind.md"]
 """The page of hivemind names files of hivemind."""
