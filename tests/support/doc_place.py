@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atombench import forks
-from atomtrain.views.runs.tail import EventTail
+from atomtrain.views.runs.files import EventTail
 from tests.support.doc_commands import ROOT, blocks
 from tests.support.hugging_face_models import SENTENCE, UNTIED, write_model
 from tests.support.train_processes import write_text

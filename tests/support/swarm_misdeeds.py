@@ -107,7 +107,7 @@ class Misdeed:
         """Return of what kind a message is, or of what, and how long, raw data are."""
         try:
             if len(data) > 4 and struct.unpack(">I", data[:4])[0] == len(data) - 4:
-                kind = messages.decode(data[4:]).kind
+                kind = type(messages.decode(data[4:])).__name__
                 self._last[channel] = kind
                 return kind
         except BadMessage:
@@ -119,7 +119,7 @@ class Misdeed:
 
 def lie(swarm: Swarm, what: str) -> None:
     """Have a peer tell all others of anchors that nobody has made, and give them to who asks."""
-    store = swarm._service.context.desk.store
+    store = swarm._service.context.mailbox.store
     versions, tokens = LIES[what]
     true, told = store.anchor, dict[str, Anchor]()
 
@@ -146,7 +146,7 @@ def lie(swarm: Swarm, what: str) -> None:
 def record(swarm: Swarm) -> None:
     """Have a peer tell of each round what it contributed, and what its anchor became by it."""
     service = swarm._service
-    store = service.context.desk.store
+    store = service.context.mailbox.store
 
     def snapshot(fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:
         taken = type(store).snapshot(store, fragment, local, into)

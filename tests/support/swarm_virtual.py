@@ -23,7 +23,7 @@ from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.config import Manifest
 from atomtrain.swarm.membership.rules import Rules
-from atomtrain.swarm.node.assembly import build_service
+from atomtrain.swarm.node.entering import build_service
 from atomtrain.swarm.rounds.bases import stepped
 from tests.support.memory_network import MemoryDirectory, MemoryNetwork, MemoryTransport
 from tests.support.swarm_configs import swarm_config
@@ -239,7 +239,9 @@ class Simulation:
 
     def agree(self) -> bool:
         """Say whether all living peers hold the same anchors."""
-        return len({peer.service.context.desk.store.stamps() for peer in self.peers.values()}) == 1
+        return (
+            len({peer.service.context.mailbox.store.stamps() for peer in self.peers.values()}) == 1
+        )
 
 
 class SimulatedPeer:
@@ -282,7 +284,7 @@ class SimulatedPeer:
         yield self.fragments[index]
 
     async def start(self) -> None:
-        store = self.service.context.desk.store
+        store = self.service.context.mailbox.store
         first = len(self.simulation.peers) == 1
         if first:
             store.adopt_local(self)
@@ -305,7 +307,7 @@ class SimulatedPeer:
         """Return those of the fragments; raises what a check in the trainer found wrong."""
         if self._task is not None and self._task.done():
             self._task.result()
-        return [s.version for s in self.service.context.desk.store.stamps() if s is not None]
+        return [s.version for s in self.service.context.mailbox.store.stamps() if s is not None]
 
     async def _train(self) -> None:
         noise = torch.Generator().manual_seed(self.simulation.random.randrange(1 << 30))
@@ -316,7 +318,7 @@ class SimulatedPeer:
             elif self.training:
                 for fragment in self.fragments:
                     fragment.add_(torch.rand(fragment.shape, generator=noise))
-            self.reports += self.service.context.desk.boundary(
+            self.reports += self.service.context.mailbox.boundary(
                 steps=int(self.training),
                 tokens=10 if self.training else 0,
                 tokens_per_s=10 / self.step_s,
@@ -325,7 +327,7 @@ class SimulatedPeer:
             )
 
     def _record(self) -> None:
-        store = self.service.context.desk.store
+        store = self.service.context.mailbox.store
         take, merge_into = store.snapshot, store.merge
 
         def snapshot(fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:

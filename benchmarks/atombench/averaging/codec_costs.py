@@ -66,7 +66,7 @@ class CodecTime:
                 watching.enter_context(patch.object(owner, name, timed))
             watching.enter_context(
                 patch(
-                    "atomtrain.swarm.node.assembly.codec_named",
+                    "atomtrain.swarm.node.entering.codec_named",
                     lambda name: TimedCodec(codec_named(name), self),
                 )
             )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from atomtrain.swarm.anchors.digests import Digest
+from atomtrain.swarm.anchors.anchors import Digest
 from atomtrain.swarm.transport.secure import SecureChannel
 
 _LOOP, _WORKERS = "atom-swarm", "atom-swarm-worker"

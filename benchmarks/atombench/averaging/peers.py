@@ -17,7 +17,7 @@ from atombench.averaging.mesh import Mesh
 from atombench.averaging.streams import EncryptedMesh
 from atombench.replies import Reply
 from atomtrain.swarm import Endpoint, Manifest, RoundReport, Rules, Swarm, SwarmConfig
-from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.libp2p import import_hivemind
 
 _BOUNDARY_S = 0.05
 """At most from one boundary to the next, while the trainer waits for a round."""

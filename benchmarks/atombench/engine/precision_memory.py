@@ -18,7 +18,7 @@ from torch import Tensor
 from atombench.checks import require_positive
 from atombench.common import Result
 from atomtrain.engine.api import swap
-from atomtrain.engine.devices.heap import give_back
+from atomtrain.engine.devices.host_memory import give_back
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError

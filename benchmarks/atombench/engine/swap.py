@@ -48,7 +48,7 @@ from atombench.engine.swap_pairs import (
     opened,
     sizes_of,
 )
-from atomtrain.engine.devices.heap import keep_freed
+from atomtrain.engine.devices.host_memory import keep_freed
 
 _PAIRS = 3
 """Pairs by which the cost of counting is measured."""

@@ -10,7 +10,7 @@ from typing import Any
 from atombench.common import Result
 from atombench.network.atom_method import BEFORE_STEPS, LOSSES_OF_PEERS
 from atombench.network.measured import Measured
-from atomtrain.data.demo import demo_texts
+from atomtrain.data.corpus import demo_texts
 
 _SMOOTHED = 5
 """Losses of so many steps are averaged before they are compared."""

@@ -21,7 +21,7 @@ import torch
 from atombench.common import Result
 from atombench.offloaders.case import OffloadCase
 from atombench.offloaders.contenders import OPEN, Contender, Order
-from atomtrain.engine.devices.heap import keep_freed
+from atomtrain.engine.devices.host_memory import keep_freed
 from atomtrain.errors import ConfigError
 from atomtrain.units import parse_bytes
 

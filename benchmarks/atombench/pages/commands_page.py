@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from atombench.pages.writing import DOCS, write_page
-from atomtrain.cli.parsers import all_parsers, options_of
+from atomtrain.cli.completion import all_parsers, options_of
 
 PAGE = DOCS / "commands.md"
 _HEAD = """# Commands

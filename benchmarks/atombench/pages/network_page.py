@@ -34,36 +34,35 @@ _PARALLEL = ("data_parallel", "swapped_parallel")
 _INTRODUCTION = """\
 # Networks: what was measured
 
-[network.md](network.md) says who competes and how to read this. Written by
+[network.md](network.md) says who competes and how to read the columns. This page is written by
 `python -m atombench.pages.network_page benchmarks/results/network*.json
 benchmarks/results/time-to-loss.json`.
 """
 _LOSSES = """\
 ## Loss against time
 
-`atom bench time-to-loss --json`: {peers} peers, the same weights, text and optimizer, about
-{train_s:.0f} s for each method, all at one learning rate. ATOM's peers step on their own share of
-the tokens, so in as many tokens they make {peers} times as many updates; at this rate and this
-early that is worth more than averaging now and then costs. So this table says who gets how far in a
-given time. What averaging costs, with each side at its own best rate, is in
-[quality.md](quality.md).
+`atom bench time-to-loss --json`: {peers} peers, the same weights, text, optimizer and learning
+rate, about {train_s:.0f} s for each method. ATOM's peers each step on their own share of the
+tokens, so they make {peers} times as many updates from as many tokens. At this rate, and this early
+in training, that is worth more than rare averaging costs. The table therefore says who gets how far
+in a given time. [quality.md](quality.md) says what averaging costs when each side has its own best
+rate.
 
 | link | for each FLOP | method | seconds | tokens | loss | ATOM was there after | \
 loss, equal tokens | ATOM's |
 |---|---|---|---|---|---|---|---|---|"""
 _COLUMNS = """\
-*Predicted before* is today's simulation of what was measured before the run: layers on a core of
-their own, what each stage of a pipeline computes without the network, what ATOM's peers train each
-for itself just before and after, and the link's rate both ways at once. *Times in the run* says how
-much longer the same computation took of the processors while the run was measured: stages'
-operations of a step, or ATOM's steps. That is the machine, whose speed changes from minute to
-minute; of ATOM's steps it is also what averaging takes of the cores. *Off by with these* is the
-same simulation with these times: it is no prediction, and judges the model of network, pipeline and
-swarm."""
+*Predicted before* simulates what was measured just before the run: layers alone, stages without the
+network, each ATOM peer training for itself, and the link's rate both ways at once. *Times in the
+run* says how much longer the same computation took during the run. That is the machine, whose speed
+changes from minute to minute, and for ATOM also what averaging takes of the cores. *Off by with
+these* repeats the simulation with those times. It is not a prediction: it judges the model of
+network, pipeline and swarm."""
 _BRACKETS = f"""\
-In brackets, and in no figure quoted elsewhere: *{UNFINISHED}* while ATOM was measured, so its peers
-trained each for itself; or *disturbed*, that is, something else had the machine's cores, for ATOM
-computed far less than in the other rows though it waits for no link."""
+In brackets is a ratio that counts for nothing and is quoted nowhere else.
+*{UNFINISHED}* while ATOM was measured means that its peers trained each for itself. *disturbed*
+means that something else had the machine's cores: ATOM computed far less than in the other rows,
+though it waits for no link."""
 
 
 def page(results: Sequence[Result]) -> str:
@@ -201,8 +200,8 @@ def _simulated(results: Sequence[Result]) -> Iterator[str]:
     own = [case for _, case in found if case.knowing is not None]
     yield (
         f"**{right} of {len(found)} are within 10% of what was measured**, with the times of the "
-        f"very run where a result holds them ({len(own)}), else with those of just before; "
-        f"{sum(case.close for _, case in found)} with those of just before alone."
+        f"run itself where a result has them ({len(own)}), and with those of just before where it "
+        f"has not. With those of just before alone, {sum(case.close for _, case in found)} are."
     )
     yield ""
     yield _COLUMNS
@@ -215,7 +214,17 @@ def _simulated(results: Sequence[Result]) -> Iterator[str]:
         worst = max((case.counted_error_share for case in alike), key=abs)
         yield f"| {name} | {sum(c.right for c in alike)} | {len(alike)} | {worst:+.0%} |"
     yield ""
-    yield "Every one of them, what counts as a miss in bold:"
+    yield from _misses([(peers, case) for peers, case in found if not case.right])
+
+
+def _misses(found: Sequence[tuple[int, Case]]) -> Iterator[str]:
+    """The predictions that are further off; the error that counts is in bold."""
+    if not found:
+        return
+    yield (
+        "These are further off, and the error that counts is in bold. The others are in the "
+        "results, each beside what was measured."
+    )
     yield ""
     yield (
         "| peers | link | what | predicted before | measured | off by | times in the run | "
@@ -226,7 +235,7 @@ def _simulated(results: Sequence[Result]) -> Iterator[str]:
         before = f"{case.error_share:+.0%}"
         yield (
             f"| {peers} | {case.link} | {case.what} | {case.predicted:.4g} | {_told(case)} | "
-            f"{before if case.right or case.knowing is not None else f'**{before}**'} | "
+            f"{before if case.knowing is not None else f'**{before}**'} | "
             f"{_share(case.drift_share)} | {_knowing(case)} |"
         )
 
@@ -236,7 +245,7 @@ def _apart(cases: Sequence[Case]) -> Iterator[str]:
     if cases:
         shares = [case.spread_share for case in cases]
         yield (
-            "Measurements differ among themselves, too: the best pipeline of a row is measured two "
+            "Measurements differ among themselves, too. The best pipeline of a row is measured two "
             "or three times, minutes apart, and the mean counts. These rates differ by "
             f"{statistics.median(shares):.0%} (median), {max(shares):.0%} at most."
         )
@@ -250,16 +259,16 @@ def _known(cases: Sequence[Case]) -> Iterator[str]:
         drifted = [abs(case.drift_share) for case in cases if case.drift_share is not None]
         largest = f", {max(drifted):.0%} at most" if drifted else ""
         yield (
-            f"Of the {len(cases)} with times of the run {close} are within 10% with these, "
-            f"{sum(case.close for case in cases)} as predicted before. From before to the run "
-            f"times changed by {statistics.median(drifted or [0.0]):.0%} (median){largest}."
+            f"Of the {len(cases)} with times of the run, {close} are within 10% with these and "
+            f"{sum(case.close for case in cases)} as predicted before. Between the two, times "
+            f"changed by {statistics.median(drifted or [0.0]):.0%} (median){largest}."
         )
         yield ""
 
 
 def _knowing(case: Case) -> str:
     share = _share(case.knowing_error_share)
-    return share if case.right or case.knowing is None else f"**{share}**"
+    return share if case.knowing is None else f"**{share}**"
 
 
 def _share(share: float | None) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from torch import nn
 
+from atombench.pages.treatments import loaded_bytes, treatments
 from atomtrain.errors import PlanError
-from atomtrain.models.presets import GPT3
+from atomtrain.models.gpt_config import GPT3
 from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import HOSTS, Gpu, gpu, machine_for
@@ -25,7 +26,6 @@ from atomtrain.views.plans.table import (
     host_names,
     resident_names,
 )
-from atomtrain.views.plans.treatments import loaded_bytes, treatments
 
 CARDS = ("gtx-1080-ti", "rtx-3090", "rtx-4090", "h100")
 _STATE_BYTES = 16
@@ -40,42 +40,34 @@ _INTRODUCTION = """\
 
 What `atom plan` predicts for the eight sizes of GPT-3 (Brown et al. 2020, table 2.1) on four GPUs,
 in sequences of 2048 tokens. **Nothing here is measured**: rates are data-sheet figures times the
-shares in [hardware.md](hardware.md), the partition and schedule are those of
-[planning.md](planning.md). Written by `python -m atombench.pages.plans_page`.
+shares in [hardware.md](hardware.md). How plans are made is in [planning.md](planning.md). Written
+by `python -m atombench.pages.plans_page`.
 
-Parameters, gradients and AdamW's two moments are float32: 16 bytes a parameter on the host, which
-is what 2.8 TB for 175 billion parameters comes from. Matrix products are float32 too, without
-TF32, as PyTorch does by default. The device budget is 90% of the GPU's memory; among plans that
-are as fast (within 0.2%) the one that needs least of it is taken. Each host has memory for the
-model, and the memory channels of a usual host that holds so much. Tokens a step (micro-batches x
-sequences in each) are what lets compute cover the link, and the host's updates: gradients are
-clipped, as `atom train` does, so updates go on in the next forward. Where a whole block, optimizer
-state included, fits the device and pays there, it stays there: small models train as without
-swapping.
-What forward saves for backward is kept, sent to the host or computed again, whichever is best for
-each segment ([activations.md](activations.md)).
+Parameters, gradients and AdamW's state are float32: 16 bytes a parameter on the host. Products are
+float32 without TF32. Gradients are clipped, as `atom train` does. The device budget is 90% of the
+GPU's memory; of plans that are as fast (within 0.2%) the one that needs least is taken. Each host
+has memory for the model, and the channels of a usual host that holds so much. Tokens a step
+(micro-batches x sequences in each) are what lets compute cover the link and the host's updates.
 """
 
 
 _HOST_MEMORY = """\
-The plan also holds what waits there for backward: values at the cuts between segments, and what is
-offloaded, of all micro-batches. *Leanest exact* is `--precision bf16 --optimizer adamw-int8`: 8
-bytes a parameter, masters exact to the last bit of float32, products in bfloat16
+The plan also holds what waits on the host for backward. *Leanest exact* is `--precision bf16
+--optimizer adamw-int8`: 8 bytes a parameter, masters exact, products in bfloat16
 ([precision.md](precision.md)).
 """
 _TREATMENTS = """\
 ## Embedding and head
 
-Much to load and little to compute, and the logits are often the largest workspace of all. A
-*resident* weight has a place of its own on the device, is loaded once a step, and its gradient
-leaves once; with its optimizer *on the device* nothing of it crosses the link, and so may be as
-many blocks as there is room for, spread evenly over the chain; an embedding *on the host* gathers
-the rows that the step's tokens touch there, so that only they cross the link (its output) and their
-gradients come back; a head *in pieces* of the vocabulary never holds all logits (its loss differs
-in the last bits, so it is a choice: `--head-pieces 8`). They count where the vocabulary is large
-beside a block: in GPT-3 175B a block alone is three times as large as the vocabulary's weight, so
-little is saved. *Least device memory* is that of any plan, however slow. One sequence a
-micro-batch, eight a step; eight pieces.
+They are much to load and little to compute, and the logits are often the largest workspace. They
+count where the vocabulary is large beside a block, so not in GPT-3 175B. There are four treatments:
+
+- *resident*: loaded once a step into a place of its own, and its gradient leaves once;
+- *optimizer on the device*: nothing of it crosses the link; other blocks may stay like that too;
+- *on the host*: an embedding gathers its rows there, and only these and their gradients cross;
+- *in pieces* of the vocabulary: never all logits at once; last bits differ (`--head-pieces 8`).
+
+*Least device memory* is that of any plan, however slow. One sequence a micro-batch, eight a step.
 """
 _LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -96,8 +88,6 @@ def page() -> Iterator[str]:
         yield from card_table(gpu(card))
     yield ""
     yield from _TREATMENTS.splitlines()
-    yield ""
-    yield from treatment_table("gpt3-175b", subject("gpt3-175b"), gpu("h100"))
     yield ""
     yield from treatment_table("Llama, 8 billion", _llama(), gpu("rtx-4090"))
 
@@ -232,7 +222,7 @@ def _decimal(n_bytes: float) -> str:
 
 def _header(*names: str) -> Iterator[str]:
     yield _row(*names)
-    yield _row(*["---"] * len(names))
+    yield f"|{'---|' * len(names)}"
 
 
 def _row(*cells: str) -> str:

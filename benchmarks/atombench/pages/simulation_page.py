@@ -19,28 +19,28 @@ from atomtrain.units import format_count, format_seconds
 _INTRODUCTION = """\
 # ATOM against the best pipeline, simulated
 
-Tokens per second of ATOM over those of the best pipeline of the same peers, each a {gpu}, with a
-round trip of {round_trip_ms:g} ms. **Simulated, but for the ratios in bold**, which come beside the
-simulated ones where as many real processes ran; [network.md](network.md) says what both sides are
-granted, what is measured, and how far simulation and measurement are apart. Below 1 the pipeline
-wins. `-`: the model fits no pipeline of so many of these devices; ATOM's plan fits one of them.
+The tables have ATOM's tokens per second over those of the best pipeline of the same peers. Each
+peer is one {gpu}; the round trip is {round_trip_ms:g} ms. Below 1 the pipeline wins. `-`: the model
+fits no pipeline of so many of these devices, while ATOM's plan fits one of them.
 
-The pipeline is an ideal one: bfloat16 or 8-bit activations, whichever is faster with what encoding
-them takes, all transfers behind computation, the best number of stages, and no cost for the
-averaging between several of them. Its bubble is a ninth of a step at most; ratios of up to about
-1.1 are that bubble, and longer steps would make the two even. ATOM loads the model through PCIe,
-and keeps, sends to the host or computes again what forward leaves, whichever its plan says is
-fastest.
+**All is simulated but the ratios in bold**, which real processes reached. [network.md](network.md)
+says what both sides are granted, and how far simulation and measurement are apart.
 
-Written by `python -m atombench.pages.simulation_page benchmarks/results/simulation.json
-benchmarks/results/network*.json`, from what `atom bench simulation --json` and
-`atom bench network --json` printed.
+The pipeline is ideal: the best number of stages, bfloat16 or 8-bit activations (whichever is faster
+with encoding counted), all transfers behind computation, and free averaging between several
+pipelines. Its bubble is a ninth of a step at most. A ratio of up to about 1.1 is that bubble, and
+longer steps would make the two even. ATOM loads the model through PCIe. What forward leaves it
+keeps, sends to the host or computes again, as its plan finds fastest.
+
+This page is written by `python -m atombench.pages.simulation_page
+benchmarks/results/simulation.json benchmarks/results/network*.json`, from what
+`atom bench simulation --json` and `atom bench network --json` printed.
 """
 _MARKED = """\
-**Bold: run for real** (`atom bench network --peers {peers}`), with a small model on links slowed
-until sending a token's activations takes as much of the time to compute it as that model's take.
-Ratios differ from the simulated ones mostly because the small model's ATOM computes forward twice,
-and because real pipelines of processes that share cores do not reach the ideal one's rate.
+**Bold: run for real** (`atom bench network --peers {peers}`) with a small model, on links slowed
+until sending a token's activations takes as long, for the time to compute it, as with that model.
+Ratios differ from the simulated ones mostly for two reasons. The small model's ATOM computes
+forward twice, and real pipelines of processes that share cores are slower than the ideal one.
 """
 _GOAL = 20.0
 _PROPORTIONAL = 0.8
@@ -105,10 +105,8 @@ def _ratios(rows: list[dict[str, Any]], runs: _Runs) -> Iterator[str]:
     yield ""
     yield f"| model | peers | {' | '.join(links)} |"
     yield f"|---|---|{'---|' * len(links)}"
-    for model, peers in dict.fromkeys((row["model"], row["peers"]) for row in rows):
-        alike = [r for r in rows if (r["model"], r["peers"]) == (model, peers)]
-        cells = [_cell(row, runs.get((model, peers, row["link_bits_per_s"]), ())) for row in alike]
-        yield f"| {model} | {peers} | {' | '.join(cells)} |"
+    for (model, cells), peers in _alike(rows, runs).items():
+        yield f"| {model} | {', '.join(map(str, peers))} | {' | '.join(cells)} |"
     shown = {(row["model"], row["peers"], row["link_bits_per_s"]) for row in rows}
     others = [(case, ratios) for case, ratios in sorted(runs.items()) if case not in shown]
     if others:
@@ -123,14 +121,24 @@ def _ratios(rows: list[dict[str, Any]], runs: _Runs) -> Iterator[str]:
         )
 
 
+def _alike(rows: list[dict[str, Any]], runs: _Runs) -> dict[tuple[str, tuple[str, ...]], list[int]]:
+    """Return the numbers of peers that have one and the same row of a model, by model and cells."""
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for model, peers in dict.fromkeys((row["model"], row["peers"]) for row in rows):
+        alike = [r for r in rows if (r["model"], r["peers"]) == (model, peers)]
+        cells = (_cell(row, runs.get((model, peers, row["link_bits_per_s"]), ())) for row in alike)
+        found.setdefault((model, tuple(cells)), []).append(peers)
+    return found
+
+
 def _not_run(rows: list[dict[str, Any]], runs: _Runs) -> Iterator[str]:
     """Name the models of which there is no real run at all."""
     models = dict.fromkeys(row["model"] for row in rows)
     missing = [model for model in models if model not in {of for of, _, _ in runs}]
     if missing:
         yield (
-            f"**Not run for real, on any link: {', '.join(missing)}.** Their figures, on all of "
-            "this page, are simulated or planned."
+            f"**Not run for real, on any link: {', '.join(missing)}.** All their figures on this "
+            "page are simulated or planned."
         )
 
 
@@ -168,9 +176,9 @@ def _goal(rows: list[dict[str, Any]]) -> Iterator[str]:
             slower.append(f"{model} {rate * ratio / _GOAL / 1e6:.2g}")
     if slower:
         yield (
-            "On slower links the pipeline's rate falls with the link's and ATOM's does not, so it "
-            f"is reached at about (Mbit/s): {', '.join(slower)}. ATOM then averages the model as "
-            "much less often, too."
+            "On slower links the pipeline's rate falls with the link's, and ATOM's does not. So "
+            f"it is reached at about (Mbit/s): {', '.join(slower)}. ATOM then averages the model "
+            "that much less often, too."
         )
 
 
@@ -220,11 +228,7 @@ def _averages(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"|---|---|{'---|' * len(links)}"
     for model in dict.fromkeys(row["model"] for row in rows):
         alike = [r for r in rows if (r["model"], r["peers"]) == (model, peers)]
-        cells = [
-            f"{format_seconds(row['averaged_every_s'])}, "
-            f"{format_count(row['averaged_every_tokens'])} tokens"
-            for row in alike
-        ]
+        cells = [format_seconds(row["averaged_every_s"]) for row in alike]
         rate = format_count(alike[0]["atom_tokens_per_s"])
         yield f"| {model} | {rate} | {' | '.join(cells)} |"
 
@@ -254,14 +258,13 @@ def _fleet(fleet: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {fleet['peers']:,} peers"
     yield ""
     yield (
-        f"{fleet['rounds']:,} rounds of {fleet['model']} in groups of {fleet['group']}, changes "
-        f"travelling as {fleet['wire']} and bases as float16, links of 100 Mbit/s, peers that "
-        "differ, come and go: "
-        f"simulated in {fleet['took_s']:.1f} s. "
-        f"{fleet['share_of_alone']:.1%} of what as many peers train that always stay, "
-        f"{fleet['lost_share']:.2%} of contributions lost, a round in {fleet['round_s']:.1f} s, "
-        f"replicas {fleet['drift']:.2f} of a round's change apart. [scale.md](scale.md) says what "
-        "is not in it."
+        f"{fleet['rounds']:,} rounds of {fleet['model']} in groups of {fleet['group']}, on links "
+        f"of 100 Mbit/s, with peers that differ, come and go. Changes travel as {fleet['wire']}, "
+        f"bases as float16. Simulating it took {fleet['took_s']:.1f} s. The peers train "
+        f"{fleet['share_of_alone']:.1%} of what they would if all always stayed, and lose "
+        f"{fleet['lost_share']:.2%} of contributions. A round takes {fleet['round_s']:.1f} s, and "
+        f"replicas are {fleet['drift']:.2f} of a round's change apart. [scale.md](scale.md) says "
+        "what is left out."
     )
 
 
@@ -272,11 +275,12 @@ def _unsteady(rows: list[dict[str, Any]], fleet: Mapping[str, Any]) -> Iterator[
     yield "## Peers that differ, come and go"
     yield ""
     yield (
-        f"Speeds and links spread by {fleet['spread']:g} (deviation of the logarithm); peers stay "
+        f"Speeds and links spread by {fleet['spread']:g} (deviation of the logarithm). Peers stay "
         f"for {format_seconds(fleet['stay'])} and are away for {format_seconds(fleet['away'])} on "
-        "average. ATOM's tokens are told as a share of what all peers train alone that always "
-        "stay, the pipelines' as one of what the same unlike peers reach as pipelines if all stay. "
-        "[scale.md](scale.md#pipelines-of-such-peers) says what a pipeline is granted there."
+        "average. ATOM's column is its share of what all peers would train alone if they always "
+        "stayed. The pipelines' column is their share of what the same unlike peers reach as "
+        "pipelines if all stay. [scale.md](scale.md#pipelines-of-such-peers) says what a pipeline "
+        "is granted there."
     )
     yield ""
     yield (

@@ -15,11 +15,11 @@ from atombench.common import BenchmarkOptions, Result, description, progress
 from atombench.simulated.encoding import measured_encoding
 from atomresearch.simulate import prospect_of
 from atomresearch.simulate_fleet import fleet_rows
+from atomresearch.simulate_options import SimulateOptions
 from atomresearch.simulation.compare import compare
 from atomresearch.simulation.site import site_of
-from atomtrain.cli.simulate_options import SimulateOptions
 from atomtrain.errors import PlanError
-from atomtrain.models.presets import GPT3
+from atomtrain.models.gpt_config import GPT3
 from atomtrain.planning.search.batch_search import Prospect
 
 

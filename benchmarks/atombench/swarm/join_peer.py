@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from atomtrain.swarm import Endpoint, Manifest, Rules, Swarm, SwarmConfig
-from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.libp2p import import_hivemind
 
 Reply = dict[str, Any]
 _CHUNK_BYTES = 1 << 20

@@ -65,4 +65,4 @@ class RelayPeer(JoinPeer):
     def passed(self) -> Reply:
         """Return the bytes that this peer has passed on."""
         assert self._swarm is not None
-        return {"passed_bytes": self._swarm._service.context.ways.relay.passed_bytes}
+        return {"passed_bytes": self._swarm._service.context.routes.relay.passed_bytes}

@@ -14,7 +14,7 @@ from atomtrain.analysis.head.head import split_head, split_head_as_needed
 from atomtrain.analysis.layers.checking import check_chain
 from atomtrain.analysis.layers.trace import Loss, MicroBatch, Traced, chain_of
 from atomtrain.engine.calibration.disk_profile import disk_rates
-from atomtrain.engine.calibration.overhead import Overhead, emulated_overhead
+from atomtrain.engine.calibration.machines import Overhead, emulated_overhead
 from atomtrain.engine.calibration.profile_cache import machine_key
 from atomtrain.engine.calibration.profiling import take_profile
 from atomtrain.engine.calibration.update_rates import measured_updates
@@ -25,15 +25,17 @@ from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.execution.compiled import TRACING, compiled, require_compilable
 from atomtrain.engine.execution.multi_device import join
 from atomtrain.engine.options import Options
-from atomtrain.engine.planner import Planner
-from atomtrain.engine.sharing import check_shared, machine_of_all, times_of_all
+from atomtrain.engine.planner import Planner, check_shared, machine_of_all, times_of_all
 from atomtrain.engine.state.disk_placement import Placement, placed
 from atomtrain.engine.state.gradients import with_gradients_in
-from atomtrain.engine.state.loss_scale import LossScale
-from atomtrain.engine.state.precision import Narrowed
+from atomtrain.engine.state.precision import LossScale, Narrowed
 from atomtrain.engine.state.store import HostStore, require_data
-from atomtrain.engine.updates.optimizer_facts import OptimizerFactory, optimizer_of, states_of
-from atomtrain.engine.updates.update_model import update_model
+from atomtrain.engine.updates.optimizer import (
+    OptimizerFactory,
+    optimizer_of,
+    states_of,
+    update_model,
+)
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.gradient_staging import host_gradients
@@ -185,14 +187,14 @@ def _open(
             inject=opened.inject,
             stream_type=opened.host_stream,
         )
-        members, together = join(chain, devices, store, updates)
+        members, shared = join(chain, devices, store, updates)
     except BaseException:
         for one in devices:
             one.close()
         if placement is not None:
             placement.file.close()
         raise
-    core = EngineCore(model, planner, plan, store, members, updates, together)
+    core = EngineCore(model, planner, plan, store, members, updates, shared)
     return Engine(core, traced)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from atomtrain.engine.state.loss_scale import FIRST_SCALE, STEPS_TO_DOUBLE, check_scale
 from atomtrain.errors import ConfigError
 from atomtrain.settings import check_size, count, option
 from atomtrain.units import parse_bytes
@@ -61,9 +60,9 @@ class Options:
     gradient_dtype: Literal["float32"] | None = None
     """`"float32"`: gradients of parameters of 16 bits add up, cross the link and wait on the host
     as float32; `None`: in the parameters' own type."""
-    loss_scale: float = FIRST_SCALE
+    loss_scale: float = 65536.0
     """With `fp16`: by what the loss is multiplied at first, a power of two."""
-    loss_scale_steps: int = STEPS_TO_DOUBLE
+    loss_scale_steps: int = 2000
     """With `fp16`: after how many steps without overflow the scale is doubled; at least 1."""
     spend_gradients: bool = option(
         False,
@@ -114,7 +113,7 @@ class Options:
 
     def __post_init__(self) -> None:
         # Declaring is light; whoever makes options for an engine has torch.
-        from atomtrain.engine.state.precision import check_precision
+        from atomtrain.engine.state.precision import check_precision, check_scale
         from atomtrain.planning.plan.disk import on_disk_up_to
         from atomtrain.planning.plan.shape import ACTIVATIONS
 

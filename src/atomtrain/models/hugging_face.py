@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, DataError, nearest
-from atomtrain.models.config_keys import checked_config
-from atomtrain.models.confined import check_made, check_names, confined
-from atomtrain.models.presets import PRESETS
+from atomtrain.models.confined import check_made, check_names, checked_config, confined
+from atomtrain.models.gpt_config import PRESETS
 from atomtrain.models.weight_files import files_of
 
 CONFIG_FILE = "config.json"

@@ -11,7 +11,7 @@ from torch import nn
 import atomtrain
 from atomtrain.engine.devices.streams import Inject
 from atomtrain.engine.execution.randomness import micro_batch_seeds
-from atomtrain.engine.state.loss_scale import LossScale
+from atomtrain.engine.state.precision import LossScale
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import AdamW
 from tests.support.injecting import device_with
@@ -204,9 +204,9 @@ def test_what_cannot_be_scaled_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         atomtrain.Options(precision="fp16", loss_scale_steps=0)
     with pytest.raises(ConfigError, match="lacks 'good_steps'"):
-        LossScale().load_state({"scale": 4.0})
+        LossScale(65536.0, 2000).load_state({"scale": 4.0})
     with pytest.raises(ConfigError, match="no 'sclae'"):
-        LossScale().load_state({"sclae": 4.0})
+        LossScale(65536.0, 2000).load_state({"sclae": 4.0})
     for optimizer, message in (
         (torch.optim.AdamW, "keeps float32 masters"),
         (lambda p: AdamW(p, master="split"), "float16 need master='float32'"),

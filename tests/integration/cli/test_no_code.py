@@ -342,7 +342,7 @@ def test_a_founder_brings_no_code(
 def test_who_joins_is_told_of_memory(tmp_path: Path, environment: Environment) -> None:
     done = joined(SIZES, tmp_path, environment, "--host-memory", "100KiB")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "of host memory, 100 KiB are there" in done.stderr
+    assert "of host memory, 100.0 KiB are there" in done.stderr
 
 
 def joined(

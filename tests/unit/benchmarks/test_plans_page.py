@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from atombench.pages import plans_page
+from atombench.pages.treatments import loaded_bytes, treatments
 from atomtrain.errors import PlanError
-from atomtrain.models.presets import GPT3
+from atomtrain.models.gpt_config import GPT3
 from atomtrain.planning.catalogue import gpu
 from atomtrain.views.plans.subject import subject
-from atomtrain.views.plans.treatments import loaded_bytes, treatments
 from tests.support import ROOT
 
 PAGE = ROOT / "docs" / "plans.md"

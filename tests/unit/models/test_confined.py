@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from atomtrain.errors import CheckpointError, ConfigError
-from atomtrain.models.config_keys import checked_config
-from atomtrain.models.confined import check_made, confined
+from atomtrain.models.confined import check_made, checked_config, confined
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build, read_config
 from atomtrain.models.lora_config import LoraConfig

@@ -16,8 +16,7 @@ from atomtrain.models.lora_config import LoraConfig
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import GPUS, gpu, machine_for
 from atomtrain.planning.search.batch_search import Workload
-from atomtrain.views.plans.fitting import least_fitting
-from atomtrain.views.plans.report import forecaster, make_report
+from atomtrain.views.plans.report import forecaster, least_fitting, make_report
 from atomtrain.views.plans.subject import subject
 
 GIB = 1 << 30

@@ -1,5 +1,7 @@
-"""Under what conditions a model is exported: unawares, as on its device, with every backward kept,
-and without changing the model."""
+"""What must hold while a model is exported, or the graph would not do what the model does.
+
+The model does not notice, seems to be on its device, keeps every backward, and is not changed.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.meta_utils import MetaTensorDescriber
 
 from atomtrain.errors import AnalysisError
@@ -22,6 +26,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MANUAL = "or give the layers by hand: layers=['path.of.module', ...]"
 _REGISTERED = "GeneratedBackwardFor"
 """Functions of this name belong to operations that graphs keep, with their backward."""
+_GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROW_BYTES = 16
+"""Rows of grouped products begin at multiples of it, those of the result too."""
 
 
 class Way(NamedTuple):
@@ -172,3 +179,38 @@ def check_dtypes(model: nn.Module) -> None:
                 f"parameter {name!r} is of {parameter.dtype}; trainable are {allowed}; convert "
                 "the model with model.to(torch.float32), or freeze the parameter"
             )
+
+
+def _fake_grouped_mm(
+    mode: FakeTensorMode,
+    operation: object,
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what a product of groups of rows returns but for the data; refuse what it refuses.
+
+    torch's own rule for them knows bfloat16 only, although they run in other types too. Without
+    this one a model in float32 (a mixture of experts) could only be traced on the path that its
+    code takes when it is traced, whose bits are not those of the path that it takes when it runs.
+    """
+    for matrix in (left, right):
+        if matrix.dtype not in _GROUPED_TYPES:
+            raise RuntimeError(f"grouped_mm does not take {matrix.dtype}")
+        if max(matrix.stride()[-2:]) * matrix.element_size() % _ROW_BYTES:
+            raise RuntimeError("grouped_mm takes only rows at multiples of 16 bytes")
+    rows, columns = left.shape[-2], right.shape[-1]
+    dtype = out_dtype or left.dtype
+    each = _ROW_BYTES // dtype.itemsize
+    width = -(-columns // each) * each
+    if left.dim() != right.dim():  # one of them holds the groups of the other's rows
+        return left.new_empty_strided((rows, columns), (width, 1), dtype=dtype)
+    groups = left.shape[0] if offs is None else offs.shape[0]
+    shape = groups, rows, columns
+    return left.new_empty_strided(shape, (rows * width, width, 1), dtype=dtype)
+
+
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    op_implementations_dict.setdefault(torch.ops.aten._grouped_mm.default, _fake_grouped_mm)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from atomtrain.analysis.export import fake_grouped  # noqa: F401  registers its rule
 from atomtrain.analysis.export.conditions import (
     CPU,
     MANUAL,
@@ -32,8 +31,7 @@ from atomtrain.analysis.export.conditions import (
     without_collector,
 )
 from atomtrain.analysis.export.equal_modules import equal_modules
-from atomtrain.analysis.export.repeating import repeat
-from atomtrain.analysis.export.stand_ins import StandIns, why_unequal
+from atomtrain.analysis.export.stand_ins import StandIns, repeat, why_unequal
 from atomtrain.analysis.export.structure import take_apart
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 

@@ -1,4 +1,4 @@
-"""The manual way: the caller names the modules that the model calls one after the other."""
+"""Layers given by hand: the caller names the modules that the model calls one after the other."""
 
 from __future__ import annotations
 

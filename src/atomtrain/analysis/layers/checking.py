@@ -104,7 +104,8 @@ def _told(
         what = f"the loss ({float(found.loss)} instead of {float(expected.loss)})"
     return (
         f"the layers found in {type(model).__name__} do not compute what it computes itself: "
-        f"{what}, on one micro-batch. Please report it with the model's configuration; "
+        f"{what}, on one micro-batch. If it leaves a mask out where nothing is masked, give an "
+        "example in which something is; else please report it with the model's configuration; "
         "check_model=False, or --check-model never, trains it nevertheless"
     )
 

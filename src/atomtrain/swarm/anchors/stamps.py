@@ -1,4 +1,4 @@
-"""Stamps: which of two anchors wins, and which ones there can be in a run of a given age.
+"""Stamps: which of two anchors wins, which may meet, and which a run of some age can have.
 
 A stamp that somebody tells is a claim. The only thing that all peers know alike, and that nobody
 can tell them anew, is how old the run is: the manifest has the time at which it began. So that is
@@ -17,6 +17,8 @@ from typing import NamedTuple
 TOKENS_MAX = 1 << 50
 """Tokens of a stamp do not grow beyond this: they stay numbers that every message can hold."""
 VERSION_MAX = 1 << 40
+SLACK_VERSIONS = 2
+"""Siblings: anchors that are at most so many versions apart average with each other."""
 _TOKENS_PER_S = 10**9
 """As a thousand machines that train on a million tokens a second each."""
 _VERSIONS_PER_S = 1000
@@ -50,6 +52,20 @@ class Stamp:
         """Return the stamp of what a round makes of this anchor with so many tokens."""
         version = min(self.version + 1, VERSION_MAX)
         return Stamp(version, min(self.tokens + tokens, TOKENS_MAX), digest)
+
+
+def supersedes(other: Stamp, own: Stamp, slack: int) -> bool:
+    """Say whether a peer that has the anchor `own` has to fetch `other`.
+
+    With `slack` 0 whenever `other` is better; else siblings, so many versions apart at most, do
+    not replace each other.
+    """
+    return other.beats(own) and (slack == 0 or not siblings(other, own, slack))
+
+
+def siblings(one: Stamp, other: Stamp, slack: int) -> bool:
+    """Say whether two anchors of a fragment may meet in a round."""
+    return one == other or (slack > 0 and abs(one.version - other.version) <= slack)
 
 
 def best_of(stamps: Iterable[Stamp | None]) -> Stamp | None:

@@ -25,9 +25,8 @@ from typing import Protocol
 
 import torch
 
-from atomtrain.swarm.codecs.blocks import BlockCodec
+from atomtrain.swarm.codecs.dense import BlockCodec, Float16Codec, Float32Codec, byte_view
 from atomtrain.swarm.codecs.names import check_codec_name
-from atomtrain.swarm.codecs.plain import Float16Codec, Float32Codec, byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.codecs.sparse import TopKCodec
 

@@ -6,13 +6,16 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.settings import is_name, option
 from atomtrain.swarm.membership.rules import Rules, check_rule
 from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.units import parse_rate
+
+if TYPE_CHECKING:
+    from atomtrain.swarm.membership.admission import Admission
 
 PROTOCOL = 7
 """Version of everything that travels; peers with another one are turned away."""
@@ -141,6 +144,22 @@ class SwarmConfig:
             self.round_ceiling_s,
             "at least round_floor_s",
         )
+
+
+def admission_of(config: SwarmConfig, peer_id: str) -> Admission:
+    """Return a peer's rule of admission; reads the files that the configuration names.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    from atomtrain.swarm.membership.admission import Admission, read_allowed, read_key
+
+    return Admission(
+        run=config.run,
+        peer_id=peer_id,
+        key=None if config.key_path is None else read_key(config.key_path),
+        allowed=None if config.allow_path is None else read_allowed(config.allow_path),
+    )
 
 
 @dataclass(frozen=True)

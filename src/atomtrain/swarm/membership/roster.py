@@ -7,9 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atomtrain.swarm.anchors.stamps import Limit, RunAge, Stamp, best_of
+from atomtrain.swarm.anchors.stamps import (
+    SLACK_VERSIONS,
+    Limit,
+    RunAge,
+    Stamp,
+    best_of,
+    siblings,
+    supersedes,
+)
 from atomtrain.swarm.membership.admission import Admission
-from atomtrain.swarm.membership.groups import SLACK_VERSIONS, group_count, siblings, supersedes
+from atomtrain.swarm.membership.agenda import group_count
 from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord, PeerStatus
 from atomtrain.swarm.transport.addresses import circuits_to
 from atomtrain.swarm.transport.messages import BadMessage

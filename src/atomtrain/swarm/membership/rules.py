@@ -11,13 +11,13 @@ from atomtrain.settings import MOST_TOKENS, check_fields, count, one_of, option
 from atomtrain.swarm.codecs.names import FLOAT16, FLOAT32, check_codec_name
 
 if TYPE_CHECKING:
-    from atomtrain.swarm.anchors.outer import OuterUpdate
+    from atomtrain.swarm.anchors.updates import OuterUpdate
     from atomtrain.swarm.membership.guards import Guard
 
 MEASURED = 0
 """Local steps per round that stand for: as measurements say."""
 GROUP_SIZE = 16
-"""Members of a round at most, unless the run's founder says something else. See `groups`."""
+"""Members of a round at most, unless the run's founder says something else. See `agenda`."""
 GROUP_SIZE_MIN = 3
 """Below, guards have nothing to judge by, and an odd peer out would have nobody."""
 TRANSPORTS = ("streams", "gloo")
@@ -135,7 +135,7 @@ class Rules:
     @property
     def outer(self) -> OuterUpdate:
         """The outer update."""
-        from atomtrain.swarm.anchors.outer import OuterUpdate
+        from atomtrain.swarm.anchors.updates import OuterUpdate
 
         return OuterUpdate(learning_rate=self.outer_learning_rate, momentum=self.outer_momentum)
 

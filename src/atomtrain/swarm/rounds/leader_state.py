@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, Stamp, best_of
-from atomtrain.swarm.membership.groups import siblings
+from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, Stamp, best_of, siblings
 from atomtrain.swarm.membership.guards import bounded_weights
 from atomtrain.swarm.transport.messages import (
     Abandon,

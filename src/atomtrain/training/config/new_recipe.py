@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomtrain.errors import ConfigError
+from atomtrain.models.gpt_config import preset
 from atomtrain.models.hugging_face import (
     check_context,
     is_hugging_face,
@@ -15,7 +16,6 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.models.lora_config import parse_lora
 from atomtrain.models.making import Sizes
-from atomtrain.models.presets import preset
 from atomtrain.settings import chosen
 from atomtrain.training.config.optimizing import named_optimizer, train_alike
 from atomtrain.training.config.options import TrainOptions

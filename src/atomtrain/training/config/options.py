@@ -17,7 +17,7 @@ from atomtrain.settings import (
     one_of,
     option,
 )
-from atomtrain.swarm.anchors.outer import check_outer_name
+from atomtrain.swarm.anchors.updates import check_outer_name
 from atomtrain.swarm.membership.config import SwarmConfig
 from atomtrain.swarm.membership.rules import Rules, check_group_size, check_transport
 from atomtrain.swarm.transport.endpoint import Endpoint

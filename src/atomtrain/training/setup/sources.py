@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,14 +165,22 @@ def _rejoin(
         return None
 
 
-def _joined(options: TrainOptions, swarm: Swarm) -> Source:
-    payload, run = swarm.manifest.payload, swarm.manifest.run
+@contextmanager
+def _as_founder_says(run: str) -> Iterator[None]:
+    """Tell whose mistake it is."""
     try:
-        said = Recipe.from_json(payload["recipe"])
-        tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
+        yield
     except (AtomError, KeyError, TypeError) as error:
         raise SwarmError(f"what the founder of run {run!r} says cannot be used: {error}") from error
+
+
+def _joined(options: TrainOptions, swarm: Swarm) -> Source:
+    payload, run = swarm.manifest.payload, swarm.manifest.run
+    with _as_founder_says(run):
+        said = Recipe.from_json(payload["recipe"])
     recipe = amended(said, options, f"the run {run!r}")
+    with _as_founder_says(run):
+        tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
     weights = _base_of(recipe, options.model, None)
     text = _text(options.data, recipe, tokenizer)
     return Source(recipe, text, None, swarm, weights)

@@ -13,7 +13,7 @@ from torch import Tensor
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.settings import asked_of, chosen, declared
-from atomtrain.swarm.anchors.outer import OUTERS, OVERLAP_WEIGHTS, outer_named
+from atomtrain.swarm.anchors.updates import OUTERS, OVERLAP_WEIGHTS, outer_named
 from atomtrain.swarm.membership.config import SwarmConfig, relay_limit_of
 from atomtrain.swarm.membership.rules import Rules, usual_wire
 from atomtrain.swarm.transport.endpoint import Endpoint

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor, digest_of
-from atomtrain.swarm.anchors.gradients import AdamWUpdate
 from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, RunAge, Stamp, best_of
+from atomtrain.swarm.anchors.updates import AdamWUpdate
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import Manifest
 from atomtrain.swarm.membership.records import PeerRecord
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.leader_state import LeaderRound, RoundCall
-from atomtrain.swarm.rounds.round_merge import check_begin
+from atomtrain.swarm.rounds.round_member import check_begin
 from atomtrain.swarm.transport.messages import AskAnchor, BadMessage, Begin, Invite, Ready
 from atomtrain.swarm.transport.transport import Channel
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
@@ -189,7 +190,7 @@ def test_a_newcomer_prefers_what_several_agree_on(monkeypatch: pytest.MonkeyPatc
 
 
 def ready(tokens: int, weight: int = 10) -> Ready:
-    return Ready(version=3, tokens=tokens, digest="d", weight=weight)
+    return Ready(version=3, tokens=tokens, digest="d", weight=weight, late=False)
 
 
 @pytest.mark.parametrize("lying", [ready(2**49), ready(100, weight=2**49)])
@@ -198,12 +199,12 @@ def test_a_leader_goes_on_without_who_is_ready_on_what_cannot_be(lying: Ready) -
         round_id="7-a-1", round_index=7, fragment=0, version=3, answer_s=1.0,
         exchange_s=lambda *_: 1.0, slices_each=lambda _: 1, decision_s=1.0, limit=limit_at(60.0),
     )  # fmt: skip
-    leading = LeaderRound(call, ["a", "b", "liar"], 0.0)
-    leading.start()
-    leading.on_message("liar", lying, 0.1)
-    leading.on_message("a", ready(100), 0.1)
-    told = dict(leading.on_message("b", ready(100), 0.1))
-    assert leading.group == ("a", "b")
+    leader = LeaderRound(call, ["a", "b", "liar"], 0.0)
+    leader.start()
+    leader.on_message("liar", lying, 0.1)
+    leader.on_message("a", ready(100), 0.1)
+    told = dict(leader.on_message("b", ready(100), 0.1))
+    assert leader.group == ("a", "b")
     assert all(isinstance(message, Begin) for message in told.values())
 
 
@@ -217,7 +218,7 @@ def test_a_member_enters_no_round_that_makes_what_cannot_be() -> None:
         )  # fmt: skip
         check_begin(begin, own, context)
         with pytest.raises(BadMessage, match="tokens"):
-            check_begin(replace(begin, weights=(10, 2**49)), own, context)
+            check_begin(structs.replace(begin, weights=(10, 2**49)), own, context)
 
     run_virtual(scenario)
 
@@ -229,7 +230,9 @@ def test_nobody_follows_a_leader_that_claims_what_cannot_be() -> None:
             round_id="7-b-1", round_index=7, fragment=0, version=3, slack=0, answer_s=1.0
         )
         assert not await rounds._stranger("b", invite)
-        assert "cannot be true" in await rounds._stranger("b", replace(invite, version=2**39))
+        assert "cannot be true" in await rounds._stranger(
+            "b", structs.replace(invite, version=2**39)
+        )
         rounds._context.roster.distrust("b", "NaN")
         assert "cannot be true" in await rounds._stranger("b", invite)
 
@@ -256,7 +259,7 @@ def forged(anchor: Anchor, *, tokens: int, **changes: Any) -> Anchor:
 
 def lie(peer: SimulatedPeer, forge: Callable[[Anchor], Anchor]) -> None:
     """Have a peer tell of other anchors than it has, and give them."""
-    store = peer.service.context.desk.store
+    store = peer.service.context.mailbox.store
     anchor = store.anchor
     store.anchor = lambda fragment: forge(anchor(fragment))  # type: ignore[method-assign]
     store.stamps = lambda: (store.anchor(0).stamp,)  # type: ignore[method-assign]
@@ -288,7 +291,7 @@ def test_what_is_not_finite_is_not_taken(part: str, value: float) -> None:
         await asyncio.sleep(20)
         for name in ("a", "b"):
             peer = simulation.peers[name]
-            anchor = peer.service.context.desk.store.anchor(0)
+            anchor = peer.service.context.mailbox.store.anchor(0)
             assert anchor.stamp.version == 0
             assert not peer.reports
             assert not peer.service.context.roster.trusts("liar")
@@ -316,7 +319,7 @@ def test_an_anchor_is_not_fetched_whose_header_cannot_be() -> None:
     async def scenario() -> None:
         simulation = await quiet("a", "liar")
         lie(simulation.peers["liar"], lambda anchor: forged(anchor, tokens=2**49))
-        store = simulation.peers["liar"].service.context.desk.store
+        store = simulation.peers["liar"].service.context.mailbox.store
         store.stamps = lambda: (Stamp(1, 10, "ab" * 16),)  # type: ignore[method-assign]
         await asyncio.sleep(3)
         fetcher = simulation.peers["a"].service._repairer.fetcher
@@ -358,7 +361,7 @@ def test_a_groups_anchor_is_not_taken_in_a_run_without_groups() -> None:
             lambda anchor: forged(anchor, tokens=10, velocity=None, grouped=True),
         )
         await asyncio.sleep(20)
-        assert simulation.peers["a"].service.context.desk.store.anchor(0).stamp.version == 0
+        assert simulation.peers["a"].service.context.mailbox.store.anchor(0).stamp.version == 0
 
     run_virtual(scenario)
 
@@ -379,7 +382,7 @@ def test_a_peer_alone_keeps_its_anchor_when_it_learns_nonsense() -> None:
         await asyncio.sleep(10)
         peer._step = learn_nonsense
         await asyncio.sleep(10)
-        anchor = peer.service.context.desk.store.anchor(0)
+        anchor = peer.service.context.mailbox.store.anchor(0)
         assert bool(torch.isfinite(anchor.values).all())
         assert anchor.stamp.version > 0
         assert peer.reports[-1].outcome == "abandoned"

@@ -116,7 +116,7 @@ def test_low_bit_rounds_agree_and_lose_nothing(wire: str) -> None:
         assert simulation.agree()
         assert simulation.check_means() > 30
         for peer in simulation.peers.values():
-            assert peer.service.context.desk.store.residual(0) is not None
+            assert peer.service.context.mailbox.store.residual(0) is not None
         bytes_sent = averaged[0].bytes_sent  # float32 would take 2/3 of 2800, twice, and messages
         assert bytes_sent < 3700
 
