@@ -263,7 +263,7 @@ def test_garbage_on_the_stream_harms_nobody(founder: tuple[Swarm, Model]) -> Non
 async def _throw_garbage(address: str, peer_id: str) -> None:
     from atomtrain.swarm.transport.libp2p import Libp2pTransport
 
-    transport = await Libp2pTransport.create(config())
+    transport = await Libp2pTransport.create(config().endpoint)
     try:
         transport.learn(peer_id, (address,))
         for garbage in (b"", b"\0", b"\xff" * 100_000, b"\0\0\0\x02{}", b"\0\0\0\x05hello" * 50):
