@@ -7,15 +7,21 @@ PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml
 CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 
-.PHONY: train test test-gpu bench-gpu interleavings lint types docs clean
+.PHONY: train test check test-gpu bench-gpu interleavings lint types house docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
 
 # One thread: the tests compute little, and OpenMP's threads spin when something else runs beside.
 # Two processes, since much of the time is spent waiting; a file's tests stay together.
-test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+# Long files first: those of many short tests fill up what is left at the end.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: lint types house
+	$(PYTEST) --durations=20 $(addprefix tests/,integration fault golden gpu unit)
+
+# For people at work, in under three minutes: no test that takes longer than a second or two.
+check: lint types house
+	$(PYTEST) -q -m 'not slow and not matrix' tests/unit
 
 # One command for whoever has a GPU; skips cleanly without one.
 test-gpu: $(VENV)/.installed-dev
@@ -50,6 +56,10 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+
+# Full folders, circles of imports and names that meet are refused.
+house: $(VENV)/.installed-dev
+	$(BIN)/python scripts/house --check
 
 # The documentation site, in site/.
 docs: $(VENV)/.installed-docs

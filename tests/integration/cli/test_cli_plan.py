@@ -12,6 +12,7 @@ import pytest
 
 from atomtrain.cli.main import main
 from atomtrain.planning.catalogue import GPUS
+from atomtrain.units import format_bytes, format_count
 
 TINY = ("tiny", "--gpu", "rtx-3090")
 STEP = ("--tokens-per-step", "256")
@@ -57,9 +58,18 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Output:
 
 
 def test_the_table_says_what_a_person_asks(output: Output) -> None:
-    text = output(*TINY, *STEP)
-    for word in ("parameters", "host", "device", "segments", "tokens/s", "bound by", "busy"):
-        assert word in text
+    """Its figures are those of `--json`, as a person writes them."""
+    rows = {line[:12].strip(): line[12:] for line in output(*TINY, *STEP).splitlines() if line}
+    found = json.loads(output(*TINY, *STEP, "--json"))
+    plan, machine = found["plan"], found["machine"]
+    assert rows["model"].startswith(f"{format_count(found['analysis']['parameters'])} parameters")
+    assert f" of {format_bytes(machine['host_memory_bytes'])}: " in rows["host"]
+    assert rows["device"].startswith(f"{format_bytes(plan['device_peak_bytes'])} peak of ")
+    assert rows["step"].startswith(f"{found['tokens_per_step']} tokens: ")
+    assert f", {format_count(found['tokens_per_s'])} tokens/s; " in rows["speed"]
+    assert rows["bound by"] == plan["bound"]
+    assert rows["busy"].startswith(f"compute {found['busy_shares']['compute']:.1%}, load ")
+    assert rows["segments"].startswith(f"backward {len(plan['backward_bounds']) - 1} of ")
 
 
 def test_json_is_one_object_with_plan_machine_analysis_and_advice(output: Output) -> None:

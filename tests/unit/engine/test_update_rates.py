@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from pathlib import Path
@@ -136,8 +137,32 @@ def test_a_foreign_optimizer_that_fails_on_a_probe_is_estimated(
     assert taken.parameters == estimated.parameters
 
 
-def test_wide_gradients_and_masters_are_measured_as_they_are(tmp_path: Path) -> None:
+def test_wide_gradients_and_masters_are_measured_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe has the parameters' own type, the gradients' width and the master's halves."""
     model, chain = layers()
     model.bfloat16()
-    _, taken = rated(AdamW(model.parameters(), master="split"), chain, tmp_path)
-    assert all(one.host_work > 0 for one in taken.parameters.values())
+    optimizer = AdamW(model.parameters(), master="split")
+    probes: list[nn.Parameter] = []
+    states: list[dict[str, Any]] = []
+    step = AdamW.step
+
+    def seen(self: AdamW, closure: Any = None) -> Any:
+        result = step(self, closure)
+        (probe,) = self.param_groups[0]["params"]
+        probes.append(probe)
+        states.append(self.state[probe])
+        return result
+
+    monkeypatch.setattr(AdamW, "step", seen)
+    wide = chain_of(model, torch.ones(2, 8, dtype=torch.bfloat16), torch.sum).chain
+    for of in (chain, dataclasses.replace(wide, gradient_factor=2)):
+        probes.clear()
+        states.clear()
+        _, taken = rated(optimizer, of, tmp_path)
+        assert all(one.host_work > 0 for one in taken.parameters.values())
+        assert {probe.dtype for probe in probes} == {torch.bfloat16}
+        expected = torch.bfloat16 if of is chain else torch.float32
+        assert {None if probe.grad is None else probe.grad.dtype for probe in probes} == {expected}
+        assert {state["rest"].dtype for state in states} == {torch.int16}
