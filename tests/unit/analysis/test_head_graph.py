@@ -221,6 +221,7 @@ def test_a_chain_that_ends_in_another_module_is_refused() -> None:
         split_head(chain, 0)
 
 
+@pytest.mark.slow
 def test_as_many_pieces_as_are_needed() -> None:
     """With a wide vocabulary the head needs most, so it is split until it no longer does."""
 

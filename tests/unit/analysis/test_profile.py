@@ -147,6 +147,7 @@ def test_the_rate_of_products_is_a_rate() -> None:
     assert 0 < flops_per_s(CPU, lambda: None) < 1e16
 
 
+@pytest.mark.slow
 def test_a_measured_machine_has_every_rate(tmp_path: Path) -> None:
     device = EmulatedDevice(64 << 20, 1e9)
     try:

@@ -11,6 +11,8 @@ from atombench.engine.large import LargeSetup, run
 from atomtrain.errors import ConfigError
 from atomtrain.views.plans.subject import subject
 
+pytestmark = pytest.mark.slow
+
 SETUP = LargeSetup(
     model="tiny", context_tokens=32, sequences=2, micro_batches=3, device="emulated",
     device_memory="16MiB", steps=2,

@@ -21,6 +21,7 @@ print("and this", file=sys.stderr)
 ENDS = {"": 0, "sys.exit(3)": 3, "sys.exit('no')": 1, "1 / 0": 1, "os.kill(os.getpid(), 9)": -9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["code", "file", "module"])
 def test_a_fork_is_told_what_a_start_is(how: str, tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(TELL)

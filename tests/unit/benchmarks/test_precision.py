@@ -15,6 +15,8 @@ from atombench.engine.precision_memory import MemoryCase, measure
 from atomtrain.data import Prepared, prepare, read_corpus
 from atomtrain.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def text(tmp_path: Any) -> Prepared:

@@ -20,6 +20,8 @@ from atomtrain.engine.execution.offload import Parcel
 from atomtrain.engine.planner import times_of_all
 from tests.unit.analysis.test_profile import parts, small_gpt
 
+pytestmark = pytest.mark.slow
+
 FAST = LayerTime(1e-3, 3e-3)
 
 

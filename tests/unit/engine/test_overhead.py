@@ -12,6 +12,8 @@ from atomtrain.engine.calibration import machines
 from atomtrain.engine.calibration.machines import Overhead, Sample, overhead_of
 from atomtrain.engine.engine import Engine
 
+pytestmark = pytest.mark.slow
+
 
 def test_layers_are_timed_when_the_last_updates_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates write the parameters in the background, and backward refuses what was written."""

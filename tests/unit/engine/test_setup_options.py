@@ -69,6 +69,7 @@ def test_gradients_add_up_in_the_type_that_is_asked_for() -> None:
     assert narrow == pytest.approx(wide, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("operation_by_operation")
 def test_compiled_layers_train_the_same_model() -> None:
     assert loss_of(options_of(compile=True)) == pytest.approx(loss_of(options_of()), rel=1e-3)
@@ -80,6 +81,7 @@ def test_the_emulated_device_refuses_before_the_model_is_made() -> None:
         setup.open_session(options)
 
 
+@pytest.mark.slow
 def test_clipping_can_be_left_out_and_gradients_spent() -> None:
     clipped, unclipped, spent = (
         TrainOptions(model="tiny", sequences=4, context=16, device="emulated", **more)

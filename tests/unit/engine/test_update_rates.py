@@ -19,6 +19,8 @@ from atomtrain.engine.updates.optimizer import update_model
 from atomtrain.optimizers import AdamW, Muon, muon_groups
 from atomtrain.planning.plan.updating import UpdateModel
 
+pytestmark = pytest.mark.slow
+
 KEY = {"device": "x"}
 SHAPE = (16, 8)
 

@@ -281,6 +281,7 @@ def test_the_state_takes_the_bytes_that_are_told(state: str) -> None:
     assert kept == BYTES_PER_PARAMETER[state] * value[0].numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "share"), [("bfloat16", 0.01), ("int8", 0.02)])
 def test_a_small_gpt_learns_as_well(state: str, share: float) -> None:
     """A tiny language: each token is followed by its own successor, or by chance."""

@@ -34,6 +34,8 @@ from atomtrain.training.config.optimizing import named_optimizer, precision_of
 from atomtrain.views.plans.report import forecaster
 from atomtrain.views.plans.subject import Subject, subject
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 FLOPS_PER_S = 1e12
 

@@ -79,6 +79,7 @@ def _measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "with_head_of", costs_in)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_measured_once")
 def test_a_step_is_divided_by_the_rule(recipe: Recipe) -> None:
     """Whole if one sequence fits so, else in the fewest pieces with which one does; then the

@@ -172,6 +172,7 @@ def test_the_recommended_budget_works_and_a_step_less_does_not(
         swap(model, example, memory=less, micro_batches=micro_batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_random_budgets_are_kept(seed: int) -> None:
     source = random.Random(seed)

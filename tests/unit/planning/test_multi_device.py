@@ -26,6 +26,8 @@ from atomtrain.planning.search.batch_search import Prospect, Workload
 from atomtrain.views.plans.report import forecaster
 from atomtrain.views.plans.subject import Subject, subject
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 
 

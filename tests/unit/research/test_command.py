@@ -15,6 +15,8 @@ from atomtrain.planning.plan.machine import save_machine
 from atomtrain.planning.search.batch_search import Analysis, Compute
 from atomtrain.views.plans.place import Place
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("simulate", "tiny", "--peers", "4", "--tokens-per-step", "256")
 
 

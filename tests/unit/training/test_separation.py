@@ -94,6 +94,7 @@ def test_a_model_without_positions_is_refused() -> None:
         check({"model_type": "bloom", "vocab_size": 300, "hidden_size": 32, "n_head": 4})
 
 
+@pytest.mark.slow
 def test_large_models_are_tried_many_times_narrower() -> None:
     check(BIG_LLAMA)
     for config in (BIG_QWEN3_NEXT, BIG_GPT_OSS):

@@ -19,6 +19,8 @@ from atomtrain.planning.search.batch_search import Workload
 from atomtrain.views.plans.report import forecaster, least_fitting, make_report
 from atomtrain.views.plans.subject import subject
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 16, "intermediate_size": 32,

@@ -439,6 +439,7 @@ def test_folders_that_are_somebody_elses_are_left_alone(
     assert (results / "figures.json").exists()
 
 
+@pytest.mark.slow
 def test_halves_of_a_cut_network_go_on_and_grow_together() -> None:
     """Stated rule: of two anchors the one that more tokens went into is everybody's."""
 

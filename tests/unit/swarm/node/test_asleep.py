@@ -11,6 +11,8 @@ from atomtrain.swarm.membership.directory import SwarmClock, follow_clock
 from tests.support.sleeping import Machine, SleepyLoop, on
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 
+pytestmark = pytest.mark.slow
+
 HOUR_S = 3600.0
 
 

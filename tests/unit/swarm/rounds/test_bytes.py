@@ -10,6 +10,8 @@ from atomtrain.swarm.membership.deadlines import RoundTiming
 from atomtrain.swarm.transport.rates import Usage
 from tests.support.swarm_virtual import Simulation, run_virtual
 
+pytestmark = pytest.mark.slow
+
 ELEMENTS = 409_600
 """Whole blocks of every format, in slices of four members as well as of two."""
 MESSAGES_BYTES = 4_000

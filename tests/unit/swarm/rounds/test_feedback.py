@@ -21,6 +21,8 @@ from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.slices import Span
 from tests.support.swarm_virtual import Simulation, run_virtual
 
+pytestmark = pytest.mark.slow
+
 
 def _store(values: torch.Tensor) -> AnchorStore:
     store = AnchorStore((values.numel(),), momentum=False)

@@ -20,6 +20,8 @@ from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Contribution
 from atomtrain.swarm.transport.transport import Channel
 
+pytestmark = pytest.mark.slow
+
 _ELEMENTS = 3_000_001
 _MEMBERS = ("a", "b", "c")
 _WEIGHTS = (3, 0, 1)

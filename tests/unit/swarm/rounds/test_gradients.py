@@ -20,6 +20,8 @@ from atomtrain.training.together.gradients import GradientCollector
 from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 
+pytestmark = pytest.mark.slow
+
 _ELEMENTS = 90
 _DECAYED = (Span(10, 40), Span(60, 75))
 

@@ -25,6 +25,8 @@ from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 from tests.unit.swarm.rounds.test_vandals import Vandal
 
+pytestmark = pytest.mark.slow
+
 NESTEROV = {"outer_momentum": 0.5, "outer_learning_rate": 0.5}
 
 

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from atomtrain.swarm.codecs import slices
 from tests.support.swarm_virtual import Simulation, VirtualLoop, run_virtual
 
+pytestmark = pytest.mark.slow
+
 PEERS_MAX = 5
 GO_ON_S = 90
 """In which every fragment must be averaged again, twice, whatever has happened."""

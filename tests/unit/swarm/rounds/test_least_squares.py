@@ -13,6 +13,8 @@ import torch
 from atomtrain.swarm.anchors.anchors import Snapshot
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 
+pytestmark = pytest.mark.slow
+
 _ELEMENTS, _PEERS, _SAMPLES = 256, 8, 200
 
 

@@ -18,6 +18,8 @@ from atomtrain.swarm.rounds.owning import OwnedSlice
 from atomtrain.swarm.transport.messages import Commit
 from tests.support.swarm_virtual import Simulation, run_virtual
 
+pytestmark = pytest.mark.slow
+
 
 def test_three_peers_average_and_agree() -> None:
     async def scenario() -> None:

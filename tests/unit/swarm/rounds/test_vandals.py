@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,8 @@ from atomtrain.swarm.transport.messages import (
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 from tests.support.memory_network import MemoryDirectory, MemoryTransport
 from tests.support.swarm_virtual import Simulation, run_virtual
+
+pytestmark = pytest.mark.slow
 
 LARGEST = 2**53
 

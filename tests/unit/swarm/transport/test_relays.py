@@ -530,6 +530,7 @@ def test_who_some_cannot_dial_does_not_relay() -> None:
     run_virtual(scenario)
 
 
+@pytest.mark.slow
 def test_one_that_lies_about_dialling_keeps_nobody_from_relaying() -> None:
     async def scenario() -> None:
         swarm = Hidden()
