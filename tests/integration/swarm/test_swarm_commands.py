@@ -218,6 +218,27 @@ def test_identity_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert Said(capsys, "identity", tmp_path).out == first.out
 
 
+def test_a_run_key_is_made_once_for_its_owner_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, other = tmp_path / "team.key", tmp_path / "other.key"
+    made = Said(capsys, "identity", "--new-run-key", path)
+    assert (made.code, made.out) == (0, f"{path}\n")
+    assert "--run-key FILE" in made.err
+    assert path.stat().st_mode & 0o777 == 0o600
+    secret = path.read_text()
+    assert len(secret.strip()) == 43  # 256 bits
+    refused = Said(capsys, "identity", "--new-run-key", path)
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.count("\n") == 1
+    assert "is there already" in refused.err
+    assert path.read_text() == secret
+    said = Said(capsys, "identity", "--new-run-key", other, "--json")
+    assert said.json == {"path": str(other), "created": True}
+    assert other.read_text() != secret
+    assert "cannot be written" in Said(capsys, "identity", "--new-run-key", "/proc/a/key").err
+
+
 def test_doctor_finds_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = Said(capsys, "doctor", "--directory", tmp_path / "runs", "--json")
     states = {finding["check"]: finding["state"] for finding in said.json["findings"]}

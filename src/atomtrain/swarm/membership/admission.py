@@ -7,8 +7,11 @@ which anybody can write, carry the same kind of proof over all their bytes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
+import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from atomtrain.errors import ConfigError
 from atomtrain.swarm.transport.messages import BadMessage
 
 KEY_BYTES_MIN = 16
+_STRETCHING = {"n": 1 << 15, "r": 8, "p": 1, "maxmem": 1 << 26, "dklen": 32}
+"""Of scrypt (RFC 7914): a guess at a secret takes about 0.1 s and 32 MiB of memory."""
 NEEDS_KEY = "it admits only peers that know the run's key"
 """How the reason begins for which a peer without the run's key is turned away."""
 _FILE_BYTES_MAX = 1 << 20
@@ -23,8 +28,8 @@ _PROOF_BYTES = 32
 _PREFIX = "sealed "
 
 
-def read_key(path: Path) -> bytes:
-    """Return the run's key, whatever a file of at least 16 bytes contains.
+def read_secret(path: Path) -> bytes:
+    """Return a run's secret, whatever a file of at least 16 bytes contains.
 
     Raises:
         ConfigError: it cannot be read, or is too short to be a secret.
@@ -33,9 +38,39 @@ def read_key(path: Path) -> bytes:
     if len(data) < KEY_BYTES_MIN:
         raise ConfigError(
             f"the run key in {path} has {len(data)} bytes; allowed are {KEY_BYTES_MIN} or more: "
-            f"make one with 'head -c 32 /dev/urandom | base64 > {path}'"
+            "make one with 'atom identity --new-run-key FILE'"
         )
-    return hashlib.sha256(data).digest()
+    return data
+
+
+@functools.lru_cache(maxsize=8)
+def key_of(secret: bytes, run: str) -> bytes:
+    """Return a run's key: its secret, stretched, with the run's name as salt.
+
+    Whoever hears a proof can try secrets on it at leisure. One that a person made up is found soon
+    unless each guess is dear; and guesses for one run are worth nothing for another.
+    """
+    return hashlib.scrypt(secret, salt=b"atom run key\n" + run.encode(), **_STRETCHING)
+
+
+def make_secret(path: Path) -> None:
+    """Write a new secret of 256 random bits, which only the file's owner may read.
+
+    Raises:
+        ConfigError: the file is there already, or cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigError(
+            f"{path} is there already, and peers may use it; name a file that is not there yet"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; name a file in a folder of yours"
+        ) from error
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
 
 
 def read_allowed(path: Path) -> frozenset[str]:

@@ -51,9 +51,9 @@ def _check_relay_limit(flag: str, limit: str) -> None:
 
 
 def _check_key(_: str, path: Path) -> None:
-    from atomtrain.swarm.membership.admission import read_key
+    from atomtrain.swarm.membership.admission import read_secret
 
-    read_key(path)
+    read_secret(path)
 
 
 def _check_allowed(_: str, path: Path) -> None:
@@ -152,12 +152,12 @@ def admission_of(config: SwarmConfig, peer_id: str) -> Admission:
     Raises:
         ConfigError: one of them cannot be used.
     """
-    from atomtrain.swarm.membership.admission import Admission, read_allowed, read_key
+    from atomtrain.swarm.membership.admission import Admission, key_of, read_allowed, read_secret
 
     return Admission(
         run=config.run,
         peer_id=peer_id,
-        key=None if config.key_path is None else read_key(config.key_path),
+        key=key_of(read_secret(config.key_path), config.run) if config.key_path else None,
         allowed=None if config.allow_path is None else read_allowed(config.allow_path),
     )
 

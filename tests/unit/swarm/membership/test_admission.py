@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError, SwarmError
-from atomtrain.swarm.membership.admission import Admission, read_allowed, read_key
+from atomtrain.swarm.membership.admission import Admission, key_of, read_allowed, read_secret
 from atomtrain.swarm.transport.messages import BadMessage
 from tests.support.swarm_virtual import Simulation, run_virtual
 
@@ -71,12 +71,12 @@ def test_garbage_is_no_sealed_record(data: bytes) -> None:
 def test_files(tmp_path: Path) -> None:
     file = tmp_path / "file"
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_key(file)
+        read_secret(file)
     file.write_text("short\n")
     with pytest.raises(ConfigError, match="5 bytes"):
-        read_key(file)
+        read_secret(file)
     file.write_text("long enough to be a secret\n")
-    assert len(read_key(file)) == 32
+    assert read_secret(file) == b"long enough to be a secret"
     with pytest.raises(ConfigError, match="is no peer id"):
         read_allowed(file)
     file.write_text("# nobody yet\n\n")
@@ -84,6 +84,16 @@ def test_files(tmp_path: Path) -> None:
         read_allowed(file)
     file.write_text(f"{_PEER} # mine\n/ip4/10.0.0.1/tcp/5/p2p/{_PEER}\n")
     assert read_allowed(file) == {_PEER}
+
+
+def test_a_key_is_the_stretched_secret_of_one_run() -> None:
+    """Against the other implementation of scrypt that is here, with 32 MiB a guess."""
+    from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+
+    secret = b"correct horse battery staple"
+    other = Scrypt(salt=b"atom run key\nmine", length=32, n=2**15, r=8, p=1)
+    assert key_of(secret, "mine") == other.derive(secret)
+    assert len({key_of(secret, "mine"), key_of(secret, "yours"), key_of(b"other", "mine")}) == 3
 
 
 def test_strangers_neither_fetch_nor_average_nor_slow_anybody_down(tmp_path: Path) -> None:
