@@ -73,7 +73,7 @@ REGISTRY: dict[str, Benchmark] = {
         picture=_FIGURE,
     ),
     "simulation": Benchmark(
-        "atombench.simulated.simulation", "ATOM and the best pipeline on many links, simulated"
+        "atombench.simulation", "ATOM and the best pipeline on many links, simulated"
     ),
     "offloaders": Benchmark(
         "atombench.offloaders.offloaders",

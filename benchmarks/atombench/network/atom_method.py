@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atombench.common import progress
-from atombench.links.peers import Peers
+from atombench.links.peers import Peers, Reply
 from atombench.links.shaping import Link, Network
 from atombench.network.setup import (
     UNSHAPED_BITS_PER_S,
@@ -18,7 +18,6 @@ from atombench.network.setup import (
     device_link_bytes_per_s,
 )
 from atombench.pipeline.speeds import Speeds
-from atombench.replies import Reply
 from atomresearch.simulation.link import PAYLOAD_SHARE
 from atomresearch.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
 from atomtrain.errors import PlanError

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atombench.links.connections import set_congestion_control
+from atombench.links.connections import sent_bytes, set_congestion_control
+from atombench.links.peers import Reply
 from atombench.links.shaping import congestion_control
 from atombench.network.model import Batch, ModelSetup, fused_adamw, run_layers
 from atombench.network.swapped import SwappedParallel
 from atombench.pipeline.library import LibraryStage
 from atombench.pipeline.pipeline import Beside, RankPlan, Stage, decode, encode
 from atombench.pipeline.speeds import merged
-from atombench.replies import Reply, sent_bytes
 from atomresearch.simulation.pipeline import Op
 from atomtrain.analysis.costs.storages import StorageTracker
 

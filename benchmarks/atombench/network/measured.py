@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from atombench.replies import Reply
+from atombench.links.peers import Reply
 
 
 class Measured(NamedTuple):

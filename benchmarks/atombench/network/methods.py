@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from atombench.common import progress
-from atombench.links.peers import PeerError, Peers
+from atombench.links.peers import PeerError, Peers, Reply
 from atombench.links.shaping import INTERFACE, Link, Network, congestion_control
 from atombench.network.atom_method import (
     LATE_FACTOR,
@@ -25,7 +25,6 @@ from atombench.network.setup import (
 from atombench.pipeline.prediction import Candidate
 from atombench.pipeline.search import candidates, to_measure
 from atombench.pipeline.speeds import Speeds
-from atombench.replies import Reply
 from atomresearch.simulation.link import PipelineLink
 from atomresearch.simulation.loss import BBR, CUBIC, connection_bits_per_s
 

@@ -40,8 +40,8 @@ from atombench.common import (
     description,
     keep_partial,
     progress,
+    terminable,
 )
-from atombench.ending import terminable
 from atombench.links.peers import PeerError
 from atombench.links.shaping import Network, congestion_control
 from atombench.network.atom_method import LOSSES_OF_PEERS

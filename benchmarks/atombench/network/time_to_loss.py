@@ -24,8 +24,8 @@ from atombench.common import (
     description,
     keep_partial,
     progress,
+    terminable,
 )
-from atombench.ending import terminable
 from atombench.links.shaping import Link, Network
 from atombench.network.curves import (
     curve_of_atom,

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from atombench.averaging.codec_costs import CodecTime, TimedCodec
+from atombench.averaging.costs import CodecTime, TimedCodec
 from atombench.swarm.swarm import codec_costs
 from atomtrain.swarm.codecs.codec import CODEC_NAMES, codec_named
 from tests.support.swarm_virtual import Simulation, run_virtual

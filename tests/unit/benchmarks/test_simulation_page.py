@@ -14,7 +14,7 @@ from atombench.pages.simulation_page import (
     measured_ratios,
     page,
 )
-from atombench.simulated.encoding import measured_encoding
+from atombench.simulation import measured_encoding
 from tests.support import ROOT
 
 
