@@ -123,7 +123,7 @@ def _check_picture(path: Path | None, name: str) -> None:
     """Complain before the measurement, not after it."""
     if path is None:
         return
-    drawn = [each for each, entry in REGISTRY.items() if entry.picture]
+    drawn = [each for each, entry in REGISTRY.items() if entry.shown_by]
     if name not in drawn:
         raise ConfigError(f"the benchmark {name!r} draws no --picture; {' and '.join(drawn)} do")
     if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():

@@ -47,7 +47,7 @@ class BenchmarkOptions:
     """Which links `network` measures: `all`, `plain` ones, `stand-ins` for a GPU's, or `alone`:
     100 and 10 Mbit/s without baselines, for what the swarm keeps of its peers' speed."""
     link: tuple[str, ...] = ()
-    """The very links that `network` measures, in place of `links`; `network_links` reads them."""
+    """The very links that `network` measures, in place of `links`; `parse_links` reads them."""
     kills: int | None = None
     """Peers to kill, for benchmarks that do."""
     at_once: int | None = None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atombench.common import BenchmarkOptions, Result, description, progress
-from atombench.pipeline.pipeline import decode, encode
+from atombench.network.pipeline import decode, encode
 from atomresearch.simulate import prospect_of
 from atomresearch.simulate_fleet import fleet_rows
 from atomresearch.simulation.compare import compare

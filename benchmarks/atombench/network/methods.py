@@ -18,13 +18,13 @@ from atombench.network.atom_method import (
     patience_s,
 )
 from atombench.network.measured import Measured, by_stage, measured
+from atombench.network.model import Speeds
+from atombench.network.prediction import Candidate
+from atombench.network.search import candidates, to_measure
 from atombench.network.setup import (
     UNSHAPED_BITS_PER_S,
     NetworkSetup,
 )
-from atombench.pipeline.prediction import Candidate
-from atombench.pipeline.search import candidates, to_measure
-from atombench.pipeline.speeds import Speeds
 from atomresearch.simulation.link import PipelineLink
 from atomresearch.simulation.loss import BBR, CUBIC, connection_bits_per_s
 

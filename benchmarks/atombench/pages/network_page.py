@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from atombench.network.cases import Case, cases
-from atombench.network.curves import smoothed
-from atombench.network.rows import (
+from atombench.network.measured import smoothed
+from atombench.network.panels import (
     UNFINISHED,
     Row,
     command,

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from atombench.network.cases import cases
-from atombench.network.figure import draw_bars
-from atombench.network.panels import all_panels
-from atombench.network.rows import (
+from atombench.network.panels import (
     UNFINISHED,
+    all_panels,
+    draw_bars,
     fair_ratio,
     network_results,
     per_flop_name,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atombench import REGISTRY
-from atombench.network.rows import (
+from atombench.network.panels import (
     UNFINISHED,
     command,
     network_results,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atombench.network.rows import disturbed, fair_ratio, rate_name, rounds_finished
+from atombench.network.panels import disturbed, fair_ratio, rate_name, rounds_finished
 from atombench.pages.break_even import break_even_bits_per_s
 from atomtrain.units import format_count, format_seconds
 

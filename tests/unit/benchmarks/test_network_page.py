@@ -7,7 +7,7 @@ import json
 import pytest
 
 from atombench.network.cases import cases
-from atombench.network.rows import (
+from atombench.network.panels import (
     command,
     largest_ratio,
     network_results,

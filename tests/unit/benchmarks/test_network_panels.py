@@ -9,8 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from atombench import benchmark
-from atombench.network.figure import draw_bars
-from atombench.network.panels import METHODS, all_panels, link_panels, text
+from atombench.network.panels import METHODS, all_panels, draw_bars, link_panels, text
 
 CURVE = {"seconds": [1.0, 2.0], "tokens": [10, 20], "loss": [5.0, 3.0]}
 METHOD = {"tokens_per_s": 1000.0, "sent_bytes_per_token": 90.4, "utilisation": 0.5, "curve": CURVE}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from atombench.network.curves import curve as curve_of
-from atombench.network.curves import smoothed
+from atombench.network.measured import curve as curve_of
+from atombench.network.measured import smoothed
 from atombench.network.model import ModelSetup
 from atombench.network.time_to_loss import _reached
 from atomtrain.errors import ConfigError

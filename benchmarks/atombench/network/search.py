@@ -12,10 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from atombench.network.model import ModelSetup
-from atombench.pipeline.pipeline import LIBRARY
-from atombench.pipeline.prediction import Candidate, Shape, simulated
-from atombench.pipeline.speeds import Speeds
+from atombench.network.model import ModelSetup, Speeds
+from atombench.network.pipeline import LIBRARY
+from atombench.network.prediction import Candidate, Shape, simulated
 from atomresearch.simulation.link import PipelineLink
 from atomresearch.simulation.loss import CUBIC
 from atomtrain.errors import PlanError

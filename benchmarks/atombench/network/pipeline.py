@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from atomtrain.errors import ConfigError
 WIRES = ("float32", "bfloat16", "int8")
 """Formats of activations and their gradients on the wire."""
 LIBRARY = ("1F1B", "Interleaved1F1B")
-"""PyTorch's own schedules by name (`pipeline_library`); the second has several chunks a rank."""
+"""PyTorch's own schedules by name (`baselines`); the second has several chunks a rank."""
 _SCALE_BYTES = 4
 
 
@@ -76,6 +76,19 @@ class RankPlan(NamedTuple):
     recompute: bool
     """Keep only each chunk's input from forward to backward, and run forward again; the last chunk,
     whose backward follows at once, keeps everything."""
+
+    @classmethod
+    def of(cls, plan: Mapping[str, Any], rank: int) -> RankPlan:
+        """Return a rank's part of what `Candidate.plan` gave, as JSON."""
+        order = [Op(bool(backward), chunk, n) for backward, chunk, n in plan["orders"][rank]]
+        return cls(
+            plan["bounds"],
+            order,
+            plan["micro_batch"],
+            plan["wire"],
+            plan["ahead"],
+            plan["recompute"],
+        )
 
 
 class Beside(NamedTuple):
@@ -270,3 +283,29 @@ class _StepRun:
         if len(self._sends) > self.stage.plan.ahead:
             # Sent so many operations ago that it has arrived, unless the step's order is no good.
             self._sends.popleft()[0].wait()
+
+
+class DryStage(Stage):
+    """A stage that receives zeros and sends nothing."""
+
+    def receive(self, op: Op) -> tuple[Any, torch.Tensor]:
+        return _Done(), torch.zeros(self._wire_bytes, dtype=torch.uint8)
+
+    def send(self, op: Op, target: int, data: torch.Tensor) -> Any:
+        return _Done()
+
+
+def dry_stage(setup: ModelSetup, plan: dict[str, Any], rank: int, ranks: int) -> DryStage:
+    """Return the stage of a rank among those of all pipelines."""
+    stages = ranks // plan["pipelines"]
+    return DryStage(setup, RankPlan.of(plan, rank % stages), rank % stages, stages)
+
+
+def share_of_pipeline(setup: ModelSetup, plan: dict[str, Any], sequences: int) -> list[Batch]:
+    """Return micro-batches of one pipeline's share of a step of so many sequences."""
+    return setup.micro_batches(0, sequences // plan["pipelines"], plan["micro_batch"])
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is to be waited for."""

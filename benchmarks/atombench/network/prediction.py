@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from atombench.links.shaping import Link
-from atombench.network.model import ModelSetup
+from atombench.network.model import ModelSetup, Speeds, layer_kinds
+from atombench.network.pipeline import encoded_bytes
 from atombench.network.setup import UNSHAPED_BITS_PER_S
-from atombench.pipeline.pipeline import encoded_bytes
-from atombench.pipeline.speeds import Speeds, layer_kinds
 from atomresearch.simulation.announced import AnnouncedWork, simulate_1f1b
 from atomresearch.simulation.interleaved import simulate_interleaved
 from atomresearch.simulation.link import BOTH_WAYS_SHARE, PipelineLink
