@@ -1,20 +1,22 @@
-"""The page of measured networks is what its results say, and marks what does not count."""
+"""Tables of measured networks are what results say, and mark what does not count."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from atombench.network.cases import cases
+from atombench.network.cases import Case, cases
 from atombench.network.panels import (
+    UNFINISHED,
     command,
     largest_ratio,
     network_results,
     rate_name,
     rounds_finished,
 )
-from atombench.pages.network_page import page
+from atombench.pages.network_tables import losses, misses, network_rows, predictions
 from tests.support import ROOT
 
 ROW = {
@@ -56,11 +58,8 @@ RESULT = {
 }
 
 
-def test_the_page_in_docs_is_that_of_the_results() -> None:
-    folder = ROOT / "benchmarks/results"
-    paths = [*sorted(folder.glob("network*.json")), *folder.glob("time-to-loss.json")]
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    assert (ROOT / "docs/network-results.md").read_text(encoding="utf-8") == page(results)
+def counted(*results: dict[str, Any]) -> list[tuple[int, Case]]:
+    return [(result["peers"], case) for result in results for case in cases(result)]
 
 
 def test_every_prediction_that_was_measured_counts_misses_too() -> None:
@@ -78,14 +77,14 @@ def test_a_pipeline_measured_several_times_counts_by_its_mean() -> None:
     row = {**ROW, "pipeline": found}
     case = cases({"rows": [row]})[-1]
     assert (case.each, case.measured) == ((100.0, 60.0), 80.0)
-    text = page([{**RESULT, "rows": [row]}])
-    assert "| own | 105 | 80 (100, 60) | **+31%** |" in text
-    assert "differ by 67% (median), 67% at most" in text
-    assert "Measurements differ" not in page([{**RESULT, "rows": [ROW]}])
+    found = counted({**RESULT, "rows": [row]})
+    assert "| own | 105 | 80 (100, 60) | **+31%** |" in misses(found)
+    assert predictions(found).endswith("| 67%, at most 67% |\n")
+    assert predictions(counted({**RESULT, "rows": [ROW]})).endswith("| - |\n")
 
 
 def test_a_row_that_was_disturbed_is_in_brackets() -> None:
-    text = page([{**RESULT, "rows": [ROW, DISTURBED]}])
+    text = network_rows({**RESULT, "rows": [ROW, DISTURBED]})
     assert "| 4.00 |" in text
     assert "| (0.50: disturbed) |" in text
 
@@ -94,33 +93,34 @@ def test_a_row_without_a_finished_round_is_marked_and_is_not_the_largest() -> No
     assert [rounds_finished(row) for row in (ROW, ALONE, {"ratio": None})] == [2, 0, 0]
     assert largest_ratio([ROW, ALONE, {**ROW, "ratio": None}]) == 4.0
     assert largest_ratio([ALONE]) is None
-    text = page([{**RESULT, "rows": [ROW, ALONE]}])
+    text = network_rows({**RESULT, "rows": [ROW, ALONE]})
     assert "| (40.00: no round finished) |" in text
-    assert "*no round finished* while ATOM was measured" in text
 
 
-def test_brackets_are_explained_only_where_there_are_any() -> None:
-    assert "In brackets" not in page([{**RESULT, "rows": [ROW]}])
+def test_the_page_explains_brackets_if_it_has_any() -> None:
+    text = (ROOT / "docs/network-results.md").read_text(encoding="utf-8")
+    for reason in (UNFINISHED, "disturbed"):
+        assert (f": {reason})" in text) <= (f"*{reason}*" in text)
 
 
-def test_results_of_several_numbers_of_peers_are_one_page() -> None:
-    text = page([{**RESULT, "rows": [ROW]}, {**RESULT, "peers": 4, "rows": [ROW]}])
-    assert "## 2 peers on 2 cores" in text
-    assert "## 4 peers on 2 cores" in text
-    assert text.count("| 100 Mbit/s | 50 ms | 3,300 bits/MFLOP | itself |") == 2
-    assert "**4 of 6 are within 10% of what was measured**" in text
-    assert "| **+100%** |" in text
+def test_predictions_of_all_results_are_counted_together() -> None:
+    result = {**RESULT, "rows": [ROW]}
+    assert "| 100 Mbit/s | 50 ms | 3,300 bits/MFLOP | itself |" in network_rows(result)
+    found = counted(result, {**result, "peers": 4})
+    assert "| all | 6 | 0 | 4 | 4 | +100% | - | - |" in predictions(found)
+    assert [line[:4] for line in misses(found).splitlines()[2:]] == ["| 2 ", "| 4 "]
+    assert "| **+100%** |" in misses(found)
 
 
 def test_a_pipeline_that_was_too_slow_for_full_steps_is_told() -> None:
-    text = page([{**RESULT, "rows": [{**ROW, "full_step_ratio": 2.2}]}])
+    text = network_rows({**RESULT, "rows": [{**ROW, "full_step_ratio": 2.2}]})
     assert "| 4.00 (2 to full steps, simulated) |" in text
     assert largest_ratio([{**ROW, "full_step_ratio": 2.2}]) == 2.2
 
 
 def test_a_share_of_several_turns_is_told_with_its_spread() -> None:
     def told(**atom: object) -> str:
-        return page([{**RESULT, "rows": [{**ROW, "atom": {**ROW["atom"], **atom}}]}])  # type: ignore[dict-item]
+        return network_rows({**RESULT, "rows": [{**ROW, "atom": {**ROW["atom"], **atom}}]})  # type: ignore[dict-item]
 
     assert "| 0.95 |" in told(share_of_alone=0.95, shares_of_alone=[0.95])
     assert "| 0.95 (0.91 to 1.02) |" in told(
@@ -128,28 +128,24 @@ def test_a_share_of_several_turns_is_told_with_its_spread() -> None:
     )
 
 
-def test_a_result_s_command_is_told_and_names_its_section() -> None:
-    def told(links: str, *link: str) -> tuple[str, str]:
+def test_a_result_s_command_is_told() -> None:
+    def told(links: str, *link: str) -> str:
         result = {**RESULT, "asked": {"links": links, "link": list(link)}, "rows": [ROW]}
-        return command(result), next(line for line in page([result]).splitlines() if "##" in line)
+        assert network_rows(result).startswith(f"`{command(result)}` on one, load 0.1 before; ")
+        return command(result)
 
     always = "atom bench network --peers 2"
-    assert told("all") == (f"{always} --json", "## 2 peers on 2 cores")
-    assert told("plain") == (f"{always} --links plain --json", "## 2 peers on 2 cores: plain links")
-    assert told("alone") == (
-        f"{always} --links alone --json",
-        "## 2 peers on 2 cores: the swarm against its peers alone",
-    )
+    assert told("all") == f"{always} --json"
+    assert told("plain") == f"{always} --links plain --json"
     assert told("all", "1Mbit/s,1%", "2Mbit/s") == (
-        f"{always} --link 1Mbit/s,1% --link 2Mbit/s --json",
-        "## 2 peers on 2 cores: further links",
+        f"{always} --link 1Mbit/s,1% --link 2Mbit/s --json"
     )
 
 
 def test_both_kinds_of_data_parallelism_are_told() -> None:
     both = {"data_parallel_tokens_per_s": 90.0, "swapped_parallel_tokens_per_s": 40.0}
-    assert "| 90, 40 |" in page([{**RESULT, "rows": [{**ROW, **both}]}])
-    assert "| -, - |" in page([{**RESULT, "rows": [ROW]}])
+    assert "| 90, 40 |" in network_rows({**RESULT, "rows": [{**ROW, **both}]})
+    assert "| -, - |" in network_rows({**RESULT, "rows": [ROW]})
 
 
 def test_losses_are_told_link_by_link() -> None:
@@ -171,7 +167,7 @@ def test_losses_are_told_link_by_link() -> None:
         "baseline_loss_at_equal_tokens": 3.5,
     }
     curves = [curve("ATOM", [4.0, 2.0]), curve("pipeline", [4.0, 3.0])]
-    text = page([{"peers": 2, "train_s": 100.0, "curves": curves, "reached": [reached]}])
+    text = losses({"curves": curves, "reached": [reached]})
     assert "| slow | 2.5 bits/MFLOP | ATOM | 2 | 2k | 3.00 | - | - | - |" in text
     assert "| slow | 2.5 bits/MFLOP | pipeline | 2 | 2k | 3.50 | 1 s | 3.50 | 3.00 |" in text
 
@@ -206,11 +202,11 @@ def test_the_network_s_model_is_told_from_the_machine_s_moods() -> None:
     assert case.knowing is not None
     assert case.knowing < 0.95 * case.predicted
     assert case.knowing_error_share == case.knowing / case.measured - 1
-    text = page([{**result, "rows": rows}])
     assert case.drift_share == pytest.approx(9.0)
     assert case.counted_error_share == case.knowing_error_share
-    assert f"| +900% | **{case.knowing_error_share:+.0%}** |" in text
-    assert "Of the" not in page([RESULT | {"rows": [ROW]}])
+    assert not case.right
+    assert f"| +900% | **{case.knowing_error_share:+.0%}** |" in misses([(4, case)])
+    assert "| our pipelines | 1 | 1 | 0 |" in predictions([(4, case)])
 
 
 def test_atom_s_steps_are_judged_by_their_times_in_the_run() -> None:

@@ -16,7 +16,7 @@ from atombench.network.panels import (
     network_results,
     rounds_finished,
 )
-from atombench.pages.report_figure import draw_report
+from atombench.report_figure import draw_report
 from atomtrain.errors import ConfigError
 
 Results = dict[str, Mapping[str, Any]]
