@@ -17,8 +17,7 @@ from atombench.common import BenchmarkOptions, Result, description, progress
 from atombench.network.pipeline import decode, encode
 from atomresearch.simulate import prospect_of
 from atomresearch.simulate_fleet import fleet_rows
-from atomresearch.simulation.compare import compare
-from atomresearch.simulation.encoding import ACTIVATION_WIRES, ELEMENTS_PER_S
+from atomresearch.simulation.compare import ACTIVATION_WIRES, ELEMENTS_PER_S, compare
 from atomresearch.simulation.site import site_of
 from atomtrain.cli.simulate_options import SimulateOptions
 from atomtrain.errors import PlanError

@@ -19,8 +19,7 @@ from atombench.links.shaping import Link
 from atombench.network.model import ModelSetup, Speeds
 from atombench.network.panels import Row, link_name
 from atombench.network.prediction import predicted_again, way_of
-from atomresearch.simulation.link import PAYLOAD_SHARE
-from atomresearch.simulation.loss import CUBIC
+from atomresearch.simulation.link import CUBIC, PAYLOAD_SHARE
 from atomresearch.simulation.swarm import SwarmLink, SwarmWork, simulate_swarm
 
 CLOSE = 0.1

@@ -25,8 +25,7 @@ from atombench.network.setup import (
     UNSHAPED_BITS_PER_S,
     NetworkSetup,
 )
-from atomresearch.simulation.link import PipelineLink
-from atomresearch.simulation.loss import BBR, CUBIC, connection_bits_per_s
+from atomresearch.simulation.link import BBR, CUBIC, PipelineLink, connection_bits_per_s
 
 _GROUP_PORT = 29_500
 _PROBE_S = 0.7

@@ -13,10 +13,8 @@ from atombench.links.shaping import Link
 from atombench.network.model import ModelSetup, Speeds, layer_kinds
 from atombench.network.pipeline import encoded_bytes
 from atombench.network.setup import UNSHAPED_BITS_PER_S
-from atomresearch.simulation.announced import AnnouncedWork, simulate_1f1b
-from atomresearch.simulation.interleaved import simulate_interleaved
-from atomresearch.simulation.link import BOTH_WAYS_SHARE, PipelineLink
-from atomresearch.simulation.loss import CUBIC, connection_bits_per_s
+from atomresearch.simulation.announced import AnnouncedWork, simulate_1f1b, simulate_interleaved
+from atomresearch.simulation.link import BOTH_WAYS_SHARE, CUBIC, PipelineLink, connection_bits_per_s
 from atomresearch.simulation.pipeline import Op, PipelineWork, partition, simulate_step
 from atomresearch.simulation.replay import replay
 from atomtrain.errors import ConfigError

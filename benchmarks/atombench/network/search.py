@@ -15,8 +15,7 @@ from dataclasses import replace
 from atombench.network.model import ModelSetup, Speeds
 from atombench.network.pipeline import LIBRARY
 from atombench.network.prediction import Candidate, Shape, simulated
-from atomresearch.simulation.link import PipelineLink
-from atomresearch.simulation.loss import CUBIC
+from atomresearch.simulation.link import CUBIC, PipelineLink
 from atomtrain.errors import PlanError
 
 _CHUNKS = (1, 2)
