@@ -222,7 +222,7 @@ if __name__ == "__main__":
         if importlib.util.find_spec(_name.partition(".")[0]) is not None:
             importlib.import_module(_name)
     if importlib.util.find_spec("hivemind") is not None:
-        from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+        from atomtrain.swarm.transport.libp2p import import_hivemind
 
         import_hivemind()
     gc.freeze()

@@ -17,11 +17,11 @@ from atombench.common import BenchmarkOptions, Result, description, progress
 from atombench.network.pipeline import decode, encode
 from atomresearch.simulate import prospect_of
 from atomresearch.simulate_fleet import fleet_rows
+from atomresearch.simulate_options import SimulateOptions
 from atomresearch.simulation.compare import ACTIVATION_WIRES, ELEMENTS_PER_S, compare
 from atomresearch.simulation.site import site_of
-from atomtrain.cli.simulate_options import SimulateOptions
 from atomtrain.errors import PlanError
-from atomtrain.models.presets import GPT3
+from atomtrain.models.gpt_config import GPT3
 from atomtrain.planning.search.batch_search import Prospect
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.codecs.slices import PIECE_ELEMENTS

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import parse
-from atomtrain.cli.simulate_options import LINKS, OPTIMIZER, SimulateOptions
+from atomresearch.simulate_options import LINKS, OPTIMIZER, SimulateOptions
+from atomtrain.cli.parsing import leaving_at_once, parse
 from atomtrain.training.config.option_checks import memory_of
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_rate
 

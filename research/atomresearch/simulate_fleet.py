@@ -14,7 +14,7 @@ from atomresearch.simulation.site import site_of
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_rate
 
 if TYPE_CHECKING:
-    from atomtrain.cli.simulate_options import SimulateOptions
+    from atomresearch.simulate_options import SimulateOptions
     from atomtrain.planning.search.batch_search import Prospect
 
 _ANCHOR_BYTES_PER_PARAMETER = 4

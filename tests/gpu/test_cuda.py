@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import atomtrain
 from atomtrain.engine.devices.cuda import CudaDevice, _CudaEvent, _CudaStream
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Event
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import masters

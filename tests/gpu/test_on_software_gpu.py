@@ -17,7 +17,7 @@ from torch import Tensor
 import atomtrain
 from atomtrain.analysis.costs.costs import layer_costs
 from atomtrain.engine.devices.streams import Inject
-from atomtrain.engine.updates.optimizer_facts import OptimizerFactory
+from atomtrain.engine.updates.optimizer import OptimizerFactory
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import SGD, AdamW, Muon

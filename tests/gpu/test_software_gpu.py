@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atomtrain.engine.devices.aligned import aligned_empty
+from atomtrain.engine.devices.host_memory import aligned_empty
 from tests.support.software_gpu import NotEmulatedError, SoftwareGpus, installed
 from tests.support.software_gpu.runtime import functions
 from tests.support.software_gpu.streams import DeviceContext, Event, Stream, StreamContext

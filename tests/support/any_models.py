@@ -158,6 +158,24 @@ def qwen3_moe() -> Case:
     return _language_model(hf.Qwen3MoeForCausalLM(config))
 
 
+def qwen3_next() -> Case:
+    """Linear attention, whose code computes otherwise when it is exported, and experts."""
+    config = hf.Qwen3NextConfig(
+        **{**_GROUPED, "num_hidden_layers": 4}, head_dim=8, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    return _language_model(hf.Qwen3NextForCausalLM(config))
+
+
+def gpt_oss() -> Case:
+    """Counts the rows of experts in another type on each kind of device."""
+    config = hf.GptOssConfig(
+        **_GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
+    )
+    return _language_model(hf.GptOssForCausalLM(config))
+
+
 def t5() -> Case:
     config = hf.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
@@ -285,5 +303,6 @@ def u_net() -> Case:
 
 HUGGING_FACE: list[Callable[[], Case]] = [
     gpt2, gpt2_with_dropout, llama, llama_without_cache, llama_with_padding, qwen3, mistral,
-    gemma2, gemma3, phi, opt, gpt_neox, mixtral, qwen3_moe, t5, bart, whisper, bert, vit, resnet,
+    gemma2, gemma3, phi, opt, gpt_neox, mixtral, qwen3_moe, qwen3_next, gpt_oss,
+    t5, bart, whisper, bert, vit, resnet,
 ]  # fmt: skip

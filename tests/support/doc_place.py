@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atombench import forks
-from atomtrain.views.runs.tail import EventTail
+from atomtrain.views.runs.files import EventTail
 from tests.support.doc_commands import ROOT, blocks
 from tests.support.hugging_face_models import SENTENCE, UNTIED, write_model
 from tests.support.train_processes import write_text
@@ -70,7 +70,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("network.md", "bench network --quick"):
         "as root; tests/integration/benchmarks/test_network_shaped.py runs it",
     ("scale.md", "bench simulation --json"):
-        "half a minute, quick or not; test_simulation_page.py makes its tables",
+        "half a minute, quick or not; test_simulation_tables.py makes its tables",
     ("join.md", "train --join lan"):
         "asks the whole local network; test_swarm_ways_in.py does it among its own",
 }  # fmt: skip

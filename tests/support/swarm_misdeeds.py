@@ -18,7 +18,8 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
-from atomtrain.swarm.anchors.anchors import Merge, Snapshot
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, digest_of
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.messages import (
     MESSAGE_BYTES_MAX,
@@ -36,6 +37,14 @@ from atomtrain.swarm.transport.messages import (
 from atomtrain.swarm.transport.transport import Channel
 from tests.support.swarm_vectors import say
 
+LIES = {
+    "tokens": (1, 2**52),
+    "many tokens": (1, 2**49),
+    "versions": (2**39, 10**9),
+    "NaN": (1, 10**9),
+    "largest": (0, 2**53 - 1),
+}
+"""What a liar says of its anchors: how many more versions, and tokens, they have than it has."""
 MISDEEDS = ("corrupt", "replay", "flood", "slow")
 FLOOD = 2000
 """Copies that a flood sends of one message or piece of data."""
@@ -98,7 +107,7 @@ class Misdeed:
         """Return of what kind a message is, or of what, and how long, raw data are."""
         try:
             if len(data) > 4 and struct.unpack(">I", data[:4])[0] == len(data) - 4:
-                kind = messages.decode(data[4:]).kind
+                kind = type(messages.decode(data[4:])).__name__
                 self._last[channel] = kind
                 return kind
         except BadMessage:
@@ -108,10 +117,36 @@ class Misdeed:
         return f"{'contribution' if last == Contribution.__name__ else last} of {len(data)} bytes"
 
 
+def lie(swarm: Swarm, what: str) -> None:
+    """Have a peer tell all others of anchors that nobody has made, and give them to who asks."""
+    store = swarm._service.context.mailbox.store
+    versions, tokens = LIES[what]
+    true, told = store.anchor, dict[str, Anchor]()
+
+    def anchor(fragment: int) -> Anchor:
+        real = true(fragment)
+        if real.stamp.digest not in told:
+            values = real.values if what == "largest" else torch.randn(real.values.shape)
+            if what == "NaN":
+                values[0] = float("nan")
+            stamp = Stamp(
+                real.stamp.version + versions,
+                min(real.stamp.tokens + tokens, _LARGEST),
+                digest_of(values, real.velocity),
+            )
+            told[real.stamp.digest] = Anchor(values, real.velocity, stamp)
+        return told[real.stamp.digest]
+
+    store.anchor = anchor  # type: ignore[method-assign]
+    store.stamps = lambda: tuple(  # type: ignore[method-assign]
+        anchor(fragment).stamp for fragment in range(len(store.fragment_elements))
+    )
+
+
 def record(swarm: Swarm) -> None:
     """Have a peer tell of each round what it contributed, and what its anchor became by it."""
     service = swarm._service
-    store = service.context.desk.store
+    store = service.context.mailbox.store
 
     def snapshot(fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:
         taken = type(store).snapshot(store, fragment, local, into)

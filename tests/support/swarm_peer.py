@@ -31,7 +31,7 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
-from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, hoard, raid, record
+from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, hoard, lie, raid, record
 from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, say
 
 _STOOD_STILL = (
@@ -78,7 +78,7 @@ def set_clock(off_s: float) -> None:
 
 def tell_time(now: Callable[[], float]) -> None:
     """Put a time of day in place of the machine's, also where it was imported before."""
-    from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+    from atomtrain.swarm.transport.libp2p import import_hivemind
 
     time.time = now  # type: ignore[assignment]
     import_hivemind()
@@ -94,13 +94,13 @@ def follow_clocks(file: Path) -> None:
 
     It holds two float64, in seconds: of the time of day, and of the clock that nobody sets.
     """
-    from atomtrain.swarm.membership import clock
+    from atomtrain.swarm.membership import directory
 
     with file.open("rb") as opened:
         ahead_s = mmap.mmap(opened.fileno(), 16, prot=mmap.PROT_READ)
-    day, steady = time.time, clock._steady_s
+    day, steady = time.time, directory._steady_s
     tell_time(lambda: day() + struct.unpack("dd", ahead_s)[0])
-    clock._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
+    directory._steady_s = lambda: steady() + struct.unpack("dd", ahead_s)[1]
 
 
 def misbehave(kind: str) -> None:
@@ -163,15 +163,15 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
     and has told its decision to one member; has heard the decision, and changed nothing.
     """
     from atomtrain.swarm.anchors.anchor_store import AnchorStore
+    from atomtrain.swarm.membership.deadlines import RoundTiming
     from atomtrain.swarm.rounds.exchange import Exchange
-    from atomtrain.swarm.rounds.leader_io import Leading
+    from atomtrain.swarm.rounds.leader_io import LeaderIO
     from atomtrain.swarm.rounds.owning import OwnedSlice
-    from atomtrain.swarm.rounds.round_member import Membering
-    from atomtrain.swarm.rounds.timing import RoundTiming
+    from atomtrain.swarm.rounds.round_member import RoundMember
     from atomtrain.swarm.transport.messages import Commit
 
     once = threading.Lock()
-    answer, send = OwnedSlice.answer, Leading._send
+    answer, send = OwnedSlice.answer, LeaderIO._send
 
     def fall() -> None:
         if always or once.acquire(blocking=False):
@@ -181,7 +181,7 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
         await answer(self, channel)
         fall()
 
-    async def fall_while_telling(self: Leading, outgoing: Any) -> None:
+    async def fall_while_telling(self: LeaderIO, outgoing: Any) -> None:
         if any(isinstance(message, Commit) for _, message in outgoing):
             await send(self, outgoing[:1])
             fall()
@@ -191,10 +191,10 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
     if stage == "answering":
         OwnedSlice.answer = fall_after_answer  # type: ignore[method-assign]
     elif stage == "deciding":
-        Leading._send = fall_while_telling  # type: ignore[method-assign]
+        LeaderIO._send = fall_while_telling  # type: ignore[method-assign]
     else:
         owner, name = {
-            "invited": (Membering, "_enter"),
+            "invited": (RoundMember, "_enter"),
             "contributing": (Exchange, "_encode_change"),
             "reducing": (OwnedSlice, "_close"),
             "exchanged": (RoundTiming, "observe"),
@@ -234,6 +234,8 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         (raid if fault == "raid" else hoard)(swarm)
     elif fault == "flood":
         flood(swarm)
+    elif fault.startswith("lie "):
+        lie(swarm, fault.removeprefix("lie "))
     else:
         misbehave(fault)
 
@@ -244,7 +246,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     step_s = settings.get("step_s", 0.05)
     said_s = 0.0
     steps = 0
-    store = swarm._service.context.desk.store
+    store = swarm._service.context.mailbox.store
     fault, fault_file = settings.get("fault", ""), Path(settings.get("fault_file", "/"))
     what = fault.partition(" at ")
     misdeed = Misdeed(what[0], swarm) if what[2] and what[0] in MISDEEDS else None

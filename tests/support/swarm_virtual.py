@@ -22,7 +22,7 @@ from atomtrain.swarm.anchors.anchors import Merge, Part, Snapshot, joined_parts
 from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode_span
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.config import Manifest, Rules, SwarmConfig
-from atomtrain.swarm.node.assembly import build_service
+from atomtrain.swarm.node.entering import build_service
 from atomtrain.swarm.rounds.bases import stepped
 from tests.support.memory_network import MemoryDirectory, MemoryNetwork, MemoryTransport
 
@@ -78,8 +78,11 @@ class InlineThread:
         return work(*args)
 
 
+_BORN_S = 1e9
+
+
 def _of_the_loop_s() -> float:
-    return 1e9 + asyncio.get_running_loop().time()
+    return _BORN_S + asyncio.get_running_loop().time()
 
 
 class Simulation:
@@ -102,7 +105,11 @@ class Simulation:
         self.random = random.Random(seed)
         self.network = MemoryNetwork(lambda: self.random.uniform(0, delay_s), stall_s=3.0)
         self.manifest = Manifest(
-            "sim", elements, {}, Rules(**{"wire": "float32", "local_steps_per_round": 4, **rules})
+            "sim",
+            elements,
+            {},
+            Rules(**{"wire": "float32", "local_steps_per_round": 4, **rules}),
+            born_s=_BORN_S if clock is None else 0.0,
         )
         self.peers: dict[str, SimulatedPeer] = {}
         self.snapshots: dict[str, dict[str, Snapshot]] = defaultdict(dict)  # by round id, peer
@@ -230,7 +237,9 @@ class Simulation:
 
     def agree(self) -> bool:
         """Say whether all living peers hold the same anchors."""
-        return len({peer.service.context.desk.store.stamps() for peer in self.peers.values()}) == 1
+        return (
+            len({peer.service.context.mailbox.store.stamps() for peer in self.peers.values()}) == 1
+        )
 
 
 class SimulatedPeer:
@@ -273,7 +282,7 @@ class SimulatedPeer:
         yield self.fragments[index]
 
     async def start(self) -> None:
-        store = self.service.context.desk.store
+        store = self.service.context.mailbox.store
         first = len(self.simulation.peers) == 1
         if first:
             store.adopt_local(self)
@@ -296,7 +305,7 @@ class SimulatedPeer:
         """Return those of the fragments; raises what a check in the trainer found wrong."""
         if self._task is not None and self._task.done():
             self._task.result()
-        return [s.version for s in self.service.context.desk.store.stamps() if s is not None]
+        return [s.version for s in self.service.context.mailbox.store.stamps() if s is not None]
 
     async def _train(self) -> None:
         noise = torch.Generator().manual_seed(self.simulation.random.randrange(1 << 30))
@@ -307,7 +316,7 @@ class SimulatedPeer:
             elif self.training:
                 for fragment in self.fragments:
                     fragment.add_(torch.rand(fragment.shape, generator=noise))
-            self.reports += self.service.context.desk.boundary(
+            self.reports += self.service.context.mailbox.boundary(
                 steps=int(self.training),
                 tokens=10 if self.training else 0,
                 tokens_per_s=10 / self.step_s,
@@ -316,7 +325,7 @@ class SimulatedPeer:
             )
 
     def _record(self) -> None:
-        store = self.service.context.desk.store
+        store = self.service.context.mailbox.store
         take, merge_into = store.snapshot, store.merge
 
         def snapshot(fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:

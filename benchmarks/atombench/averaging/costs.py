@@ -23,8 +23,7 @@ from unittest.mock import patch
 import torch
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
-from atomtrain.swarm.anchors.anchors import Snapshot
-from atomtrain.swarm.anchors.digests import Digest
+from atomtrain.swarm.anchors.anchors import Digest, Snapshot
 from atomtrain.swarm.codecs.codec import Codec, codec_named
 from atomtrain.swarm.rounds.exchange import Exchange
 from atomtrain.swarm.transport.secure import SecureChannel
@@ -153,7 +152,7 @@ class CodecTime:
                 watching.enter_context(patch.object(owner, name, timed))
             watching.enter_context(
                 patch(
-                    "atomtrain.swarm.node.assembly.codec_named",
+                    "atomtrain.swarm.node.entering.codec_named",
                     lambda name: TimedCodec(codec_named(name), self),
                 )
             )

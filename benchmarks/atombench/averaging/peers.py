@@ -15,7 +15,7 @@ from atombench.averaging.costs import Costs
 from atombench.averaging.floors import EncryptedMesh, Mesh, RawGloo
 from atombench.links.peers import Reply
 from atomtrain.swarm import Manifest, RoundReport, Swarm, SwarmConfig
-from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.libp2p import import_hivemind
 
 _BOUNDARY_S = 0.05
 """At most from one boundary to the next, while the trainer waits for a round."""

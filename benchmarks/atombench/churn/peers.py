@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.events import Event
-from atomtrain.views.runs.tail import EventTail
+from atomtrain.views.runs.files import EventTail
 
 _MARK = "ATOM_CHURN_MARK"
 _STUB = """

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atomtrain.swarm.anchors.anchors import Merge
-from atomtrain.swarm.anchors.trainer_mailbox import Desk, RoundReport
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport, TrainerMailbox
 
 _ELEMENTS = 256
 # Contributions and mean travel as float16: each is off by 2^-11 of itself, and numbers next to 0
@@ -103,16 +103,16 @@ def read_notes(path: Path) -> list[Note]:
 
 def record(path: Path) -> None:
     """Note every merge of this process in a file from now on."""
-    leave_merge = Desk.leave_merge
+    leave_merge = TrainerMailbox.leave_merge
 
-    def noted(desk: Desk, merge: Merge, report: RoundReport) -> None:
+    def noted(mailbox: TrainerMailbox, merge: Merge, report: RoundReport) -> None:
         note = note_of(merge, report)
         if note is not None:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(note) + "\n")
-        leave_merge(desk, merge, report)
+        leave_merge(mailbox, merge, report)
 
-    Desk.leave_merge = noted  # type: ignore[method-assign, assignment]
+    TrainerMailbox.leave_merge = noted  # type: ignore[method-assign, assignment]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -18,8 +18,8 @@ from atombench.common import BenchmarkOptions, Result, description, progress, re
 from atomtrain.engine.calibration.machines import host_memory_bytes
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT
-from atomtrain.models.counting import parameter_count
-from atomtrain.models.presets import preset
+from atomtrain.models.gpt_config import preset
+from atomtrain.models.making import parameter_count
 from atomtrain.training.config.optimizing import (
     host_bytes_per_parameter,
     named_optimizer,

@@ -21,7 +21,7 @@ import torch
 from atombench.common import BenchmarkOptions, Result, description, progress
 from atombench.engine.apart import forget_peak, memory_bytes
 from atomtrain.engine.api import swap
-from atomtrain.engine.devices.heap import give_back
+from atomtrain.engine.devices.host_memory import give_back
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
@@ -128,7 +128,7 @@ def _engine(folder: Path, precision: str, layers: int | None = None) -> Engine:
         sizes.config["num_hidden_layers"] = layers
     recipe = new_recipe(TrainOptions(model=str(folder), precision=precision, context=16))
     outline = make_outline(sizes)
-    weights = Weights(folder, outline, sizes) if layers is None else None
+    weights = Weights(folder, outline) if layers is None else None
     model = build(sizes)
     objective = NextToken()
     ids = torch.zeros((1, 16), dtype=torch.int64)

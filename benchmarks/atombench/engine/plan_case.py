@@ -104,7 +104,7 @@ def measure_memory(case: PlanCase) -> Result:
     For a process of its own: it takes the profile that is there, however it was taken.
     """
     # A profile that is taken meanwhile leaves 6 MiB: pages of the libraries' code, and garbage.
-    profiling.crowded_now = _crowded  # type: ignore[attr-defined]
+    profiling.crowded_now = _crowded
     _warm_up()
     before_bytes = memory_bytes("VmRSS")
     data = [_step_data(case) for _ in range(3)]

@@ -36,7 +36,7 @@ from atomtrain.data import (
     read_corpus,
 )
 from atomtrain.engine.api import swap
-from atomtrain.engine.devices.heap import give_back
+from atomtrain.engine.devices.host_memory import give_back
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError

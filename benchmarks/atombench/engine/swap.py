@@ -49,7 +49,7 @@ from atombench.engine.swap_pairs import (
     opened,
     sizes_of,
 )
-from atomtrain.engine.devices.heap import keep_freed
+from atomtrain.engine.devices.host_memory import keep_freed
 from atomtrain.engine.planner import Planner
 from atomtrain.units import format_bytes
 

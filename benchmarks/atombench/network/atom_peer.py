@@ -20,7 +20,7 @@ from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.membership.agenda import MEASURED
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.rounds.leader_io import exchange_bytes
-from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.libp2p import import_hivemind
 from atomtrain.training.together.peering import EngineFragments, most_fragments
 
 _LEAVE_S = 3.0

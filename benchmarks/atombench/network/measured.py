@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from atombench.common import Result
 from atombench.links.peers import Reply
 from atombench.network.atom_method import BEFORE_STEPS, LOSSES_OF_PEERS
-from atomtrain.data.demo import demo_texts
+from atomtrain.data.corpus import demo_texts
 
 
 class Measured(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 
 from atombench.common import Result
 from atombench.offloaders.contenders import OPEN, Contender, OffloadCase, Order
-from atomtrain.engine.devices.heap import keep_freed
+from atomtrain.engine.devices.host_memory import keep_freed
 from atomtrain.errors import ConfigError
 from atomtrain.units import parse_bytes
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 
 from atombench.pages import table
-from atomtrain.cli.parsers import all_parsers, options_of
+from atomtrain.cli.completion import all_parsers, options_of
 from atomtrain.planning import catalogue
 from atomtrain.planning.catalogue import GPUS, HOSTS, Source, pcie_bytes_per_s
 from atomtrain.planning.disk_catalogue import DISKS

@@ -11,8 +11,9 @@ from pathlib import Path
 from torch import nn
 
 from atombench.pages import table
+from atombench.pages.treatments import loaded_bytes, treatments
 from atomtrain.errors import PlanError
-from atomtrain.models.presets import GPT3
+from atomtrain.models.gpt_config import GPT3
 from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import HOSTS, Gpu, gpu, machine_for
@@ -26,7 +27,6 @@ from atomtrain.views.plans.table import (
     host_names,
     resident_names,
 )
-from atomtrain.views.plans.treatments import loaded_bytes, treatments
 
 CARDS = ("gtx-1080-ti", "rtx-3090", "rtx-4090", "h100")
 _STATE_BYTES = 16

@@ -17,7 +17,7 @@ import torch
 
 from atombench.common import BenchmarkOptions, Result, description, progress
 from atombench.swarm.outer_swarm import Averaging, LocalSwarm, Poison, Task, train_alone
-from atomtrain.swarm.anchors.outer import OVERLAP_WEIGHTS, outer_named
+from atomtrain.swarm.anchors.updates import OVERLAP_WEIGHTS, outer_named
 
 POISONS: dict[str, Poison] = {
     "sign flipped": lambda values: -values,

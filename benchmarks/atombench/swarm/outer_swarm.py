@@ -17,8 +17,9 @@ from torch import Tensor
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import decay_groups
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, Stamp, whole
-from atomtrain.swarm.anchors.outer import OuterUpdate
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, whole
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import (
     codec_named,
     decode_span,
@@ -28,7 +29,7 @@ from atomtrain.swarm.codecs.codec import (
 )
 from atomtrain.swarm.codecs.slices import Span, slice_spans
 from atomtrain.swarm.membership.guards import Guard
-from atomtrain.swarm.rounds.reduction import SliceReduction
+from atomtrain.swarm.rounds.owning import SliceReduction
 
 _EVALUATED_SEQUENCES = 128
 _HELD_OUT_SHARE = 0.05

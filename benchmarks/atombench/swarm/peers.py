@@ -17,7 +17,7 @@ import torch
 
 from atombench.links.peers import Reply
 from atomtrain.swarm import Manifest, Swarm, SwarmConfig
-from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.libp2p import import_hivemind
 from atomtrain.swarm.transport.messages import Ping, Pong
 from atomtrain.swarm.transport.sealed import SealedChannel
 
@@ -213,4 +213,4 @@ class RelayPeer(JoinPeer):
     def passed(self) -> Reply:
         """Return the bytes that this peer has passed on."""
         assert self._swarm is not None
-        return {"passed_bytes": self._swarm._service.context.ways.relay.passed_bytes}
+        return {"passed_bytes": self._swarm._service.context.routes.relay.passed_bytes}

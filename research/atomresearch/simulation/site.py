@@ -9,7 +9,7 @@ from atomtrain.planning.catalogue import UPDATE_BYTES_PER_PARAMETER
 from atomtrain.planning.search.batch_search import Prospect
 from atomtrain.swarm.codecs.codec import codec_named, encoded_bytes
 from atomtrain.swarm.codecs.slices import Span
-from atomtrain.swarm.membership.groups import GROUP_SIZE
+from atomtrain.swarm.membership.agenda import GROUP_SIZE
 from atomtrain.swarm.rounds.bases import base_codec
 
 _LARGEST_FRAGMENT_BYTES = 64 << 20

@@ -20,7 +20,6 @@ FORMAT_NAME = "atomtrain-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 
-_HASH_BLOCK_BYTES = 1 << 20
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _DIRECTORY = re.compile(r"step-([0-9]{8,})(?:\.([0-9]+))?")
 
@@ -144,11 +143,8 @@ def verify(directory: Path, manifest: Manifest) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file, hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while block := stream.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def is_plain_name(name: str) -> bool:

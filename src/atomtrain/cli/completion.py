@@ -1,14 +1,17 @@
-"""`atom completion`: completes commands and options in bash, zsh and fish."""
+"""`atom completion`: completes commands and options in bash, zsh and fish, from all parsers."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
-from atomtrain.cli.parsing import parse
+from atomtrain.cli.main import COMMANDS, command_module, is_installed
+from atomtrain.cli.parsing import Parser, parse
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.training.config.options import option
 
@@ -40,6 +43,12 @@ _atom() {{
 complete -o default -o bashdefault -F _atom atom
 """
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+_WORDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "swarm": (("status",), ("ping",)),
+    "bench": ((), ("report",)),
+    "data": (("inspect",),),
+}
+"""Further words of commands that have some; `()` is the command itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +75,6 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("shell",),
     )
-    from atomtrain.cli.parsers import all_parsers, options_of
-
     flags = {
         words: [action for action in options_of(parser) if action.option_strings]
         for words, parser in all_parsers().items()
@@ -83,8 +90,7 @@ def names_after(commands: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
     Where nothing is known, or nothing that is known fits, shells offer files.
     """
-    from atomtrain.cli.main import command_module, is_installed
-    from atomtrain.models.presets import PRESETS
+    from atomtrain.models.gpt_config import PRESETS
     from atomtrain.training.config.recipe_files import ready_recipes
 
     names: dict[str, tuple[str, ...]] = {
@@ -103,8 +109,6 @@ def names_after(commands: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _bash(flags: Mapping[str, Sequence[argparse.Action]]) -> str:
-    from atomtrain.cli.main import COMMANDS
-
     def cases(offered: Mapping[str, Iterable[str]]) -> str:
         return "\n".join(
             f'            "{words}") words="{" ".join(some)}" ;;' for words, some in offered.items()
@@ -123,8 +127,6 @@ def _bash(flags: Mapping[str, Sequence[argparse.Action]]) -> str:
 
 
 def _fish(flags: Mapping[str, Sequence[argparse.Action]]) -> str:
-    from atomtrain.cli.main import COMMANDS
-
     lines = ["complete -c atom -e", "complete -c atom -n __fish_use_subcommand -f"]
     for name, about in COMMANDS.items():
         lines.append(f"complete -c atom -n __fish_use_subcommand -a {name} -d {_quoted(about)}")
@@ -149,3 +151,50 @@ def _quoted(text: str) -> str:
     short = textwrap.shorten(text.rstrip("."), _ABOUT_CHARACTERS, placeholder=" ...")
     escaped = short.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
+
+
+class _Captured(Exception):  # noqa: N818 - carries a parser out of a command
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+        super().__init__()
+
+
+def all_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command by its words, such as `"train"` or `"swarm status"`."""
+    found: dict[str, argparse.ArgumentParser] = {}
+    with _captured():
+        for name in filter(is_installed, COMMANDS):
+            for rest in _WORDS.get(name, ((),)):
+                found[" ".join((name, *rest))] = _parser_of((name, *rest))
+    return found
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield what a user may give: positional arguments first, then options in their order."""
+    told = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    yield from (action for action in told if not action.option_strings)
+    yield from (action for action in told if action.option_strings)
+
+
+def _parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
+    module = command_module(words[0])
+    try:
+        module.run(list(words[1:]))
+    except _Captured as captured:
+        return captured.parser
+    raise AssertionError(f"atom {' '.join(words)} has no parser")
+
+
+@contextmanager
+def _captured() -> Iterator[None]:
+    """Let every parser end its command by handing itself out."""
+
+    def hand_out(self: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        raise _Captured(self)
+
+    before = Parser.parse_args
+    Parser.parse_args = hand_out  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Parser.parse_args = before  # type: ignore[method-assign]

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import parse
+from atomtrain.cli.parsing import leaving_at_once, parse
 from atomtrain.errors import ConfigError
 from atomtrain.training.config.option_checks import check_port
 from atomtrain.training.config.options import option

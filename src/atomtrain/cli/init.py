@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import complain, parse
+from atomtrain.cli.parsing import complain, leaving_at_once, parse
 from atomtrain.data.corpus import check_files
 from atomtrain.data.named import is_named
 from atomtrain.errors import AtomError, ConfigError, DataError

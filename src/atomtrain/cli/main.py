@@ -103,10 +103,9 @@ def command_module(name: str) -> ModuleType:
     """
     package = _PACKAGES.get(name, "atomtrain.cli")
     if not is_installed(name):
-        folder = {"atombench": "benchmarks", "atomresearch": "research"}[package]
         raise ConfigError(
             f"'atom {name}' is of a package of its own, which is not installed; in a clone of the "
-            f"project, run 'pip install -e research -e benchmarks' (it lies in {folder}/)"
+            "project, run 'pip install -e research -e benchmarks'"
         )
     return importlib.import_module(f"{package}.{name}")
 

@@ -1,14 +1,19 @@
-"""Command lines from dataclasses: one option a field, mistakes in one line, nearest names."""
+"""What all commands share: options from dataclasses, mistakes in one line, Ctrl-C in imports."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
+import signal
 import sys
+import threading
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from atomtrain.errors import ConfigError, nearest
@@ -23,6 +28,7 @@ _OURS = (
     ("^argument (.*): invalid float value: (.*)", r"\1 takes a number, not \2"),
 )
 """What argparse says, and what it means to somebody who knows nothing of Python."""
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 class Parser(argparse.ArgumentParser):
@@ -149,3 +155,26 @@ def shown(text: str) -> str:
 def complain(message: str) -> None:
     """Print one line on standard error; what peers or files say cannot steer the terminal."""
     sys.stderr.write(f"{COMPLAINT}{shown(' '.join(str(message).split()))}\n")
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """End the process with exit code 130 on SIGINT, without raising.
+
+    For imports only: a `KeyboardInterrupt` in the middle of one is swallowed by packages that try
+    an import and go on without it, and comes out as an unrelated error. There is nothing to save
+    yet. Does nothing outside the main thread, or where SIGINT is ignored.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        os._exit(_INTERRUPTED)
+
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

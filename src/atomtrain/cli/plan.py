@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import parse
+from atomtrain.cli.parsing import leaving_at_once, parse
 from atomtrain.errors import ConfigError, choices
 from atomtrain.training.config.option_checks import (
     check_clip_norm,
@@ -174,7 +173,7 @@ def run(arguments: Sequence[str]) -> int:
     check_name("precision", options.precision, PRECISIONS)
     _check_training(options)
     with leaving_at_once():
-        from atomtrain.engine.calibration.crowding import crowding_warning
+        from atomtrain.engine.calibration.profiling import crowding_warning
         from atomtrain.models.lora_config import parse_lora
         from atomtrain.planning.advice import Setting
         from atomtrain.planning.plan.machine import save_machine

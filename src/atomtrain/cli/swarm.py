@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import parse, shown
+from atomtrain.cli.parsing import leaving_at_once, parse, shown
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.training.config.options import option
 from atomtrain.units import format_bytes, format_count, format_seconds
@@ -93,7 +92,7 @@ def _status(arguments: Sequence[str]) -> int:
     run_name, addresses = _target(options.target)
     config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
-        from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+        from atomtrain.swarm.transport.libp2p import import_hivemind
 
         import_hivemind()
 
@@ -118,7 +117,7 @@ def _ping(arguments: Sequence[str]) -> int:
 
     config = outside_config(run_name, options.run_key, options.identity)
     with leaving_at_once():
-        from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+        from atomtrain.swarm.transport.libp2p import import_hivemind
 
         import_hivemind()
 
@@ -184,7 +183,7 @@ def outside_config(run_name: str, key: Path | None, identity: Path | None) -> Sw
         ConfigError: the files with key or identity cannot be used.
     """
     from atomtrain.swarm import SwarmConfig
-    from atomtrain.swarm.node.assembly import admission_of
+    from atomtrain.swarm.membership.admission import admission_of
 
     if identity is not None and not identity.exists():
         raise ConfigError(f"there is no key {identity}; make one with 'atom identity {identity}'")

@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from atomtrain.cli.interrupts import leaving_at_once
-from atomtrain.cli.parsing import COMPLAINT, complain, given_options, parser_of
+from atomtrain.cli.parsing import COMPLAINT, complain, given_options, leaving_at_once, parser_of
 from atomtrain.errors import ConfigError
 from atomtrain.metrics.targets import parse_targets, require_packages
 from atomtrain.training.config.options import TrainOptions

@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
             "'atom watch' needs a terminal; 'atom dashboard' shows the run in a browser"
         )
     try:
-        from atomtrain.views.terminal.terminal import Watch
+        from atomtrain.views.dashboard.terminal import Watch
     except ImportError as error:
         raise ConfigError(
             f"'atom watch' needs a package that is not installed ({error}); run "

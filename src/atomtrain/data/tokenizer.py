@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomtrain.errors import DataError, nearest
 
@@ -17,6 +19,19 @@ SEPARATOR = "<|endoftext|>"
 DEFAULT_VOCABULARY = 4096
 MIN_VOCABULARY = 257  # every byte, and the separator
 _OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+_VOCABULARY_FILES = (
+    "merges.txt", "added_tokens.json", "special_tokens_map.json", "sentencepiece.bpe.model",
+)  # fmt: skip
+_KINDS = ("model_type", "tokenizer_class")
+_SETTINGS = (
+    "tokenizer_class", "model_type", "added_tokens_decoder", "additional_special_tokens",
+    "extra_special_tokens", "bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
+    "cls_token", "mask_token", "add_bos_token", "add_eos_token", "add_prefix_space",
+    "add_dummy_prefix", "do_lower_case", "do_basic_tokenize", "never_split", "strip_accents",
+    "tokenize_chinese_chars", "keep_accents", "remove_space", "legacy", "errors",
+    "trim_offsets", "clean_up_tokenization_spaces", "normalization",
+)  # fmt: skip
+"""Of an older tokenizer's `tokenizer_config.json`: what decides its tokens."""
 
 
 class Marked(NamedTuple):
@@ -163,15 +178,36 @@ def _converted(folder: Path) -> str:
     if not any((folder / name).is_file() for name in _OLDER_FILES):
         raise problem
     try:
-        from transformers import AutoTokenizer
+        with tempfile.TemporaryDirectory(prefix="atom-tokenizer-") as alone:
+            _copy_vocabulary(folder, Path(alone))
+            from transformers import AutoTokenizer
 
-        return str(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())
+            load: Any = AutoTokenizer.from_pretrained
+            made = load(alone, local_files_only=True, trust_remote_code=False)
+            return str(made.backend_tokenizer.to_str())
     except Exception as error:  # of several libraries
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"the tokenizer in {folder} cannot be converted ({reason}); "
             "save it once with AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         ) from error
+
+
+def _copy_vocabulary(folder: Path, target: Path) -> None:
+    """Copy what makes a tokenizer: vocabularies, and settings that are names, words or truths.
+
+    What else a folder holds (code, references to code) is not there to be found.
+    """
+    for name in (*_OLDER_FILES, *_VOCABULARY_FILES):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    for name, known in (("tokenizer_config.json", _SETTINGS), ("config.json", _KINDS)):
+        try:
+            stored = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        kept = {key: value for key, value in stored.items() if key in known}
+        (target / name).write_text(json.dumps(kept), encoding="utf-8")
 
 
 def _end_of_text(folder: Path) -> str | None:

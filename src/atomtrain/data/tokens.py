@@ -36,7 +36,6 @@ FORMAT_VERSION = 1
 
 _MAGIC = b"ATOMTOK1"
 _HEADER_BYTES = 4096
-_HASH_BLOCK_BYTES = 1 << 20
 _BATCH_PIECES = 64
 _STALE_S = 24 * 3600.0
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -137,7 +136,7 @@ def _open(path: Path, key: str) -> Tokens:
                 raise _DamageError(
                     f"{path} is damaged ({size_bytes} bytes, {header.file_bytes} were written)"
                 )
-            if _hash_rest(stream) != header.body_sha256:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != header.body_sha256:
                 raise _DamageError(f"{path} is damaged (its checksum does not match)")
     except FileNotFoundError:
         raise
@@ -166,13 +165,6 @@ def _read_header(stream: BinaryIO, path: Path, key: str) -> _Header:
     if header.version != FORMAT_VERSION or header.key != key:
         raise _DamageError(f"{path} is damaged (it belongs to another corpus or tokenizer)")
     return header
-
-
-def _hash_rest(stream: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while block := stream.read(_HASH_BLOCK_BYTES):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def _build(path: Path, key: str, corpus: Corpus, tokenizer: Tokenizer) -> None:

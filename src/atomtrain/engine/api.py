@@ -11,9 +11,10 @@ from torch import nn
 
 from atomtrain.analysis.costs.costs import layer_costs
 from atomtrain.analysis.head.head import split_head, split_head_as_needed
-from atomtrain.analysis.layers.trace import Loss, MicroBatch, chain_of
+from atomtrain.analysis.layers.checking import check_chain
+from atomtrain.analysis.layers.trace import Loss, MicroBatch, Traced, chain_of
 from atomtrain.engine.calibration.disk_profile import disk_rates
-from atomtrain.engine.calibration.overhead import Overhead, emulated_overhead
+from atomtrain.engine.calibration.machines import Overhead, emulated_overhead
 from atomtrain.engine.calibration.profile_cache import machine_key
 from atomtrain.engine.calibration.profiling import take_profile
 from atomtrain.engine.calibration.update_rates import measured_updates
@@ -24,15 +25,17 @@ from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.execution.compiled import TRACING, compiled, require_compilable
 from atomtrain.engine.execution.multi_device import join
 from atomtrain.engine.options import Options
-from atomtrain.engine.planner import Planner
-from atomtrain.engine.sharing import check_shared, machine_of_all, times_of_all
+from atomtrain.engine.planner import Planner, check_shared, machine_of_all, times_of_all
 from atomtrain.engine.state.disk_placement import Placement, placed
 from atomtrain.engine.state.gradients import with_gradients_in
-from atomtrain.engine.state.loss_scale import LossScale
-from atomtrain.engine.state.precision import Narrowed
+from atomtrain.engine.state.precision import LossScale, Narrowed
 from atomtrain.engine.state.store import HostStore, require_data
-from atomtrain.engine.updates.optimizer_facts import OptimizerFactory, optimizer_of, states_of
-from atomtrain.engine.updates.update_model import update_model
+from atomtrain.engine.updates.optimizer import (
+    OptimizerFactory,
+    optimizer_of,
+    states_of,
+    update_model,
+)
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.gradient_staging import host_gradients
@@ -125,17 +128,17 @@ def _open(
     options: Options,
 ) -> Engine:
     """Return the engine of a model in the type that it is to be computed in."""
-    traced = chain_of(model, example, loss, layers)
-    inputs = traced.bind(example)
-    chain = traced.chain
-    if isinstance(options.head_pieces, int):
-        chain = split_head(chain, options.head_pieces)
-    chain = with_gradients_in(chain, options.gradient_dtype)
-    require_data(chain)
     devices = open_devices(device, device_memory)
     opened = devices[0]
     placement: Placement | None = None
     try:
+        traced = _traced(model, example, loss, layers, opened, check=options.check_model)
+        inputs = traced.bind(example)
+        chain = traced.chain
+        if isinstance(options.head_pieces, int):
+            chain = split_head(chain, options.head_pieces)
+        chain = with_gradients_in(chain, options.gradient_dtype)
+        require_data(chain)
         if opened.one_memory and (options.host_layers or options.disk is not None):
             what = "host_layers" if options.host_layers else "disk"
             raise ConfigError(
@@ -184,14 +187,14 @@ def _open(
             inject=opened.inject,
             stream_type=opened.host_stream,
         )
-        members, together = join(chain, devices, store, updates)
+        members, shared = join(chain, devices, store, updates)
     except BaseException:
         for one in devices:
             one.close()
         if placement is not None:
             placement.file.close()
         raise
-    core = EngineCore(model, planner, plan, store, members, updates, together)
+    core = EngineCore(model, planner, plan, store, members, updates, shared)
     return Engine(core, traced)
 
 
@@ -207,6 +210,28 @@ def _machine_with_disk(machine: Machine, options: Options) -> Machine:
     if options.disk is None:
         return machine
     return disk_rates(Path(options.disk), measure=options.profile).of(machine)
+
+
+def _traced(
+    model: nn.Module,
+    example: MicroBatch,
+    loss: Loss | None,
+    layers: Sequence[str] | None,
+    device: Device,
+    *,
+    check: bool,
+) -> Traced:
+    """Return the model's chain as on the device; `check` compares them, on the processor.
+
+    There the model may take other branches than on a GPU, so then it is traced for that too.
+    """
+    traced = chain_of(model, example, loss, layers, device.torch_device)
+    if check:
+        require_data(traced.chain)
+        on_host = device.torch_device.type == "cpu"
+        there = traced if on_host else chain_of(model, example, loss, layers)
+        check_chain(model, there, example)
+    return traced
 
 
 def _loss_scale_of(options: Options) -> LossScale | None:

@@ -22,8 +22,7 @@ from atomtrain.engine.engine_base import EngineCore, SegmentDone, StepReport
 from atomtrain.engine.engine_state import EngineState
 from atomtrain.engine.planner import Planner
 from atomtrain.engine.state.disk_placement import DiskTraffic
-from atomtrain.engine.state.loss_scale import LossScale
-from atomtrain.engine.state.precision import Masters
+from atomtrain.engine.state.precision import LossScale, Masters
 from atomtrain.engine.updates.updates import Combining
 from atomtrain.errors import ConfigError
 from atomtrain.planning.cost.timeline import Span
@@ -47,6 +46,11 @@ class Engine:
         self.recording = False
         """Whether steps note what each stream does, for `last_spans`."""
         self._record: Record | None = None
+
+    @property
+    def traced(self) -> Traced:
+        """The layers as they were found, before a head was split or layers were compiled."""
+        return self._traced
 
     @property
     def model(self) -> nn.Module:
@@ -104,8 +108,8 @@ class Engine:
     def gradient_norm(self) -> float | None:
         """Global norm of the last step's gradients before clipping; `None` without clipping."""
         with self._core.guarded():
-            self._core.updates.deciding.decided.wait()
-        return self._core.updates.deciding.gradient_norm
+            self._core.updates.clipping.decided.wait()
+        return self._core.updates.clipping.gradient_norm
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Run one optimizer step over the micro-batches; return their mean loss.
@@ -152,7 +156,7 @@ class Engine:
         """
         with self._core.guarded():
             self._core.updates.scale_of_loss()
-        return self._core.updates.deciding.loss_scale
+        return self._core.updates.clipping.loss_scale
 
     def combine_gradients(self, combine: Combining) -> None:
         """Have something done to each block's gradient before its update, such as taking its mean

@@ -1,4 +1,4 @@
-"""What every operation of an engine stands on: executor and plan, their end, and failures.
+"""The engine's core: owns executor, host store and updates, and refuses to go on after a failure.
 
 A failure in a step leaves part of the model a step ahead of the rest, so it is remembered and
 everything that would read the model refuses.
@@ -16,7 +16,12 @@ from torch import nn
 
 from atomtrain.engine.devices.tracing import Record
 from atomtrain.engine.execution.executor import Executor
-from atomtrain.engine.execution.multi_device import Crew, Member, Together, executor_of
+from atomtrain.engine.execution.multi_device import (
+    Member,
+    MultiDeviceExecutor,
+    SharedByDevices,
+    executor_of,
+)
 from atomtrain.engine.planner import Planner
 from atomtrain.engine.state.precision import Masters, Part
 from atomtrain.engine.state.store import HostStore
@@ -60,12 +65,12 @@ class EngineCore:
         store: HostStore,
         members: Sequence[Member],
         updates: Updates,
-        together: Together | None = None,
+        shared: SharedByDevices | None = None,
     ) -> None:
-        """`members` are the devices; `together` is what several of them have in common."""
+        """`members` are the devices; `shared` is what several of them have in common."""
         self.model, self.plan = model, plan
         self.devices = tuple(member.device for member in members)
-        self.members, self._together = members, together
+        self.members, self._shared = members, shared
         self.on_segment: Callable[[SegmentDone], None] | None = None
         """Called after each segment's visit."""
         self.planner, self.store, self.updates = planner, store, updates
@@ -75,9 +80,9 @@ class EngineCore:
         self._broken: BaseException | None = None
         self.closed = False
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
-        self._release = weakref.finalize(self, _release, updates, members, together)
+        self._release = weakref.finalize(self, _release, updates, members, shared)
         try:
-            self.executor: Executor | Crew | None = self._execute(plan)
+            self.executor: Executor | MultiDeviceExecutor | None = self._execute(plan)
         except BaseException:
             self._release()
             raise
@@ -171,7 +176,7 @@ class EngineCore:
             self.executor.slots.there.wrote(block, values=values, moments=not values)
 
     @property
-    def running(self) -> Executor | Crew:
+    def running(self) -> Executor | MultiDeviceExecutor:
         """What runs the plan.
 
         Raises:
@@ -181,12 +186,12 @@ class EngineCore:
             raise ConfigError("the engine is closed; call atomtrain.swap again")
         return self.executor
 
-    def _execute(self, plan: Plan) -> Executor | Crew:
+    def _execute(self, plan: Plan) -> Executor | MultiDeviceExecutor:
         planner = self.planner
         if plan.spends:
             places = host_gradients(self.store.layout, plan.shape, spends=True)
             self.store.place_gradients(planner.chain, self.devices[0], places)
-        executor = executor_of(self.members, planner.costs, plan, self._together)
+        executor = executor_of(self.members, planner.costs, plan, self._shared)
         core = weakref.ref(self)  # no cycle, so that a forgotten engine goes at once
 
         def visited(visit: Visit) -> None:
@@ -245,9 +250,9 @@ class EngineCore:
             raise
 
 
-def _release(updates: Updates, members: Sequence[Member], together: Together | None) -> None:
-    if together is not None:
-        together.pool.shutdown()
+def _release(updates: Updates, members: Sequence[Member], shared: SharedByDevices | None) -> None:
+    if shared is not None:
+        shared.pool.shutdown()
     updates.close()
     for member in members:
         member.device.close()

@@ -1,6 +1,7 @@
 """The model's state in the host's memory, under the model's own names or by ranges of bytes.
 
 Whatever is read here is what the last step left; whatever is written is what the next one uses.
+The ranges are fragments: runs of whole layers of the host's parameters, as the swarm averages them.
 """
 
 from __future__ import annotations
@@ -9,13 +10,162 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.engine_base import EngineCore
-from atomtrain.engine.state.fragments import Fragment, element_bytes, fragment_ranges
-from atomtrain.engine.state.model_state import ModelState
+from atomtrain.engine.state.precision import Masters
+from atomtrain.errors import ConfigError
+from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.memory_map import Region, memory_map
 from atomtrain.planning.plan.multi_device import further_gradients_bytes
+
+_LARGEST_BYTES = 64 << 20
+_LEAST_FRAGMENTS = 4
+_FLOAT32_BYTES = 4
+
+
+class ModelState:
+    """Reads and writes what lies on the host; all updates must have been applied before."""
+
+    def __init__(self, model: nn.Module, masters: Masters) -> None:
+        self._model, self._masters = model, masters
+
+    def parameters_and_buffers(self) -> dict[str, Any]:
+        """Return the model's state, with masters in place of the parameters that have them."""
+        state = self._model.state_dict()
+        read: dict[int, Tensor] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if name in state and self._masters.has(parameter):
+                if id(parameter) not in read:
+                    read[id(parameter)] = self._masters.read(parameter)
+                state[name] = read[id(parameter)]
+        return state
+
+    def set_parameters_and_buffers(self, state: Mapping[str, Any]) -> None:
+        """Replace the model's state, masters included."""
+        self._model.load_state_dict(state)
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if self._masters.has(parameter):
+                self._masters.write(parameter, state.get(name, parameter.detach()))
+
+    def moments(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's state without masters, by parameter name; shares memory."""
+        return {
+            name: self._masters.moments(parameter)
+            for name, parameter in self._model.named_parameters()
+        }
+
+    def set_moments(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the optimizer's state but for masters, by parameter name.
+
+        Raises:
+            ConfigError: the model has no such parameter, or it has another shape; then nothing is
+                replaced.
+        """
+        parameters = dict(self._model.named_parameters())
+        for name, values in state.items():
+            if name not in parameters:
+                raise ConfigError(f"optimizer state names {name!r}, which the model does not have")
+            _check_shapes(name, parameters[name], values)
+        for name, values in state.items():
+            self._masters.set_moments(parameters[name], values)
+
+
+_ELEMENTWISE = (
+    "exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg",
+    "grad_avg", "sum", "acc_delta", "prev",
+)  # fmt: skip
+"""Keys of torch's and ATOM's optimizers whose tensors have the parameter's shape."""
+
+
+def _check_shapes(name: str, parameter: Tensor, values: Mapping[str, Any]) -> None:
+    for key in _ELEMENTWISE:
+        value = values.get(key)
+        if isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise ConfigError(
+                f"optimizer state {key!r} of {name!r} has shape {list(value.shape)}, the parameter "
+                f"has {list(parameter.shape)}; load the state of this very model"
+            )
+
+
+def fragment_ranges(layout: Layout) -> list[tuple[int, int]]:
+    """Divide an arena into byte ranges of whole layers, in order and without gaps."""
+    most_bytes = min(_LARGEST_BYTES, -(-layout.total_bytes // _LEAST_FRAGMENTS))
+    ends = [stop for _, stop in layout.layers] + [s.stop_bytes for s in layout.shared]
+    ranges: list[tuple[int, int]] = []
+    start = last = 0
+    for end in ends:
+        if end - start > most_bytes and last > start:
+            ranges.append((start, last))
+            start = last
+        last = end
+    return [*ranges, (start, last)] if last > start else ranges
+
+
+def element_bytes(chain: Chain) -> int:
+    """Return the bytes of a trainable parameter in the arena: 4 of float32, 2 of 16-bit types.
+
+    Raises:
+        ConfigError: the parameters are not all of one of them.
+    """
+    types = {parameter.dtype for parameter in chain.parameters if parameter.requires_grad}
+    if types == {torch.float32}:
+        return _FLOAT32_BYTES
+    if types in ({torch.bfloat16}, {torch.float16}):
+        return _FLOAT32_BYTES // 2
+    raise ConfigError(
+        f"the model mixes {', '.join(sorted(map(str, types)))}; fragments are of models whose "
+        "trainable parameters are all of one type of 32 or 16 bits: convert it with model.float()"
+    )
+
+
+class Fragment:
+    """Access to the trainable parameters of a range, as float32."""
+
+    def __init__(
+        self, chain: Chain, layout: Layout, arena: Tensor, start_bytes: int, stop_bytes: int
+    ) -> None:
+        self._each_bytes = element_bytes(chain)
+        # Where nothing is frozen, gradients and parameters lie alike.
+        places = layout.gradients
+        as_is = places is layout and self._each_bytes == _FLOAT32_BYTES
+        self._view = arena[start_bytes:stop_bytes].view(torch.float32) if as_is else None
+        self._elements = (stop_bytes - start_bytes) // self._each_bytes
+        self._places: list[tuple[nn.Parameter, int]] = [
+            (parameter, (places.offsets[id(parameter)] - start_bytes) // self._each_bytes)
+            for parameter in chain.parameters
+            if start_bytes <= places.offsets.get(id(parameter), -1) < stop_bytes
+            and parameter.numel()
+        ]
+
+    @property
+    def places(self) -> list[tuple[nn.Parameter, int]]:
+        """Every parameter with its first element in the range."""
+        return list(self._places)
+
+    @contextmanager
+    def view(self, masters: Masters) -> Iterator[Tensor]:
+        """Give the parameters in one buffer: the arena itself, or masters that go back at the end.
+
+        Going back is exact: what nobody changed keeps its bits. After an error nothing goes back.
+
+        Yields:
+            1-D float32.
+        """
+        if self._view is not None:
+            yield self._view
+            return
+        buffer = torch.zeros(self._elements)
+        for parameter, index in self._places:
+            self._part(buffer, parameter, index).copy_(masters.read(parameter))
+        yield buffer
+        for parameter, index in self._places:
+            masters.write(parameter, self._part(buffer, parameter, index))
+
+    def _part(self, buffer: Tensor, parameter: nn.Parameter, index: int) -> Tensor:
+        return buffer[index : index + parameter.numel()].view(parameter.shape)
 
 
 class EngineState:

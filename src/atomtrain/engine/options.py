@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from atomtrain.engine.state.loss_scale import FIRST_SCALE, STEPS_TO_DOUBLE, check_scale
-from atomtrain.engine.state.precision import check_precision
+from atomtrain.engine.state.precision import (
+    FIRST_SCALE,
+    STEPS_TO_DOUBLE,
+    check_precision,
+    check_scale,
+)
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.disk import on_disk_up_to
 from atomtrain.planning.plan.shape import ACTIVATIONS, Activation
@@ -77,6 +81,10 @@ class Options:
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the
     catalogue, and the emulated device's from the model's FLOPs."""
+    check_model: bool = False
+    """Compare the layers that are found with the model: loss and gradients of the example, bit for
+    bit, on the processor; `AnalysisError` if they differ. Takes about two micro-batches of the
+    whole model and memory for two sets of its gradients."""
 
     @property
     def waits(self) -> bool:

@@ -1,14 +1,28 @@
-"""The writers: each takes numbers by name and step, and knows nothing of training."""
+"""The writers: each takes numbers by name and step, and knows nothing of training.
+
+Prometheus reads the newest numbers over HTTP. Format: "Prometheus exposition formats", text format
+version 0.0.4 (prometheus.io): a HELP and a TYPE line for each metric, then
+`name{label="value"} number`.
+"""
 
 from __future__ import annotations
 
 import importlib
+import math
+import threading
 from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
 from atomtrain.errors import ConfigError
+from atomtrain.metrics.names import METRICS
 from atomtrain.metrics.targets import PeerLabels, Target, require_packages
+
+PREFIX = "atom_"
+PATH = "/metrics"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_IDLE_S = 10.0
 
 
 class Writer(Protocol):
@@ -29,8 +43,6 @@ def open_writer(target: Target, labels: PeerLabels) -> Writer:
     """
     require_packages([target])
     if target.writer == "prometheus":
-        from atomtrain.metrics.prometheus import Exposition
-
         return Exposition(target.host, target.port, labels)
     kinds: dict[str, Callable[[str, PeerLabels], Writer]] = {
         "tensorboard": _TensorBoard,
@@ -101,3 +113,98 @@ class _Trackio:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Exposition:
+    """Serves the newest value of each metric at `http://HOST:PORT/metrics`."""
+
+    def __init__(self, host: str, port: int, labels: PeerLabels) -> None:
+        """Listen at once.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        self._labels = f'{{run="{_escaped(labels.run)}",peer="{_escaped(labels.peer)}"}}'
+        self._values: dict[str, float] = {}
+        self._lock = threading.Lock()
+        try:
+            self._server = _Server((host, port), self)
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics prometheus: cannot listen on {host}:{port} ({error.strerror}); choose "
+                "another, such as prometheus:9101"
+            ) from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.2,), name="prometheus", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        return int(self._server.server_address[1])
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Replace the newest values."""
+        with self._lock:
+            self._values.update(values)
+
+    def close(self) -> None:
+        """Stop to listen."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def text(self) -> str:
+        """Return the page."""
+        with self._lock:
+            values = dict(self._values)
+        lines = []
+        for metric in METRICS:
+            if metric.name in values:
+                name = PREFIX + metric.name
+                kind = "counter" if metric.name.endswith("_total") else "gauge"
+                lines += [
+                    f"# HELP {name} {metric.about} Unit: {metric.unit}.",
+                    f"# TYPE {name} {kind}",
+                    f"{name}{self._labels} {_number(values[metric.name])}",
+                ]
+        return "\n".join((*lines, ""))
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], exposition: Exposition) -> None:
+        self.exposition = exposition
+        super().__init__(address, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _IDLE_S
+
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, _Server)
+        if self.path.partition("?")[0] != PATH:
+            self.send_error(404, "metrics are at /metrics")
+            return
+        body = server.exposition.text().encode()
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Say nothing: what is asked for is no news."""
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else ("+Inf" if value > 0 else "-Inf")

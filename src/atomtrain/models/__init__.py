@@ -8,10 +8,9 @@ from atomtrain.lazy import getter
 
 if TYPE_CHECKING:
     from atomtrain.models.gpt import GPT, GPTOutput
-    from atomtrain.models.gpt_config import GPTConfig
+    from atomtrain.models.gpt_config import PRESETS, GPTConfig, preset
     from atomtrain.models.hugging_face import HuggingFaceConfig
     from atomtrain.models.making import Sizes, make_empty, make_model, make_outline
-    from atomtrain.models.presets import PRESETS, preset
 
 __all__ = [
     "GPT",
@@ -37,7 +36,7 @@ __getattr__ = getter(
         "make_empty": "atomtrain.models.making",
         "make_model": "atomtrain.models.making",
         "make_outline": "atomtrain.models.making",
-        "PRESETS": "atomtrain.models.presets",
-        "preset": "atomtrain.models.presets",
+        "PRESETS": "atomtrain.models.gpt_config",
+        "preset": "atomtrain.models.gpt_config",
     },
 )

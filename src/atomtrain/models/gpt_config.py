@@ -1,10 +1,14 @@
-"""Sizes of a GPT; needs no torch, so that names and numbers can be checked at once."""
+"""Sizes of a GPT, and those that have a name; needs no torch, so mistakes are told at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atomtrain.errors import ConfigError
+from atomtrain.errors import ConfigError, nearest
+
+_MOST = 1 << 31
+_MOST_LAYERS = 4096
+"""More would take hours to look at; the deepest models have some hundreds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +35,11 @@ class GPTConfig:
         for name in (
             "layers", "width", "heads", "head_width", "vocabulary", "context", "head_pieces",
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+            number = getattr(self, name)
+            if not isinstance(number, int) or not 1 <= number <= _MOST:
+                raise ConfigError(f"{name} must be a whole number from 1 to {_MOST}, not {number}")
+        if self.layers > _MOST_LAYERS:
+            raise ConfigError(f"layers must be at most {_MOST_LAYERS}, not {self.layers}")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout must be at least 0 and below 1, not {self.dropout}")
         if self.head_pieces > self.vocabulary:
@@ -40,3 +47,42 @@ class GPTConfig:
                 f"head_pieces must be at most the vocabulary of {self.vocabulary}, not "
                 f"{self.head_pieces}"
             )
+
+
+def _gpt3(layers: int, width: int, heads: int, head_width: int) -> GPTConfig:
+    return GPTConfig(layers=layers, width=width, heads=heads, head_width=head_width)
+
+
+# Brown et al. 2020, table 2.1, as printed: its head widths do not always multiply to the width
+# (XL: 24 * 128 against 2048; 13B: 40 * 128 against 5140), so the head width is given as there.
+_GPT3 = {
+    "gpt3-small": _gpt3(12, 768, 12, 64),
+    "gpt3-medium": _gpt3(24, 1024, 16, 64),
+    "gpt3-large": _gpt3(24, 1536, 16, 96),
+    "gpt3-xl": _gpt3(24, 2048, 24, 128),
+    "gpt3-2.7b": _gpt3(32, 2560, 32, 80),
+    "gpt3-6.7b": _gpt3(32, 4096, 32, 128),
+    "gpt3-13b": _gpt3(40, 5140, 40, 128),
+    "gpt3-175b": _gpt3(96, 12288, 96, 128),
+}
+GPT3 = tuple(_GPT3)
+"""The family's names, from small to large."""
+PRESETS: dict[str, GPTConfig] = {
+    **_GPT3,
+    "demo": GPTConfig(layers=8, width=320, heads=5, head_width=64, vocabulary=4096, context=256),
+    "tiny": GPTConfig(layers=4, width=64, heads=2, head_width=32, vocabulary=512, context=64),
+}
+
+
+def preset(name: str) -> GPTConfig:
+    """Return the sizes of a named model.
+
+    Raises:
+        ConfigError: there is no such model; offers the nearest name.
+    """
+    try:
+        return PRESETS[name]
+    except KeyError:
+        raise ConfigError(
+            f"there is no model {name!r}.{nearest(name, PRESETS)} Models: {', '.join(PRESETS)}"
+        ) from None

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atomtrain.errors import AnalysisError, ConfigError, DataError, nearest
-from atomtrain.models.presets import PRESETS
+from atomtrain.errors import AnalysisError, AtomError, ConfigError, DataError, nearest
+from atomtrain.models.confined import check_made, check_names, checked_config, confined
+from atomtrain.models.gpt_config import PRESETS
 from atomtrain.models.weight_files import files_of
 
 CONFIG_FILE = "config.json"
@@ -38,6 +39,8 @@ _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
 _USUAL_WIDTH = 1024
 """Where a configuration tells no width: it only decides the default learning rate."""
 _LONGEST_REASON = 200
+_MOST_CONFIG_BYTES = 16 << 20
+_MOST_NUMBER = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,28 @@ class HuggingFaceConfig:
     """Texts of the `CARRIED_FILES` that there are, by name."""
     dropout: None = None
     """Set in `config.json`, under names of the architecture's own."""
+
+    def __post_init__(self) -> None:
+        """Keep of the configuration what may decide a model: it may come from a founder.
+
+        Raises:
+            ConfigError: it asks for more than that, or something in it cannot be.
+        """
+        if not isinstance(self.config, dict) or not isinstance(self.files, dict):
+            raise ConfigError("a model's configuration and its files must be JSON objects")
+        object.__setattr__(self, "config", checked_config(self.config, "the configuration"))
+        for name in ("vocabulary", "width", *(() if self.context is None else ("context",))):
+            number = getattr(self, name)
+            if not isinstance(number, int) or not 1 <= number <= _MOST_NUMBER:
+                raise ConfigError(
+                    f"the model's {name} must be a whole number from 1 to {_MOST_NUMBER}, not "
+                    f"{str(number)[:40]}"
+                )
+        for name, text in self.files.items():
+            if name not in CARRIED_FILES or not isinstance(text, str):
+                raise ConfigError(
+                    f"the model carries a file {name!r}; only {', '.join(CARRIED_FILES)} are taken"
+                )
 
 
 def is_hugging_face(name: str) -> bool:
@@ -138,20 +163,8 @@ def read_config(source: Path) -> HuggingFaceConfig:
         ConfigError: it cannot be read, or is of no known architecture.
     """
     file = source / CONFIG_FILE if source.is_dir() else source
-    stored = _read_json(file)
+    stored = checked_config(_read_json(file), str(file))
     require_transformers(str(file))
-    kind = stored.get("model_type")
-    if not isinstance(kind, str):
-        raise ConfigError(
-            f"{file} has no model_type, so it is no Hugging Face configuration; give the "
-            f"config.json of a causal language model, or one of {', '.join(PRESETS)}"
-        )
-    known = _causal_kinds()
-    if kind not in known:
-        raise ConfigError(
-            f"{file} describes a model of type {kind!r}, which is no causal language model that "
-            f"the installed transformers knows.{nearest(kind, known)} Give another configuration"
-        )
     files = {}
     for name in CARRIED_FILES:
         path = file.parent / name
@@ -195,8 +208,9 @@ def build(
     config.use_cache = False
     on_meta = torch.get_default_device().type == "meta"
     make: Any = AutoModelForCausalLM.from_config
+    dtype = config.dtype if as_stored else torch.float32
     with _making(what), nullcontext() if on_meta else _weights_on_meta():
-        model: nn.Module = make(config, dtype=config.dtype if as_stored else torch.float32)
+        model: nn.Module = make(config, dtype=dtype, trust_remote_code=False)
     if not on_meta:
         _give_memory(model)
     return model.train()
@@ -224,14 +238,35 @@ def build_random(sizes: HuggingFaceConfig, what: str = "the configuration") -> n
 def _auto_config(stored: dict[str, Any], what: str) -> Any:
     from transformers import AutoConfig
 
+    _check_kind(stored.get("model_type"), what)
+    check_names(stored, what)
     with _making(what):
-        return AutoConfig.for_model(**copy.deepcopy(stored))
+        made = AutoConfig.for_model(**copy.deepcopy(stored))
+    check_made(made, what)
+    return made
+
+
+def _check_kind(kind: object, what: str) -> None:
+    if not isinstance(kind, str):
+        raise ConfigError(
+            f"{what} has no model_type, so it is no Hugging Face configuration; give the "
+            f"config.json of a causal language model, or one of {', '.join(PRESETS)}"
+        )
+    known = _causal_kinds()
+    if kind not in known:
+        raise ConfigError(
+            f"{what} describes a model of type {kind!r}, which is no causal language model that "
+            f"the installed transformers knows.{nearest(kind, known)} Give another configuration"
+        )
 
 
 @contextmanager
 def _making(what: str) -> Iterator[None]:
     try:
-        yield
+        with confined():
+            yield
+    except AtomError:
+        raise
     except Exception as error:  # a class of transformers may raise anything
         raise AnalysisError(
             f"{what} cannot be made a model ({type(error).__name__}: {_one_line(error)}); check "
@@ -300,7 +335,13 @@ def _give_memory(model: nn.Module) -> None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
+        if file.stat().st_size > _MOST_CONFIG_BYTES:
+            raise ConfigError(f"{file} is larger than 16 MiB; give a Hugging Face config.json")
         stored = json.loads(file.read_text(encoding="utf-8"))
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deep; give a Hugging Face config.json") from None
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read ({error.strerror}).{nearest(str(file), PRESETS)} Models: "

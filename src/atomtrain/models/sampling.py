@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atomtrain.errors import DataError
 from atomtrain.models.gpt import GPT, Past
 
 
@@ -27,11 +28,19 @@ def sample(
         temperature: 0 takes the likeliest token.
         generator: On the parameters' device.
         context: How many tokens the model looks back at most.
+
+    Raises:
+        DataError: what the model gives is not a number.
     """
     ids = prompt[None]  # [1, T]
     predict = _Predictor(model, context)
     while True:
         last = predict(ids)
+        if not bool(last.isfinite().any()) or bool(last.isnan().any()):
+            raise DataError(
+                "the model's output is not a number; its weights are damaged: give another "
+                "checkpoint, or a whole copy of the model"
+            )
         if temperature == 0:
             token = last.argmax(-1, keepdim=True)
         else:

@@ -9,11 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from atomtrain.errors import DataError, nearest
-from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.weight_files import WeightFiles, is_float
 
 
-def match_weights(model: nn.Module, sizes: HuggingFaceConfig, files: WeightFiles) -> dict[str, str]:
+def match_weights(model: nn.Module, files: WeightFiles) -> dict[str, str]:
     """Return the name in the files of each of the model's parameters and saved buffers.
 
     A tied weight is stored under one of its names. Weights that were saved without (or with) the
@@ -21,7 +20,6 @@ def match_weights(model: nn.Module, sizes: HuggingFaceConfig, files: WeightFiles
 
     Args:
         model: May be on the meta device.
-        sizes: What the model was built from.
         files: Its weights.
 
     Returns:
@@ -29,14 +27,9 @@ def match_weights(model: nn.Module, sizes: HuggingFaceConfig, files: WeightFiles
         model's own values hold.
 
     Raises:
-        DataError: quantised weights, a parameter without a tensor, of another shape or type, or
+        DataError: a parameter without a tensor, of another shape or type, or
             files of a larger model than `config.json` says.
     """
-    if "quantization_config" in sizes.config:
-        raise DataError(
-            f"the model in {files.folder} is quantised and cannot be trained; give the model that "
-            "it was made from"
-        )
     prefix = str(getattr(model, "base_model_prefix", ""))
     found: dict[str, str] = {}
     for names, parameter in _unique(model):

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from atomtrain.optimizers import masters
-from atomtrain.optimizers.base import HostOptimizer
-from atomtrain.optimizers.checks import check_adamw_group
+from atomtrain.optimizers.base import HostOptimizer, check_adamw_group
 from atomtrain.optimizers.moments import (
     adamw_update,
     check_state,

@@ -26,10 +26,13 @@ their stream need not be NaN.
 Both masters hold the same values, so training with either gives the same bits.
 
 A stream can be float16 as well, of a `float32` master only; it is rounded to nearest, ties to even.
+
+Updates compute in float32 *scratch*, through which narrow numbers pass; each thread keeps its own.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -47,6 +50,7 @@ _SLICE_ELEMENTS = 1 << 18
 """Rounded at once."""
 STREAMS = (torch.bfloat16, torch.float16)
 """Types of parameters that have masters."""
+_local = threading.local()
 
 
 def check_master(name: object) -> None:
@@ -172,3 +176,61 @@ def part(values: Tensor, stream: Tensor, rest: Tensor | None, spare: Tensor) -> 
         rest.copy_(bits)  # conversion cuts off the upper half
         bits.add_(_HALF)
     stream.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+
+
+def scratch(
+    buffers: int, count: int, device: torch.device, purpose: str = "moments"
+) -> list[Tensor]:
+    """Return float32 buffers of `count` elements that are this thread's own; contents are old."""
+    kept: list[Tensor] = _local.__dict__.setdefault(f"{purpose} {device}", [])
+    while len(kept) < buffers:
+        kept.append(torch.empty(0, dtype=torch.float32, device=device))
+    for index in range(buffers):
+        if kept[index].numel() < count:
+            kept[index] = torch.empty(count, dtype=torch.float32, device=device)
+    return [buffer[:count] for buffer in kept[:buffers]]
+
+
+def free_scratch() -> None:
+    """Free this thread's scratch, which it otherwise keeps for its next update."""
+    _local.__dict__.clear()
+
+
+def widened(
+    stream: Tensor, gradient: Tensor, stored: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """Return a slice's master (the memory itself if it is float32) and its gradient, as float32.
+
+    Args:
+        stream: `[n]` of 16 bits.
+        gradient: `[n]`; read only.
+        stored: `[n]` of the master.
+        factor: What the gradient is multiplied by.
+    """
+    if stored.dtype is torch.float32:
+        (wide,) = scratch(1, stream.numel(), stream.device, "wide")
+        values = stored
+    else:
+        wide, values = scratch(2, stream.numel(), stream.device, "wide")
+        join(stream, stored, values, wide)
+    wide.copy_(gradient)
+    return values, wide if factor == 1.0 else wide.mul_(factor)
+
+
+def narrowed(stream: Tensor, stored: Tensor, values: Tensor, wide: Tensor) -> None:
+    """Store updated values of `widened`: the stream, and the rest of a split master.
+
+    Args:
+        stream: `[n]` of 16 bits.
+        stored: `[n]` of the master.
+        values: `[n]` float32; lost if the master is split.
+        wide: `[n]` float32, the gradient's scratch; overwritten.
+    """
+    part(values, stream, stored if stored.dtype is torch.int16 else None, wide)
+
+
+def wide_buffers(parameter: Tensor, master: str) -> int:
+    """Return how many buffers `widened` takes: of the gradient, and of a split master."""
+    if parameter.dtype not in STREAMS:
+        return 0
+    return 2 if master == "split" else 1

@@ -22,8 +22,8 @@ from torch import Tensor
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import companding, masters, randomness
 from atomtrain.optimizers.companding import BLOCK
+from atomtrain.optimizers.masters import narrowed, scratch, wide_buffers, widened
 from atomtrain.optimizers.randomness import SLICE
-from atomtrain.optimizers.scratch import narrowed, scratch, wide_buffers, widened
 
 BYTES_PER_PARAMETER = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 * (1 + 4 / BLOCK)}
 """Bytes of both moments of one parameter, by format."""

@@ -12,10 +12,9 @@ from torch import Tensor
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import masters
 from atomtrain.optimizers.adamw import update_one
-from atomtrain.optimizers.base import HostOptimizer
-from atomtrain.optimizers.checks import check_adamw_group, check_momentum, check_rates
+from atomtrain.optimizers.base import HostOptimizer, check_adamw_group, check_momentum, check_rates
+from atomtrain.optimizers.masters import wide_buffers
 from atomtrain.optimizers.moments import part_bytes, scratch_bytes
-from atomtrain.optimizers.scratch import wide_buffers
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5

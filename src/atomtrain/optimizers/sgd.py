@@ -10,10 +10,9 @@ from torch import Tensor
 
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import masters, moments
-from atomtrain.optimizers.base import HostOptimizer
-from atomtrain.optimizers.checks import check_momentum, check_rates
+from atomtrain.optimizers.base import HostOptimizer, check_momentum, check_rates
+from atomtrain.optimizers.masters import narrowed, wide_buffers, widened
 from atomtrain.optimizers.randomness import SLICE
-from atomtrain.optimizers.scratch import narrowed, wide_buffers, widened
 
 _MOMENTUM = "momentum_buffer"
 

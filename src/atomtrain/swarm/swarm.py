@@ -1,12 +1,13 @@
 """The swarm as the training loop sees it: found or join, cross boundaries, leave.
 
 All methods are called from the training thread. The network has a thread of its own; the two meet
-at the `Desk`.
+at the `TrainerMailbox`.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -18,19 +19,19 @@ import torch
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchor_store import FragmentAccess
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
-from atomtrain.swarm.anchors.outer import Update
+from atomtrain.swarm.anchors.stamps import best_of, supersedes
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.anchors.updates import Update
+from atomtrain.swarm.membership.admission import admission_of
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, Rules, SwarmConfig
-from atomtrain.swarm.membership.groups import supersedes
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import PeerStatus
 from atomtrain.swarm.node import entering
-from atomtrain.swarm.node.assembly import admission_of
 from atomtrain.swarm.node.entering import TRIES, TRY_S, persistently
+from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service
 from atomtrain.swarm.node.settling import finish, settle
-from atomtrain.swarm.node.threads import LoopThread
-from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.libp2p import import_hivemind
 
 _log = logging.getLogger("atomtrain.swarm")
 _START_S = TRIES * (TRY_S + 30.0)
@@ -73,7 +74,7 @@ class Swarm:
         self.manifest = service.context.manifest
         self._thread = thread
         self._service = service
-        self._desk = service.context.desk
+        self._mailbox = service.context.mailbox
         self._left = False
 
     @classmethod
@@ -83,10 +84,12 @@ class Swarm:
         manifest: Manifest,
         access: FragmentAccess,
         update: Update | None = None,
+        born_s: float | None = None,
     ) -> Swarm:
         """Start a run: the anchors are the current parameters, version 0.
 
         `update` is the step that gradients are for, where they are averaged: see `use_update`.
+        `born_s` is when the run began, as `state_dict` has told it, if it is resumed.
 
         Raises:
             SwarmError: the port is in use, or the parameters do not fit the manifest.
@@ -94,14 +97,18 @@ class Swarm:
         if manifest.run != config.run:
             raise SwarmError(f"the manifest is of run {manifest.run!r}, not {config.run!r}")
         manifest = Manifest(
-            manifest.run, manifest.fragment_elements, manifest.payload, Rules.of(config)
+            manifest.run,
+            manifest.fragment_elements,
+            manifest.payload,
+            Rules.of(config),
+            born_s=time.time() if born_s is None else born_s,
         )
         manifest.encode()
 
         def prepare(service: Service) -> None:
             if update is not None:
                 service.context.updates[0] = update
-            service.context.desk.store.adopt_local(access)
+            service.context.mailbox.store.adopt_local(access)
             service.set_training()
 
         return cls._enter(config, lambda thread: entering.found(config, manifest, thread, prepare))
@@ -143,7 +150,7 @@ class Swarm:
     @property
     def version(self) -> int:
         """Lowest version of any of this peer's anchors; with gradients, the steps made."""
-        return min((s.version for s in self._desk.store.stamps() if s is not None), default=0)
+        return min((s.version for s in self._mailbox.store.stamps() if s is not None), default=0)
 
     @property
     def fetched_bytes(self) -> int:
@@ -165,9 +172,9 @@ class Swarm:
         """
         for fragment, anchor in self._fetched(range(len(self.manifest.fragment_elements))):
             with access.view(fragment) as local:
-                self._desk.store.check_size(fragment, local)
+                self._mailbox.store.check_size(fragment, local)
                 local.copy_(anchor.values)
-            self._desk.store.place(fragment, anchor)
+            self._mailbox.store.place(fragment, anchor)
         self._thread.post(self._service.set_training)
         return self.progress()
 
@@ -181,7 +188,7 @@ class Swarm:
         Raises:
             SwarmError: a fragment could not be had from anybody.
         """
-        store = self._desk.store
+        store = self._mailbox.store
         best = self._service.context.roster.best()
         slack = self._service.context.slack
         stale = [
@@ -194,7 +201,7 @@ class Swarm:
                 # It may have been sent after the checkpoint was written, and be in this anchor.
                 store.forget_residual(fragment)
                 merge = Merge(fragment, anchor, whole(anchor.values.numel()))
-                self._desk.merge_now(merge, access)
+                self._mailbox.merge_now(merge, access)
         self._thread.post(self._service.set_training)
         return self.progress()
 
@@ -207,7 +214,7 @@ class Swarm:
         `step_s` its present speed. Copies a fragment if a round asks for one, and merges what
         rounds have brought. Returns the rounds that ended since the last call.
         """
-        return self._desk.boundary(
+        return self._mailbox.boundary(
             steps=steps, tokens=tokens, tokens_per_s=tokens_per_s, step_s=step_s, access=access
         )
 
@@ -217,7 +224,7 @@ class Swarm:
         For a trainer that has nothing to do until a round ends: crossing boundaries again and again
         takes the processor from the round.
         """
-        return self._desk.wait(within_s)
+        return self._mailbox.wait(within_s)
 
     def settle(
         self, access: FragmentAccess, stop: Callable[[], bool] = lambda: False
@@ -263,9 +270,10 @@ class Swarm:
 
     def progress(self) -> Progress:
         """Return where the swarm is, as far as this peer knows."""
-        own = self._desk.store.stamps()
+        own = self._mailbox.store.stamps()
         best = self._service.context.roster.best()
-        tokens = max((s.tokens for s in (*own, *best) if s is not None), default=0)
+        most = best_of((*own, *best))
+        tokens = 0 if most is None else most.tokens
         return Progress(self._service.context.agenda.next_round, tokens)
 
     def limit_upload(self, bytes_per_s: float) -> None:
@@ -282,13 +290,14 @@ class Swarm:
 
     def state_dict(self) -> SwarmState:
         """Return what a checkpoint needs to resume; call between two boundaries."""
-        meta = self._desk.store.meta()
+        meta = self._mailbox.store.meta()
         meta["protocol"] = PROTOCOL
         meta["run"] = self.config.run
         meta["rules"] = asdict(self.manifest.rules)
+        meta["born_s"] = self.manifest.born_s
         meta["next_round"] = self._service.context.agenda.next_round
         meta["known_addresses"] = list(self.known_addresses())
-        return SwarmState(self._desk.store.tensors(), meta)
+        return SwarmState(self._mailbox.store.tensors(), meta)
 
     def load_state_dict(self, state: SwarmState) -> None:
         """Take back what `state_dict` returned; the model must hold the checkpoint's parameters.
@@ -311,7 +320,7 @@ class Swarm:
                 ", ".join(f"{k} {before[k]} to {present[k]}" for k in before
                           if before[k] != present[k]),
             )  # fmt: skip
-        self._desk.store.load(state.tensors, state.meta)
+        self._mailbox.store.load(state.tensors, state.meta)
         self._thread.post(self._service.context.agenda.observe, int(state.meta["next_round"]))
 
     def leave(self, deadline_s: float = 10.0) -> None:
@@ -333,19 +342,19 @@ class Swarm:
         next_round = self._service.context.agenda.next_round
         order = deque(sorted(fragments, key=lambda f: (next_round - 1 - f) % count))
         patience_s = 2 * self.config.expiry_s + self.config.connect_s
-        coming: deque[tuple[int, Future[Anchor]]] = deque()
+        fetches: deque[tuple[int, Future[Anchor]]] = deque()
         try:
-            while order or coming:
-                while order and len(coming) < _AHEAD:
+            while order or fetches:
+                while order and len(fetches) < _AHEAD:
                     fragment = order.popleft()
                     future = self._thread.submit(self._service.fetch(fragment, patience_s))
-                    coming.append((fragment, future))
-                fragment, future = coming[0]
+                    fetches.append((fragment, future))
+                fragment, future = fetches[0]
                 anchor = future.result()
-                coming.popleft()
+                fetches.popleft()
                 yield fragment, anchor
         finally:
-            for _, future in coming:
+            for _, future in fetches:
                 future.cancel()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atomtrain.events import EventLog
-from atomtrain.models.counting import parameter_count
+from atomtrain.models.making import parameter_count
 from atomtrain.training.setup.setup import Session
 from atomtrain.training.together.peering import pasted_address
 from atomtrain.views.plans.trace import Account, write_trace

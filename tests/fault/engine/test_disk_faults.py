@@ -21,8 +21,8 @@ import atomtrain
 from atomtrain.checkpoint import load_latest
 from atomtrain.cli.main import main
 from atomtrain.engine.calibration.disk_profile import disk_rates
-from atomtrain.engine.devices.aligned import aligned_empty
 from atomtrain.engine.devices.disk_file import PAGE_BYTES, DiskFile
+from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.errors import DiskError, StreamError
 
 MIB = 1 << 20
@@ -219,7 +219,7 @@ def test_kill_leaves_no_file(tmp_path: Path) -> None:
     code = (
         "import sys, time, torch\n"
         "from pathlib import Path\n"
-        "from atomtrain.engine.devices.aligned import aligned_empty\n"
+        "from atomtrain.engine.devices.host_memory import aligned_empty\n"
         "from atomtrain.engine.devices.disk_file import DiskFile\n"
         "file = DiskFile(Path(sys.argv[1]), 1 << 20)\n"
         "file.write(0, aligned_empty(1 << 20))\n"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import atomtrain
-from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import DeviceMemoryError, StreamError
 
 pytestmark = pytest.mark.usefixtures("assumed_times")

@@ -11,7 +11,7 @@ from torch import nn
 import atomtrain
 from atomtrain.engine.devices.streams import Inject
 from atomtrain.engine.execution.randomness import micro_batch_seeds
-from atomtrain.engine.state.loss_scale import LossScale
+from atomtrain.engine.state.precision import LossScale
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import AdamW
 from tests.support.injecting import device_with

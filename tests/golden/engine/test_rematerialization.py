@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomtrain.analysis import LayerCost, chain_of, layer_costs
-from atomtrain.analysis.costs.rematerialization import Making
+from atomtrain.analysis.costs.rematerialization import RematerializedOperation
 from atomtrain.optimizers import AdamW
 from atomtrain.planning import Shape
 from tests.support.planning_models import use_shape
@@ -175,8 +175,10 @@ def test_where_all_is_sent_nothing_is_made_again(
     """It takes host memory instead, as much as is predicted."""
     how: Any = ("offload", "offload", "recompute")
     host_bytes, made = [], []
-    result = Making.result
-    monkeypatch.setattr(Making, "result", lambda *args: made.append(args) or result(*args))
+    result = RematerializedOperation.result
+    monkeypatch.setattr(
+        RematerializedOperation, "result", lambda *args: made.append(args) or result(*args)
+    )
     for remakes in (True, False):
         shape = Shape((0, 1, 2), (0, 1, 2, 3), 2, 1, activations=how, remakes=remakes)
         use_shape(monkeypatch, shape)

@@ -62,18 +62,29 @@ def resident(model: Any, micro_batch: int, text: Path, run: Path) -> dict[str, t
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(("kind", "micro_batch"), [("llama", 2), ("gpt2", 4)])
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "tie_word_embeddings": False},
+    "gpt2": {
+        "model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4,
+        "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "tie_word_embeddings": True,
+    },
+    # Its code asks for the device; the command traces it on the meta device first.
+    "gpt_oss": {
+        **LLAMA, "model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 8, "tie_word_embeddings": False,
+        "pad_token_id": 0, "eos_token_id": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "micro_batch"), [("llama", 2), ("gpt2", 4), ("gpt_oss", 2)])
 def test_trained_exported_and_loaded_again_is_the_ordinary_loop(
     kind: str, micro_batch: int, tmp_path: Path
 ) -> None:
     # With tied weights and several micro-batches gradients add up in another order.
-    config = LLAMA if kind == "llama" else {
-        "model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4,
-        "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    }  # fmt: skip
-    config = {**config, "tie_word_embeddings": kind == "gpt2"}
     folder, text = tmp_path / kind, write_text(tmp_path / "text.txt")
-    write_model(folder, config, shard="20KB")
+    write_model(folder, CONFIGS[kind], shard="20KB")
     run = train(folder, text, "mine", "--micro-batch", str(micro_batch))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

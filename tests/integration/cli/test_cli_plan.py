@@ -24,7 +24,7 @@ Output = Callable[..., str]
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in an empty folder, on a machine that other programs leave alone, as it seems."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("atomtrain.engine.calibration.crowding.crowding_warning", lambda _: None)
+    monkeypatch.setattr("atomtrain.engine.calibration.profiling.crowding_warning", lambda _: None)
 
 
 @pytest.fixture

@@ -332,8 +332,8 @@ def test_who_leaves_ends_its_round_and_enters_no_other() -> None:
                 # The first begins a round, to which the other is called while it ends its training.
                 cross(first, model, steps=1000)
                 mine = pool.submit(cross_until, together, (first, model))
-                desk = leaver._service.context.desk
-                wait_until(lambda: desk.snapshot_wanted)
+                mailbox = leaver._service.context.mailbox
+                wait_until(lambda: mailbox.snapshot_wanted)
                 theirs = leaver.finish(copy, PATIENCE_S)
                 assert together(theirs), "the round is ended"
                 assert together(mine.result(PATIENCE_S))

@@ -6,6 +6,7 @@ import math
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -190,3 +191,19 @@ def test_a_run_with_a_key_says_so_to_others_and_is_not_resumed_without(trainer: 
     assert opened.returncode == 2
     assert "closed to strangers; give --run-key FILE again" in opened.stderr
     assert len(opened.stderr.splitlines()) == 1
+
+
+def test_a_resumed_run_is_as_old_as_it_was(trainer: Trainer) -> None:
+    """Peers judge by a run's age how far anchors can have come."""
+    data = ("--data", str(trainer.text), "--prompt", "x")
+    before_s = time.time()
+    begun = trainer.run(*RECIPE, *data, "--run", "old", "--steps", "2")
+    assert begun.returncode == 0, begun.stderr
+    (folder,) = (trainer.folder / "runs" / "old").glob("*/checkpoints")
+    born_s = load_latest(folder).meta["swarm"]["born_s"]
+    assert before_s < born_s < time.time()
+    resumed = trainer.run("--run", "old", "--resume", "--steps", "3", *data)
+    assert resumed.returncode == 0, resumed.stderr
+    saved = load_latest(folder)
+    assert saved.step == 3
+    assert saved.meta["swarm"]["born_s"] == born_s

@@ -21,10 +21,14 @@ from atomtrain.analysis.costs.profile import (
 from atomtrain.analysis.costs.storages import StorageTracker
 from atomtrain.engine.api import measured_overhead
 from atomtrain.engine.calibration import profiling
-from atomtrain.engine.calibration.machines import assumed_machine, catalogue_gpu, measure_machine
-from atomtrain.engine.calibration.overhead import Overhead
+from atomtrain.engine.calibration.machines import (
+    Overhead,
+    assumed_machine,
+    catalogue_gpu,
+    measure_machine,
+)
 from atomtrain.engine.calibration.profiling import take_profile
-from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import AnalysisError, ConfigError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.planning.catalogue import GPUS, gpu_reported_as

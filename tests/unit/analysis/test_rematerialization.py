@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atomtrain.analysis.costs.rematerialization import Recipes, Remade
+from atomtrain.analysis.costs.rematerialization import RematerializedStorage, Rematerializer
 
 
 class Counted(TorchDispatchMode):
@@ -24,10 +24,10 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def recipes_of(saved: Tensor) -> Recipes:
+def rematerializer_of(saved: Tensor) -> Rematerializer:
     """Return recipes that begin at one tensor, which stands for itself."""
     key = saved.untyped_storage()._cdata
-    return Recipes(lambda tensor: tensor if tensor.untyped_storage()._cdata == key else None)
+    return Rematerializer(lambda tensor: tensor if tensor.untyped_storage()._cdata == key else None)
 
 
 def doubled(value: Tensor, times: int) -> Tensor:
@@ -36,7 +36,7 @@ def doubled(value: Tensor, times: int) -> Tensor:
     return value
 
 
-def again(remade: Remade) -> tuple[Tensor, int]:
+def again(remade: RematerializedStorage) -> tuple[Tensor, int]:
     """Return what is made again, and by how many operations."""
     with Counted() as counted:
         made = remade.making.result(remade.index, lambda packed: packed)
@@ -46,10 +46,10 @@ def again(remade: Remade) -> tuple[Tensor, int]:
 def test_each_operation_of_a_chain_is_done_once() -> None:
     """Though two ways lead from each to the one before: a thousand million to the first."""
     saved = torch.randn(3)
-    recipes = recipes_of(saved)
-    with recipes:
+    rematerializer = rematerializer_of(saved)
+    with rematerializer:
         value = doubled(saved, 30)
-    remade = recipes.of(value)
+    remade = rematerializer.of(value)
     assert remade is not None
     assert [one is saved for one in remade.making.arguments()] == [True, True]
     made, count = again(remade)
@@ -59,11 +59,11 @@ def test_each_operation_of_a_chain_is_done_once() -> None:
 
 def test_what_is_on_the_way_and_saved_too_is_made_once_for_both() -> None:
     saved = torch.randn(3)
-    recipes = recipes_of(saved)
-    with recipes:
+    rematerializer = rematerializer_of(saved)
+    with rematerializer:
         middle = doubled(saved, 10)
         value = doubled(middle, 10)
-    first, last = recipes.of(middle), recipes.of(value)
+    first, last = rematerializer.of(middle), rematerializer.of(value)
     assert first is not None
     assert last is not None
     made, count = again(last)
@@ -76,18 +76,18 @@ def test_what_is_on_the_way_and_saved_too_is_made_once_for_both() -> None:
     assert not first.drop()
     # Without it the way begins at the beginning.
     assert last.drop()
-    last = recipes.of(value)
+    last = rematerializer.of(value)
     assert last is not None
     assert again(last)[1] == 20
 
 
 def test_several_results_of_an_operation_on_the_way() -> None:
     saved = torch.randn(4, 8)
-    recipes = recipes_of(saved)
-    with recipes:
+    rematerializer = rematerializer_of(saved)
+    with rematerializer:
         normal, mean, rstd = torch.native_layer_norm(saved, (8,), None, None, 1e-5)
         value = (normal + mean) + (rstd + normal)
-    remade = recipes.of(value)
+    remade = rematerializer.of(value)
     assert remade is not None
     made, count = again(remade)
     assert torch.equal(made, value)
@@ -97,18 +97,18 @@ def test_several_results_of_an_operation_on_the_way() -> None:
 @pytest.mark.parametrize(("times", "known"), [(32, True), (33, False), (60, False)])
 def test_what_is_too_far_from_what_is_saved_is_not_made_again(times: int, known: bool) -> None:
     saved = torch.randn(3)
-    recipes = recipes_of(saved)
-    with recipes:
+    rematerializer = rematerializer_of(saved)
+    with rematerializer:
         value = doubled(saved, times)
-    assert (recipes.of(value) is not None) == known
+    assert (rematerializer.of(value) is not None) == known
 
 
 def test_memory_that_is_read_as_another_type_is_not_made_again() -> None:
     """What is known of it says how the numbers that lie there were made, not these."""
     saved = torch.randn(3)
-    recipes = recipes_of(saved)
-    with recipes:
+    rematerializer = rematerializer_of(saved)
+    with rematerializer:
         made = saved * 1.5
         same, other = made.view(3, 1) + 1, made.view(torch.int32) + 1
-    assert recipes.of(same) is not None
-    assert recipes.of(other) is None
+    assert rematerializer.of(same) is not None
+    assert rematerializer.of(other) is None

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from atombench.churn.witness import Note, check_means, note_of, positions, read_notes
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Part, Snapshot, Stamp, whole
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Part, Snapshot, whole
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.codecs.slices import Span
 

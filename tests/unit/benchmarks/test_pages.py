@@ -8,12 +8,12 @@ import pytest
 
 from atombench.pages import __main__ as pages
 from atombench.pages import plan_tables
+from atombench.pages.treatments import loaded_bytes, treatments
 from atomtrain.errors import ConfigError, PlanError
-from atomtrain.models.presets import GPT3
+from atomtrain.models.gpt_config import GPT3
 from atomtrain.planning.catalogue import gpu
 from atomtrain.planning.disk_catalogue import ASSUMED_DISK
 from atomtrain.views.plans.subject import subject
-from atomtrain.views.plans.treatments import loaded_bytes, treatments
 
 MADE = pages.tables()
 TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in pages.DOCS.glob("*.md")}

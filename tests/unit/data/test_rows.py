@@ -22,7 +22,7 @@ from atomtrain.data.dialogues import (
     understand_pair,
 )
 from atomtrain.data.examples import IGNORED, Examples, Rows, RowSampler, held_out_rows
-from atomtrain.data.pairs import PairMaterial, References
+from atomtrain.data.material import PairMaterial, References
 from atomtrain.data.rows import Row, has_rows, read_rows
 from atomtrain.errors import DataError
 from tests.support.hugging_face_models import tokenizer

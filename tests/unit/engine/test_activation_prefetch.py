@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from atomtrain.engine.devices.emulated import EmulatedDevice
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.devices.streams import Event, Stream
-from atomtrain.engine.execution.activation_prefetch import NOTHING, Coming, Wanted
-from atomtrain.engine.execution.boundary_activations import Carried, Outbox
+from atomtrain.engine.execution.activation_prefetch import NOTHING, ActivationPrefetch, Wanted
+from atomtrain.engine.execution.boundary_activations import BoundaryActivations, Outbox
 from atomtrain.engine.execution.executor import Executor
 from atomtrain.planning.cost.timeline import label_of
 from atomtrain.planning.plan.schedule import Phase
@@ -27,29 +27,29 @@ A, B = Wanted(("a",)), Wanted(("b",))
 class Bench(NamedTuple):
     """What a visit works with."""
 
-    coming: Coming
-    values: Carried
-    gradients: Carried
+    coming: ActivationPrefetch
+    values: BoundaryActivations
+    gradients: BoundaryActivations
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     device = EmulatedDevice(1 << 20, 1e12)
     pool, outbox = HostPool(device), Outbox(device)
-    values, gradients = (Carried(device, pool, outbox) for _ in range(2))
+    values, gradients = (BoundaryActivations(device, pool, outbox) for _ in range(2))
     with device.computing():
-        yield Bench(Coming(values, gradients), values, gradients)
+        yield Bench(ActivationPrefetch(values, gradients), values, gradients)
         values.clear()
         gradients.clear()
     device.close()
 
 
-def put(carried: Carried, name: str, elements: int) -> None:
+def put(carried: BoundaryActivations, name: str, elements: int) -> None:
     for micro_batch in range(COUNT):
         carried.put_input(micro_batch, name, torch.full((elements,), float(micro_batch)))
 
 
-def away(carried: Carried, name: str) -> list[bool]:
+def away(carried: BoundaryActivations, name: str) -> list[bool]:
     """Say of each micro-batch whether a value is on the host only."""
     return [carried.away_bytes(micro_batch, [name]) > 0 for micro_batch in range(COUNT)]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from atomtrain.analysis import LayerTime
-from atomtrain.engine.calibration import crowding
-from atomtrain.engine.calibration.crowding import Moment, Watch, crowded_share, crowding_warning
+from atomtrain.engine.calibration import profiling
 from atomtrain.engine.calibration.profile_cache import ProfileCache, kept_profiles
+from atomtrain.engine.calibration.profiling import Moment, Watch, crowded_share, crowding_warning
 from atomtrain.training.tools import doctor
 from tests.unit.engine.test_profile_cache import MACHINE
 
@@ -41,14 +41,14 @@ def test_what_counts_is_who_is_in_the_way(
 
 def test_the_kernel_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert 0.0 <= Watch().crowded_share() <= 1.0
-    first = crowding._now()
+    first = profiling._now()
     assert first is not None
     assert first.busy_s > first.own_s > 0
-    monkeypatch.setattr(crowding, "Path", lambda _: tmp_path / "stat")
-    assert crowding._now() is None
+    monkeypatch.setattr(profiling, "Path", lambda _: tmp_path / "stat")
+    assert profiling._now() is None
     assert Watch().crowded_share() == 0.0
     (tmp_path / "stat").write_text("cpu0 nonsense\n")
-    assert crowding._now() is None
+    assert profiling._now() is None
 
 
 def test_only_what_is_crowded_is_told() -> None:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atomtrain.engine.devices import emulated
-from atomtrain.engine.devices.emulated import _Link
+from atomtrain.engine.devices import processor
+from atomtrain.engine.devices.processor import _Link
 
 RATE = 100e6
 LATE_S = 5e-4
@@ -31,7 +31,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     there = SimpleNamespace(perf_counter=found.perf_counter, sleep=found.sleep)
-    monkeypatch.setattr(emulated, "time", there)
+    monkeypatch.setattr(processor, "time", there)
     return found
 
 

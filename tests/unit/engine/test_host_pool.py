@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from atomtrain.engine.devices.host_device import HostDevice
-from atomtrain.engine.devices.host_pool import SLAB_BYTES, HostPool
+from atomtrain.engine.devices.host_memory import SLAB_BYTES, HostPool
+from atomtrain.engine.devices.processor import HostDevice
 
 
 class Counting(HostDevice):

@@ -15,9 +15,9 @@ from atomtrain.analysis.costs.profile import LONGEST_S
 from atomtrain.engine.calibration import offload_times
 from atomtrain.engine.calibration.offload_times import with_offloading
 from atomtrain.engine.calibration.profiling import measured_times
-from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.offload import Parcel
-from atomtrain.engine.sharing import times_of_all
+from atomtrain.engine.planner import times_of_all
 from tests.unit.analysis.test_profile import parts, small_gpt
 
 FAST = LayerTime(1e-3, 3e-3)
@@ -142,7 +142,7 @@ def test_the_profile_of_the_emulated_device_has_it() -> None:
 
 def test_devices_that_take_turns_take_longer_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [EmulatedDevice(1 << 20, 1e9) for _ in range(2)]
-    monkeypatch.setattr("atomtrain.engine.sharing.os.cpu_count", torch.get_num_threads)
+    monkeypatch.setattr("atomtrain.engine.planner.os.cpu_count", torch.get_num_threads)
     try:
         times = {"a": LayerTime(1.0, 2.0, 0.25, 0.5, 1.5, 3.0), "b": LayerTime(1.0, 2.0)}
         assert times_of_all(times, devices) == {

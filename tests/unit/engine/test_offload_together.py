@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from atomtrain.engine.devices.emulated import EmulatedDevice
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.offload import Offload
 
 KIB = 1 << 10

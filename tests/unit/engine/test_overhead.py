@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from atomtrain.engine.api import measured_overhead
-from atomtrain.engine.calibration import overhead
-from atomtrain.engine.calibration.overhead import Overhead, Sample, overhead_of
+from atomtrain.engine.calibration import machines
+from atomtrain.engine.calibration.machines import Overhead, Sample, overhead_of
 from atomtrain.engine.engine import Engine
 
 
@@ -17,7 +17,7 @@ def test_layers_are_timed_when_the_last_updates_are_done(monkeypatch: pytest.Mon
     """Updates write the parameters in the background, and backward refuses what was written."""
     calls: list[str] = []
     samples: list[Sample] = []
-    step, synchronize, layer_times = Engine.step, Engine.synchronize, overhead.layer_times
+    step, synchronize, layer_times = Engine.step, Engine.synchronize, machines.layer_times
 
     def seen(name: str, call: Any) -> Any:
         def calling(*arguments: Any, **named: Any) -> Any:
@@ -33,9 +33,9 @@ def test_layers_are_timed_when_the_last_updates_are_done(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Engine, "step", seen("step", step))
     monkeypatch.setattr(Engine, "synchronize", seen("synchronize", synchronize))
-    monkeypatch.setattr(overhead, "layer_times", seen("layer_times", layer_times))
-    monkeypatch.setattr(overhead, "overhead_of", explained)
-    monkeypatch.setattr(overhead, "_STEPS", 1)
+    monkeypatch.setattr(machines, "layer_times", seen("layer_times", layer_times))
+    monkeypatch.setattr(machines, "overhead_of", explained)
+    monkeypatch.setattr(machines, "_TRIAL_STEPS", 1)
     spent = measured_overhead()
     assert all(seconds >= 0 for seconds in spent)
     timed = [at for at, name in enumerate(calls) if name == "layer_times"]
@@ -45,8 +45,8 @@ def test_layers_are_timed_when_the_last_updates_are_done(monkeypatch: pytest.Mon
     recomputed, offloaded = samples
     assert recomputed.storages == 0
     # In all layers but the turn's, at least what norms and the activation function read.
-    assert offloaded.storages >= (overhead._LAYERS - 1) * 3
-    assert offloaded.visits == recomputed.visits == 2 * overhead._LAYERS - 1
+    assert offloaded.storages >= (machines._TRIAL_LAYERS - 1) * 3
+    assert offloaded.visits == recomputed.visits == 2 * machines._TRIAL_LAYERS - 1
 
 
 def test_what_a_step_waits_is_no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +58,8 @@ def test_what_a_step_waits_is_no_overhead(monkeypatch: pytest.MonkeyPatch) -> No
         return step(*arguments, **named)
 
     monkeypatch.setattr(Engine, "step", waiting)
-    monkeypatch.setattr(overhead, "_STEPS", 1)
-    waited_s = wait_s / overhead._MICRO_BATCHES / (2 * overhead._LAYERS - 1)
+    monkeypatch.setattr(machines, "_TRIAL_STEPS", 1)
+    waited_s = wait_s / machines._TRIAL_MICRO_BATCHES / (2 * machines._TRIAL_LAYERS - 1)
     assert measured_overhead().visit_s < waited_s / 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atomtrain.engine.calibration import probes
-from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.engine.devices.processor import EmulatedDevice
 
 
 def test_the_size_of_a_copy_follows_the_link() -> None:

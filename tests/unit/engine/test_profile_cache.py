@@ -24,7 +24,7 @@ from atomtrain.engine.calibration.profile_cache import (
     profile_folder,
 )
 from atomtrain.engine.calibration.profiling import Profile, profiled_machine, take_profile
-from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.machine import Machine

@@ -10,7 +10,7 @@ from torch import nn
 
 import atomtrain
 from atomtrain.models import GPT
-from atomtrain.models.presets import preset
+from atomtrain.models.gpt_config import preset
 from atomtrain.planning.plan.updating import ADAMW_BYTES, work_of
 from atomtrain.training.config.optimizing import (
     check_precision,

@@ -14,7 +14,7 @@ from torch import nn
 from atomtrain.analysis import Chain, chain_of
 from atomtrain.engine.calibration import update_rates
 from atomtrain.engine.calibration.update_rates import Kind, measured_updates
-from atomtrain.engine.updates.update_model import update_model
+from atomtrain.engine.updates.optimizer import update_model
 from atomtrain.optimizers import AdamW, Muon, muon_groups
 from atomtrain.planning.plan.updating import UpdateModel
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.devices.streams import Event, Stream, finished
 from atomtrain.engine.execution.slots import Slots
 from tests.support.engine_models import mlp, square, swap

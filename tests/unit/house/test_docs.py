@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import subprocess
 import sys
@@ -11,15 +12,24 @@ from pathlib import Path
 import pytest
 
 from atombench.pages.code_tables import commands
-from atomtrain.cli.completion import SHELLS
+from atomtrain.cli.completion import SHELLS, all_parsers
 from atomtrain.cli.main import COMMANDS, main
-from atomtrain.cli.parsers import all_parsers
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe_files import ready_recipes
 from tests.support.doc_commands import PAGES, ROOT, Shown, shown_commands
 from tests.support.waiting import PATIENCE_S
 
 SHOWN = list(shown_commands())
+CODE = (
+    ROOT / "src" / "atomtrain",
+    ROOT / "src" / "atomtrain" / "swarm",
+    ROOT / "benchmarks",
+    ROOT / "research",
+    ROOT,
+)
+"""From where pages name files."""
+OF_THIS_CODE = [page for page in PAGES if page.name != "hivemind.md"]
+"""The page of hivemind names files of hivemind."""
 PARSERS = all_parsers()
 
 
@@ -53,6 +63,25 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.startswith("http"):
             made = target.endswith("commands.md")
             assert made or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", OF_THIS_CODE, ids=lambda page: page.name)
+def test_files_and_functions_that_a_page_names_are_there(page: Path) -> None:
+    for place, name in re.findall(r"`([\w/]+/\w+\.py)(?::([\w.]+))?`", page.read_text("utf-8")):
+        found = [folder / place for folder in CODE if (folder / place).is_file()]
+        assert found, f"{place} is not there"
+        assert not name or name in defined_in(found[0]), f"{place} does not define {name}"
+
+
+def defined_in(path: Path) -> set[str]:
+    """Return the functions, classes and methods of a file, methods behind their class."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            inside = node.body if isinstance(node, ast.ClassDef) else []
+            names |= {f"{node.name}.{each.name}" for each in inside if hasattr(each, "name")}
+    return names
 
 
 def test_the_page_of_commands_has_every_option() -> None:

@@ -39,11 +39,11 @@ PLANNED = all_of("atomtrain.planning", PLANNING)
 ENGINES = all_of("atomtrain.engine", ENGINE)
 SWARMS = all_of("atomtrain.swarm", SWARM)
 LIGHT = {f"atomtrain.{name}" for name in ("optimizers", "models", "data", "checkpoint", "metrics")}
-VIEWS = all_of("atomtrain.views", ("plans", "runs", "dashboard", "terminal"))
+VIEWS = all_of("atomtrain.views", ("plans", "runs", "dashboard"))
 TRAINING = all_of("atomtrain.training", ("config", "setup", "together", "trainer", "tools"))
 # What each room may import of the others, beside the base and itself.
 MAY_IMPORT: dict[str, set[str]] = {
-    **{name: BASE - {name} for name in BASE},
+    **{name: BASE - {name} for name in sorted(BASE)},
     **below("atomtrain.analysis", ANALYSIS),
     "atomtrain.analysis": ANALYSED,
     **{name: rooms | ANALYSED for name, rooms in below("atomtrain.planning", PLANNING).items()},
@@ -64,7 +64,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "atomtrain.views.plans": ENGINES | PLANNED | ANALYSED | LIGHT,
     "atomtrain.views.runs": {"atomtrain.views.plans"} | ENGINES | PLANNED,
     "atomtrain.views.dashboard": {"atomtrain.views.runs"} | SWARMS,
-    "atomtrain.views.terminal": {"atomtrain.views.runs", "atomtrain.views.dashboard"},
     "atomtrain.training.config": ENGINES | PLANNED | LIGHT | SWARMS,
     "atomtrain.training.together": {"atomtrain.training.config", "atomtrain.views.runs"}
     | (ENGINES | LIGHT | SWARMS),
@@ -82,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "atomtrain": {"atomtrain.engine", "atomtrain.training.trainer"},
     "atomtrain.cli": {"atomtrain"} | TRAINING | VIEWS | ENGINES | PLANNED | LIGHT | SWARMS,
 }
-PURE = (*ANALYSED, *PLANNED, *ENGINES, "atomtrain.optimizers")
+PURE = sorted(ANALYSED | PLANNED | ENGINES | {"atomtrain.optimizers"})
 
 
 def folder_of(room: str) -> Path:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import AdamW, masters
 from atomtrain.optimizers import moments as moments_module
-from atomtrain.optimizers import scratch as scratch_module
 
 FORMATS = [(m, s) for m in ("float32", "split") for s in ("float32", "bfloat16", "int8")]
 
@@ -168,7 +167,7 @@ def test_updates_keep_the_scratch_that_is_told(master: str, state: str) -> None:
     optimizer = AdamW(owned, state=state, master=master)
     optimizer.free_scratch()
     train(optimizer, owned, 2)
-    buffers = [buffer for kept in vars(scratch_module._local).values() for buffer in kept]
+    buffers = [buffer for kept in vars(masters._local).values() for buffer in kept]
     held = sum(buffer.nbytes for buffer in buffers)
     scales = 4 * 4 * owned[0].numel() // 128 if state == "int8" else 0  # freed after each update
     assert held + scales == optimizer.scratch_bytes()

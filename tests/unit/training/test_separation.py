@@ -10,8 +10,7 @@ from torch import nn
 
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_outline
-from atomtrain.models.counting import parameter_count
-from atomtrain.models.narrow import narrow_models
+from atomtrain.models.making import narrow_models, parameter_count
 from atomtrain.training.setup import separation
 from atomtrain.training.setup.separation import check_separation
 from tests.support.hugging_face_models import LLAMA

@@ -15,8 +15,14 @@ import pytest
 
 from atomtrain.errors import ConfigError
 from atomtrain.events import SILENT_S, EventLog
-from atomtrain.views.dashboard.history import MOST_STEPS, PeerHistory, clean
-from atomtrain.views.dashboard.source import FolderSource, Message, SwarmTable
+from atomtrain.views.dashboard.source import (
+    MOST_STEPS,
+    FolderSource,
+    Message,
+    PeerHistory,
+    SwarmTable,
+    clean,
+)
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from atomtrain.metrics import feed as feeding
 from atomtrain.metrics import writers
 from atomtrain.metrics.feed import MetricsFeed
 from atomtrain.metrics.names import METRICS, table, values_of
-from atomtrain.metrics.prometheus import Exposition
 from atomtrain.metrics.targets import (
     PeerLabels,
     Target,
@@ -30,6 +29,7 @@ from atomtrain.metrics.targets import (
     parse_target,
     parse_targets,
 )
+from atomtrain.metrics.writers import Exposition
 from atomtrain.training.config.options import TrainOptions
 from tests.support import ROOT
 from tests.support.waiting import PATIENCE_S

@@ -16,8 +16,7 @@ from atomtrain.models.lora_config import LoraConfig
 from atomtrain.planning.advice import Setting
 from atomtrain.planning.catalogue import GPUS, gpu, machine_for
 from atomtrain.planning.search.batch_search import Workload
-from atomtrain.views.plans.fitting import least_fitting
-from atomtrain.views.plans.report import forecaster, make_report
+from atomtrain.views.plans.report import forecaster, least_fitting, make_report
 from atomtrain.views.plans.subject import subject
 
 GIB = 1 << 30
@@ -76,7 +75,7 @@ def test_matrices_in_few_bits_have_as_many_parameters(bits: int | None) -> None:
 def test_a_configuration_that_makes_no_model_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**LLAMA, "hidden_size": "wide"}))
+    file.write_text(json.dumps({**LLAMA, "hidden_act": "none such"}))
     with pytest.raises(AnalysisError, match="cannot be made a model"):
         subject(str(file))
 

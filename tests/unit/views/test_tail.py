@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.events import EventLog
-from atomtrain.views.runs.tail import EventTail
+from atomtrain.views.runs.files import EventTail
 
 
 def test_reads_what_was_added_since_the_last_call(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atomtrain.views.dashboard.source import FolderSource
-from atomtrain.views.terminal.text_charts import bars, curve
+from atomtrain.views.dashboard.terminal import bars, curve
 from tests.support.dashboard_run import STEPS, tell_step, write_run
 
 finite = st.floats(-1e6, 1e6)
@@ -54,7 +54,7 @@ def test_the_view_follows_a_run(tmp_path: Path) -> None:
     pytest.importorskip("textual")
     from textual.widgets import DataTable, Static
 
-    from atomtrain.views.terminal.terminal import Watch
+    from atomtrain.views.dashboard.terminal import Watch
 
     logs = write_run(tmp_path, peers=2)
 

@@ -77,7 +77,7 @@ class Standing(NamedTuple):
     packed: Any
 
 
-class Making:
+class RematerializedOperation:
     """An operation that backward does again, and its results while they are in use."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, standing: list[Any], depth: int) -> None:
@@ -100,9 +100,9 @@ class Making:
 
     def arguments(self) -> list[Any]:
         """Return what stands for the saved tensors from which everything begins."""
-        order: dict[Making, None] = {}
+        order: dict[RematerializedOperation, None] = {}
         self._add_to(order)
-        return [packed for making in order for packed in making._saved]
+        return [packed for operation in order for packed in operation._saved]
 
     def result(self, index: int, unpack: Unpack) -> Tensor:
         """Return one of the results; all that are needed are made together.
@@ -112,10 +112,10 @@ class Making:
         """
         if index in self._results:
             return self._results[index]
-        order: dict[Making, None] = {}
+        order: dict[RematerializedOperation, None] = {}
         made: dict[_Result, Tensor] = {}
         self._add_to(order, made)
-        uses = Counter(step.result for making in order for step in making._steps)
+        uses = Counter(step.result for operation in order for step in operation._steps)
         uses[self, index] += 1
 
         def argument(packed: Any) -> Tensor:
@@ -127,8 +127,8 @@ class Making:
                 del made[packed.result]
             return view
 
-        for making in order:
-            made.update(making._run(argument, uses))
+        for operation in order:
+            made.update(operation._run(argument, uses))
         return made[self, index]
 
     def drop(self, index: int) -> None:
@@ -137,18 +137,18 @@ class Making:
         self._results.pop(index, None)
 
     def _add_to(
-        self, order: dict[Making, None], there: dict[_Result, Tensor] | None = None
+        self, order: dict[RematerializedOperation, None], there: dict[_Result, Tensor] | None = None
     ) -> None:
         """Add this operation, and before it those that lead to it, each once.
 
         With `there` results that are there already are added to it, and what leads to them is not.
         """
         for step in self._steps:
-            whole = step.making._results.get(step.position)
+            whole = step.operation._results.get(step.position)
             if there is not None and whole is not None:
                 there[step.result] = whole
-            elif step.making not in order:
-                step.making._add_to(order, there)
+            elif step.operation not in order:
+                step.operation._add_to(order, there)
         order[self] = None
 
     def _run(
@@ -162,14 +162,14 @@ class Making:
         return {(self, i): one for i, one in enumerate(made) if uses.get((self, i))}
 
 
-_Result = tuple[Making, int]
+_Result = tuple[RematerializedOperation, int]
 """An operation, and the position of one of its results."""
 
 
 class _Step(NamedTuple):
     """Stands for a result that was not saved itself, on the way to one that was."""
 
-    making: Making
+    operation: RematerializedOperation
     position: int
     offset: int
     size: torch.Size
@@ -178,40 +178,40 @@ class _Step(NamedTuple):
     @property
     def result(self) -> _Result:
         """Of which operation it is, and its position there."""
-        return self.making, self.position
+        return self.operation, self.position
 
 
 class _Note(NamedTuple):
     """How a storage was made."""
 
-    making: Making
+    operation: RematerializedOperation
     position: int
     dtype: torch.dtype
 
 
-class Remade:
+class RematerializedStorage:
     """A saved storage that is made again when backward needs it.
 
     Whoever takes it for a saved tensor's storage counts it as a user of each of its arguments,
     until it is dropped.
     """
 
-    __slots__ = ("index", "making", "users")
+    __slots__ = ("index", "operation", "users")
 
-    def __init__(self, making: Making, index: int) -> None:
-        self.making, self.index = making, index
+    def __init__(self, operation: RematerializedOperation, index: int) -> None:
+        self.operation, self.index = operation, index
         self.users = 0
         """Saved tensors in it that backward has not asked for yet."""
-        making.needed.add(index)
+        operation.needed.add(index)
 
     def drop(self) -> bool:
         """Let go of it after its last use; return whether that was the first time."""
-        first = self.index in self.making.needed
-        self.making.drop(self.index)
+        first = self.index in self.operation.needed
+        self.operation.drop(self.index)
         return first
 
 
-class Recipes(TorchDispatchMode):
+class Rematerializer(TorchDispatchMode):
     """While active, notes how results of cheap operations on saved tensors can be made again.
 
     It may take several such operations, one on the other's result. Autograd saves an operation's
@@ -228,10 +228,10 @@ class Recipes(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled under it
 
-    def of(self, tensor: Tensor) -> Remade | None:
+    def of(self, tensor: Tensor) -> RematerializedStorage | None:
         """Return how the storage of a tensor can be made again, or `None`."""
         note = self._notes.get(tensor)
-        return None if note is None else Remade(note.making, note.position)
+        return None if note is None else RematerializedStorage(note.operation, note.position)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -257,7 +257,7 @@ class Recipes(TorchDispatchMode):
             nonlocal complete, depth
             if complete:
                 note = self._notes.get(tensor)
-                depth = depth if note is None else max(depth, note.making.depth + 1)
+                depth = depth if note is None else max(depth, note.operation.depth + 1)
                 found.append(self._stands_for(tensor, note))
                 complete = found[-1] is not None and depth <= _DEEPEST
             return Standing(found[-1])
@@ -265,10 +265,10 @@ class Recipes(TorchDispatchMode):
         packed_args, packed_kwargs = _replaced((args, kwargs), standing, Tensor)
         if not complete:
             return
-        making = Making(func, packed_args, packed_kwargs, found, depth)
+        operation = RematerializedOperation(func, packed_args, packed_kwargs, found, depth)
         for index, made in enumerate(result if isinstance(result, tuple) else (result,)):
             if isinstance(made, Tensor):
-                self._notes.put(made, _Note(making, index, made.dtype))
+                self._notes.put(made, _Note(operation, index, made.dtype))
 
     def _stands_for(self, tensor: Tensor, note: _Note | None) -> Any:
         packed = self._find(tensor)
@@ -277,7 +277,7 @@ class Recipes(TorchDispatchMode):
         if note is None or note.dtype != tensor.dtype:
             return None
         offset, stride = int(tensor.storage_offset()), tensor.stride()
-        return _Step(note.making, note.position, offset, tensor.shape, stride)
+        return _Step(note.operation, note.position, offset, tensor.shape, stride)
 
 
 _KINDS: dict[int, tuple[str, Any]] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from atomtrain.analysis.costs.rematerialization import CHEAP, Recipes, Remade
+from atomtrain.analysis.costs.rematerialization import CHEAP, RematerializedStorage, Rematerializer
 from atomtrain.analysis.costs.storages import LiveStorages
 
 
@@ -75,7 +75,7 @@ class _Away:
     """Stands for a saved tensor, or for an argument of what is made again."""
 
     def __init__(
-        self, storage: _Storage | Remade, tensor: Tensor, *, argument: bool = False
+        self, storage: _Storage | RematerializedStorage, tensor: Tensor, *, argument: bool = False
     ) -> None:
         self.storage, self.device, self.argument = storage, tensor.device, argument
         self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
@@ -91,11 +91,13 @@ class SavedWatcher:
     def __init__(self, own: Sequence[Tensor], *, remake: bool = True) -> None:
         """`own` are parameters and buffers, which stay; with `remake` what can be made again is."""
         self._own = {tensor.untyped_storage()._cdata for tensor in own}
-        self._known = LiveStorages[_Storage | Remade]()
+        self._known = LiveStorages[_Storage | RematerializedStorage]()
         self._sent: list[_Storage] = []
-        self._remade: list[tuple[Remade, int]] = []
-        self._recipes = Recipes(self._find)
-        self._noting: AbstractContextManager[Any] = self._recipes if remake else nullcontext()
+        self._remade: list[tuple[RematerializedStorage, int]] = []
+        self._rematerializer = Rematerializer(self._find)
+        self._noting: AbstractContextManager[Any] = (
+            self._rematerializer if remake else nullcontext()
+        )
         self._traffic, self._remaking = _Traffic(), False
 
     @contextmanager
@@ -134,7 +136,7 @@ class SavedWatcher:
             return tensor.detach()
         storage = self._known.get(tensor)
         if storage is None:
-            storage = self._recipes.of(tensor)
+            storage = self._rematerializer.of(tensor)
             n_bytes = tensor.untyped_storage().nbytes()
             if storage is None:
                 storage = _Storage(n_bytes)
@@ -154,7 +156,7 @@ class SavedWatcher:
         if not packed.argument:
             storage.users -= 1
         # Not by `set_`: a fake tensor never lets go of a storage that it was given so.
-        if isinstance(storage, Remade):
+        if isinstance(storage, RematerializedStorage):
             whole = self._made_again(storage)
         else:
             if storage.place is None:
@@ -167,17 +169,17 @@ class SavedWatcher:
         self._release(storage)
         return back
 
-    def _made_again(self, storage: Remade) -> Tensor:
+    def _made_again(self, storage: RematerializedStorage) -> Tensor:
         if self._remaking:  # as an argument of another one; the mode counts already
-            return storage.making.result(storage.index, self._unpack)
+            return storage.operation.result(storage.index, self._unpack)
         self._remaking = True
         try:
             with self._traffic:
-                return storage.making.result(storage.index, self._unpack)
+                return storage.operation.result(storage.index, self._unpack)
         finally:
             self._remaking = False
 
-    def _release(self, storage: _Storage | Remade) -> None:
+    def _release(self, storage: _Storage | RematerializedStorage) -> None:
         """Free a storage that nobody uses any more."""
         if storage.users:
             return
@@ -189,9 +191,9 @@ class SavedWatcher:
                 self._release(argument)
 
 
-def _arguments(remade: Remade) -> list[_Storage | Remade]:
+def _arguments(rematerialized: RematerializedStorage) -> list[_Storage | RematerializedStorage]:
     """Return the saved storages among the arguments."""
-    return [at.storage for at in remade.making.arguments() if isinstance(at, _Away)]
+    return [at.storage for at in rematerialized.operation.arguments() if isinstance(at, _Away)]
 
 
 def is_movable(roots: Sequence[Tensor]) -> bool:

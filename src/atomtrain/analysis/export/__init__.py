@@ -1,5 +1,5 @@
 """Writes down a model's operations without data: one flat graph with named tensors.
 
 Imports nothing of ATOM but the base. Begin with `export.py`; of equal modules `stand_ins.py` traces
-one, and `repeating.py` puts copies in the place of the others.
+one and copies it for the others.
 """

@@ -1,23 +1,60 @@
-"""Under what conditions a model is exported: unawares, quietly, with every backward kept,
-and without changing the model."""
+"""What must hold while a model is exported, or the graph would not do what the model does.
+
+The model does not notice, seems to be on its device, keeps every backward, and is not changed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.meta_utils import MetaTensorDescriber
 
 from atomtrain.errors import AnalysisError
 
+CPU = torch.device("cpu")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MANUAL = "or give the layers by hand: layers=['path.of.module', ...]"
 _REGISTERED = "GeneratedBackwardFor"
 """Functions of this name belong to operations that graphs keep, with their backward."""
+_GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROW_BYTES = 16
+"""Rows of grouped products begin at multiples of it, those of the result too."""
+
+
+class Way(NamedTuple):
+    """How a model is told that it runs while it is traced."""
+
+    device: torch.device
+    as_eager: bool
+    """Nobody traces it; libraries take other paths when they are traced."""
+
+    def told(self, device: torch.device) -> str:
+        """Return in words what of this is not as when it runs on `device`."""
+        other_device = f"as on {self.device}" if self.device != device else ""
+        other_paths = "" if self.as_eager else "as its code runs when it is traced"
+        return " and ".join(part for part in (other_device, other_paths) if part)
+
+
+def ways_to_trace(device: torch.device) -> list[Way]:
+    """Return the ways to try, the most faithful first.
+
+    A torch that was built without CUDA ends the process where autograd meets a tensor on a GPU, be
+    it a fake one. There is no GPU to run on either.
+    """
+    devices = [device] if device.type == "cpu" else [device, CPU]
+    if device.type == "cuda" and not torch.backends.cuda.is_built():
+        devices = [CPU]
+    return [Way(seeming, as_eager) for as_eager in (True, False) for seeming in devices]
 
 
 @contextmanager
@@ -34,6 +71,25 @@ def hidden() -> Iterator[None]:
     finally:
         for flag, value in before.items():
             setattr(torch.compiler, flag, value)
+
+
+@contextmanager
+def seeming_on(device: torch.device) -> Iterator[None]:
+    """Let all tensors that a model is traced with seem to be on a device, wherever they are.
+
+    Tracing replaces them by fake ones, which need neither the device nor memory. So code that asks
+    for the device takes the branch of the one that will run it.
+    """
+    original = MetaTensorDescriber.describe_tensor
+
+    def describe(self: MetaTensorDescriber, tensor: Tensor, **kwargs: Any) -> Any:
+        return dataclasses.replace(original(self, tensor, **kwargs), device=device)
+
+    MetaTensorDescriber.describe_tensor = describe  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        MetaTensorDescriber.describe_tensor = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -112,3 +168,49 @@ def check_side_effects(model: nn.Module, before: Mapping[str, Mapping[str, Any]]
                 "happen once instead of in every step; keep such a state in a registered buffer, "
                 + MANUAL
             )
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Raise `AnalysisError` if a trainable parameter is of a type that cannot be trained."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in FLOATS:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+            raise AnalysisError(
+                f"parameter {name!r} is of {parameter.dtype}; trainable are {allowed}; convert "
+                "the model with model.to(torch.float32), or freeze the parameter"
+            )
+
+
+def _fake_grouped_mm(
+    mode: FakeTensorMode,
+    operation: object,
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what a product of groups of rows returns but for the data; refuse what it refuses.
+
+    torch's own rule for them knows bfloat16 only, although they run in other types too. Without
+    this one a model in float32 (a mixture of experts) could only be traced on the path that its
+    code takes when it is traced, whose bits are not those of the path that it takes when it runs.
+    """
+    for matrix in (left, right):
+        if matrix.dtype not in _GROUPED_TYPES:
+            raise RuntimeError(f"grouped_mm does not take {matrix.dtype}")
+        if max(matrix.stride()[-2:]) * matrix.element_size() % _ROW_BYTES:
+            raise RuntimeError("grouped_mm takes only rows at multiples of 16 bytes")
+    rows, columns = left.shape[-2], right.shape[-1]
+    dtype = out_dtype or left.dtype
+    each = _ROW_BYTES // dtype.itemsize
+    width = -(-columns // each) * each
+    if left.dim() != right.dim():  # one of them holds the groups of the other's rows
+        return left.new_empty_strided((rows, columns), (width, 1), dtype=dtype)
+    groups = left.shape[0] if offs is None else offs.shape[0]
+    shape = groups, rows, columns
+    return left.new_empty_strided(shape, (rows * width, width, 1), dtype=dtype)
+
+
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    op_implementations_dict.setdefault(torch.ops.aten._grouped_mm.default, _fake_grouped_mm)

@@ -18,21 +18,23 @@ import torch
 from torch import Tensor, fx, nn
 
 from atomtrain.analysis.export.conditions import (
+    CPU,
     MANUAL,
     attributes_of,
+    check_dtypes,
     check_side_effects,
     hidden,
     no_functions,
     quiet,
+    seeming_on,
+    ways_to_trace,
     without_collector,
 )
 from atomtrain.analysis.export.equal_modules import equal_modules
-from atomtrain.analysis.export.repeating import repeat
-from atomtrain.analysis.export.stand_ins import StandIns, why_unequal
+from atomtrain.analysis.export.stand_ins import StandIns, repeat, why_unequal
 from atomtrain.analysis.export.structure import take_apart
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _log = logging.getLogger("atomtrain.analysis")
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 
@@ -106,6 +108,7 @@ def export(
     *,
     own_loss: bool,
     grad: bool = True,
+    device: torch.device = CPU,
 ) -> Exported:
     """Return the operations of one call of the model, in the mode that its modules are in.
 
@@ -117,34 +120,41 @@ def export(
         call: `call(model, tensors)` calls the model.
         own_loss: Keep only what the loss of the model's own output needs.
         grad: Whether autograd records; some modules take other paths without it.
+        device: Where the operations will run: the model sees all of its tensors there.
 
     Raises:
         AnalysisError: forward depends on data, changes Python objects, or uses what cannot be
             trained swapped; names the source line.
         ConfigError: the output has no loss.
     """
-    _check_dtypes(model)
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    # Fresh tensors in the layout that they have on the device: one tensor given twice would become
-    # one input.
-    given = tuple(torch.empty_like(t, device="meta") if meta else t.clone() for t in tensors)
+    check_dtypes(model)
+    # Fresh tensors of the same layout: one tensor given twice would become one input.
+    given = tuple(torch.empty_like(tensor, device="meta") for tensor in tensors)
     before = attributes_of(model)
-    # A model that cannot be traced unawares may know a way that can.
-    for as_eager in (True, False):
-        recorded = _Recorded(model, call, own_loss, as_eager)
+    ways = ways_to_trace(device)
+    for way in ways:
+        recorded = _Recorded(model, call, own_loss, way.as_eager)
         try:
-            exported = _traced(recorded, given, grad)
+            exported = _traced(recorded, given, grad, way.device)
             break
         except AtomError:
             raise
         except Exception as error:  # whatever forward raises
-            if not as_eager:
+            if way is ways[-1]:
                 raise AnalysisError(_cannot_export(model, error)) from error
+            reason = reason_of(error)
+    if way is not ways[0]:
+        _log.warning(
+            "%s is traced %s, so its results may differ in their last bits: %s",
+            type(model).__name__, way.told(device), reason,
+        )  # fmt: skip
     check_side_effects(model, before)
     return exported
 
 
-def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool) -> Exported:
+def _traced(
+    recorded: _Recorded, given: Sequence[Tensor], grad: bool, device: torch.device
+) -> Exported:
     """Trace one of several equal modules, or each of them if they might not be equal after all.
 
     The latter takes longer and gives the same; that it happened is logged. Any other error is that
@@ -154,7 +164,7 @@ def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool) -> Exporte
     if equal:
         try:
             with StandIns(equal) as stand_ins:
-                program = _program(recorded, given, grad)
+                program = _program(recorded, given, grad, device)
             return _flatten(recorded, program, stand_ins.paths)
         except Exception as error:
             reason = why_unequal(error)
@@ -162,15 +172,18 @@ def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool) -> Exporte
                 raise
             _log.info("every module of %s is traced: %s", type(recorded.model).__name__, reason)
             recorded.output = _Output()
-    return _flatten(recorded, _program(recorded, given, grad), ())
+    return _flatten(recorded, _program(recorded, given, grad, device), ())
 
 
 def _program(
-    recorded: _Recorded, given: Sequence[Tensor], grad: bool
+    recorded: _Recorded, given: Sequence[Tensor], grad: bool, device: torch.device
 ) -> torch.export.ExportedProgram:
     state = torch.get_rng_state()
     try:
-        with torch.set_grad_enabled(grad), quiet(), without_collector(), no_functions():
+        with (
+            torch.set_grad_enabled(grad), quiet(), without_collector(), no_functions(),
+            seeming_on(device),
+        ):  # fmt: skip
             return torch.export.export(recorded, tuple(given), strict=False)
     finally:
         torch.set_rng_state(state)
@@ -336,13 +349,3 @@ def _cannot_export(model: nn.Module, error: BaseException) -> str:
     if "data-dependent" in str(error) or "DataDependent" in type(first).__name__:
         reason = "what runs depends on data"
     return f"cannot analyse {type(model).__name__} at {place}: {reason}; change that line, {MANUAL}"
-
-
-def _check_dtypes(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in FLOATS:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-            raise AnalysisError(
-                f"parameter {name!r} is of {parameter.dtype}; trainable are {allowed}; convert "
-                "the model with model.to(torch.float32), or freeze the parameter"
-            )

@@ -129,6 +129,17 @@ class Chain:
                 unique.setdefault(id(parameter), parameter)
         return tuple(unique.values())
 
+    def loss_of(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the loss of a micro-batch, computed where the weights are; buffers stay."""
+        copies = {id(b): b.clone() for layer in self.layers for b in layer.buffers.values()}
+        values = dict(inputs)
+        for layer in self.layers:
+            buffers = {name: copies[id(buffer)] for name, buffer in layer.buffers.items()}
+            written = layer.run({**layer.parameters, **buffers}, [values[n] for n in layer.reads])
+            values.update(zip(layer.writes, written, strict=True))
+        loss: Tensor = values[self.loss]
+        return loss
+
     # Asked for each micro-batch of each visit.
     @cached_property
     def _reads(self) -> dict[tuple[int, int], tuple[str, ...]]:

@@ -32,7 +32,7 @@ class ExportedLayers(NamedTuple):
 
 
 def exported_layers(
-    model: nn.Module, example: MicroBatch, inputs: Inputs, *, own_loss: bool
+    model: nn.Module, example: MicroBatch, inputs: Inputs, *, own_loss: bool, device: torch.device
 ) -> ExportedLayers:
     """Return the layers of any model.
 
@@ -41,12 +41,13 @@ def exported_layers(
         example: One micro-batch; all later ones must have its shapes.
         inputs: Of the example.
         own_loss: The last layer writes the output's loss, not the output.
+        device: Where the layers will run.
 
     Raises:
         AnalysisError: see `export`.
     """
     tensors = inputs.tensors(example)
-    graph = read_graph(model, tensors, inputs, own_loss=own_loss, grad=True)
+    graph = read_graph(model, tensors, inputs, own_loss=own_loss, grad=True, device=device)
     pieces = find_pieces(graph.varying, model, PREFIX, set(graph.exported.parameters))
     recipes = Recipes(graph, pieces, inputs.tensor_names)
     mode = Mode(model)
@@ -68,8 +69,7 @@ def exported_layers(
                 "again"
             )
         if not attached:
-            given = [torch.zeros_like(shape, device="cpu") for shape in shapes]
-            other = read_graph(model, given, inputs, own_loss=own_loss, grad=False)
+            other = read_graph(model, shapes, inputs, own_loss=own_loss, grad=False, device=device)
             attach(other, first, own, inputs.tensor_names)
             attached = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
 from atomtrain.analysis.export.attention import simplify_attention
@@ -30,14 +31,20 @@ class Graph(NamedTuple):
 
 
 def read_graph(
-    model: nn.Module, tensors: Sequence[Tensor], inputs: Inputs, *, own_loss: bool, grad: bool
+    model: nn.Module,
+    tensors: Sequence[Tensor],
+    inputs: Inputs,
+    *,
+    own_loss: bool,
+    grad: bool,
+    device: torch.device,
 ) -> Graph:
     """Export the model and find what of it matters and what is constant.
 
     Raises:
         AnalysisError: it cannot be exported, or forward does nothing with micro-batch or weights.
     """
-    exported = export(model, tensors, inputs.call, own_loss=own_loss, grad=grad)
+    exported = export(model, tensors, inputs.call, own_loss=own_loss, grad=grad, device=device)
     _unify(exported)
     live = live_nodes(exported.graph, exported.buffers)
     _check_writes(exported, live)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
+from atomtrain.analysis.export.conditions import CPU
 from atomtrain.analysis.export.export import loss_in
 from atomtrain.analysis.layers.by_hand import check_against_model, layers_by_hand
 from atomtrain.analysis.layers.chain import Chain, Layer
@@ -66,6 +69,9 @@ class Traced(NamedTuple):
 
     Raises `AnalysisError` or `ConfigError` if the layers cannot run in that mode.
     """
+    own: Callable[[MicroBatch, Callable[..., Any]], Tensor] | None = None
+    """`own(micro_batch, forward)` is the loss of what the model's `forward` returns; `None` of a
+    model that tells its layers, or whose modules are its layers."""
 
 
 class _LossLayer(nn.Module):
@@ -89,6 +95,7 @@ def chain_of(
     example: MicroBatch,
     loss: Loss | None = None,
     layers: Sequence[str] | None = None,
+    device: torch.device = CPU,
 ) -> Traced:
     """Return the chain of any model.
 
@@ -103,6 +110,8 @@ def chain_of(
             `.loss`.
         layers: Paths of the modules that forward calls one after the other, each on what the one
             before it returns; `None` finds the layers.
+        device: Where the layers will run: code that asks for the device takes its branch. The
+            model may be elsewhere, and there need not be such a device.
 
     Raises:
         AnalysisError: the model cannot be taken apart, or has no layers.
@@ -128,12 +137,16 @@ def chain_of(
         return Traced(_chain(model, own, inputs, own[-1].writes[0]), _Binder(names, inputs))
     if isinstance(model, nn.Sequential):
         return _sequential(model, example, loss)
-    return _exported(model, example, loss)
+    return _exported(model, example, loss, device)
 
 
-def _exported(model: nn.Module, example: MicroBatch, loss: Loss | None) -> Traced:
+def _exported(
+    model: nn.Module, example: MicroBatch, loss: Loss | None, device: torch.device
+) -> Traced:
     inputs = Inputs(model, example, own_loss=loss is None)
-    layers, rebuild, ready = exported_layers(model, example, inputs, own_loss=loss is None)
+    layers, rebuild, ready = exported_layers(
+        model, example, inputs, own_loss=loss is None, device=device
+    )
     last = layers[-1]
     if loss is None:
         layers[-1] = Layer(last.name, last.module, last.reads, (LOSS,))
@@ -146,7 +159,20 @@ def _exported(model: nn.Module, example: MicroBatch, loss: Loss | None) -> Trace
     used = {name for layer in layers for name in layer.reads}
     names = [name for entry in inputs.entries for name in entry.tensors or (entry.name,)]
     read = tuple(name for name in names if name in used)
-    return Traced(_chain(model, layers, read, LOSS), inputs.binder(read), ready)
+    own = functools.partial(_own_loss, inputs, loss)
+    return Traced(_chain(model, layers, read, LOSS), inputs.binder(read), ready, own)
+
+
+def _own_loss(
+    inputs: Inputs, loss: Loss | None, example: MicroBatch, forward: Callable[..., Any]
+) -> Tensor:
+    """Return the loss of what a model's `forward` returns for a micro-batch."""
+    values = inputs.values(example)
+    given = {entry.name: values[entry.name] for entry in inputs.of_forward}
+    output = forward(**given) if inputs.as_mapping else forward(*given.values())
+    if loss is None:
+        return loss_in(output)
+    return loss(output, example) if _takes_batch(loss) else loss(output)
 
 
 def _by_hand(
@@ -157,20 +183,9 @@ def _by_hand(
     layers = layers_by_hand(model, paths, {e.name: values[e.name] for e in inputs.of_forward})
     names = tuple(entry.name for entry in inputs.entries)
     traced = _joined(model, layers, names, inputs.as_mapping, loss or loss_in)
-
-    def loss_of(forward: Callable[..., Any]) -> Any:
-        given = [values[entry.name] for entry in inputs.of_forward]
-        if inputs.as_mapping:
-            by_name = dict(zip((e.name for e in inputs.of_forward), given, strict=True))
-            output = forward(**by_name)
-        else:
-            output = forward(*given)
-        if loss is None:
-            return loss_in(output)
-        return loss(output, example) if _takes_batch(loss) else loss(output)
-
-    check_against_model(model, traced.chain, traced.bind(example), loss_of)
-    return traced
+    own = functools.partial(_own_loss, inputs, loss)
+    check_against_model(model, traced.chain, traced.bind(example), functools.partial(own, example))
+    return traced._replace(own=own)
 
 
 class _OnOutput(nn.Module):

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from atomtrain.engine.calibration.profile_cache import KEPT_S, profile_folder
-from atomtrain.engine.devices.aligned import aligned_empty
 from atomtrain.engine.devices.disk_file import DiskFile
+from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.errors import DiskError
 from atomtrain.files import replacing
 from atomtrain.planning.disk_catalogue import ASSUMED_DISK, disk

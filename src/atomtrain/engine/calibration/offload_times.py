@@ -7,7 +7,7 @@ from one run to the next. So it is told well which of two ways to offload takes 
 takes more beside (copies share memory and caches with it, threads wake up) is the same for all
 ways, and is found by comparing whole runs.
 
-As in `overhead.py` the computing thread's own processor time counts: waits are in the
+As in `machines.py` the computing thread's own processor time counts: waits are in the
 plan's timeline.
 """
 
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
 from atomtrain.analysis.costs.profile import LONGEST_S, LayerTime, example_values, usual_s
-from atomtrain.analysis.costs.rematerialization import Find, Recipes
+from atomtrain.analysis.costs.rematerialization import Find, Rematerializer
 from atomtrain.analysis.layers.chain import Chain, Layer
-from atomtrain.engine.devices.emulated import EmulatedDevice
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import WaitingGraph, Where
 from atomtrain.engine.execution.offload import Offload, Parcel
@@ -156,7 +156,7 @@ class _Timer:
         return spent_s
 
 
-class _TimedRecipes(Recipes):
+class _TimedRematerializer(Rematerializer):
     def __init__(self, find: Find, timer: _Timer) -> None:
         super().__init__(find)
         self._timer = timer
@@ -172,8 +172,8 @@ class _TimedGraph(WaitingGraph):
         super().__init__(where, parcel)
         self._timer = timer
 
-    def _new_recipes(self) -> Recipes:
-        return _TimedRecipes(self._find, self._timer)
+    def _new_rematerializer(self) -> Rematerializer:
+        return _TimedRematerializer(self._find, self._timer)
 
     def _pack(self, tensor: Tensor) -> Any:
         return self._timer.timed(super()._pack, tensor)

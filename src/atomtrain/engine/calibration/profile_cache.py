@@ -26,7 +26,7 @@ from atomtrain.analysis.costs.costs import LayerCost, ValueSpec
 from atomtrain.analysis.costs.profile import LayerTime, check_time
 from atomtrain.analysis.layers.chain import Layer
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import AtomError
 from atomtrain.files import default_cache, replacing
 from atomtrain.planning.plan.machine import Machine

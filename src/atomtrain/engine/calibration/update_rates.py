@@ -25,7 +25,7 @@ from atomtrain.engine.calibration.probes import PARAMETERS, adamw_step, timed_th
 from atomtrain.engine.calibration.profile_cache import ProfileCache, profile_folder
 from atomtrain.engine.devices.streams import Stream
 from atomtrain.engine.state.gradients import accept_wide
-from atomtrain.engine.updates.update_model import KnowsItsProducts
+from atomtrain.engine.updates.optimizer import KnowsItsProducts
 from atomtrain.planning.plan.updating import ParameterUpdate, UpdateModel
 
 _MATRIX = (2048, 1024)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomtrain.engine.devices.aligned import aligned_empty
+from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.engine.devices.streams import Event, Inject, Job, Stream
 from atomtrain.engine.devices.tracing import Record
 from atomtrain.errors import ConfigError, DeviceMemoryError, StreamError

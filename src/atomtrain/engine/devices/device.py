@@ -1,4 +1,4 @@
-"""What the executor asks of a device; CUDA and the emulated device answer it.
+"""What the executor asks of a device, whether CUDA, emulated or the host itself.
 
 One device owns all streams. Why each exists:
 

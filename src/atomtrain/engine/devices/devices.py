@@ -10,8 +10,7 @@ import torch
 from atomtrain.engine.devices.cuda import CudaDevice
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.device_names import parse_device, parse_devices
-from atomtrain.engine.devices.emulated import EmulatedDevice
-from atomtrain.engine.devices.host_device import HostDevice
+from atomtrain.engine.devices.processor import EmulatedDevice, HostDevice
 from atomtrain.engine.devices.streams import Inject
 from atomtrain.errors import ConfigError
 from atomtrain.units import parse_bytes

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from atomtrain.engine.devices.aligned import aligned_empty
+from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.errors import DiskError
 from atomtrain.planning.plan.disk import PAGE_BYTES, paged
 from atomtrain.units import format_bytes

@@ -1,4 +1,7 @@
-"""What visits take from the host comes to the device one micro-batch ahead.
+"""What visits take and hand on; what they take comes to the device one micro-batch ahead.
+
+Values stay on the device across a forward cut; they are saved where backward begins a segment,
+since it starts again from there.
 
 While the last micro-batch of a visit computes, the first one of the next visit comes, so no visit
 begins by waiting for the link; but only if it takes no more than what came ahead within the visit.
@@ -7,12 +10,15 @@ So much is counted in the memory of each visit, and its last micro-batch has no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.engine.execution.boundary_activations import Carried
+from atomtrain.engine.execution.boundary_activations import BoundaryActivations
 from atomtrain.planning.cost.timeline import label_of
+from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.schedule import Phase, Visit
+from atomtrain.planning.plan.shape import Boundary
 
 
 class Wanted(NamedTuple):
@@ -39,10 +45,10 @@ def wanted_by(chain: Chain, visit: Visit) -> Wanted:
     )
 
 
-class Coming:
+class ActivationPrefetch:
     """Brings values and gradients of micro-batches. Used by the computing thread only."""
 
-    def __init__(self, values: Carried, gradients: Carried) -> None:
+    def __init__(self, values: BoundaryActivations, gradients: BoundaryActivations) -> None:
         self._values, self._gradients = values, gradients
         self._now = self._next = NOTHING
         self._count = self._most_ahead_bytes = 0
@@ -75,3 +81,56 @@ class Coming:
         return self._values.away_bytes(micro_batch, wanted.values) + self._gradients.away_bytes(
             micro_batch, wanted.gradients
         )
+
+
+class Route(NamedTuple):
+    """What a forward visit does with values."""
+
+    outputs: tuple[str, ...]
+    """Values that it hands on, in the order of writing; the loss may be among them."""
+    keep: frozenset[str]
+    """Those that stay on the device for the next visit."""
+    save: frozenset[str]
+    """Those that go to the host."""
+    last_read: frozenset[str]
+    """Values that it reads and nobody will read again in this step, forward or backward."""
+
+
+def forward_routes(chain: Chain, visits: Sequence[Visit], boundary: Boundary) -> dict[int, Route]:
+    """Return the route of each visit that runs forward only, by its index."""
+    going = (Phase.FORWARD, Phase.EVALUATE)
+    upwards = [v.layers for v in visits if v.phase is not Phase.BACKWARD]
+    again: set[str] = set()  # what backward starts from
+    for visit in visits:
+        if visit.phase is Phase.BACKWARD and not visit.finds:
+            again.update(chain.reads(*visit.layers))
+    routes = {}
+    for index, visit in enumerate(visits):
+        if visit.phase not in going:
+            continue
+        start, stop = visit.layers
+        later = [set(chain.reads(*layers)) for layers in upwards[index + 1 :]]
+        following = later[0] if later else set()
+        beyond = set[str]().union(*later[1:])
+        leaves = {*chain.writes(start, stop), *again}
+        outputs = tuple(
+            name for layer in chain.layers[start:stop] for name in layer.writes if name in leaves
+        )
+        keep = frozenset(outputs) & following if boundary == "device" else frozenset()
+        save = frozenset(outputs) & ((following | beyond | again) - (keep - beyond - again))
+        finished = frozenset(chain.reads(start, stop)) - following - beyond - again
+        routes[index] = Route(outputs, keep, save, finished - frozenset(chain.inputs))
+    return routes
+
+
+class Pass:
+    """The visits of a step or of an evaluation, and where their values come from and go."""
+
+    def __init__(self, chain: Chain, visits: Sequence[Visit], plan: Plan) -> None:
+        self.visits = visits
+        self.routes = forward_routes(chain, visits, plan.boundary)
+        """Of forward visits, by index."""
+        self.wanted = [*(wanted_by(chain, visit) for visit in visits), NOTHING]
+        """What each visit takes, and nothing after the last one."""
+        self.found = [visit.layers for visit in visits if visit.finds]
+        """The segments whose graphs wait, in backward's order."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atomtrain.analysis.costs.storages import is_dense
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Event
 from atomtrain.engine.state.store import in_layout_of, view_of
 
@@ -66,7 +66,7 @@ class Outbox:
         self._leaving.clear()
 
 
-class Carried:
+class BoundaryActivations:
     """Values (or gradients) by micro-batch and name. Used by the computing thread only."""
 
     def __init__(self, device: Device, pool: HostPool, outbox: Outbox) -> None:

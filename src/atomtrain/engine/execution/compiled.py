@@ -23,7 +23,7 @@ from torch import Tensor
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.emulated import EmulatedDevice
+from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import ConfigError
 
 TRACING = threading.Lock()

@@ -17,16 +17,20 @@ from torch import Tensor
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.tracing import Record, recorded_on_host, recorded_visit
-from atomtrain.engine.execution.activation_prefetch import Coming
-from atomtrain.engine.execution.boundary_activations import Carried, Outbox, Saved, leaf_of
+from atomtrain.engine.execution.activation_prefetch import ActivationPrefetch, Pass, Route
+from atomtrain.engine.execution.boundary_activations import (
+    BoundaryActivations,
+    Outbox,
+    Saved,
+    leaf_of,
+)
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.randomness import Randomness
-from atomtrain.engine.execution.routes import Pass, Route
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.buffers import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
@@ -60,9 +64,9 @@ class Executor:
         self.buffers = DeviceBuffers(chain, costs, device, plan.host_layers)
         self.pool, self._outbox = HostPool(device), Outbox(device)
         self._host = HostLayers(chain, plan.host_layers, store, updates, self.pool)
-        self._values = Carried(device, self.pool, self._outbox)
-        self._gradients = Carried(device, self.pool, self._outbox)
-        self._coming = Coming(self._values, self._gradients)
+        self._values = BoundaryActivations(device, self.pool, self._outbox)
+        self._gradients = BoundaryActivations(device, self.pool, self._outbox)
+        self._prefetch = ActivationPrefetch(self._values, self._gradients)
         starts = {low for low, _ in itertools.pairwise(plan.backward_bounds)}
         random = any(layer.random for layer in costs.layers)
         self._random = Randomness(device.generator, random, starts)
@@ -136,7 +140,7 @@ class Executor:
                 self.record.label = label_of(visit)
             tensors = self.slots.enter(index)
             now, following = a_pass.wanted[index : index + 2]
-            self._coming.begin(now, following, self._count)
+            self._prefetch.begin(now, following, self._count)
             with recorded_visit(self.record):
                 self._visit(visit, a_pass.routes.get(index), tensors)
                 self.slots.update(index)
@@ -173,7 +177,7 @@ class Executor:
         start, stop = visit.layers
         reads, writes = self._chain.reads(start, stop), self._chain.writes(start, stop)
         for micro_batch in range(self._count):
-            taken = self._coming.take(micro_batch)
+            taken = self._prefetch.take(micro_batch)
             if route is not None:
                 self._forward(visit, route, tensors, micro_batch, taken)
                 self._values.forget(micro_batch, route.last_read)

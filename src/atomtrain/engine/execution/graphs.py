@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from atomtrain.analysis.costs.rematerialization import Recipes
+from atomtrain.analysis.costs.rematerialization import Rematerializer
 from atomtrain.engine.execution.offload import Away, Offload, Parcel, view_at
 
 
@@ -69,7 +69,7 @@ class WaitingGraph:
         self._slot = where.slot
         self._slot_key = where.slot.untyped_storage()._cdata
         self._device = where.slot.device
-        self._recipes: Recipes | None = None
+        self._rematerializer: Rematerializer | None = None
         """Of the layer that runs now; none where its operations do not show."""
         self._found: dict[str, list[Tensor]] = {}
         self._entrances: dict[str, GradientEdge] = {}
@@ -82,12 +82,12 @@ class WaitingGraph:
             yield
             return
         self.parcel.begin_layer()
-        self._recipes = self._new_recipes()
+        self._rematerializer = self._new_rematerializer()
         try:
-            with self._recipes:
+            with self._rematerializer:
                 yield
         finally:
-            self._recipes = None
+            self._rematerializer = None
 
     def run(
         self,
@@ -147,8 +147,8 @@ class WaitingGraph:
             self.parcel.close()
         return {name: found[0] for name, found in self._found.items() if found}
 
-    def _new_recipes(self) -> Recipes:
-        return Recipes(self._find)
+    def _new_rematerializer(self) -> Rematerializer:
+        return Rematerializer(self._find)
 
     def _find(self, tensor: Tensor) -> Any:
         """Return what stands for a tensor that will be there in backward as it is now."""
@@ -169,7 +169,9 @@ class WaitingGraph:
         # An alias without history: a graph must not hold its own outputs.
         if self.parcel is None or key in self._where.staying or tensor.device != self._device:
             return tensor.data
-        return self.parcel.pack(tensor, None if self._recipes is None else self._recipes.of)
+        return self.parcel.pack(
+            tensor, None if self._rematerializer is None else self._rematerializer.of
+        )
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):

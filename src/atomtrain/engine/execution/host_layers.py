@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from atomtrain.analysis.layers.chain import Chain
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.execution.boundary_activations import Saved
 from atomtrain.engine.state.gradients import accept_wide
 from atomtrain.engine.state.store import HostStore, view_of
@@ -94,7 +94,7 @@ class HostLayers:
         self._lent += [item.buffer for item in saved]
         after = [item.event for item in saved]
         for block in self.blocks:
-            after += self._updates.arrivals_of(block)
+            after += self._updates.events_of(block)
         # Of this step: the next one has a set of its own.
         touched = self._updates.touched
 

@@ -8,6 +8,7 @@ that they are in.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
@@ -24,7 +25,6 @@ from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.tracing import Record
 from atomtrain.engine.execution.executor import Executor, Values
 from atomtrain.engine.execution.randomness import micro_batch_seeds
-from atomtrain.engine.execution.replicas import refresh, replica_of
 from atomtrain.engine.execution.slots import Slots
 from atomtrain.engine.state.buffers import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
@@ -35,9 +35,10 @@ from atomtrain.planning.plan.plan import Plan
 from atomtrain.planning.plan.schedule import Visit
 
 T = TypeVar("T")
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
-class Together(NamedTuple):
+class SharedByDevices(NamedTuple):
     """What several devices have in common."""
 
     sums: Sums
@@ -56,7 +57,7 @@ class Member(NamedTuple):
 
 def join(
     chain: Chain, devices: Sequence[Device], store: HostStore, updates: Updates
-) -> tuple[list[Member], Together | None]:
+) -> tuple[list[Member], SharedByDevices | None]:
     """Return the members of an engine, and what they have in common if there are several.
 
     Args:
@@ -73,18 +74,18 @@ def join(
         beside = store.beside(chain, device)
         members.append(Member(device, replica_of(chain), beside, Share(sums, beside)))
     pool = ThreadPoolExecutor(len(members) - 1, thread_name_prefix="atom-device")
-    return members, Together(sums, pool)
+    return members, SharedByDevices(sums, pool)
 
 
 def executor_of(
-    members: Sequence[Member], costs: ChainCosts, plan: Plan, together: Together | None
-) -> Executor | Crew:
+    members: Sequence[Member], costs: ChainCosts, plan: Plan, shared: SharedByDevices | None
+) -> Executor | MultiDeviceExecutor:
     """Return what runs a plan on one device or several."""
     executors = []
     for device, chain, store, delivery in members:
         with device.computing():
             executors.append(Executor(chain, costs, plan, store, device, delivery))
-    return executors[0] if together is None else Crew(members, executors, together)
+    return executors[0] if shared is None else MultiDeviceExecutor(members, executors, shared)
 
 
 class _StoppedError(Exception):
@@ -110,14 +111,14 @@ class _Signals:
         return visited
 
 
-class Crew:
+class MultiDeviceExecutor:
     """The executors of several devices; what an `Executor` is to the engine."""
 
     def __init__(
-        self, members: Sequence[Member], executors: Sequence[Executor], together: Together
+        self, members: Sequence[Member], executors: Sequence[Executor], shared: SharedByDevices
     ) -> None:
         self._members, self._executors = members, executors
-        self._sums, self._pool = together
+        self._sums, self._pool = shared
         self._signals = _Signals()
         for executor in executors:
             executor.visited = self._signals.watch(first=executor is executors[0])
@@ -162,21 +163,21 @@ class Crew:
             if share:
                 known = [seed for seed in drawn if seed is not None]
                 executor.begin(len(share), len(micro_batches), known or None)
-        losses = self._together(shares, Executor.run)
+        losses = self._run_all(shares, Executor.run)
         self._sums.whole.finish_step()
         return losses
 
     def evaluate(self, micro_batches: Sequence[Values]) -> list[Tensor]:
         """Run forward only. Return the losses (0-d)."""
         shares = divided(micro_batches, len(self._executors))
-        return self._together(shares, Executor.evaluate)
+        return self._run_all(shares, Executor.evaluate)
 
     def refresh_buffers(self) -> None:
         """Copy the model's buffers to the devices again."""
         for executor in self._executors:
             executor.refresh_buffers()
 
-    def _together(
+    def _run_all(
         self,
         shares: Sequence[Sequence[Values]],
         work: Callable[[Executor, Sequence[Values]], list[Tensor]],
@@ -221,3 +222,36 @@ def divided(items: Sequence[T], among: int) -> list[Sequence[T]]:
     size, longer = divmod(len(items), among)
     starts = [number * size + min(number, longer) for number in range(among + 1)]
     return [items[start:stop] for start, stop in itertools.pairwise(starts)]
+
+
+def replica_of(chain: Chain) -> Chain:
+    """Return a chain of the same layers that another thread may run at the same time."""
+    known: dict[int, nn.Module] = {}
+    layers = [
+        dataclasses.replace(layer, module=_replica(layer.module, known)) for layer in chain.layers
+    ]
+    return dataclasses.replace(chain, layers=tuple(layers))
+
+
+def refresh(replica: Chain, chain: Chain) -> None:
+    """Take over what was changed in a chain's modules, such as their mode or a dropout's rate."""
+    for target, source in zip(replica.layers, chain.layers, strict=True):
+        pairs = zip(target.module.modules(), source.module.modules(), strict=True)
+        for copy, module in pairs:
+            for name, value in module.__dict__.items():
+                if name not in _TABLES:
+                    copy.__dict__[name] = value
+
+
+def _replica(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in known:
+        return known[id(module)]
+    replica = known[id(module)] = module.__class__.__new__(module.__class__)
+    replica.__dict__.update(module.__dict__)
+    for name in _TABLES[:2]:
+        replica.__dict__[name] = dict(module.__dict__[name])
+    replica.__dict__["_modules"] = {
+        name: None if child is None else _replica(child, known)
+        for name, child in module._modules.items()
+    }
+    return replica

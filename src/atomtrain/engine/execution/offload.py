@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atomtrain.analysis.costs.rematerialization import Remade, Unpack
+from atomtrain.analysis.costs.rematerialization import RematerializedStorage, Unpack
 from atomtrain.analysis.costs.storages import LiveStorages, uncounted
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.host_pool import HostPool
+from atomtrain.engine.devices.host_memory import HostPool
 from atomtrain.engine.devices.streams import Event, Job
 
 _LEAST_JOB_BYTES, _MOST_JOB_BYTES = 64 << 10, 4 << 20
@@ -81,7 +81,7 @@ class Away:
     def __init__(
         self,
         parcel: Parcel,
-        storage: _Storage | Remade,
+        storage: _Storage | RematerializedStorage,
         tensor: Tensor,
         *,
         argument: bool = False,
@@ -115,7 +115,7 @@ class Offload:
         self._leaving: deque[_Leaving] = deque()
         self._leaving_bytes = 0
         """Of what is in both."""
-        self._coming: deque[_Storage] = deque()
+        self._to_fetch: deque[_Storage] = deque()
         self._ahead_bytes = 0
         self._freed = False
         """Whether there may be room for more to come ahead."""
@@ -142,7 +142,7 @@ class Offload:
     def turn(self, parcels: Sequence[Parcel]) -> None:
         """Begin to bring back what was sent, in the order of the parcels."""
         self._send_waiting()
-        self._coming.extend(s for parcel in parcels for s in parcel.order())
+        self._to_fetch.extend(s for parcel in parcels for s in parcel.order())
         self._advance()
 
     def use(self, storage: _Storage) -> Tensor:
@@ -180,15 +180,15 @@ class Offload:
 
     def _advance(self) -> None:
         self._freed = False
-        while self._coming:
-            storage = self._coming[0]
+        while self._to_fetch:
+            storage = self._to_fetch[0]
             if storage.users and storage.back is None and storage.host is not None:
-                coming = storage.to_bring()
-                n_bytes = sum(one.n_bytes for one in coming)
+                storages = storage.to_bring()
+                n_bytes = sum(one.n_bytes for one in storages)
                 if self._ahead_bytes and self._ahead_bytes + n_bytes > self._window_bytes:
                     return
-                self._fetch(coming)
-            self._coming.popleft()
+                self._fetch(storages)
+            self._to_fetch.popleft()
 
     def _send_waiting(self) -> None:
         """Begin to copy what waits, in one job."""
@@ -205,19 +205,19 @@ class Offload:
             sent.saved, sent.together = saved, together
         self._leaving.append(_Leaving(storages, n_bytes, saved))
 
-    def _fetch(self, coming: Sequence[_Storage]) -> None:
+    def _fetch(self, storages: Sequence[_Storage]) -> None:
         """Begin to bring back, in one job, storages that left in one job."""
-        saved = coming[0].saved
+        saved = storages[0].saved
         assert saved is not None
         copies = list[tuple[Tensor, Tensor]]()
-        for one in coming:
+        for one in storages:
             one.back = self._device.empty((one.n_bytes,), torch.uint8)
             copies.append((one.back, one.buffer()))
             self._ahead_bytes += one.n_bytes
         # The memory may have served compute a moment ago, so the copy waits for compute too.
         after = [self._device.mark(), saved]
         fetched = self._device.fetch.submit(self._copy_in(copies), after)
-        for one in coming:
+        for one in storages:
             one.fetched = fetched
 
     def _arrived(self, storage: _Storage) -> None:
@@ -256,7 +256,7 @@ class Parcel:
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
-        self._known = LiveStorages[tuple[_Storage | Remade, int]]()
+        self._known = LiveStorages[tuple[_Storage | RematerializedStorage, int]]()
         """What was saved, and by which layer last. Only from what the layer that runs has saved is
         anything made again, so that each layer's backward needs what was predicted for the layer
         alone."""
@@ -275,7 +275,7 @@ class Parcel:
         return Away(self, known[0], tensor, argument=True)
 
     def pack(
-        self, tensor: Tensor, recipe: Callable[[Tensor], Remade | None] | None = None
+        self, tensor: Tensor, recipe: Callable[[Tensor], RematerializedStorage | None] | None = None
     ) -> Away | Tensor:
         """Send a tensor that autograd saves, unless its storage has been sent already, or there is
         a `recipe` by which it is made again."""
@@ -295,18 +295,18 @@ class Parcel:
         return Away(self, storage, tensor)
 
     def _new(
-        self, tensor: Tensor, recipe: Callable[[Tensor], Remade | None] | None
-    ) -> _Storage | Remade | None:
+        self, tensor: Tensor, recipe: Callable[[Tensor], RematerializedStorage | None] | None
+    ) -> _Storage | RematerializedStorage | None:
         """Return what a tensor's storage becomes, or `None` where there is nothing to send."""
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return None
-        remade = None if recipe is None else recipe(tensor)
-        if remade is None:
+        rematerialized = None if recipe is None else recipe(tensor)
+        if rematerialized is None:
             return self._offload.send(storage)
-        for argument in _arguments(remade):
+        for argument in _arguments(rematerialized):
             argument.users += 1
-        return remade
+        return rematerialized
 
     def unpack(self, away: Away, unpack: Unpack) -> Tensor:
         """Return a saved tensor; `unpack` finds what it is made from, if it is made again."""
@@ -314,7 +314,7 @@ class Parcel:
         if isinstance(storage, _Storage):
             back = self._offload.use(storage)
         else:
-            back = storage.making.result(storage.index, unpack)
+            back = storage.operation.result(storage.index, unpack)
         view = view_at(back.untyped_storage(), away.dtype, away.offset, away.size, away.stride)
         if not away.used:
             away.used = True
@@ -335,13 +335,13 @@ class Parcel:
             self._offload.forget(storage)
         self._packed.clear()
 
-    def _note_needed(self, storage: Remade) -> None:
+    def _note_needed(self, storage: RematerializedStorage) -> None:
         """Note what is needed where backward makes a storage again."""
-        needed: dict[_Storage | Remade, None] = {}
+        needed: dict[_Storage | RematerializedStorage, None] = {}
         _add_needed(storage, needed)
         self._packed.extend(one for one in reversed(needed) if isinstance(one, _Storage))
 
-    def _release(self, storage: _Storage | Remade) -> None:
+    def _release(self, storage: _Storage | RematerializedStorage) -> None:
         """Free on the device what nobody uses any more, and bring the next."""
         if isinstance(storage, _Storage):
             self._offload.used(storage)
@@ -369,15 +369,17 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-def _add_needed(storage: _Storage | Remade, needed: dict[_Storage | Remade, None]) -> None:
+def _add_needed(
+    storage: _Storage | RematerializedStorage, needed: dict[_Storage | RematerializedStorage, None]
+) -> None:
     """Add a storage and all that it is made from, each once, last ones first."""
     if storage not in needed:
         needed[storage] = None
-        if isinstance(storage, Remade):
+        if isinstance(storage, RematerializedStorage):
             for argument in reversed(_arguments(storage)):
                 _add_needed(argument, needed)
 
 
-def _arguments(remade: Remade) -> list[_Storage | Remade]:
+def _arguments(rematerialized: RematerializedStorage) -> list[_Storage | RematerializedStorage]:
     """Return the storages among the arguments that are not in a place of their own."""
-    return [at.storage for at in remade.making.arguments() if isinstance(at, Away)]
+    return [at.storage for at in rematerialized.operation.arguments() if isinstance(at, Away)]

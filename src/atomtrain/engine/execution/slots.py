@@ -182,9 +182,9 @@ class Slots:
         ]
         blocks = [b for b in self._layout.blocks_of(*visit.layers) if b not in self._residents]
         if visit.phase is not Phase.BACKWARD:
-            coming = self._residents.coming_with(visit.layers)
-            copies += coming.values()
-            blocks += coming
+            loads = self._residents.loads_with(visit.layers)
+            copies += loads.values()
+            blocks += loads
         return copies, blocks
 
     def _leaves(self, visit: Visit) -> dict[int, Tensor]:
@@ -237,7 +237,7 @@ class Slots:
                 if p.start_bytes == at
             ]
             free = [self._device.mark(), self._free[visit.gradient]]
-            after = [*free, *self._updates.arrivals_of(block)]
+            after = [*free, *self._updates.events_of(block)]
             events.append(self._device.load.submit(self._in(copies), after))
         for event in events:
             self._device.hold(event)
@@ -254,7 +254,7 @@ class Slots:
                 for p in self._views.moved_pieces(visit.layers, gradients=True)
             )
         ]
-        leaving = self._residents.leaving_with(visit.layers)
+        leaving = self._residents.unloads_with(visit.layers)
         copies += [self._residents.unload_of(block) for block in leaving]
 
         delivered, room = self.delivered(visit.layers), self._store.places.rooms.get(visit.layers)

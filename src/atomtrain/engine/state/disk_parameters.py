@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atomtrain.engine.devices.aligned import aligned_empty
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.disk_file import DiskFile
+from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.engine.devices.streams import Event, Stream, finished
 from atomtrain.errors import DiskError
 from atomtrain.planning.plan.disk import LOAD_PIECES, PAGE_BYTES, paged

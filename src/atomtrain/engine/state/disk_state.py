@@ -21,10 +21,17 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from atomtrain.engine.devices.aligned import aligned_empty
+from atomtrain.engine.devices.host_memory import aligned_empty
 from atomtrain.engine.devices.streams import Event, Inject, Job, Stream, finished
-from atomtrain.engine.state.disk_placement import DiskTraffic, Placement
-from atomtrain.engine.state.disk_places import Key, Place, runs_of, starts_of, tensor_at
+from atomtrain.engine.state.disk_placement import (
+    DiskTraffic,
+    Key,
+    Place,
+    Placement,
+    runs_of,
+    starts_of,
+    tensor_at,
+)
 from atomtrain.engine.state.precision import KeepsMasters, Workers
 from atomtrain.engine.state.store import HostStore, view_of
 from atomtrain.errors import DiskError
@@ -88,7 +95,7 @@ class DiskState:
             _Slot(size, self._large if size > self._common_bytes else self._common)
         self._sizes = [sum(block) for block in use.blocks]
         self._order: deque[int] = deque()
-        self._coming: dict[int, tuple[_Slot, Event]] = {}
+        self._under_way: dict[int, tuple[_Slot, Event]] = {}
         self._written = [finished() for _ in blocks]
         self._stranded: dict[int, Tensor] = {}
         self._failure: DiskError | None = None
@@ -106,7 +113,7 @@ class DiskState:
     def begin(self, order: Iterable[int]) -> None:
         """Start a step whose blocks are updated in this order; the first ones are read at once."""
         self._order = deque(block for block in order if self.has(block))
-        self._coming.clear()
+        self._under_way.clear()
         if self._arena is not None:
             self._arena.forget()
         self._read_ahead()
@@ -132,7 +139,7 @@ class DiskState:
             label: Names it in traces.
             changes: Says, after the update, whether it changed anything.
         """
-        slot, arrived = self._coming.pop(block)
+        slot, arrived = self._under_way.pop(block)
 
         def update() -> None:
             self._bring_in(block, slot)
@@ -218,7 +225,7 @@ class DiskState:
             arrived = self.reading.submit(
                 self._read_job(block, slot), [slot.free, self._written[block]], f"block {block}"
             )
-            self._coming[block] = slot, arrived
+            self._under_way[block] = slot, arrived
 
     def _read_job(self, block: int, slot: _Slot) -> Job:
         def read() -> None:

@@ -82,18 +82,18 @@ class Residents:
             place.parameters.untyped_storage()._cdata for place in self._places.values()
         )
 
-    def coming_with(self, layers: Layers) -> dict[int, Copy]:
+    def loads_with(self, layers: Layers) -> dict[int, Copy]:
         """Return what comes with a segment in forward, whole or in part, by its block."""
-        leaving = self.leaving_with(layers)
-        coming = {block: self.load_of(block) for block in leaving if block not in self._early}
+        leaving = self.unloads_with(layers)
+        loads = {block: self.load_of(block) for block in leaving if block not in self._early}
         for block in sorted(self._early):
             piece = slice(*self._layout.early_range(block, *layers, self._first))
             if piece.start < piece.stop:
                 target, source = self.load_of(block)
-                coming[block] = Copy(target[piece], source[piece])
-        return coming
+                loads[block] = Copy(target[piece], source[piece])
+        return loads
 
-    def leaving_with(self, layers: Layers) -> list[int]:
+    def unloads_with(self, layers: Layers) -> list[int]:
         """Return the blocks whose gradients leave with a segment in backward."""
         return [block for block in self.completed_by(layers) if block not in self._on_device]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atomtrain.analysis.costs.storages import is_dense
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.device import Device
-from atomtrain.engine.devices.heap import give_back
+from atomtrain.engine.devices.host_memory import give_back
 from atomtrain.engine.state.disk_parameters import DiskArena, StagedLoads
 from atomtrain.engine.state.disk_placement import Placement
 from atomtrain.engine.state.gradients import accept_wide

@@ -1,4 +1,4 @@
-"""Where an executor delivers its gradients."""
+"""What takes an executor's gradients: the updates, or one device's share of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Delivery(Protocol):
         """Return whether part of the block's gradient came to the host earlier in this step."""
         ...
 
-    def arrivals_of(self, block: int) -> Sequence[Event]:
+    def events_of(self, block: int) -> Sequence[Event]:
         """Return the events after which the block's gradient so far is on the host."""
         ...
 

@@ -30,7 +30,7 @@ from atomtrain.engine.state.precision import PRECISIONS, KeepsMasters
 from atomtrain.engine.state.residents import Copy, Residents
 from atomtrain.engine.state.store import view_of
 from atomtrain.engine.updates.grad_clipping import Decision
-from atomtrain.engine.updates.optimizer_facts import KeepsScratch, ScalesGradients
+from atomtrain.engine.updates.optimizer import KeepsScratch, ScalesGradients
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.planning.plan.shape import Layers
 
@@ -106,7 +106,7 @@ class DeviceUpdates:
             self._pending.append(pending)
             for key in here:
                 gradient = self._residents.gradient(block, key)
-                if self._updates.deciding.loss_scale is not None:  # as the update takes it
+                if self._updates.clipping.loss_scale is not None:  # as the update takes it
                     gradient = gradient.float()
                 self._norms[key] = torch.linalg.vector_norm(gradient, 2.0)
 
@@ -122,16 +122,16 @@ class DeviceUpdates:
         self._leaving, self._norms = list(self._norms.values()), {}
         job = _each(copies, self._device.copy_out)
         event = self._device.unload.submit(job, [self._device.mark()], "norms of gradients")
-        self._updates.deciding.measured(places, event)
+        self._updates.clipping.measured(places, event)
 
     def flush(self) -> None:
         """Do the updates that waited for the global norm."""
         if not self._pending:
             return
-        self._device.hold(self._updates.deciding.decided)
+        self._device.hold(self._updates.clipping.decided)
         self._leaving = []
         for pending in self._pending:
-            self._update(pending, self._updates.deciding.decision)
+            self._update(pending, self._updates.clipping.decision)
         self._pending = []
 
     def to_host(self, blocks: Iterable[int], *, moments: bool = True) -> None:

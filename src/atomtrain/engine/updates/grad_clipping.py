@@ -1,5 +1,4 @@
-"""What all gradients of a step together decide: by how much they are clipped, and whether the step
-is skipped because one overflowed.
+"""Clips a step's gradients by their global norm, and skips the step if one of them overflowed.
 
 Norms are taken block by block as gradients arrive, on the update stream; the decision is made once
 all are known, and every update of the step follows it.
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.engine.devices.streams import Event, Stream, finished
-from atomtrain.engine.state.loss_scale import LossScale
+from atomtrain.engine.state.precision import LossScale
 
 
 @dataclass
@@ -28,8 +27,8 @@ class Decision:
     skip: bool = False
 
 
-class Deciding:
-    """Takes the norms of a step's gradients, and decides."""
+class GradClipping:
+    """Decides by how much a step's gradients are clipped, and whether the step is skipped."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from atomtrain.engine.devices.streams import Event
 from atomtrain.planning.plan.shape import Layers
 
 
-class Arrivals:
+class GradientTracker:
     """The gradients of one step on their way to one place on the host."""
 
     def __init__(self, blocks: Sequence[Sequence[nn.Parameter]]) -> None:

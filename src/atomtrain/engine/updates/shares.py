@@ -20,7 +20,7 @@ from torch import nn
 
 from atomtrain.engine.devices.streams import Event, Stream
 from atomtrain.engine.state.store import HostStore
-from atomtrain.engine.updates.gradient_tracker import Arrivals
+from atomtrain.engine.updates.gradient_tracker import GradientTracker
 from atomtrain.engine.updates.updates import Updates
 from atomtrain.planning.plan.shape import Layers
 
@@ -31,7 +31,7 @@ class Share:
     def __init__(self, sums: Sums, store: HostStore) -> None:
         """`store` has the gradients of this device."""
         self._sums, self.store = sums, store
-        self._arrivals = Arrivals(sums.whole.blocks)
+        self._tracker = GradientTracker(sums.whole.blocks)
 
     @property
     def whole(self) -> Updates:
@@ -56,11 +56,11 @@ class Share:
     @property
     def touched(self) -> set[int]:
         """The parameters that have gradients on this device in this step, by `id`."""
-        return self._arrivals.touched
+        return self._tracker.touched
 
     def begin_step(self, deliveries: Mapping[Layers, Iterable[int]]) -> None:
         """Start a step; all shares deliver the same."""
-        self._arrivals.begin(deliveries)
+        self._tracker.begin(deliveries)
         self._sums.expect(self, deliveries)
 
     def members(self, block: int) -> Sequence[nn.Parameter]:
@@ -69,17 +69,17 @@ class Share:
 
     def has_gradient(self, block: int) -> bool:
         """Return whether part of the device's gradient came to the host earlier in this step."""
-        return self._arrivals.has_gradient(block)
+        return self._tracker.has_gradient(block)
 
-    def arrivals_of(self, block: int) -> Sequence[Event]:
+    def events_of(self, block: int) -> Sequence[Event]:
         """Return the events after which the device's gradient so far is on the host."""
-        return self._arrivals.events_of(block)
+        return self._tracker.events_of(block)
 
     def arrived(
         self, layers: Layers, blocks: Iterable[int], event: Event, touched: set[int]
     ) -> None:
         """Take note that a segment's gradients are on the host once `event` is done."""
-        for block in self._arrivals.note(layers, blocks, event, touched):
+        for block in self._tracker.note(layers, blocks, event, touched):
             self._sums.complete(block)
 
     def finish_step(self) -> None:
@@ -120,7 +120,7 @@ class Sums:
             if self._missing[block]:
                 return
             shares = list(self._shares)
-            after = [event for share in shares for event in share.arrivals_of(block)]
+            after = [event for share in shares for event in share.events_of(block)]
             touched = {
                 key
                 for share in shares

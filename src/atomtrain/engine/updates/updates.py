@@ -18,12 +18,11 @@ from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.devices.streams import Event, Inject, Stream, finished
 from atomtrain.engine.state.disk_placement import Placement
 from atomtrain.engine.state.disk_state import DiskState
-from atomtrain.engine.state.loss_scale import LossScale
+from atomtrain.engine.state.precision import LossScale
 from atomtrain.engine.state.store import HostStore
-from atomtrain.engine.updates.grad_clipping import Deciding, Decision
-from atomtrain.engine.updates.gradient_tracker import Arrivals
-from atomtrain.engine.updates.optimizer_facts import ScalesGradients
-from atomtrain.engine.updates.workers import worker_for
+from atomtrain.engine.updates.grad_clipping import Decision, GradClipping
+from atomtrain.engine.updates.gradient_tracker import GradientTracker
+from atomtrain.engine.updates.optimizer import ScalesGradients, worker_for
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.shape import Layers
 
@@ -81,7 +80,7 @@ class Updates:
         if placement is not None:
             self.disk = DiskState(placement, self._blocks, self.worker_of, store, inject)
         trained = [p for p in _in_model_order(chain) if p.requires_grad]
-        self.deciding = Deciding(trained, clip_norm, loss_scale)
+        self.clipping = GradClipping(trained, clip_norm, loss_scale)
         """What all gradients of a step together decide."""
         self.stream = stream_type("update", inject)
         # Schedulers warn unless `step` of this very object was called; its workers' is.
@@ -93,13 +92,13 @@ class Updates:
         """What is done to each block's gradient before its update."""
         self.hyperparameters: Sequence[Mapping[str, Any]] = []
         """Of each group, as they were when the step began."""
-        self._arrivals = Arrivals(self._blocks)
+        self._tracker = GradientTracker(self._blocks)
         self._labels = [""] * len(self._blocks)
 
     def begin_step(self, deliveries: Mapping[Layers, Iterable[int]]) -> None:
         """Start a step in which these segments deliver gradients of these blocks."""
-        self._arrivals.begin(deliveries)
-        self.deciding.begin()
+        self._tracker.begin(deliveries)
+        self.clipping.begin()
         # Read now, on the caller's thread: a scheduler may change them while updates still run.
         self.hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
@@ -121,7 +120,7 @@ class Updates:
     @property
     def touched(self) -> set[int]:
         """The parameters that have gradients in this step, by `id`; its jobs may add to it."""
-        return self._arrivals.touched
+        return self._tracker.touched
 
     def members(self, block: int) -> Sequence[nn.Parameter]:
         """Return the parameters of a block."""
@@ -129,18 +128,18 @@ class Updates:
 
     def has_gradient(self, block: int) -> bool:
         """Return whether part of the block's gradient came to the host earlier in this step."""
-        return self._arrivals.has_gradient(block)
+        return self._tracker.has_gradient(block)
 
-    def arrivals_of(self, block: int) -> list[Event]:
+    def events_of(self, block: int) -> list[Event]:
         """Return the events after which the block's gradient so far is on the host."""
-        return self._arrivals.events_of(block)
+        return self._tracker.events_of(block)
 
     def arrived(
         self, layers: Layers, blocks: Iterable[int], event: Event, touched: set[int]
     ) -> None:
         """Take note that a segment's gradients are on the host once `event` is done."""
         label = "" if self.stream.record is None else self.stream.record.label
-        complete = self._arrivals.note(layers, blocks, event, touched)
+        complete = self._tracker.note(layers, blocks, event, touched)
         if self.combining is not None:  # in one order, whatever the segments are
             complete.sort(key=self._order.index, reverse=True)
         for block in complete:
@@ -150,16 +149,16 @@ class Updates:
                 self._submit(block, Decision(), after)
             else:
                 members, gradient_of = self._blocks[block], self._store.gradient
-                self.deciding.measure(self.stream, members, self.touched, gradient_of, after)
+                self.clipping.measure(self.stream, members, self.touched, gradient_of, after)
 
     def finish_step(self) -> None:
         """Submit what had to wait for all gradients; never blocks."""
         if not self.waits:
             return
-        decision = self.deciding.decide(self.stream)
+        decision = self.clipping.decide(self.stream)
         for block in self._order:  # as the next forward wants them
             if block not in self.on_device:
-                after, label = [self.deciding.decided], self._labels[block]
+                after, label = [self.clipping.decided], self._labels[block]
                 self._submit(block, decision, after, label)
 
     def scale_of_loss(self) -> float:
@@ -167,7 +166,7 @@ class Updates:
 
         1 if losses are not scaled.
         """
-        return self.deciding.scale_of_loss()
+        return self.clipping.scale_of_loss()
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -187,7 +186,7 @@ class Updates:
 
     def wait(self) -> None:
         """Block until all updates are applied."""
-        self.deciding.decided.wait()
+        self.clipping.decided.wait()
         for event in self.updated:
             event.wait()
         if self.disk is not None:
@@ -212,7 +211,7 @@ class Updates:
     @property
     def waits(self) -> bool:
         """Whether updates wait for the norm of all gradients: to clip, or to find overflows."""
-        return self.deciding.waits
+        return self.clipping.waits
 
     def block_of(self, parameter: nn.Parameter) -> int:
         """Return the block that a parameter belongs to."""
@@ -246,11 +245,11 @@ class Updates:
         """Return the blocks in the order in which they will be updated."""
         if self.waits:
             return [block for block in self._order if block not in self.on_device]
-        return self._arrivals.order(deliveries)
+        return self._tracker.order(deliveries)
 
     def _combined(self, block: int) -> Sequence[Event]:
         """Return the events after which a complete block may be updated."""
-        after = self.arrivals_of(block)
+        after = self.events_of(block)
         start, stop = self._store.layout.gradient_range(block)
         if self.combining is None or start == stop:  # nothing of the block is trained
             return after

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, Snapshot, Stamp, digest_of
-from atomtrain.swarm.anchors.digests import HASH, OLD_HASH
+from atomtrain.swarm.anchors.anchors import HASH, OLD_HASH, Anchor, Merge, Snapshot, digest_of
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 
 _CACHED_ELEMENTS = 1 << 16
@@ -26,6 +26,18 @@ class FragmentAccess(Protocol):
 
     def view(self, index: int) -> AbstractContextManager[torch.Tensor]:
         """Lend the 1-D float32 CPU view of a fragment's local parameters, exclusively."""
+        ...
+
+
+class GradientAccess(FragmentAccess, Protocol):
+    """How the swarm reaches a model whose gradients are averaged."""
+
+    def gradient(self, index: int) -> AbstractContextManager[torch.Tensor]:
+        """Lend the mean gradient, 1-D float32, since `forget`; not to be changed."""
+        ...
+
+    def forget(self, index: int) -> None:
+        """Begin to accumulate anew: the parameters have moved."""
         ...
 
 

@@ -1,42 +1,27 @@
 """Anchors: what the swarm last agreed on, fragment by fragment, and what rounds make of it.
 
 An anchor's tensors are never changed once it is in a store: a new anchor replaces the old one, so
-that a donor can stream one while the next is being made.
+that a donor can stream one while the next is being made. Hashes name anchors, and show that members
+hold the same bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from atomtrain.swarm.anchors.digests import HASH, Digest
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span
 
-
-@dataclass(frozen=True)
-class Stamp:
-    """Which anchor this is: version, tokens that went into it, and hash of its bytes."""
-
-    version: int
-    tokens: int
-    digest: str
-
-    def beats(self, other: Stamp) -> bool:
-        """Say whether peers that hold `other` have to fetch this one.
-
-        More tokens win: of two halves of a swarm that were cut apart, the one that has learnt from
-        more. Then the higher version; then the lower hash. A round's anchor beats the one that it
-        was made of, since somebody has trained for it.
-        """
-        return (self.tokens, self.version, other.digest) > (
-            other.tokens,
-            other.version,
-            self.digest,
-        )
+HASH = "blake3"
+OLD_HASH = "sha256"
+"""What checkpoints name that do not say which."""
+_DIGITS = 32
 
 
 class Part(NamedTuple):
@@ -126,6 +111,29 @@ class Merge:
     """Drop all that no anchor contains: the parameters become the anchor."""
     velocity: torch.Tensor | None = None
     """What this peer's own velocity becomes with a grouped anchor; None: it stays."""
+
+
+class Digest:
+    """A hash of bytes, given one after the other.
+
+    BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020), cut to 128 bits, hashes several blocks
+    at once in the processor's wide registers, which matters where each peer hashes a fragment twice
+    in a round.
+    """
+
+    def __init__(self, name: str = HASH) -> None:
+        """Begin with no bytes; `name` is one of the two above."""
+        from blake3 import blake3
+
+        self._hash: Any = blake3() if name == HASH else hashlib.sha256()
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add bytes; releases the interpreter lock while it works."""
+        self._hash.update(data)
+
+    def text(self) -> str:
+        """Return the hash of all bytes so far, 32 hexadecimal digits."""
+        return str(self._hash.hexdigest())[:_DIGITS]
 
 
 def digest_of(values: torch.Tensor, velocity: torch.Tensor | None, name: str = HASH) -> str:

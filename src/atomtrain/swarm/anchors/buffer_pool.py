@@ -21,7 +21,7 @@ _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
-class Recycler:
+class BufferPool:
     """Hands out memory, and takes it back by itself when nothing refers to it any more.
 
     May be used by several threads.
@@ -68,26 +68,26 @@ class Recycler:
         self._free.setdefault(len(block), []).append(block)
 
 
-_LARGE = Recycler(one_size=True)
-_SLICES: tuple[object, Recycler] = (None, Recycler())
+_LARGE = BufferPool(one_size=True)
+_SLICES: tuple[object, BufferPool] = (None, BufferPool())
 """What the last exchange has left, and which kind of exchange it was."""
 
 
-def large_empty(elements: int) -> torch.Tensor:
+def pooled_empty(elements: int) -> torch.Tensor:
     """Return a 1-D float32 tensor with undefined values; small ones are PyTorch's."""
     if 4 * elements < _LARGE_BYTES:
         return torch.empty(elements)
     return _LARGE.empty(4 * elements).view(torch.float32)
 
 
-def large_copy(values: torch.Tensor) -> torch.Tensor:
+def pooled_copy(values: torch.Tensor) -> torch.Tensor:
     """Return a copy of a 1-D float32 tensor in such memory."""
-    return large_empty(values.numel()).copy_(values)
+    return pooled_empty(values.numel()).copy_(values)
 
 
-def exchange_memory(kind: object) -> Recycler:
+def exchange_memory(kind: object) -> BufferPool:
     """Return memory for the slices of an exchange: what the last one has left, if it was alike."""
     global _SLICES  # noqa: PLW0603 - replaced as a whole
     if _SLICES[0] != kind:
-        _SLICES = (kind, Recycler())
+        _SLICES = (kind, BufferPool())
     return _SLICES[1]

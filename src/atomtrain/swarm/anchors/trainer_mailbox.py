@@ -1,4 +1,4 @@
-"""The desk between the training thread and the network thread.
+"""The mailbox between the training thread and the network thread, and what lies in it.
 
 The network side leaves requests (a snapshot, an anchor to merge); the training thread serves them
 at its next boundary, between two steps, and leaves its progress. Nobody has to wait for the other
@@ -12,15 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
-from atomtrain.swarm.anchors.anchor_store import AnchorStore, FragmentAccess
-from atomtrain.swarm.anchors.anchors import Merge, Snapshot, Stamp
-
-if TYPE_CHECKING:
-    from atomtrain.swarm.anchors.gradients import GradientAccess
+from atomtrain.swarm.anchors.anchor_store import AnchorStore, FragmentAccess, GradientAccess
+from atomtrain.swarm.anchors.anchors import Merge, Snapshot
+from atomtrain.swarm.anchors.stamps import Stamp
 
 _log = logging.getLogger("atomtrain.swarm")
 
@@ -63,7 +61,7 @@ class LocalProgress:
     step_s: float = 0.0
 
 
-class Desk:
+class TrainerMailbox:
     """Thread-safe mailbox and owner of the anchor store."""
 
     def __init__(self, store: AnchorStore, on_boundary: Callable[[int, int], None]) -> None:
@@ -156,7 +154,7 @@ class Desk:
             for fragment, (into, deliver) in self._wanted.items():
                 lent = access.view(fragment)
                 if self.store.gradients:
-                    lent = cast("GradientAccess", access).gradient(fragment)
+                    lent = cast(GradientAccess, access).gradient(fragment)
                 with lent as local:
                     deliver(self.store.snapshot(fragment, local, into))
             self._wanted.clear()
@@ -176,7 +174,7 @@ class Desk:
                 self.store.check_size(merge.fragment, local)
                 self.store.merge(merge, local)
             if self.store.gradients:
-                cast("GradientAccess", access).forget(merge.fragment)
+                cast(GradientAccess, access).forget(merge.fragment)
 
     def _merge_all(self, access: FragmentAccess) -> int:
         count = len(self._merges)

@@ -1,4 +1,4 @@
-"""Anchors from peers that have them: several at once, from several donors, each resumable.
+"""Anchors on their way, at both ends: sent to peers that ask, and fetched from several at once.
 
 A fetch that is cut off keeps what has come. The next donor is asked for the rest if it holds the
 same anchor, which its hash shows; else for its own from the start. What is complete is checked
@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Stamp, digest_of, joined_parts
-from atomtrain.swarm.anchors.buffer_pool import large_empty
-from atomtrain.swarm.codecs.codec import byte_view
+from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, digest_of, joined_parts
+from atomtrain.swarm.anchors.buffer_pool import pooled_empty
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.updates import Update
+from atomtrain.swarm.codecs.codec import all_finite, byte_view
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.roster import Holder
 from atomtrain.swarm.rounds.context import Context
@@ -31,6 +33,8 @@ _RETRY_S = 0.5
 _LOOKS = 2
 """Times that the records are read before nobody is believed to be there."""
 _PIECE_BYTES = 1 << 20
+_EACH = 8
+"""Who fetches asks one peer for seven at most."""
 
 
 class Fetched(NamedTuple):
@@ -88,6 +92,45 @@ async def send_anchor(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
     whole = Partial(header, anchor.values, anchor.velocity, header.start_bytes)
     for piece in whole.missing():
         await channel.send_bytes(piece)
+
+
+class Donations:
+    """Sends anchors, and bounds how much of them one peer can have kept here; on one event loop.
+
+    What is being sent stays in memory until it has gone, also when rounds have made others since: a
+    peer that fetches over a slow link would never end otherwise. Who asks for an anchor again and
+    again, and takes nothing, must not have all versions kept. So a peer is sent one anchor of each
+    fragment at a time; who asks anew has lost the last stream, and that one ends. Eight fragments
+    at once, at most.
+    """
+
+    def __init__(self) -> None:
+        """Send none yet."""
+        self._going: dict[str, dict[int, asyncio.Timeout]] = {}
+        """By peer and fragment: what ends the sending."""
+
+    async def send(self, channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
+        """Answer `AskAnchor`.
+
+        Raises:
+            BadMessage: as many are on their way to this peer as may be.
+            TimeoutError: the peer has asked for this fragment again, over another stream.
+            LinkLost: the stream is lost.
+        """
+        to = self._going.setdefault(channel.remote, {})
+        if (last := to.pop(ask.fragment, None)) is not None:
+            last.reschedule(asyncio.get_running_loop().time())
+        elif len(to) >= _EACH:
+            raise BadMessage("as many anchors are on their way as may be")
+        try:
+            async with asyncio.timeout(None) as going:
+                to[ask.fragment] = going
+                await send_anchor(channel, ask, anchor)
+        finally:
+            if to.get(ask.fragment) is going:
+                del to[ask.fragment]
+            if not to and self._going.get(channel.remote) is to:
+                del self._going[channel.remote]
 
 
 class Fetcher:
@@ -181,14 +224,18 @@ class Fetcher:
             raise BadMessage(f"peer {channel.remote[-8:]} sent fragment {header.fragment}")
         elements = context.manifest.fragment_elements[fragment]
         origin_of(header, elements)
+        if refusal := context.age.limit.refusal(_stamp(header)):
+            raise BadMessage(f"peer {channel.remote[-8:]} sent an anchor of {refusal}")
+        if header.grouped and not context.manifest.rules.group_size:
+            raise BadMessage(f"peer {channel.remote[-8:]} sent a group's anchor: there are none")
         resumed = (header.digest, header.start_bytes) == (ask.digest, ask.start_bytes)
         if had is not None and header.start_bytes and resumed:
             return had
         if header.start_bytes:
             raise BadMessage(f"peer {channel.remote[-8:]} sent the rest of something else")
-        values = large_empty(elements)
-        rows = 0 if header.grouped else context.desk.store.momentum
-        velocity = large_empty(rows * elements) if rows else None
+        values = pooled_empty(elements)
+        rows = 0 if header.grouped else context.mailbox.store.momentum
+        velocity = pooled_empty(rows * elements) if rows else None
         self._partial[fragment] = partial = Partial(header, values, velocity)
         return partial
 
@@ -198,19 +245,37 @@ class Fetcher:
         if await self._context.offload(digest_of, values, velocity) != header.digest:
             raise BadMessage(f"fragment {fragment}, the last of it from peer {donor[-8:]}, has the "
                              "wrong hash")  # fmt: skip
-        stamp = Stamp(header.version, header.tokens, header.digest)
+        if wrong := await self._context.offload(_flaw, values, velocity, self._context.updates[0]):
+            self._context.roster.distrust(donor, f"its anchor of fragment {fragment} has {wrong}")
+            raise BadMessage(f"the anchor of peer {donor[-8:]} has {wrong}")
         origin = origin_of(header, values.numel())
-        return Anchor(values, velocity, stamp, origin, header.grouped)
+        return Anchor(values, velocity, _stamp(header), origin, header.grouped)
 
     def _donors(self, fragment: int, first: Collection[str]) -> list[str]:
         """Return those that have the fragment: the best anchor, and the least to do, first."""
 
-        def order(holder: Holder) -> tuple[bool, bool, bool, int]:
-            wanted = holder.peer_id in first
-            return not wanted, holder.stale, holder.joining, self._asked[holder.peer_id]
+        # Who has nothing of its own to go by prefers what several agree on.
+        newcomer = self._context.mailbox.stamp(fragment) is None
+
+        def order(holder: Holder) -> tuple[bool, bool, bool, bool, int]:
+            wanted, asked = holder.peer_id in first, self._asked[holder.peer_id]
+            return not wanted, newcomer and holder.lonely, holder.stale, holder.joining, asked
 
         holders = self._context.roster.holders(fragment, self._context.slack(fragment))
         return [holder.peer_id for holder in sorted(holders, key=order)]
+
+
+def _stamp(header: AnchorHeader) -> Stamp:
+    return Stamp(header.version, header.tokens, header.digest)
+
+
+def _flaw(values: torch.Tensor, velocity: torch.Tensor | None, update: Update) -> str:
+    """Return why rounds cannot go on from an anchor, or an empty string."""
+    if not all_finite(values) or (velocity is not None and not all_finite(velocity)):
+        return "values that are not finite"
+    if velocity is not None and not update.admits(velocity):
+        return "a velocity that no update makes"
+    return ""
 
 
 def origin_of(header: AnchorHeader, elements: int) -> Origin:

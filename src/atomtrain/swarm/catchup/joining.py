@@ -1,22 +1,27 @@
-"""How a newcomer finds its way in: through whichever of the given addresses leads to its run."""
+"""How a newcomer finds its way in: through whichever of the given addresses leads to its run.
+
+Who is there gives the run's manifest, and the swarm's time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.catchup.transfer import NotAdmitted, ask_manifest
 from atomtrain.swarm.membership.admission import NEEDS_KEY, Admission
-from atomtrain.swarm.membership.clock import SwarmClock
-from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
+from atomtrain.swarm.membership.config import MANIFEST_BYTES_MAX, PROTOCOL, Manifest, SwarmConfig
+from atomtrain.swarm.membership.directory import SwarmClock
 from atomtrain.swarm.membership.known_peers import KnownPeers
+from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled, first_hop
 from atomtrain.swarm.transport.libp2p import Libp2pTransport, peer_of
-from atomtrain.swarm.transport.messages import BadMessage
-from atomtrain.swarm.transport.transport import LinkLost, PeerRefused
+from atomtrain.swarm.transport.messages import AskManifest, BadMessage, ManifestHeader, Open
+from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused
 
 _MORE_S = 0.5
 """How long others are waited for when one peer has answered."""
@@ -30,6 +35,10 @@ it is asked for so long, with such pauses."""
 
 class WrongKeyError(SwarmError):
     """The run is there, and none of its peers that answered admits one without its key."""
+
+
+class NotAdmitted(SwarmError):  # noqa: N818 - what it is reads better than what it raises
+    """The peer that was asked for its manifest is not one that this peer admits."""
 
 
 class WayIn(NamedTuple):
@@ -188,3 +197,43 @@ async def _ask(
         raise _Silent(str(error)) from error
     finally:
         channel.close()
+
+
+async def send_manifest(channel: Channel, context: Context) -> None:
+    """Answer `AskManifest`."""
+    data = context.manifest.encode()
+    header = ManifestHeader(
+        bytes_count=len(data),
+        digest=hashlib.blake2b(data, digest_size=16).hexdigest(),
+        proof=context.admission.proof(channel.remote),
+        time_s=context.clock(),
+    )
+    await channel.send(header)
+    await channel.send_bytes(data)
+
+
+async def ask_manifest(
+    channel: Channel, admission: Admission, within_s: float
+) -> tuple[Manifest, SwarmClock]:
+    """Return the run's manifest and its time, asked for on a fresh stream.
+
+    Raises:
+        LinkLost: the peer is gone, or refused.
+        SwarmError: it is not admitted here.
+        BadMessage: what came is not what was announced.
+    """
+    proof = admission.proof(channel.remote)
+    await channel.send(Open(protocol=PROTOCOL, run=admission.run, proof=proof))
+    asked_s = time.time()
+    await channel.send(AskManifest())
+    header = await channel.receive(ManifestHeader, within_s)
+    clock = SwarmClock.measured(asked_s, header.time_s, time.time())
+    if refusal := admission.refusal(channel.remote, header.proof):
+        raise NotAdmitted(refusal)
+    if header.bytes_count > MANIFEST_BYTES_MAX:
+        raise BadMessage(f"a manifest of {header.bytes_count} bytes")
+    data = bytearray(header.bytes_count)
+    await channel.receive_into(memoryview(data))
+    if hashlib.blake2b(data, digest_size=16).hexdigest() != header.digest:
+        raise BadMessage("the manifest is damaged: wrong hash")
+    return Manifest.decode(bytes(data)), clock

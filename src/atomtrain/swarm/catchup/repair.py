@@ -1,32 +1,23 @@
 """Stale fragments: found by comparing stamps, fetched from whoever holds the best anchor.
 
-Also keeps which fragments are in use by a round or a fetch, so that the two never meet.
+Also keeps which fragments are in use by a round or a fetch, so that the two never meet, and the
+rounds in doubt: whose decision this peer did not hear.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Snapshot, Stamp
+from atomtrain.swarm.anchors.stamps import Stamp, supersedes
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.catchup.fetching import Fetched, Fetcher
-from atomtrain.swarm.catchup.transfer import merge_of_fetched
-from atomtrain.swarm.membership.groups import supersedes
 from atomtrain.swarm.rounds.context import Context
+from atomtrain.swarm.rounds.round_member import Doubt, merge_of_fetched
 
 _log = logging.getLogger("atomtrain.swarm")
 _AT_ONCE = 3
-
-
-class Doubt(NamedTuple):
-    """A round that this peer has given its part to, and whose decision it did not hear."""
-
-    round_id: str
-    snapshot: Snapshot
-    members: tuple[str, ...]
 
 
 class Repairer:
@@ -64,7 +55,7 @@ class Repairer:
         best = self._context.roster.best()
         for age in range(1, count + 1):
             fragment = (self._context.agenda.next_round - age) % count
-            own, other = self._context.desk.stamp(fragment), best[fragment]
+            own, other = self._context.mailbox.stamp(fragment), best[fragment]
             if other is None or own is None or fragment in self.busy | self.awaited:
                 continue
             if supersedes(other, own, self._slack(fragment)) or self._decided(fragment, own):
@@ -126,17 +117,15 @@ class Repairer:
     def _leave_fetched(self, fragment: int, fetched: Fetched, started_s: float) -> bool:
         """Have a fetched anchor merged; says False, and does nothing, if it is no better."""
         context, anchor = self._context, fetched.anchor
-        own = context.desk.stamp(fragment)
+        own = context.mailbox.stamp(fragment)
         if own is None or not anchor.stamp.beats(own):
             return False
         doubt = self.doubts.pop(fragment, None)
         self.astray.discard(fragment)
-        present = context.desk.store.anchor(fragment)
-        # Where another merge waits for the next boundary, the doubt's anchor will not be present.
-        in_doubt = None
-        if doubt is not None and present.stamp == own:
-            in_doubt = (doubt.round_id, doubt.snapshot)
-        merge = merge_of_fetched(fragment, anchor, present, in_doubt, context.peer_id)
+        present = context.mailbox.store.anchor(fragment)
+        if present.stamp != own:  # another merge waits: the doubt's anchor will not be present
+            doubt = None
+        merge = merge_of_fetched(fragment, anchor, present, doubt, context.peer_id)
         report = RoundReport(
             round=context.agenda.next_round,
             fragment=fragment,
@@ -145,5 +134,5 @@ class Repairer:
             bytes_received=fetched.received_bytes,
             duration_s=asyncio.get_running_loop().time() - started_s,
         )
-        context.desk.leave_merge(merge, report)
+        context.mailbox.leave_merge(merge, report)
         return True

@@ -26,8 +26,7 @@ from typing import Protocol
 import torch
 
 from atomtrain.errors import ConfigError, choices
-from atomtrain.swarm.codecs.blocks import BlockCodec
-from atomtrain.swarm.codecs.plain import Float16Codec, Float32Codec, byte_view
+from atomtrain.swarm.codecs.dense import BlockCodec, Float16Codec, Float32Codec, byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.codecs.sparse import TopKCodec
 
@@ -123,8 +122,8 @@ def square_of(values: torch.Tensor) -> float | None:
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Say whether no value is infinite or NaN; an overflowing sum counts as such."""
-    return bool(torch.isfinite(values.sum()))
+    """Say whether no value is infinite or NaN; an overflowing sum of squares counts as such."""
+    return square_of(values) is not None
 
 
 __all__ = [

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from atomtrain.swarm.codecs.blocks import BlockCodec
-from atomtrain.swarm.codecs.plain import SCALE_BYTES, byte_view, check_scales
+from atomtrain.swarm.codecs.dense import SCALE_BYTES, BlockCodec, byte_view, check_scales
 from atomtrain.swarm.transport.messages import BadMessage
 
 BLOCK_ELEMENTS = 4096

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atomtrain.errors import ConfigError
+from atomtrain.swarm.membership.config import SwarmConfig
 from atomtrain.swarm.transport.messages import BadMessage
 
 KEY_BYTES_MIN = 16
@@ -126,3 +127,17 @@ class Admission:
 
     def _same(self, given: str, made: str) -> bool:
         return self.key is None or hmac.compare_digest(given.encode(), made.encode())
+
+
+def admission_of(config: SwarmConfig, peer_id: str) -> Admission:
+    """Return a peer's rule of admission; reads the files that the configuration names.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    return Admission(
+        run=config.run,
+        peer_id=peer_id,
+        key=None if config.key_path is None else read_key(config.key_path),
+        allowed=None if config.allow_path is None else read_allowed(config.allow_path),
+    )

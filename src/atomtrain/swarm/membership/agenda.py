@@ -1,6 +1,8 @@
-"""Which round is next, when it is due, who leads it, and which invitation may be accepted.
+"""Which round is next, when it is due, who leads it, and who averages with whom.
 
-Plain bookkeeping: no clock of its own, no streams.
+Plain bookkeeping: no clock of its own, no streams. Groups and leaders are pure functions of what
+every peer reads in the membership records. Peers whose records differ for a moment get different
+answers, and nothing depends on their being the same: see docs/groups.md.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 
 MEASURED = 0
 """Local steps per round that stand for: as measurements say."""
@@ -17,6 +20,10 @@ _STEPS_UNMEASURED = 30
 _ROUND_MAX = 1 << 48
 _LEAP_MAX = 1 << 20
 _ROUNDING = 1e-6
+GROUP_SIZE = 16
+"""Members of a round at most, unless the run's founder says something else."""
+GROUP_SIZE_MIN = 3
+"""Below, guards have nothing to judge by, and an odd peer out would have nobody."""
 
 
 def lead_order(run: str, round_index: int, peers: Iterable[str]) -> list[str]:
@@ -29,6 +36,40 @@ def lead_order(run: str, round_index: int, peers: Iterable[str]) -> list[str]:
         return hashlib.blake2b(f"{run}/{round_index}/{peer_id}".encode(), digest_size=8).digest()
 
     return sorted(set(peers), key=score)
+
+
+def group_count(peers: int, group_size: int) -> int:
+    """Return into how many groups so many peers are divided; with `group_size` 0 into one."""
+    return 1 if group_size == 0 else max(1, -(-peers // group_size))
+
+
+def groups_of(run: str, round_index: int, peers: Iterable[str], group_size: int) -> list[list[str]]:
+    """Return the groups of a round, each in the order in which its members lead.
+
+    As few as the size allows, their sizes differing by one at most. Shuffled in each round: the
+    order is that of a hash.
+    """
+    order = lead_order(run, round_index, peers)
+    count = group_count(len(order), group_size)
+    starts = [len(order) * i // count for i in range(count + 1)]
+    return [order[start:stop] for start, stop in pairwise(starts)]
+
+
+def group_of(
+    run: str, round_index: int, peers: Iterable[str], group_size: int, peer_id: str
+) -> list[str]:
+    """Return the group that a peer is in; it alone if it is none of `peers`."""
+    groups = groups_of(run, round_index, peers, group_size)
+    return next((group for group in groups if peer_id in group), [peer_id])
+
+
+def told_next(group: int, count: int) -> list[int]:
+    """Return the groups whose leaders are told by a group's leader that a round is due.
+
+    The edges of a generalised de Bruijn graph (Imase and Itoh 1981): from any group to all others
+    in at most ceil(log2(count)) steps.
+    """
+    return sorted({2 * group % count, (2 * group + 1) % count} - {group})
 
 
 class Agenda:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from atomtrain.errors import ConfigError, SwarmError, choices
-from atomtrain.swarm.anchors.outer import OuterUpdate
+from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import codec_named
-from atomtrain.swarm.membership.agenda import MEASURED
-from atomtrain.swarm.membership.groups import GROUP_SIZE, GROUP_SIZE_MIN
+from atomtrain.swarm.membership.agenda import GROUP_SIZE, GROUP_SIZE_MIN, MEASURED
 from atomtrain.swarm.membership.guards import MEANS, Guard
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 TRANSPORTS = ("streams", "gloo")
@@ -288,6 +287,8 @@ class Manifest:
     """Rules of averaging; set by the founder's configuration."""
     format_version: int = PROTOCOL
     """Version of the protocol."""
+    born_s: float = 0.0
+    """When the run began, in the swarm's time; 0: nobody knows. See `stamps`."""
 
     def __post_init__(self) -> None:
         """Check the sizes, which bound everything that is ever received.
@@ -345,6 +346,13 @@ class Manifest:
                 payload=body["payload"],
                 rules=Rules.of(config),
                 format_version=int(body["format_version"]),
+                born_s=_time_of(body["born_s"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SwarmError(f"received a manifest that cannot be read: {error!r}") from error
+
+
+def _time_of(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
+        raise ValueError("not a time")  # NaN is not, either
+    return float(value)

@@ -1,4 +1,11 @@
-"""Membership records: what each peer tells all others about itself, and what they make of it."""
+"""Membership records: what each peer tells all others, how it is signed, and what they make of it.
+
+Anybody can write to the hash table, and everybody keeps what others write. A record says itself
+until when it counts, and that is signed too: an old one cannot be put back with a new time. So it
+lies in the hash table:
+
+    magic (6 bytes) | signature (64) | expiry (float64, big endian) | record
+"""
 
 from __future__ import annotations
 
@@ -7,16 +14,34 @@ import binascii
 import json
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from atomtrain.swarm.anchors.anchors import Stamp
-from atomtrain.swarm.transport.messages import BadMessage, is_text
+import msgspec
+from msgspec import Meta
+
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.transport.identity import SIGNATURE_BYTES, Identity, verify
+from atomtrain.swarm.transport.messages import BadMessage
 
 RECORD_BYTES_MAX = 8 << 20
 TEXT_MAX = 512
 """Characters of a name or an address, at most: a record with a longer one counts for nobody."""
 JOINING, TRAINING, LEFT = "joining", "training", "left"
 _STATES = (JOINING, TRAINING, LEFT)
+_MAGIC = b"atom3 "
+_EXPIRY = struct.Struct(">d")
+_HEAD_BYTES = len(_MAGIC) + SIGNATURE_BYTES + _EXPIRY.size
+EXPIRY_S_MAX = 3600.0
+"""No record counts for longer than this."""
+_CLOCKS_S = 10.0
+"""By how much the swarm's times of two peers may differ."""
+_GOOD_BYTES_MAX = 32 << 20
+"""Records that a reader remembers, in all: those of thousands of peers."""
+_ADDRESSES_MAX = 16
+_NUMBER_MAX = 1 << 53
+_Text = Annotated[str, Meta(max_length=TEXT_MAX)]
+_Count = Annotated[int, Meta(ge=0, lt=_NUMBER_MAX)]
+_Number = Annotated[float, Meta(ge=0.0, lt=float(_NUMBER_MAX))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +51,23 @@ class PeerRecord:
     `sequence` is the swarm's time: it grows with each record of a peer, across restarts.
     """
 
-    peer_id: str
-    manifest: str
+    peer_id: _Text
+    manifest: _Text
     """Start of the hash of the manifest: runs of one name are not one run."""
-    name: str
-    state: str
-    sequence: float
-    addresses: tuple[str, ...]
-    next_round: int
-    steps: int
-    tokens: int
-    tokens_per_s: float
-    step_s: float
-    round_s: float
+    name: _Text
+    state: _Text
+    sequence: _Number
+    addresses: tuple[_Text, ...]
+    next_round: _Count
+    steps: _Count
+    tokens: _Count
+    tokens_per_s: _Number
+    step_s: _Number
+    round_s: _Number
     """Time of this peer's recent rounds; 0: not measured yet."""
-    free_bytes_per_s: float
+    free_bytes_per_s: _Number
     """What this peer's link moves, each way, beyond what it uses; 0: not measured yet."""
-    fetch_bytes_per_s: float
+    fetch_bytes_per_s: _Number
     """Rate at which this peer fetches anchors when it is behind; 0: not measured yet."""
     stamps: tuple[Stamp | None, ...]
 
@@ -62,25 +87,11 @@ class PeerRecord:
         if not isinstance(data, bytes) or len(data) > RECORD_BYTES_MAX:
             raise BadMessage("membership record is not bytes, or too long")
         try:
-            body = json.loads(data)
-            record = cls(
-                peer_id=_text(body["peer_id"]),
-                manifest=_text(body["manifest"]),
-                name=_text(body["name"]),
-                state=_text(body["state"]),
-                sequence=_number(body["sequence"]),
-                addresses=tuple(_text(a) for a in body["addresses"][:16]),
-                next_round=int(_number(body["next_round"])),
-                steps=int(_number(body["steps"])),
-                tokens=int(_number(body["tokens"])),
-                tokens_per_s=_number(body["tokens_per_s"]),
-                step_s=_number(body["step_s"]),
-                round_s=_number(body["round_s"]),
-                free_bytes_per_s=_number(body["free_bytes_per_s"]),
-                fetch_bytes_per_s=_number(body["fetch_bytes_per_s"]),
-                stamps=_unpacked(body["stamps"], fragments),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            body = msgspec.json.decode(data)
+            body["addresses"] = body["addresses"][:_ADDRESSES_MAX]
+            body["stamps"] = _unpacked(body["stamps"], fragments)
+            record = msgspec.convert(body, cls)
+        except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise BadMessage(f"membership record cannot be read: {error!r}") from error
         if record.peer_id != peer_id or record.state not in _STATES:
             raise BadMessage("membership record of another peer, or in an unknown state")
@@ -114,29 +125,6 @@ class PeerStatus:
     """Peers through which it is reached by those that cannot dial it; 0: it can be dialled."""
 
 
-def best_stamps(records: list[PeerRecord], fragments: int) -> list[Stamp | None]:
-    """Return for each fragment the stamp that beats all others."""
-    best: list[Stamp | None] = [None] * fragments
-    for record in records:
-        for fragment, stamp in enumerate(record.stamps):
-            present = best[fragment]
-            if stamp is not None and (present is None or stamp.beats(present)):
-                best[fragment] = stamp
-    return best
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > TEXT_MAX or not is_text(value):
-        raise ValueError("not a short text")
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
-        raise ValueError("not a number in range")
-    return value
-
-
 _PACKED = struct.Struct(">QQ16s")
 _NO_ANCHOR = (1 << 64) - 1
 
@@ -156,11 +144,81 @@ def _unpacked(text: Any, fragments: int) -> tuple[Stamp | None, ...]:
         raise ValueError(f"not the stamps of {fragments} fragments")
     try:
         data = base64.b64decode(text, validate=True)
-        return tuple(
-            None
-            if version == _NO_ANCHOR
-            else Stamp(int(_number(version)), int(_number(tokens)), digest.hex())
-            for version, tokens, digest in _PACKED.iter_unpack(data)
-        )
+        return tuple(_stamp(*packed) for packed in _PACKED.iter_unpack(data))
     except (binascii.Error, struct.error) as error:
         raise ValueError(str(error)) from error
+
+
+def _stamp(version: int, tokens: int, digest: bytes) -> Stamp | None:
+    if version == _NO_ANCHOR:
+        return None
+    if max(version, tokens) >= _NUMBER_MAX:
+        raise ValueError("a stamp out of range")
+    return Stamp(version, tokens, digest.hex())
+
+
+def sign_record(identity: Identity, run: str, record: bytes, expires_s: float) -> bytes:
+    """Return what goes into the hash table; `expires_s` is the swarm's time."""
+    tail = _EXPIRY.pack(expires_s) + record
+    return _MAGIC + identity.sign(_signed(run, identity.peer_id, tail)) + tail
+
+
+class RecordReader:
+    """Opens records of a run; checks each one's signature once only.
+
+    Every replica of the hash table shows a node all records at each beat, nearly all of them as
+    they were a moment ago. Checking a signature costs a hundred times what comparing the bytes
+    with those of a good record does.
+    """
+
+    def __init__(self, run: str) -> None:
+        """Know no record yet."""
+        self._run = run
+        self._good: dict[bytes, str] = {}  # peer by record, the oldest first
+        self._good_bytes = 0
+
+    def open(self, peer_id: str, data: bytes, now_s: float) -> tuple[bytes, float]:
+        """Return the record that `peer_id` signed for this run, and until when it counts.
+
+        Raises:
+            BadMessage: somebody else made it, it is of another run, has expired, or never would.
+        """
+        if not isinstance(data, bytes) or self._good.get(data) != peer_id:
+            check_signature(peer_id, self._run, data)
+            self._remember(peer_id, data)
+        return _valid_now(data, now_s)
+
+    def _remember(self, peer_id: str, data: bytes) -> None:
+        self._good_bytes += len(data) if data not in self._good else 0
+        self._good[data] = peer_id
+        while self._good_bytes > _GOOD_BYTES_MAX:
+            oldest = next(iter(self._good))
+            del self._good[oldest]
+            self._good_bytes -= len(oldest)
+
+
+def check_signature(peer_id: str, run: str, data: bytes) -> None:
+    """Check that `peer_id` signed a record of this run, whenever that was.
+
+    Raises:
+        BadMessage: it did not, or this is no record.
+    """
+    if not isinstance(peer_id, str) or not isinstance(data, bytes):
+        raise BadMessage("a membership record that is not bytes")
+    if not _HEAD_BYTES <= len(data) <= RECORD_BYTES_MAX:
+        raise BadMessage("a membership record of impossible size")
+    signature = data[len(_MAGIC) : len(_MAGIC) + SIGNATURE_BYTES]
+    tail = data[len(_MAGIC) + SIGNATURE_BYTES :]
+    if not data.startswith(_MAGIC) or not verify(peer_id, _signed(run, peer_id, tail), signature):
+        raise BadMessage("a membership record that its peer did not sign")
+
+
+def _valid_now(data: bytes, now_s: float) -> tuple[bytes, float]:
+    (expires_s,) = _EXPIRY.unpack_from(data, _HEAD_BYTES - _EXPIRY.size)
+    if not now_s < expires_s <= now_s + EXPIRY_S_MAX + _CLOCKS_S:
+        raise BadMessage("a membership record that has expired, or is of the future")
+    return data[_HEAD_BYTES:], expires_s
+
+
+def _signed(run: str, peer_id: str, tail: bytes) -> bytes:
+    return f"atom membership\n{run}\n{peer_id}\n".encode() + tail

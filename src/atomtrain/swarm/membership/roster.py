@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atomtrain.swarm.anchors.anchors import Stamp
-from atomtrain.swarm.membership.admission import Admission
-from atomtrain.swarm.membership.groups import SLACK_VERSIONS, group_count, siblings, supersedes
-from atomtrain.swarm.membership.records import (
-    JOINING,
-    LEFT,
-    TRAINING,
-    PeerRecord,
-    PeerStatus,
-    best_stamps,
+from atomtrain.swarm.anchors.stamps import (
+    SLACK_VERSIONS,
+    Limit,
+    RunAge,
+    Stamp,
+    best_of,
+    siblings,
+    supersedes,
 )
+from atomtrain.swarm.membership.admission import Admission
+from atomtrain.swarm.membership.agenda import group_count
+from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord, PeerStatus
 from atomtrain.swarm.transport.addresses import circuits_to
 from atomtrain.swarm.transport.messages import BadMessage
 
 _log = logging.getLogger("atomtrain.swarm")
 _IMPATIENT_ROUNDS = 16
+_TOLD_MAX = 64
+"""Peers of which the log is told that they do not count: ids cost nothing."""
 _GONE_MAX = 4096
 """Peers without a record that are remembered: ids cost nothing, memory does."""
 
@@ -33,19 +37,27 @@ class Holder(NamedTuple):
     """Another peer has a better anchor."""
     joining: bool
     peer_id: str
+    lonely: bool = False
+    """No other peer says that it has the same anchor, though some agree on one."""
 
 
 class Roster:
     """Records by peer; plain bookkeeping, fed from the directory."""
 
     def __init__(
-        self, admission: Admission, fragments: int, manifest: str = "", group_size: int = 0
+        self,
+        admission: Admission,
+        fragments: int,
+        manifest: str = "",
+        group_size: int = 0,
+        age: RunAge | None = None,
     ) -> None:
         """Start with nobody but the peer whose rule of admission this is.
 
         `manifest`: what records say of the manifest; those that say something else do not count.
-        `group_size`: members of a round at most; 0: all.
+        `group_size`: members of a round at most; 0: all. `age`: that of the run; None: not known.
         """
+        self._age = age or RunAge()
         self._group_size = group_size
         self.manifest = manifest
         self._peer_id = admission.peer_id
@@ -57,6 +69,12 @@ class Roster:
         self._sequences: dict[str, float] = {}
         self._left: set[str] = set()
         self._late: dict[str, int] = {}
+        self._doubted: set[str] = set()
+        """Whose present record claims what cannot be."""
+        self._distrusted: dict[str, None] = {}
+        """Who gave anchors that cannot be taken."""
+        self._told: set[str] = set()
+        """Of whom the log has been told why nothing that they say counts."""
         self.addresses: dict[str, tuple[str, ...]] = {}
         """Where peers that were members once, and did not say goodbye, can be dialled."""
 
@@ -97,11 +115,34 @@ class Roster:
                 records[peer_id] = record
                 self.addresses[peer_id] = record.addresses
         self._records = records
+        limit = self._age.limit
+        self._doubted = {
+            record.peer_id for record in records.values() if self._doubts(record, limit)
+        }
         gone = [peer_id for peer_id in self._sequences if peer_id not in records]
         for peer_id in gone[:-_GONE_MAX]:
-            for known in (self._sequences, self._suspects, self._late, self.addresses):
+            for known in (
+                self._sequences, self._suspects, self._late, self._distrusted, self.addresses,
+            ):  # fmt: skip
                 known.pop(peer_id, None)
             self._left.discard(peer_id)
+
+    def _doubts(self, record: PeerRecord, limit: Limit) -> bool:
+        """Say whether a record claims an anchor that there cannot be, and say it in the log."""
+        claims = (limit.refusal(stamp) for stamp in record.stamps if stamp is not None)
+        if refusal := next(filter(None, claims), ""):
+            self._tell(record.peer_id, f"it claims an anchor of {refusal}")
+        return bool(refusal)
+
+    def distrust(self, peer_id: str, why: str) -> None:
+        """Count a peer as gone from now on, whatever records it publishes."""
+        self._distrusted[peer_id] = None
+        self._tell(peer_id, why)
+
+    def _tell(self, peer_id: str, why: str) -> None:
+        if peer_id not in self._told and len(self._told) < _TOLD_MAX:
+            self._told.add(peer_id)
+            _log.warning("peer %s counts as gone: %s", peer_id[-8:], why)
 
     def sees(self, peer_id: str) -> bool:
         """Say whether there is a record of this peer, answering or not."""
@@ -138,8 +179,14 @@ class Roster:
         return round_index >= self._late.get(peer_id, -_IMPATIENT_ROUNDS) + _IMPATIENT_ROUNDS
 
     def reachable(self, record: PeerRecord) -> bool:
-        """Say whether nothing failed with this peer since its last record."""
-        return record.sequence > self._suspects.get(record.peer_id, -1.0)
+        """Say whether nothing failed with this peer since its last record, which can be true."""
+        return self.trusts(record.peer_id) and record.sequence > self._suspects.get(
+            record.peer_id, -1.0
+        )
+
+    def trusts(self, peer_id: str) -> bool:
+        """Say whether a peer has neither claimed nor given what there cannot be."""
+        return peer_id not in self._doubted and peer_id not in self._distrusted
 
     @property
     def others(self) -> list[PeerRecord]:
@@ -158,29 +205,41 @@ class Roster:
 
     def best(self) -> list[Stamp | None]:
         """Return the best stamp of each fragment among the others that answer."""
-        return best_stamps(self.others, self._fragments)
+        return self._best_of(self.others)
+
+    def _best_of(self, records: Sequence[PeerRecord]) -> list[Stamp | None]:
+        return [best_of(r.stamps[fragment] for r in records) for fragment in range(self._fragments)]
 
     def holders(self, fragment: int, slack: int = 0) -> list[Holder]:
         """Return the others that have the fragment, those with its best stamp first.
 
         Siblings of the best, so many versions apart at most, are as good.
         """
-        best = self.best()[fragment]
+        having = [(r, stamp) for r in self.others if (stamp := r.stamps[fragment]) is not None]
+        best = best_of(stamp for _, stamp in having)
+        claimed = Counter(stamp for _, stamp in having)
+        agreed = max(claimed.values(), default=0) > 1
         return sorted(
-            Holder(not siblings(stamp, best, slack), record.state == JOINING, record.peer_id)
-            for record in self.others
-            if (stamp := record.stamps[fragment]) is not None and best is not None
+            Holder(
+                not siblings(stamp, best, slack),
+                record.state == JOINING,
+                record.peer_id,
+                lonely=agreed and claimed[stamp] == 1,
+            )
+            for record, stamp in having
+            if best is not None
         )
 
     def next_round(self) -> int:
         """Return the largest round that any peer has before it."""
-        return max((record.next_round for record in self._records.values()), default=0)
+        rounds = (r.next_round for r in self._records.values() if self.trusts(r.peer_id))
+        return max(rounds, default=0)
 
     def statuses(self) -> list[PeerStatus]:
         """Return all members, this peer first."""
         own = [self._own] if self._own is not None else []
         records = [*own, *self._records.values()]
-        best = best_stamps(records, self._fragments)
+        best = self._best_of([*own, *self.others])
         slack = SLACK_VERSIONS if self.groups > 1 else 0
         return [
             PeerStatus(

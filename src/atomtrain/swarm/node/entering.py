@@ -1,27 +1,43 @@
-"""How a peer gets into the network: all of it is started, or nothing is left.
+"""How a peer gets into the network: its network side is put together, and all of it started.
 
-What fails while a process stands still proves nothing: the answer may have come in time and not
-been read, or the peer that was asked stood still as well, as all do on one machine. So it is done
-again. So it is where the peer that let a newcomer in was lost before it could introduce it.
+Or nothing is left. What fails while a process stands still proves nothing: the answer may have come
+in time and not been read, or the peer that was asked stood still as well, as all do on one machine.
+So it is done again. So it is where the peer that let a newcomer in was lost before it could
+introduce it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from atomtrain.errors import SwarmError
+from atomtrain.swarm.anchors.anchor_store import AnchorStore
+from atomtrain.swarm.anchors.stamps import RunAge
+from atomtrain.swarm.anchors.trainer_mailbox import TrainerMailbox
 from atomtrain.swarm.catchup.joining import connect_any
-from atomtrain.swarm.membership.clock import SwarmClock
+from atomtrain.swarm.codecs.codec import codec_named
+from atomtrain.swarm.membership.admission import admission_of
+from atomtrain.swarm.membership.agenda import Agenda
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig
-from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces
-from atomtrain.swarm.node.assembly import admission_of, build_service
-from atomtrain.swarm.node.service import Service
-from atomtrain.swarm.node.threads import LoopThread
+from atomtrain.swarm.membership.deadlines import LoopStalls, RoundTiming, Waits
+from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces, SwarmClock
+from atomtrain.swarm.membership.guards import Standing
+from atomtrain.swarm.membership.known_peers import KnownPeers
+from atomtrain.swarm.membership.records import TRAINING
+from atomtrain.swarm.membership.roster import Roster
+from atomtrain.swarm.membership.routes import Routes
+from atomtrain.swarm.node.network_thread import LoopThread
+from atomtrain.swarm.node.service import Service, beat_pause_s
+from atomtrain.swarm.rounds.context import Context, opening_to
 from atomtrain.swarm.transport.libp2p import Libp2pTransport
-from atomtrain.swarm.transport.stall_detector import Stillness
+from atomtrain.swarm.transport.rates import Pacer
+from atomtrain.swarm.transport.relaying import Relay
+from atomtrain.swarm.transport.transport import Directory, Transport
 
 _log = logging.getLogger("atomtrain.swarm")
 TRY_S = 120.0
@@ -89,14 +105,14 @@ async def persistently(enter: Callable[[], Awaitable[ResultT]]) -> ResultT:
         SwarmError: it failed while this process ran all the time, or again and again.
     """
     for left in reversed(range(TRIES)):
-        stillness = Stillness()
-        stillness.look()
-        watching = asyncio.create_task(stillness.watch(), name="stillness")
+        stalls = LoopStalls()
+        stalls.look()
+        watching = asyncio.create_task(stalls.watch(), name="stalls")
         try:
             async with asyncio.timeout(TRY_S):
                 return await enter()
         except (SwarmError, TimeoutError) as error:
-            still_s = stillness.look()
+            still_s = stalls.look()
             if left and (isinstance(error, NobodyIntroduces) or still_s >= _STILL_S):
                 _log.info("entering the run again, having stood still for %.1f s: %s",
                           still_s, error)  # fmt: skip
@@ -110,3 +126,106 @@ async def persistently(enter: Callable[[], Awaitable[ResultT]]) -> ResultT:
         finally:
             watching.cancel()
     raise AssertionError("the last try ends")
+
+
+def _random_id() -> str:
+    return secrets.token_hex(4)
+
+
+def build_service(
+    config: SwarmConfig,
+    manifest: Manifest,
+    transport: Transport,
+    directory: Directory,
+    thread: LoopThread,
+    clock: Callable[[], float] = time.time,
+    random_id: Callable[[], str] = _random_id,
+) -> Service:
+    """Put a peer's network side together; it does nothing yet.
+
+    `clock` returns the swarm's time, `random_id` what no two rounds have in common.
+
+    Raises:
+        ConfigError: the files with key or allowed peers cannot be used.
+    """
+    admission = admission_of(config, transport.peer_id)
+    rules = manifest.rules
+    gradients = rules.average == "gradient"
+    store = AnchorStore(
+        manifest.fragment_elements,
+        # AdamW's two moments; the step itself comes from whoever trains.
+        2 if gradients else rules.outer.rows,
+        rules.overlap_weight,
+        gradients=gradients,
+    )
+    services: list[Service] = []
+    known = KnownPeers(config.run, config.peers_path)
+    age = RunAge(manifest.born_s, clock)
+    roster = Roster(
+        admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size, age
+    )
+    roster.addresses.update(
+        (peer_id, places) for peer_id, places in known.addresses.items()
+        if peer_id != transport.peer_id
+    )  # fmt: skip
+
+    _, beat_s = beat_pause_s(config.expiry_s, 0.0)
+    waits = Waits(
+        answer_s=config.connect_s,
+        stall_s=config.stall_s,
+        floor_s=config.round_floor_s,
+        beat_s=beat_s,
+        life_s=config.expiry_s,
+    )
+
+    def floor_s() -> float:
+        others = (record.peer_id for record in roster.others if record.state == TRAINING)
+        return waits.floor_s(others)
+
+    def on_boundary(steps: int, merges: int) -> None:
+        thread.post(services[0].on_boundary, steps, merges)
+
+    context = Context(
+        config=config,
+        manifest=manifest,
+        transport=transport,
+        directory=directory,
+        mailbox=TrainerMailbox(store, on_boundary),
+        admission=admission,
+        roster=roster,
+        agenda=Agenda(
+            fragments=len(manifest.fragment_elements),
+            local_steps_per_round=manifest.rules.local_steps_per_round,
+            target_tokens=rules.target_batch_tokens if gradients else 0,
+        ),
+        timing=RoundTiming(
+            floor_s=floor_s,
+            ceiling_s=config.round_ceiling_s,
+            slowest_bytes_per_s=config.slowest_link_bytes_per_s,
+        ),
+        codec=codec_named(manifest.rules.wire),
+        standing=Standing(),
+        updates=[rules.outer],
+        offload=thread.offload,
+        random_id=random_id,
+        clock=clock,
+        age=age,
+        known=known,
+        pacer=Pacer(config.upload_limit_bytes_per_s),
+        routes=Routes(
+            transport,
+            roster,
+            Relay(
+                config.relay_limit_bytes_per_s,
+                waits.answer_s,
+                idle_s=2 * config.round_ceiling_s,
+                is_member=roster.sees,
+                look_s=config.expiry_s,
+            ),
+            lambda peer_id: opening_to(peer_id, admission),
+            waits,
+        ),
+        waits=waits,
+    )
+    services.append(Service(context))
+    return services[0]

@@ -1,27 +1,36 @@
-"""A look at a swarm from outside: status, and a step by step diagnosis of the way to a peer."""
+"""A look at a swarm from outside, and what the peer that is asked answers.
+
+It can be asked for the swarm as it knows it, and how good the way to it is, step by step.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import json
 import os
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from atomtrain.swarm.codecs.slices import slices_per_member
+from atomtrain.swarm.membership.admission import admission_of
 from atomtrain.swarm.membership.config import PROTOCOL, SwarmConfig
-from atomtrain.swarm.membership.reachability import pass_through
-from atomtrain.swarm.node.assembly import admission_of
-from atomtrain.swarm.node.status import PING_BYTES_MAX, receive_status
-from atomtrain.swarm.rounds.context import opening_to
+from atomtrain.swarm.membership.routes import pass_through
+from atomtrain.swarm.node.round_loop import Group
+from atomtrain.swarm.rounds.context import Context, opening_to
 from atomtrain.swarm.transport.addresses import Place, circuit_of, place_of
 from atomtrain.swarm.transport.libp2p import Libp2pTransport
-from atomtrain.swarm.transport.messages import AskStatus, BadMessage, Ping, Pong
+from atomtrain.swarm.transport.messages import AskStatus, BadMessage, Ping, Pong, StatusHeader
 from atomtrain.swarm.transport.transport import Channel, LinkLost, PeerRefused, begun
 
+STATUS_BYTES_MAX = 32 << 20
+PING_BYTES_MAX = 4 << 20
+_ZEROS = bytes(1 << 18)
 _TCP_S = 5.0
 _PINGS = 5
 _RATE_S = 2.0
@@ -29,6 +38,80 @@ _CLOCK_GOOD_S = 1.0
 _BEHIND = (
     "a peer behind a NAT has an address through a relay: 'atom swarm status' of any other shows it"
 )
+
+
+def _version() -> str:
+    return importlib.metadata.version("atomtrain")
+
+
+def status_of(context: Context, groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what this peer knows of its swarm, JSON-able."""
+    best = context.mailbox.store.stamps()
+    return {
+        "run": context.config.run,
+        "protocol": PROTOCOL,
+        "version": _version(),
+        "time_s": context.clock(),
+        "asked": context.peer_id,
+        "next_round": context.agenda.next_round,
+        "fragments": len(context.manifest.fragment_elements),
+        "parameters": sum(context.manifest.fragment_elements),
+        "versions": [None if stamp is None else stamp.version for stamp in best],
+        "rules": asdict(context.manifest.rules),
+        "peers": [asdict(peer) for peer in context.roster.statuses()],
+        "relaying": context.routes.relay.status(),
+        "rounds": [_round(context, group) for group in groups],
+    }
+
+
+def _round(context: Context, group: Group) -> dict[str, Any]:
+    members, fragment = group.begin.members, group.invite.fragment
+    each = slices_per_member(context.manifest.fragment_elements[fragment], len(members))
+    return {
+        "round": group.invite.round_index,
+        "fragment": fragment,
+        "under_way": group.under_way,
+        "reduces": [
+            {"peer_id": member, "first_slice": index * each, "slices": each}
+            for index, member in enumerate(members)
+        ],
+    }
+
+
+async def send_status(channel: Channel, context: Context, groups: Sequence[Group]) -> None:
+    """Answer `AskStatus`."""
+    data = json.dumps(status_of(context, groups)).encode()
+    await channel.send(StatusHeader(bytes_count=len(data)))
+    await channel.send_bytes(data)
+
+
+async def receive_status(channel: Channel, within_s: float) -> dict[str, Any]:
+    """Return the answer to `AskStatus`.
+
+    Raises:
+        LinkLost: the peer is gone, or refused.
+        BadMessage: what came is no status.
+    """
+    header = await channel.receive(StatusHeader, within_s)
+    if header.bytes_count > STATUS_BYTES_MAX:
+        raise BadMessage(f"a status of {header.bytes_count} bytes")
+    data = bytearray(header.bytes_count)
+    await channel.receive_into(memoryview(data))
+    try:
+        status = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"the status is not JSON: {error}") from error
+    if not isinstance(status, dict):
+        raise BadMessage("the status is not an object")
+    return status
+
+
+async def send_pong(channel: Channel, context: Context, ping: Ping) -> None:
+    """Answer `Ping`, with as many bytes as were asked for, and 4 MiB at most."""
+    count = min(ping.bytes_count, PING_BYTES_MAX)
+    await channel.send(Pong(time_s=context.clock(), version=_version(), bytes_count=count))
+    for start in range(0, count, len(_ZEROS)):
+        await channel.send_bytes(memoryview(_ZEROS)[: count - start])
 
 
 class Probe:

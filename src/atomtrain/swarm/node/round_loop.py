@@ -1,21 +1,25 @@
-"""A peer's part in the sequence of rounds: proposing, leading, following."""
+"""A peer's part in the sequence of rounds: proposing, leading, following, or going on alone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.catchup.alone import go_alone
-from atomtrain.swarm.catchup.repair import Doubt, Repairer
-from atomtrain.swarm.membership.groups import SLACK_VERSIONS
-from atomtrain.swarm.node.tasks import Tasks
+from atomtrain.swarm.anchors.anchors import Snapshot
+from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.catchup.repair import Repairer
+from atomtrain.swarm.codecs.codec import all_finite
+from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.context import Context
-from atomtrain.swarm.rounds.leader_io import Leading
-from atomtrain.swarm.rounds.round_member import Membering
+from atomtrain.swarm.rounds.leader_io import LeaderIO
+from atomtrain.swarm.rounds.making import merge_alone
+from atomtrain.swarm.rounds.round_member import RoundMember
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import (
     BadMessage,
@@ -60,7 +64,7 @@ class Rounds:
         """Whether this peer takes part."""
         self._leading: asyncio.Task[None] | None = None
         self._proposing = False
-        self._membering: dict[str, Membering] = {}
+        self._following: dict[str, RoundMember] = {}
         self._last: tuple[Invite, Begin] | None = None
 
     @property
@@ -71,11 +75,11 @@ class Rounds:
     @property
     def moving(self) -> bool:
         """A round is under way that does not wait for this peer's trainer."""
-        return self.under_way and not self._context.desk.snapshot_wanted
+        return self.under_way and not self._context.mailbox.snapshot_wanted
 
     def groups(self) -> list[Group]:
         """Return the groups of the round under way, if it has one, and of the last one."""
-        found = [Group(one.invite, one.begin, True) for one in self._membering.values()
+        found = [Group(one.invite, one.begin, True) for one in self._following.values()
                  if one.begin is not None]  # fmt: skip
         return found + ([Group(*self._last, False)] if self._last is not None else [])
 
@@ -85,7 +89,7 @@ class Rounds:
         members = self._context.roster.training()
         step_s = min((record.step_s for record in members if record.step_s > 0), default=0.0)
         agenda.pace(max((record.round_s for record in members), default=0.0), step_s)
-        progress = self._context.desk.progress
+        progress = self._context.mailbox.progress
         agenda.share(sum(record.tokens_per_s for record in members), progress.step_s)
         agenda.late_rounds = int(self._context.roster.groups > 1)
         agenda.add_steps(steps)
@@ -153,7 +157,7 @@ class Rounds:
 
     async def _lead_round(self, round_index: int) -> None:
         try:
-            done = await Leading(self._context, round_index, self._open_to).run()
+            done = await LeaderIO(self._context, round_index, self._open_to).run()
             _log.debug("led round %s: %s", done.call.round_id, done.result)
             self._context.agenda.observe(max(done.newer_round, round_index + 1))
         finally:
@@ -193,21 +197,20 @@ class Rounds:
             return True
         agenda.begin(invite.round_index, invite.round_id)
         self._repairer.busy.add(fragment)
-        membering = self._membering[invite.round_id] = Membering(self._context, invite, channel)
+        member = self._following[invite.round_id] = RoundMember(self._context, invite, channel)
         try:
             await self._catch_up(channel.remote, invite)
-            await membering.run()
+            await member.run()
         finally:
-            del self._membering[invite.round_id]
-            if membering.begin is not None:
-                self._last = (invite, membering.begin)
+            del self._following[invite.round_id]
+            if member.begin is not None:
+                self._last = (invite, member.begin)
             agenda.end(invite.round_index)
             self._repairer.free(fragment)
             self._repairer.doubts.pop(fragment, None)
-            if membering.in_doubt is not None and membering.begin is not None:
-                doubt = Doubt(invite.round_id, membering.in_doubt, membering.begin.members)
-                self._repairer.doubts[fragment] = doubt
-            if membering.astray:
+            if member.in_doubt is not None:
+                self._repairer.doubts[fragment] = member.in_doubt
+            if member.astray:
                 self._repairer.astray.add(fragment)
         return False
 
@@ -223,6 +226,9 @@ class Rounds:
             roster.update(await directory.records())
             if not roster.sees(leader):
                 return "its leader has no membership record"
+        claim = self._context.age.limit.refusal(Stamp(invite.version, 0, ""))
+        if claim or not roster.trusts(leader):
+            return "what its leader says of anchors cannot be true"
         return ""
 
     async def _ripe(self, invite: Invite, fragment: int) -> str:
@@ -257,7 +263,7 @@ class Rounds:
 
         A leader that is behind knows it, and fetches from another. Siblings are not older.
         """
-        own = self._context.desk.stamp(invite.fragment)
+        own = self._context.mailbox.stamp(invite.fragment)
         slack = min(invite.slack, SLACK_VERSIONS)
         if own is None or own.version + slack >= invite.version:
             return
@@ -272,10 +278,53 @@ class Rounds:
 
     async def take(self, channel: Channel, header: Contribution) -> None:
         """Serve a slice stream of the round under way; raises `LinkLost` or `BadMessage`."""
-        membering = self._membering.get(header.round_id)
-        if membering is None:
+        member = self._following.get(header.round_id)
+        if member is None:
             raise BadMessage(f"round {header.round_id[:60]} is not under way here")
         async with asyncio.timeout(channel.stall_s):
-            await membering.exchange_known.wait()
-        assert membering.exchange is not None
-        await membering.exchange.serve(channel, header)
+            await member.exchange_known.wait()
+        assert member.exchange is not None
+        await member.exchange.serve(channel, header)
+
+
+async def go_alone(context: Context, repairer: Repairer, round_index: int) -> None:
+    """Let the anchor follow the parameters in a round that nobody else is in."""
+    fragment = context.agenda.fragment(round_index)
+    if fragment in repairer.busy or context.agenda.refusal(round_index):
+        return
+    context.agenda.begin(round_index, f"{round_index}-alone")
+    repairer.busy.add(fragment)
+    started_s = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(context.config.round_ceiling_s):
+            snapshot = await context.snapshot(fragment)
+        if not await context.offload(all_finite, snapshot.values):
+            context.mailbox.report(_kept(snapshot, round_index))
+            return
+        store, update = context.mailbox.store, context.updates[0]
+        merge = await context.offload(merge_alone, store, update, snapshot)
+        report = RoundReport(
+            round=round_index,
+            fragment=fragment,
+            version=merge.anchor.stamp.version,
+            outcome="averaged",
+            contributors=(context.peer_id,),
+            weights=(snapshot.weight,),
+            duration_s=asyncio.get_running_loop().time() - started_s,
+            reason="alone",
+        )
+        context.mailbox.leave_merge(merge, report)
+    finally:
+        context.agenda.end(round_index)
+        repairer.free(fragment)
+
+
+def _kept(snapshot: Snapshot, round_index: int) -> RoundReport:
+    """Return the report of a round that leaves the anchor as it is: others would not take it."""
+    return RoundReport(
+        round=round_index,
+        fragment=snapshot.fragment,
+        version=snapshot.anchor.stamp.version,
+        outcome="abandoned",
+        reason="this peer's parameters are not finite",
+    )

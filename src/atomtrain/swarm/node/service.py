@@ -1,7 +1,7 @@
 """A peer's network side: tasks on one event loop that serve, lead, follow, publish and repair.
 
-It talks to the training thread through the `Desk` only, and to other peers through a `Transport`
-and a `Directory`: tests run it on a virtual clock over a network in memory.
+It talks to the training thread through the `TrainerMailbox` only, and to other peers through a
+`Transport` and a `Directory`: tests run it on a virtual clock over a network in memory.
 """
 
 from __future__ import annotations
@@ -14,20 +14,16 @@ from enum import Enum
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
-from atomtrain.swarm.catchup.donating import Donations
+from atomtrain.swarm.catchup.fetching import Donations
+from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.catchup.repair import Repairer
-from atomtrain.swarm.catchup.transfer import send_manifest
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
-from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord
-from atomtrain.swarm.membership.signing import EXPIRY_S_MAX
-from atomtrain.swarm.node.reaching import Reach
-from atomtrain.swarm.node.relays import Relays
-from atomtrain.swarm.node.reunion import Reunion
+from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
+from atomtrain.swarm.node.network_thread import Tasks
+from atomtrain.swarm.node.probe import send_pong, send_status
+from atomtrain.swarm.node.reachability import Reach, Relays, Reunion
 from atomtrain.swarm.node.round_loop import Rounds
-from atomtrain.swarm.node.status import send_pong, send_status
-from atomtrain.swarm.node.tasks import Tasks
-from atomtrain.swarm.node.usage import Usage
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled
 from atomtrain.swarm.transport.messages import (
@@ -49,6 +45,7 @@ from atomtrain.swarm.transport.messages import (
     RelayTo,
     TakeCall,
 )
+from atomtrain.swarm.transport.rates import Usage
 from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _log = logging.getLogger("atomtrain.swarm")
@@ -108,7 +105,7 @@ class Service:
         await self.context.transport.serve(self._serve)
         await self._beat()
         self._tasks.spawn(self._heartbeat(), "heartbeat")
-        self._tasks.spawn(self.context.waits.stillness.watch(), "stillness")
+        self._tasks.spawn(self.context.waits.stalls.watch(), "stalls")
 
     async def be_found(self) -> None:
         """Answer those who search the local network for runs, if this peer is to."""
@@ -225,7 +222,7 @@ class Service:
     def own_record(self) -> PeerRecord:
         """Return what this peer tells all others."""
         context = self.context
-        progress = context.desk.progress
+        progress, timing = context.mailbox.progress, context.timing
         return PeerRecord(
             peer_id=context.peer_id,
             manifest=context.roster.manifest,
@@ -238,10 +235,12 @@ class Service:
             tokens=progress.tokens,
             tokens_per_s=progress.tokens_per_s,
             step_s=progress.step_s,
-            round_s=context.timing.round_s,
-            free_bytes_per_s=self._usage.free_bytes_per_s(context.timing),
-            fetch_bytes_per_s=context.timing.fetch_bytes_per_s,
-            stamps=context.desk.store.stamps(),
+            round_s=timing.round_s,
+            free_bytes_per_s=self._usage.free_bytes_per_s(
+                timing.moved_bytes, timing.link_bytes_per_s
+            ),
+            fetch_bytes_per_s=timing.fetch_bytes_per_s,
+            stamps=context.mailbox.store.stamps(),
         )
 
     # Incoming streams -----------------------------------------------------------------------
@@ -284,7 +283,7 @@ class Service:
         elif isinstance(message, AskManifest):
             await send_manifest(channel, self.context)
         elif isinstance(message, AskAnchor):
-            anchor = self.context.desk.store.anchor(message.fragment)
+            anchor = self.context.mailbox.store.anchor(message.fragment)
             await self._donations.send(channel, message, anchor)
         elif isinstance(message, AskStatus):
             await send_status(channel, self.context, self._rounds.groups())
@@ -300,13 +299,13 @@ class Service:
         elif isinstance(message, AskDial):
             await self._dial(channel, message)
         elif isinstance(message, HoldOn):
-            await self.context.ways.relay.hold(channel)
+            await self.context.routes.relay.hold(channel)
             return _After.CLOSE
         elif isinstance(message, RelayTo):
-            await self.context.ways.relay.pass_on(channel, message)
+            await self.context.routes.relay.pass_on(channel, message)
             return _After.CLOSE
         elif isinstance(message, TakeCall):
-            self.context.ways.relay.take(channel, message)
+            self.context.routes.relay.take(channel, message)
             return _After.KEEP
         return _After.CLOSE_WHEN_READ
 
@@ -323,7 +322,7 @@ class Service:
             )
         finally:
             self._dialling.discard(channel.remote)
-        self.context.ways.note_dialled(channel.remote, answered=answered)
+        self.context.routes.note_dialled(channel.remote, answered=answered)
         await channel.send(Dialled(answered=answered))
 
     def _refusal(self, remote: str, opening: Open, message: Message) -> str:
@@ -337,7 +336,7 @@ class Service:
         if isinstance(message, AskManifest) and self.state == LEFT:
             return "it has finished, and leaves the run"
         if isinstance(message, AskAnchor):
-            stamps = self.context.desk.store.stamps()
+            stamps = self.context.mailbox.store.stamps()
             if message.fragment >= len(stamps) or stamps[message.fragment] is None:
                 return "it does not have this fragment"
         elif isinstance(message, Propose | Invite) and not self._rounds.active:
@@ -345,10 +344,10 @@ class Service:
         elif isinstance(message, HoldOn | RelayTo):
             if self.state == LEFT:
                 return "it leaves the run"
-            relay, reached = self.context.ways.relay, self._reach.can_be_dialled
+            relay, reached = self.context.routes.relay, self._reach.can_be_dialled
             return relay.refusal(remote, message, can_be_dialled=reached)
         elif not isinstance(message, _OPENING):
-            return f"{message.kind} does not open a stream"
+            return f"{type(message).__name__} does not open a stream"
         return ""
 
     async def fetch(self, fragment: int, patience_s: float) -> Anchor:

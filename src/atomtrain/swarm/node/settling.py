@@ -49,20 +49,20 @@ def finish(
         reports += _cross(context, access)  # the last one merges what a round has left
         if last:
             return reports
-        context.desk.wait(_LOOK_S)
+        context.mailbox.wait(_LOOK_S)
 
 
 def _cross(context: Context, access: FragmentAccess) -> list[RoundReport]:
     """Cross a boundary after a step that was none."""
-    speed = context.desk.progress
-    return context.desk.boundary(
+    speed = context.mailbox.progress
+    return context.mailbox.boundary(
         steps=0, tokens=0, tokens_per_s=speed.tokens_per_s, step_s=speed.step_s, access=access
     )
 
 
 def unsettled(context: Context) -> list[int]:
     """Return the fragments whose anchors do not contain all that this peer has to give."""
-    store = context.desk.store
+    store = context.mailbox.store
     return [f for f in range(len(store.fragment_elements)) if store.unmerged_tokens(f) > 0]
 
 

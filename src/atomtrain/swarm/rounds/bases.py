@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from atomtrain.swarm.anchors.anchors import Snapshot
-from atomtrain.swarm.anchors.buffer_pool import Recycler, large_empty
-from atomtrain.swarm.anchors.digests import Digest
-from atomtrain.swarm.anchors.outer import OuterUpdate, Place, rows_of
+from atomtrain.swarm.anchors.anchors import Digest, Snapshot
+from atomtrain.swarm.anchors.buffer_pool import BufferPool, pooled_empty
+from atomtrain.swarm.anchors.updates import OuterUpdate, Place, rows_of
 from atomtrain.swarm.codecs.codec import (
     Codec,
     byte_view,
@@ -88,13 +87,13 @@ class Bases:
         codec: Codec,
         spans: Sequence[Span],
         offload: Offload,
-        memory: Recycler,
+        memory: BufferPool,
     ) -> None:
         """Know none yet; `codec` is that of changes, `spans` are those of the slices.
 
         Bases come to `memory`.
         """
-        self.values = large_empty(snapshot.values.numel())
+        self.values = pooled_empty(snapshot.values.numel())
         """1-D float32, one base after the other; undefined where none is known."""
         self.digests = [""] * len(spans)
         """Hash of each base as it travels."""

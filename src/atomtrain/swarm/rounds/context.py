@@ -10,23 +10,23 @@ from functools import partial
 import torch
 
 from atomtrain.swarm.anchors.anchors import Snapshot
-from atomtrain.swarm.anchors.buffer_pool import large_empty
-from atomtrain.swarm.anchors.outer import Update
-from atomtrain.swarm.anchors.trainer_mailbox import Desk
+from atomtrain.swarm.anchors.buffer_pool import pooled_empty
+from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, RunAge
+from atomtrain.swarm.anchors.trainer_mailbox import TrainerMailbox
+from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import Codec
 from atomtrain.swarm.membership.admission import Admission
-from atomtrain.swarm.membership.agenda import Agenda
+from atomtrain.swarm.membership.agenda import Agenda, group_of, groups_of, told_next
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
-from atomtrain.swarm.membership.groups import SLACK_VERSIONS, group_of, groups_of, told_next
+from atomtrain.swarm.membership.deadlines import RoundTiming, Waits
 from atomtrain.swarm.membership.guards import Standing
 from atomtrain.swarm.membership.known_peers import KnownPeers
-from atomtrain.swarm.membership.reachability import Ways
 from atomtrain.swarm.membership.roster import Roster
-from atomtrain.swarm.rounds.gloo_group import KeptGroup
+from atomtrain.swarm.membership.routes import Routes
+from atomtrain.swarm.rounds.gloo import KeptGroup
 from atomtrain.swarm.rounds.owning import Offload
-from atomtrain.swarm.rounds.timing import RoundTiming
 from atomtrain.swarm.transport.messages import Message, Open
-from atomtrain.swarm.transport.pacing import Pacer
+from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.transport import (
     Channel,
     Directory,
@@ -35,7 +35,6 @@ from atomtrain.swarm.transport.transport import (
     Transport,
     begun,
 )
-from atomtrain.swarm.transport.waits import Waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class Context:
     transport: Transport
     directory: Directory
     admission: Admission
-    desk: Desk
+    mailbox: TrainerMailbox
     roster: Roster
     agenda: Agenda
     timing: RoundTiming
@@ -60,11 +59,13 @@ class Context:
     """Returns a short text that no other call returns."""
     clock: Callable[[], float]
     """Returns the swarm's time."""
+    age: RunAge
+    """What claims of anchors are measured by."""
     known: KnownPeers
     """Peers that the run has had."""
     pacer: Pacer
     """Limits what all streams together send."""
-    ways: Ways
+    routes: Routes
     """How members are reached."""
     waits: Waits
     """How long they are waited for."""
@@ -95,7 +96,7 @@ class Context:
 
         0: there is one anchor. Where there were several groups just now, there may be several yet.
         """
-        several = self.roster.groups > 1 or self.desk.grouped(fragment)
+        several = self.roster.groups > 1 or self.mailbox.grouped(fragment)
         return SLACK_VERSIONS if several else 0
 
     async def open(self, peer_id: str, *, bulk: bool = False) -> Channel:
@@ -104,7 +105,7 @@ class Context:
         Raises:
             LinkLost: the peer cannot be reached by the connection deadline.
         """
-        channel = await self.ways.open(peer_id, bulk=bulk)
+        channel = await self.routes.open(peer_id, bulk=bulk)
         self.adopt(channel)
         return await begun(channel, self.opening(peer_id))
 
@@ -147,14 +148,14 @@ class Context:
                 taken.set_result(snapshot)
 
         elements = self.manifest.fragment_elements[fragment]
-        into = self.desk.take_spare(elements)
+        into = self.mailbox.take_spare(elements)
         if into is None:
             into = await self.offload(_written, elements)
-        self.desk.want_snapshot(fragment, into, lambda s: _into(loop, resolve, s))
+        self.mailbox.want_snapshot(fragment, into, lambda s: _into(loop, resolve, s))
         try:
             return await taken
         finally:
-            self.desk.withdraw(fragment)
+            self.mailbox.withdraw(fragment)
 
 
 def opening_to(peer_id: str, admission: Admission) -> Open:
@@ -163,7 +164,7 @@ def opening_to(peer_id: str, admission: Admission) -> Open:
 
 
 def _written(elements: int) -> torch.Tensor:
-    return large_empty(elements).fill_(0)  # not zeros(): those are not in memory yet
+    return pooled_empty(elements).fill_(0)  # not zeros(): those are not in memory yet
 
 
 def _into(

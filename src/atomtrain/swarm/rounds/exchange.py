@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from atomtrain.swarm.anchors.anchors import Snapshot
-from atomtrain.swarm.anchors.buffer_pool import exchange_memory, large_empty
-from atomtrain.swarm.anchors.outer import OuterUpdate
+from atomtrain.swarm.anchors.buffer_pool import exchange_memory, pooled_empty
+from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import Codec, byte_view, decode_span, decoded, square_of
 from atomtrain.swarm.codecs.slices import (
     Span,
@@ -35,10 +35,10 @@ from atomtrain.swarm.rounds.owning import (
     Offload,
     OwnedSlice,
     SliceMean,
+    SliceReduction,
     mean_codec,
     mean_digest,
 )
-from atomtrain.swarm.rounds.reduction import SliceReduction
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Change, Contribution, Mean
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
 
@@ -113,7 +113,7 @@ class Exchange:
                 setup.snapshot, setup.update, setup.codec, self._spans, setup.offload, self._memory
             )
         self._means: list[SliceMean | None] = [None] * len(self._spans)
-        self._values = large_empty(elements)  # what all means lie in
+        self._values = pooled_empty(elements)  # what all means lie in
         self._own_square = [0.0] * len(self._spans)
         self._wrong_means: dict[str, str] = {}
         self._channels: list[Channel] = []
@@ -190,12 +190,21 @@ class Exchange:
                 opened = self._opened(lane) if lane.mine else self._lanes.arrival(lane)
                 await self._exchange_over(await opened, lane)
         except (LinkLost, BadMessage, TimeoutError):
-            for index in self._lanes.slices_of(self._me, lane):
-                self._owned[index].lose(lane.member)
-            if lane.mine:
-                self._lanes.give_up(lane.member)
+            self._lose(lane)
         finally:
             self._lanes.end(lane)
+
+    def _lose(self, lane: Lane) -> None:
+        """Go on without the member at the other end of a lane.
+
+        Of what it contributes to this member's slices, those that had come whole count, and no
+        other is waited for. Of its own slices on the lane this member gets no mean: it says so, and
+        the leader commits none of them.
+        """
+        for index in self._lanes.slices_of(self._me, lane):
+            self._owned[index].lose(lane.member)
+        if lane.mine:
+            self._lanes.give_up(lane.member)
 
     async def _opened(self, lane: Lane) -> Channel:
         peer_id = self._begin.members[lane.member]

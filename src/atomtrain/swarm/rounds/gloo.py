@@ -16,18 +16,18 @@ contributes to the next, and makes the new anchor of those that have come.
 from __future__ import annotations
 
 import asyncio
+import datetime
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from atomtrain.swarm.anchors.buffer_pool import large_empty
-from atomtrain.swarm.anchors.outer import Update
+from atomtrain.swarm.anchors.buffer_pool import pooled_empty
+from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import square_of
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.rounds.exchange import ExchangeResult, ExchangeSetup, checked_place
-from atomtrain.swarm.rounds.gloo_group import KeptGroup, Place, ProcessGroup
 from atomtrain.swarm.rounds.making import Made, Making
 from atomtrain.swarm.rounds.owning import SliceMean
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Contribution, Meeting
@@ -40,6 +40,93 @@ _AHEAD = 3
 """Chunks that are under way while this member computes."""
 _CACHED_ELEMENTS = 1 << 16
 """So many stay in the processor's cache from one operation to the next."""
+
+
+class MeetingPlace(NamedTuple):
+    """Where members of a group meet: the store that the first of them keeps."""
+
+    host: str
+    port: int
+
+
+class ProcessGroup:
+    """One member's end of a process group, for all rounds that its members have in a row."""
+
+    def __init__(self, members: tuple[str, ...], me: int, host: str) -> None:
+        """Take the place `me` among `members`; `host` is where others reach it."""
+        self.members = members
+        self.rounds = 0
+        """In which it has added up everything that it was given."""
+        self.place: MeetingPlace | None = None
+        """Known once this member has gone there."""
+        self._me, self._host = me, host
+        self._store: Any = None
+        self._group: Any = None
+
+    def open(self, timeout_s: float) -> MeetingPlace:
+        """As the first member, have a store at which the others can meet."""
+        return self._at(MeetingPlace(self._host, 0), timeout_s)
+
+    def go_to(self, place: MeetingPlace, timeout_s: float) -> None:
+        """As any other member, find that store; raises `RuntimeError` when it is gone."""
+        self._at(place, timeout_s)
+
+    def meet(self, timeout_s: float) -> None:
+        """Connect to all members, once they have a store; blocks until they are there.
+
+        Raises:
+            RuntimeError: they are not in that time.
+        """
+        gloo = _distributed().ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = datetime.timedelta(seconds=timeout_s)
+        options._devices = [gloo.create_device(hostname=self._host)]
+        self._group = gloo(self._store, self._me, len(self.members), options)
+
+    def add_up(self, values: Any, timeout_s: float) -> Any:
+        """Begin to replace `values` by the sum of all members'; `wait` for what is returned.
+
+        All members must call this for the same numbers in the same order.
+        """
+        options = _distributed().AllreduceOptions()
+        options.timeout = datetime.timedelta(seconds=timeout_s)
+        return self._group.allreduce([values], options)
+
+    def abort(self) -> None:
+        """Break off whatever is under way; nothing else can be done with the group then."""
+        if self._group is not None:
+            self._group.abort()
+
+    def _at(self, place: MeetingPlace, timeout_s: float) -> MeetingPlace:
+        self._store = _distributed().TCPStore(
+            *place,
+            is_master=self._me == 0,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        self.place = MeetingPlace(place.host, self._store.port)
+        return self.place
+
+
+class KeptGroup:
+    """The group of a peer's last round, if all of it went well; for one round at a time."""
+
+    def __init__(self) -> None:
+        """Begin without one."""
+        self._group: ProcessGroup | None = None
+
+    def take(self, members: tuple[str, ...]) -> ProcessGroup | None:
+        """Return the group if it has these members, and do not keep it any more in any case."""
+        group, self._group = self._group, None
+        return group if group is not None and group.members == members else None
+
+    def keep(self, group: ProcessGroup) -> None:
+        """Keep it for the next round."""
+        self._group = group
+
+    def close(self) -> None:
+        """Leave the group, if there is one."""
+        self._group = None
 
 
 class GlooExchange:
@@ -59,10 +146,10 @@ class GlooExchange:
         elements, members = setup.snapshot.values.numel(), len(begin.members)
         self._spans = slice_spans(elements, members * slices_per_member(elements, members))
         self._channels: list[Channel] = []
-        self._values = large_empty(elements)
+        self._values = pooled_empty(elements)
         loop = asyncio.get_running_loop()
         self._until_s = loop.time() + begin.exchange_s
-        self._place: asyncio.Future[Place] = loop.create_future()
+        self._place: asyncio.Future[MeetingPlace] = loop.create_future()
         self._rounds_of: dict[str, int] = {}
         """What others say of the group that they have kept."""
         self._asked = asyncio.Event()
@@ -129,7 +216,7 @@ class GlooExchange:
         await asyncio.to_thread(new.meet, self._begin.exchange_s)
         return new
 
-    async def _asked_first(self, rounds: int) -> Place:
+    async def _asked_first(self, rounds: int) -> MeetingPlace:
         """Ask the first member where to meet."""
         channel = await self._setup.open(self._begin.members[0])
         self._channels.append(channel)
@@ -140,7 +227,7 @@ class GlooExchange:
             channel.close()
         if not 0 < meeting.port <= _PORTS_MAX:
             raise BadMessage(f"a group cannot meet at port {meeting.port}")
-        return Place(meeting.host, meeting.port)
+        return MeetingPlace(meeting.host, meeting.port)
 
     def _reduce(self, group: ProcessGroup) -> _Reduced:
         """Return the means, and what they make; raises `RuntimeError` when a member is lost."""
@@ -210,3 +297,10 @@ class _Reducing:
             ],
             made,
         )
+
+
+def _distributed() -> Any:
+    """Return `torch.distributed`, whose classes its type hints leave out."""
+    import torch.distributed
+
+    return torch.distributed

@@ -7,10 +7,9 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp, best_of, supersedes
 from atomtrain.swarm.codecs.codec import encoded_bytes
 from atomtrain.swarm.codecs.slices import Span, slices_per_member
-from atomtrain.swarm.membership.groups import supersedes
 from atomtrain.swarm.rounds.bases import base_codec
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_state import LeaderRound, Outgoing, Phase, RoundCall
@@ -25,7 +24,7 @@ _LOOK_S = 1.0
 """How often it is seen whether those that have not answered are members still."""
 
 
-class Leading:
+class LeaderIO:
     """Drives one `LeaderRound` over real streams until it is done."""
 
     def __init__(
@@ -41,10 +40,11 @@ class Leading:
         group = set(context.group(round_index))
         members = [record for record in context.roster.training() if record.peer_id in group]
         slack = context.slack(fragment)
-        stamp = best_known(context.desk.stamp(fragment), context.roster.best()[fragment])
+        # A leader may be behind itself.
+        stamp = best_of((context.mailbox.stamp(fragment), context.roster.best()[fragment]))
         # Members that are behind fetch the whole anchor before they answer.
         anchor_bytes = 4 * context.manifest.fragment_elements[fragment]
-        anchor_bytes *= 1 + context.desk.store.momentum
+        anchor_bytes *= 1 + context.mailbox.store.momentum
         waited_for = [r for r in members if context.roster.patient_with(r.peer_id, round_index)]
         behind = [
             r.fetch_bytes_per_s for r in waited_for if is_behind(r.stamps[fragment], stamp, slack)
@@ -65,6 +65,7 @@ class Leading:
             decision_s=context.timing.floor_s,
             groups=context.roster.groups,
             slack=slack,
+            limit=context.age.limit,
         )
         self._round = LeaderRound(call, [r.peer_id for r in members], self._loop.time())
 
@@ -98,7 +99,7 @@ class Leading:
             for member in self._round.unanswered - {self._context.peer_id}:
                 if not self._context.roster.sees(member):
                     talks[member].cancel()
-                    self._events.put_nowait((member, None))
+                    self._lost(member)
 
     async def _next(self) -> Outgoing:
         try:
@@ -115,9 +116,13 @@ class Leading:
             try:
                 await self._channels[member].send(message)
             except LinkLost:
-                self._events.put_nowait((member, None))
+                self._lost(member)
 
         await asyncio.gather(*(send(member, message) for member, message in outgoing))
+
+    def _lost(self, member: str) -> None:
+        """Have the round go on without a member; `LeaderRound.on_lost` says what that means."""
+        self._events.put_nowait((member, None))
 
     async def _talk(self, member: str, invite: Message) -> None:
         assert isinstance(invite, Invite)
@@ -126,7 +131,7 @@ class Leading:
         except LinkLost as error:
             _log.debug("round %s: %s", invite.round_id, error)
             self._context.roster.suspect(member)
-            self._events.put_nowait((member, None))
+            self._lost(member)
             return
         self._channels[member] = channel
         try:
@@ -144,14 +149,7 @@ class Leading:
                     return
         except (LinkLost, BadMessage) as error:
             _log.debug("round %s: %s", invite.round_id, error)
-            self._events.put_nowait((member, None))
-
-
-def best_known(own: Stamp | None, others: Stamp | None) -> Stamp | None:
-    """Return the stamp that wins: a leader may be behind itself."""
-    if own is None or others is None:
-        return own or others
-    return others if others.beats(own) else own
+            self._lost(member)
 
 
 def is_behind(stamp: Stamp | None, best: Stamp | None, slack: int) -> bool:

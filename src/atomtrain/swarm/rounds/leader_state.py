@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from atomtrain.swarm.anchors.anchors import Stamp
-from atomtrain.swarm.membership.groups import siblings
+from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, Stamp, best_of, siblings
 from atomtrain.swarm.membership.guards import bounded_weights
 from atomtrain.swarm.transport.messages import (
     Abandon,
@@ -59,6 +58,8 @@ class RoundCall:
     """Into how many groups the swarm is divided, this one included."""
     slack: int = 0
     """So many versions apart anchors may be in one group; 0: it has one anchor."""
+    limit: Limit = Limit(VERSION_MAX, TOKENS_MAX)  # noqa: RUF009 - not to be changed
+    """What no anchor of the run can be beyond."""
 
 
 Outgoing = list[tuple[str, Message]]
@@ -108,6 +109,9 @@ class LeaderRound:
         """Take a member's message; those that do not fit the phase are ignored."""
         if self.phase is Phase.FORMING and member in self._waiting:
             if isinstance(message, Ready):
+                if refusal := self.call.limit.refusal(_stamp(message).next(message.weight)):
+                    self._refusals[member] = f"claims {refusal}"
+                    return self.on_lost(member, now_s)
                 self._ready[member] = message
             elif isinstance(message, Decline):
                 self._refusals[member] = message.reason
@@ -186,7 +190,8 @@ class LeaderRound:
         """Return the best anchor that a member is ready on, and who is ready on it or a sibling."""
         slack = self.call.slack
         stamps = {member: _stamp(ready) for member, ready in self._ready.items()}
-        best = _best(set(stamps.values()))
+        best = best_of(stamps.values())
+        assert best is not None, "somebody is ready"
         near = {m: stamp for m, stamp in stamps.items() if siblings(stamp, best, slack)}
         top = max(stamp.version for stamp in near.values())
         return best, {m: stamp for m, stamp in near.items() if top - stamp.version <= slack}
@@ -211,11 +216,3 @@ class LeaderRound:
 
 def _stamp(ready: Ready) -> Stamp:
     return Stamp(ready.version, ready.tokens, ready.digest)
-
-
-def _best(stamps: set[Stamp]) -> Stamp:
-    best, *others = stamps
-    for stamp in others:
-        if stamp.beats(best):
-            best = stamp
-    return best

@@ -1,4 +1,7 @@
-"""The anchor that a round makes of the old one, slice by slice: the same bits at all members."""
+"""The anchor that a round makes of the old one: slice by slice, the same bits at all members.
+
+Or, where nobody else is in the round, of the parameters alone: whoever comes next starts there.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from atomtrain.swarm.anchors.anchors import Anchor, Part, Snapshot
-from atomtrain.swarm.anchors.buffer_pool import large_copy
-from atomtrain.swarm.anchors.digests import Digest
-from atomtrain.swarm.anchors.outer import Place, Update, rows_of
+from atomtrain.swarm.anchors.anchor_store import AnchorStore
+from atomtrain.swarm.anchors.anchors import Anchor, Digest, Merge, Part, Snapshot, digest_of, whole
+from atomtrain.swarm.anchors.buffer_pool import pooled_copy, pooled_empty
+from atomtrain.swarm.anchors.updates import Place, Update, rows_of
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.transport.messages import Begin
@@ -90,10 +93,37 @@ def _velocity(old: Anchor, update: Update) -> torch.Tensor | None:
     """Return a copy of an anchor's velocity; after several groups it begins with zeros."""
     if old.grouped and update.rows:
         return torch.zeros(update.rows * old.values.numel())
-    return None if old.velocity is None else large_copy(old.velocity)
+    return None if old.velocity is None else pooled_copy(old.velocity)
 
 
 def _on_time_share(begin: Begin, contributors: tuple[int, ...]) -> float:
     total = sum(begin.weights[i] for i in contributors)
     late = sum(begin.weights[i] for i in contributors if begin.late[i])
     return (total - late) / total if total else 1.0
+
+
+def merge_alone(store: AnchorStore, update: Update, snapshot: Snapshot) -> Merge:
+    """Return the new anchor of a round that nobody else is in: it follows the parameters."""
+    old = snapshot.anchor.stamp
+    if snapshot.gradient:
+        return _step_alone(update, snapshot)
+    new = old.next(snapshot.weight)
+    anchor = store.fresh(snapshot.values, version=new.version, tokens=new.tokens)
+    spans = whole(snapshot.values.numel())
+    return Merge(snapshot.fragment, anchor, (), snapshot, spans)
+
+
+def _step_alone(update: Update, snapshot: Snapshot) -> Merge:
+    old = snapshot.anchor
+    values = pooled_empty(old.values.numel())
+    velocity = None if old.velocity is None else pooled_copy(old.velocity)
+    everything = whole(values.numel())
+    update.apply(
+        old.values,
+        snapshot.contribution(everything[0]),
+        rows_of(velocity, update.rows, everything[0]),
+        out=values,
+        place=Place(snapshot.fragment, 0, old.stamp.version),
+    )
+    stamp = old.stamp.next(snapshot.weight, digest_of(values, velocity))
+    return Merge(snapshot.fragment, Anchor(values, velocity, stamp), (), snapshot, everything)

@@ -1,28 +1,35 @@
-"""A member's way through one round, from invitation to decision.
+"""A member's way through one round, from invitation to decision, and what the decision makes.
 
     Invite --> snapshot at the next boundary --> Ready --> Begin --> exchange --> Held --> Commit
 
 Whatever breaks on the way ends the round for this member only. If its contribution may have been
 used although it did not hear the decision, it keeps the snapshot: should the anchor that it fetches
 later come from that very round, its progress is measured from there and nothing counts twice.
+
+A decision makes the same bits of an anchor at all members of its group.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from atomtrain.swarm.anchors.anchors import Merge, Snapshot
+from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, Snapshot, split_parts, whole
+from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, Stamp
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
+from atomtrain.swarm.anchors.updates import OuterUpdate, Update
 from atomtrain.swarm.codecs.codec import all_finite
+from atomtrain.swarm.codecs.slices import Span, slice_spans
+from atomtrain.swarm.rounds.bases import velocity_after
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.exchange import Exchange, ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.gloo import GlooExchange
 from atomtrain.swarm.rounds.leader_io import exchange_bytes
-from atomtrain.swarm.rounds.round_merge import Decided, check_begin, merge_of
+from atomtrain.swarm.rounds.making import Made, Making
 from atomtrain.swarm.transport.messages import (
     Abandon,
     BadMessage,
@@ -35,12 +42,33 @@ from atomtrain.swarm.transport.messages import (
 )
 from atomtrain.swarm.transport.transport import Channel, Inbox, LinkLost, MessageT, host_of
 
+_VIEWS_APART = 4
+"""So many times more groups than this peer counts are no matter of a moment's difference."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Everything that the new anchor is computed from."""
+
+    snapshot: Snapshot
+    begin: Begin
+    commit: Commit
+    result: ExchangeResult
+
+
+class Doubt(NamedTuple):
+    """A round that this peer has given its part to, and whose decision it did not hear."""
+
+    round_id: str
+    snapshot: Snapshot
+    members: tuple[str, ...]
+
 
 class _Over(Exception):  # noqa: N818 - the ordinary end of a round without a result
     """The round ends here for this member, for the reason given."""
 
 
-class Membering:
+class RoundMember:
     """One member's part in one round."""
 
     def __init__(self, context: Context, invite: Invite, channel: Channel) -> None:
@@ -53,14 +81,14 @@ class Membering:
         self._inbox = Inbox(channel)
         self.exchange: Exchange | GlooExchange | None = None
         self.exchange_known = asyncio.Event()
-        self.in_doubt: Snapshot | None = None
+        self.in_doubt: Doubt | None = None
         self.begin: Begin | None = None
         """The group, once it is fixed."""
         self.astray = False
         """Most of the others' anchors are far from this member's."""
 
     async def run(self) -> None:
-        """Follow the round to its end and leave its report, and what it changes, at the desk."""
+        """Follow the round to its end; leave its report, and what it changes, for the trainer."""
         try:
             decided = await self._follow()
         except (_Over, LinkLost, BadMessage) as error:
@@ -70,7 +98,7 @@ class Membering:
             self._inbox.close()
         self._context.timing.observe_round(self._loop.time() - self._started_s)
         merge, report = await self._context.offload(self._conclude, decided)
-        self._context.desk.leave_merge(merge, report)
+        self._context.mailbox.leave_merge(merge, report)
 
     async def _follow(self) -> Decided:
         snapshot = await self._enter()
@@ -151,7 +179,7 @@ class Membering:
             if context.manifest.rules.transport == "gloo"
             else Exchange(setup, begin)
         )
-        self.in_doubt = snapshot
+        self.in_doubt = Doubt(self.invite.round_id, snapshot, begin.members)
         self.exchange_known.set()
         started_s = self._loop.time()
         result = await self.exchange.run()
@@ -174,12 +202,12 @@ class Membering:
             self.in_doubt = None
             raise _Over(message.reason)
         if not isinstance(message, kind):
-            raise BadMessage(f"the leader sent {message.kind}, not {kind.__name__}")
+            raise BadMessage(f"the leader sent {type(message).__name__}, not {kind.__name__}")
         return message
 
     def _abandoned(self, reason: str) -> None:
-        stamp = self._context.desk.stamp(self.invite.fragment)
-        self._context.desk.report(
+        stamp = self._context.mailbox.stamp(self.invite.fragment)
+        self._context.mailbox.report(
             RoundReport(
                 round=self.invite.round_index,
                 fragment=self.invite.fragment,
@@ -232,3 +260,87 @@ class Membering:
             reason="; ".join(reasons),
             rejected=rejected,
         )
+
+
+def check_begin(begin: Begin, own: Stamp, context: Context) -> None:
+    """Check what a leader says of a group against what this member knows.
+
+    Raises:
+        BadMessage: it cannot be true.
+    """
+    if begin.exchange_s > context.config.round_ceiling_s:
+        raise BadMessage(f"the leader allows {begin.exchange_s:.0f} s for an exchange")
+    if begin.bases and context.manifest.rules.group_size == 0:
+        raise BadMessage("the leader has bases in a run without groups")
+    if not begin.bases and (begin.version, begin.tokens) != (own.version, own.tokens):
+        raise BadMessage("the leader began with another anchor than this member's")
+    if begin.tokens < own.tokens or not 0 <= begin.version - own.version <= SLACK_VERSIONS:
+        raise BadMessage("the leader's versions are no siblings of this member's")
+    if not 1 <= begin.groups <= _VIEWS_APART * (1 + context.roster.groups):
+        raise BadMessage(f"the leader speaks of {begin.groups} groups")
+    if refusal := context.age.limit.refusal(_stamp_after(begin, sum(begin.weights))):
+        raise BadMessage(f"the round would make {refusal}")
+
+
+def merge_of(decided: Decided, update: Update, peer_id: str) -> Merge:
+    """Return the new anchor that a decision makes of the old one, and how to merge it.
+
+    Where nothing was decided each member keeps its own anchor's. The new anchor lies where the
+    means did, which are gone then: everybody whose word the decision counts on has them.
+    """
+    snapshot, begin = decided.snapshot, decided.begin
+    made = decided.result.made or _made(decided, update)
+    used = frozenset().union(*(part.contributors for part in made.parts))
+    tokens = sum(w for m, w in zip(begin.members, begin.weights, strict=True) if m in used)
+    stamp = _stamp_after(begin, tokens, made.digest)
+    origin = Origin(begin.round_id, made.parts)
+    anchor = Anchor(made.values, made.velocity, stamp, origin, grouped=begin.bases)
+    changed, contributed = split_parts(made.parts, peer_id)
+    own_velocity = _own_velocity(snapshot, update, contributed) if begin.bases else None
+    return Merge(snapshot.fragment, anchor, changed, snapshot, contributed, velocity=own_velocity)
+
+
+def _stamp_after(begin: Begin, tokens: int, digest: str = "") -> Stamp:
+    """Return the stamp of what a round makes with so many tokens of its members."""
+    return Stamp(begin.version, begin.tokens, "").next(begin.groups * tokens, digest)
+
+
+def _made(decided: Decided, update: Update) -> Made:
+    result, committed = decided.result, frozenset(decided.commit.slices)
+    making = Making(decided.snapshot, decided.begin, update, result.values)
+    for j, span in enumerate(slice_spans(result.values.numel(), len(result.means))):
+        mean = result.means[j]
+        if j not in committed or mean is None:
+            making.keep(span)
+        elif result.bases is not None:
+            base = result.bases.values[span.start : span.stop]
+            making.rebase(span, mean.values, base, mean.contributors)
+        else:
+            making.apply(span, mean.values, mean.contributors)
+    return making.made()
+
+
+def _own_velocity(
+    snapshot: Snapshot, update: Update, contributed: tuple[Span, ...]
+) -> torch.Tensor | None:
+    assert isinstance(update, OuterUpdate), "gradients are averaged by one group of all"
+    return velocity_after(snapshot, update, contributed)
+
+
+def merge_of_fetched(
+    fragment: int, anchor: Anchor, present: Anchor, doubt: Doubt | None, me: str
+) -> Merge:
+    """Return how to merge a fetched anchor.
+
+    If the round in `doubt` made it out of the present one, progress is measured from the snapshot
+    wherever this peer's contribution is in it.
+    """
+    elements = anchor.values.numel()
+    if (
+        doubt is None
+        or anchor.origin.round_id != doubt.round_id
+        or doubt.snapshot.anchor is not present
+    ):
+        return Merge(fragment, anchor, whole(elements))
+    changed, contributed = split_parts(anchor.origin.parts, me)
+    return Merge(fragment, anchor, changed, doubt.snapshot, contributed)

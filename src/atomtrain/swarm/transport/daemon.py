@@ -2,18 +2,23 @@
 
 hivemind can start the daemon itself, but then it survives a `kill -9` of its parent. Here a stub
 asks the kernel to kill it with its parent before it becomes the daemon. The kernel watches the
-thread that started it: start it on the thread that will run the event loop.
+thread that started it: start it on the thread that will run the event loop. What the daemon leaves
+behind, its sockets, the next process removes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import logging
 import os
 import selectors
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -22,7 +27,6 @@ from pathlib import Path
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport.identity import Identity
-from atomtrain.swarm.transport.runtime_folder import RuntimeFolder
 
 _log = logging.getLogger("atomtrain.swarm")
 _STUB = """
@@ -34,6 +38,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 _START_S = 15.0
 _STOP_S = 60.0
+_PREFIX = "atom-swarm-"
+_LOCK = "lock"
+_PATH_BYTES_MAX = 60
+"""Paths of sockets may have 107 bytes; names in the folder take the rest."""
+_UNLOCKED_S = 60.0
+"""A folder without a lock is being made; after this long it was not finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,3 +161,53 @@ def _check_port_is_free(host: str, port: int) -> None:
             if error.errno == errno.EADDRNOTAVAIL:
                 fix = "--host takes an address of this machine, or 0.0.0.0 for all of them"
             raise SwarmError(f"cannot listen on {host}:{port}: {error.strerror}; {fix}") from error
+
+
+class RuntimeFolder:
+    """A new folder, readable by its owner only, held until `close` or the end of the process.
+
+    Whoever has a folder holds a lock on a file in it. The kernel frees the lock when the owner
+    ends, however it ends; so a folder whose lock is free belongs to nobody.
+    """
+
+    def __init__(self) -> None:
+        """Make and lock a folder; remove those that nobody holds any more."""
+        base = Path(tempfile.gettempdir())
+        if len(os.fsencode(base)) > _PATH_BYTES_MAX:
+            base = Path("/tmp")  # where sockets' paths are short enough
+        _remove_forgotten(base)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        locked = self.path / f".{_LOCK}"
+        self._lock = os.open(locked, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked.rename(self.path / _LOCK)
+
+    def close(self) -> None:
+        """Remove the folder; idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_forgotten(base: Path) -> None:
+    for folder in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another process removes it, or it is another user's
+            if folder.stat().st_uid == os.getuid() and _is_forgotten(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_forgotten(folder: Path) -> bool:
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR)
+    except FileNotFoundError:  # it is being made, half removed, or somebody else's
+        ours = all(entry.is_socket() or entry.name == f".{_LOCK}" for entry in folder.iterdir())
+        return ours and time.time() - folder.stat().st_mtime > _UNLOCKED_S
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)

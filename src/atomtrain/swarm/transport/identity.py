@@ -13,6 +13,8 @@ import os
 import secrets
 from pathlib import Path
 
+import base58
+
 from atomtrain.errors import ConfigError
 
 _PRIVATE_HEAD = bytes((0x08, 0x01, 0x12, 0x40))
@@ -23,7 +25,6 @@ _ID_HEAD = bytes((0x00, len(_PUBLIC_HEAD) + 32))
 """Multihash of the kind that is no hash: the encoded public key itself."""
 _SECRET_BYTES = 32
 SIGNATURE_BYTES = 64
-_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _ID_LENGTH_MAX = 64
 
 
@@ -37,7 +38,7 @@ class Identity:
         self._key = Ed25519PrivateKey.from_private_bytes(secret)
         self._secret = secret
         self._public = self._key.public_key().public_bytes_raw()
-        self.peer_id = _base58(_ID_HEAD + _PUBLIC_HEAD + self._public)
+        self.peer_id = base58.b58encode(_ID_HEAD + _PUBLIC_HEAD + self._public).decode()
 
     @classmethod
     def create(cls) -> Identity:
@@ -128,27 +129,11 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
 
 def public_key_of(peer_id: str) -> bytes | None:
     """Return the 32 bytes of the Ed25519 key in a peer id; None if it is no such id."""
+    if len(peer_id) > _ID_LENGTH_MAX or not peer_id.isalnum():  # base58 would pass over spaces
+        return None
+    try:
+        data = base58.b58decode(peer_id)
+    except ValueError:
+        return None
     head = _ID_HEAD + _PUBLIC_HEAD
-    data = _from_base58(peer_id)
-    if data is None or len(data) != len(head) + 32 or not data.startswith(head):
-        return None
-    return data[len(head) :]
-
-
-def _base58(data: bytes) -> str:
-    number, digits = int.from_bytes(data, "big"), ""
-    while number:
-        number, digit = divmod(number, 58)
-        digits = _ALPHABET[digit] + digits
-    zeros = len(data) - len(data.lstrip(b"\0"))
-    return "1" * zeros + digits
-
-
-def _from_base58(text: str) -> bytes | None:
-    if len(text) > _ID_LENGTH_MAX or not set(text) <= set(_ALPHABET):
-        return None
-    number = 0
-    for character in text:
-        number = number * 58 + _ALPHABET.index(character)
-    zeros = len(text) - len(text.lstrip("1"))
-    return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8, "big")
+    return data[len(head) :] if len(data) == len(head) + 32 and data.startswith(head) else None

@@ -1,16 +1,20 @@
 """Transport over hivemind: its encrypted libp2p streams.
 
-hivemind's averager is not used. Everything lives on the event loop of the calling thread; the only
-other process is the daemon.
+hivemind's averager is not used, and not even imported. Everything lives on the event loop of the
+calling thread; the only other process is the daemon.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import importlib.util
 import logging
 import re
 import socket
+import sys
+import types
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +43,8 @@ _OFFERS_AT_ONCE = 256
 _DIALLED = re.compile(r"\* \[[^]]*\] (.*?)(?= \* \[|$)")
 """What the daemon says of each address that it dialled: `* [ADDRESS] reason`."""
 _REASON_MAX = 300
+_PACKAGE = "hivemind"
+_PARTS = ("hivemind.dht.node", "hivemind.dht.validation", "hivemind.utils.multiaddr")
 
 
 class Endpoint(Protocol):
@@ -311,3 +317,37 @@ def _short(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     reasons = dict.fromkeys(_DIALLED.findall(text))
     return ("; ".join(reasons) or text)[:_REASON_MAX]
+
+
+class _NotRunYet(types.ModuleType):
+    """A package of which nothing but submodules was asked for so far."""
+
+    def __getattr__(self, name: str) -> Any:
+        if (part := sys.modules.get(f"{self.__name__}.{name}")) is not None:
+            return part  # its import has not ended yet
+        if name.startswith("__") and name != "__version__":  # as tools that look at modules do
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.__class__ = types.ModuleType  # type: ignore[assignment]
+        importlib.reload(self)
+        return getattr(self, name)
+
+
+def import_hivemind() -> None:
+    """Import hivemind's hash table and streams without the rest of hivemind.
+
+    `import hivemind` runs a package that imports its averager, its optimizers and its mixture of
+    experts, and SciPy and pydantic for them: most of what that takes, and nothing of it is used
+    here. So the package is made known without being run, and the modules that are used are imported
+    as ever. Who asks the package itself for something gets all of it then.
+
+    It takes seconds on a busy machine, so call it before any deadline runs.
+    """
+    if _PACKAGE not in sys.modules:
+        spec = importlib.util.find_spec(_PACKAGE)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {_PACKAGE!r}", name=_PACKAGE)
+        package = importlib.util.module_from_spec(spec)
+        package.__class__ = _NotRunYet
+        sys.modules[_PACKAGE] = package
+    for part in _PARTS:
+        importlib.import_module(part)

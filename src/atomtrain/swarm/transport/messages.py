@@ -1,4 +1,4 @@
-"""The control messages: small frozen records, JSON on the wire, checked field by field.
+"""The control messages: small frozen records, JSON on the wire, checked as they are read.
 
 Nothing here allocates more than `MESSAGE_BYTES_MAX` because of what a peer says. Numbers too large,
 strings too long, missing or unknown fields and wrong types all raise `BadMessage`.
@@ -6,88 +6,86 @@ strings too long, missing or unknown fields and wrong types all raise `BadMessag
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Annotated, Union
+
+import msgspec
+from msgspec import Meta
 
 from atomtrain.errors import SwarmError
 
 MESSAGE_BYTES_MAX = 1 << 20
 OPENING_BYTES_MAX = 1 << 14
 """Of the first two messages on a stream, which anybody may send: far more than those need."""
-_TEXT_MAX = 4096
-_LIST_MAX = 4096
-_NUMBER_MAX = 1 << 53
+_TOLD_MAX = 400
+_LIST = Meta(max_length=4096)
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Real = Annotated[float, Meta(ge=0.0, le=2.0**53)]
+Text = Annotated[str, Meta(max_length=4096)]
+Counts = Annotated[tuple[Count, ...], _LIST]
+Texts = Annotated[tuple[Text, ...], _LIST]
+Flags = Annotated[tuple[bool, ...], _LIST]
 
 
 class BadMessage(SwarmError):  # noqa: N818 - what it is reads better than what it raises
     """A peer sent something that this protocol does not allow."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
+class Message(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="kind",
+    tag=True,
+    forbid_unknown_fields=True,
+):
     """Base of all messages; `kind` names the class on the wire."""
 
-    kind: ClassVar[str]
-    _known: ClassVar[dict[str, type[Message]]] = {}
 
-    def __init_subclass__(cls) -> None:
-        """Register the message under the name of its class."""
-        cls.kind = cls.__name__
-        Message._known[cls.kind] = cls
-
-
-@dataclass(frozen=True, kw_only=True)
-class Open(Message):
+class Open(Message, frozen=True, kw_only=True):
     """First on every stream: who may go on is decided by protocol, run and proof of the key."""
 
-    protocol: int
-    run: str
-    proof: str
+    protocol: Count
+    run: Text
+    proof: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """Instead of any answer: why there is none, and which run this peer trains."""
 
-    reason: str
-    run: str
-    protocol: int
+    reason: Text
+    run: Text
+    protocol: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskManifest(Message):
+class AskManifest(Message, frozen=True, kw_only=True):
     """A newcomer asks what the run is."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManifestHeader(Message):
+class ManifestHeader(Message, frozen=True, kw_only=True):
     """The manifest follows in `bytes_count` bytes; the proof is that of the peer that gives it.
 
     `time_s` is the swarm's time.
     """
 
-    bytes_count: int
-    digest: str
-    proof: str
-    time_s: float
+    bytes_count: Count
+    digest: Text
+    proof: Text
+    time_s: Real
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskAnchor(Message):
+class AskAnchor(Message, frozen=True, kw_only=True):
     """A peer asks for a fragment's anchor as it is now.
 
     If it has the hash `digest`, what comes before `start_bytes` is there already; any other is
     wanted whole.
     """
 
-    fragment: int
-    digest: str
-    start_bytes: int
+    fragment: Count
+    digest: Text
+    start_bytes: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnchorHeader(Message):
+class AnchorHeader(Message, frozen=True, kw_only=True):
     """The anchor (and velocity, if the run has momentum) follows as raw float32.
 
     It comes from `start_bytes` on: 0, or what was asked for. `round_id` and what comes after it say
@@ -95,119 +93,104 @@ class AnchorHeader(Message):
     (indices into `members`, separated by spaces) are in it.
     """
 
-    fragment: int
-    version: int
-    tokens: int
-    digest: str
-    start_bytes: int
-    round_id: str
-    members: tuple[str, ...]
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-    contributors: tuple[str, ...]
+    fragment: Count
+    version: Count
+    tokens: Count
+    digest: Text
+    start_bytes: Count
+    round_id: Text
+    members: Texts
+    starts: Counts
+    stops: Counts
+    contributors: Texts
     grouped: bool
     """It is that of one of several groups: no velocity comes with it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskStatus(Message):
+class AskStatus(Message, frozen=True, kw_only=True):
     """Somebody who looks on asks what this peer knows of the swarm."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatusHeader(Message):
+class StatusHeader(Message, frozen=True, kw_only=True):
     """A JSON object follows in `bytes_count` bytes."""
 
-    bytes_count: int
+    bytes_count: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     """Somebody measures the way here: wants the time, and `bytes_count` bytes of no meaning."""
 
-    bytes_count: int
+    bytes_count: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pong(Message):
+class Pong(Message, frozen=True, kw_only=True):
     """The swarm's time, this peer's version, and what was asked for follows."""
 
-    time_s: float
-    version: str
-    bytes_count: int
+    time_s: Real
+    version: Text
+    bytes_count: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskDial(Message):
+class AskDial(Message, frozen=True, kw_only=True):
     """A peer asks whether others can dial it: try this address of its own."""
 
-    address: str
+    address: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dialled(Message):
+class Dialled(Message, frozen=True, kw_only=True):
     """What came of it."""
 
     answered: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class HoldOn(Message):
+class HoldOn(Message, frozen=True, kw_only=True):
     """A peer that cannot be dialled stays on this stream, to be called when others want it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holding(Message):
+class Holding(Message, frozen=True, kw_only=True):
     """It will be called."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RelayTo(Message):
+class RelayTo(Message, frozen=True, kw_only=True):
     """The stream is to be passed on to a peer that is held; `bulk`: much is going to flow."""
 
-    peer_id: str
+    peer_id: Text
     bulk: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call(Message):
+class Call(Message, frozen=True, kw_only=True):
     """To a peer that is held: somebody wants it. It opens a stream that begins with the ticket."""
 
-    ticket: str
-    caller: str
+    ticket: Text
+    caller: Text
     bulk: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class TakeCall(Message):
+class TakeCall(Message, frozen=True, kw_only=True):
     """The called peer is here; what follows is for the caller."""
 
-    ticket: str
+    ticket: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Joined(Message):
+class Joined(Message, frozen=True, kw_only=True):
     """To the caller: what follows goes to the called peer, and comes from it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Propose(Message):
+class Propose(Message, frozen=True, kw_only=True):
     """A peer tells the leader that round `round_index` is due."""
 
-    round_index: int
+    round_index: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proposed(Message):
+class Proposed(Message, frozen=True, kw_only=True):
     """The leader's answer: it will invite, or says which round it is at and why not."""
 
     accepted: bool
-    round_index: int
-    reason: str
+    round_index: Count
+    reason: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Invite(Message):
+class Invite(Message, frozen=True, kw_only=True):
     """The leader invites a member; the answer must come within `answer_s`.
 
     `version` is that of the best anchor the leader knows of, which is its own unless it is behind
@@ -215,38 +198,35 @@ class Invite(Message):
     are not behind.
     """
 
-    round_id: str
-    round_index: int
-    fragment: int
-    version: int
-    slack: int
-    answer_s: float
+    round_id: Text
+    round_index: Count
+    fragment: Count
+    version: Count
+    slack: Count
+    answer_s: Real
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     """The member has its snapshot: which anchor it rests on, and how many tokens it weighs.
 
     `late`: an earlier anchor than that is what part of its change was learnt from.
     """
 
-    version: int
-    tokens: int
-    digest: str
-    weight: int
-    late: bool = False
+    version: Count
+    tokens: Count
+    digest: Text
+    weight: Count
+    late: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decline(Message):
+class Decline(Message, frozen=True, kw_only=True):
     """The member does not take part, and says at which round it is."""
 
-    reason: str
-    round_index: int
+    reason: Text
+    round_index: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class Begin(Message):
+class Begin(Message, frozen=True, kw_only=True):
     """The group is fixed; member j owns the j-th run of slices. Its weights are bounded ones.
 
     Everything must be held within `exchange_s`. If the round has `bases`, its members' anchors
@@ -254,19 +234,18 @@ class Begin(Message):
     more than `version`, its tokens are `tokens` and those of the contributors `groups` times.
     """
 
-    round_id: str
-    members: tuple[str, ...]
-    weights: tuple[int, ...]
-    late: tuple[bool, ...]
-    exchange_s: float
+    round_id: Text
+    members: Texts
+    weights: Counts
+    late: Flags
+    exchange_s: Real
     bases: bool
-    version: int
-    tokens: int
-    groups: int
+    version: Count
+    tokens: Count
+    groups: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contribution(Message):
+class Contribution(Message, frozen=True, kw_only=True):
     """Opens a lane, by its number among those that the sender opens to the receiver; is answered.
 
     After it both send the same: where a round has bases, those of their own slices; contributions
@@ -276,12 +255,11 @@ class Contribution(Message):
     which the sender has kept, 0 if there is none, and `Meeting` the answer.
     """
 
-    round_id: str
-    lane: int
+    round_id: Text
+    lane: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change(Message):
+class Change(Message, frozen=True, kw_only=True):
     """In rounds that have bases, before each contribution: whether it follows.
 
     It does not where the base is not believed that it would be measured from.
@@ -290,50 +268,49 @@ class Change(Message):
     follows: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meeting(Message):
+class Meeting(Message, frozen=True, kw_only=True):
     """With Gloo, in place of means: where the process group of the round meets, or has met."""
 
-    host: str
-    port: int
+    host: Text
+    port: Count
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mean(Message):
+class Mean(Message, frozen=True, kw_only=True):
     """The owner's answer: the mean over `contributors` (indices in the group) follows.
 
     No contributors: there is no mean, and nothing follows.
     """
 
-    contributors: tuple[int, ...]
-    digest: str
+    contributors: Counts
+    digest: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held(Message):
+class Held(Message, frozen=True, kw_only=True):
     """Digest of each slice's mean that the member holds, or an empty string."""
 
-    digests: tuple[str, ...]
+    digests: Texts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Commit(Message):
+class Commit(Message, frozen=True, kw_only=True):
     """The leader's decision: the slices that change."""
 
-    slices: tuple[int, ...]
+    slices: Counts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Abandon(Message):
+class Abandon(Message, frozen=True, kw_only=True):
     """The leader's decision: nothing changes."""
 
-    reason: str
+    reason: Text
+
+
+_DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(
+    Union[tuple(Message.__subclasses__())]  # noqa: UP007 - of as many as there are
+)
 
 
 def encode(message: Message) -> bytes:
     """Return the message as JSON bytes."""
-    body = {field.name: getattr(message, field.name) for field in fields(message)}
-    return json.dumps({"kind": message.kind, **body}).encode()
+    return msgspec.json.encode(message)
 
 
 def decode(data: bytes) -> Message:
@@ -345,45 +322,6 @@ def decode(data: bytes) -> Message:
     if len(data) > MESSAGE_BYTES_MAX:
         raise BadMessage(f"a message of {len(data)} bytes; allowed are {MESSAGE_BYTES_MAX}")
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadMessage(f"not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadMessage("not an object")
-    kind = body.pop("kind", None)
-    cls = Message._known.get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise BadMessage(f"unknown message {str(kind)[:40]!r}")
-    wanted = {field.name: str(field.type) for field in fields(cls)}
-    if body.keys() != wanted.keys():
-        told = [name[:40] for name in sorted(body)[:20]]
-        raise BadMessage(f"{kind} has fields {told}, not {sorted(wanted)}")
-    return cls(**{name: _checked(f"{kind}.{name}", body[name], wanted[name]) for name in wanted})
-
-
-def is_text(value: str) -> bool:
-    """Say whether a string can be written as UTF-8: JSON may hold halves of characters."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _checked(where: str, value: Any, kind: str) -> Any:
-    if kind.startswith("tuple["):
-        inner = kind.removeprefix("tuple[").removesuffix(", ...]")
-        if not isinstance(value, list) or len(value) > _LIST_MAX:
-            raise BadMessage(f"{where} is not a list of at most {_LIST_MAX}")
-        return tuple(_checked(where, item, inner) for item in value)
-    if kind == "bool" and isinstance(value, bool):
-        return value
-    if kind == "str" and isinstance(value, str) and len(value) <= _TEXT_MAX and is_text(value):
-        return value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and 0 <= value <= _NUMBER_MAX:  # false for NaN, too
-        if kind == "int" and isinstance(value, int):
-            return value
-        if kind == "float":
-            return float(value)
-    raise BadMessage(f"{where} is not a valid {kind}")
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadMessage(f"not a message: {str(error)[:_TOLD_MAX]}") from error

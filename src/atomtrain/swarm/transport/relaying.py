@@ -35,9 +35,8 @@ from atomtrain.swarm.transport.messages import (
     RelayTo,
     TakeCall,
 )
-from atomtrain.swarm.transport.pacing import Pacer
+from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.transport import Channel, LinkLost
-from atomtrain.swarm.transport.waits import Patience
 
 _log = logging.getLogger("atomtrain.swarm")
 _HELD_MAX = 128
@@ -65,7 +64,7 @@ class Relay:
     def __init__(
         self,
         limit_bytes_per_s: float,
-        answer_s: Patience,
+        answer_s: Callable[[str], float],
         idle_s: float,
         *,
         is_member: Callable[[str], bool] = lambda _: True,

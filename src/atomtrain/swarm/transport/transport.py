@@ -17,7 +17,7 @@ from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.messages import BadMessage, Message, Refused
-from atomtrain.swarm.transport.pacing import Pacer
+from atomtrain.swarm.transport.rates import Pacer
 
 _LENGTH = struct.Struct(">I")
 CHUNK_BYTES = 1 << 18
@@ -128,7 +128,9 @@ class Channel(ABC):
         if isinstance(message, Refused):
             raise PeerRefused(self.remote, message)
         if not isinstance(message, kind):
-            raise BadMessage(f"peer {self.remote[-8:]} sent {message.kind}, not {kind.__name__}")
+            raise BadMessage(
+                f"peer {self.remote[-8:]} sent {type(message).__name__}, not {kind.__name__}"
+            )
         return message
 
     async def receive_any(

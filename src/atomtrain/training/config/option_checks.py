@@ -17,6 +17,8 @@ WIRES = ("float16", "float32", "int8", "int4", "topk")
 """Names of the codecs, told here so that a wrong one is refused at once; a test compares."""
 _MOST_COUNT, _MOST_TOKENS = 2**31 - 1, 2**53
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+CHECKS = ("auto", "always", "never")
+"""When a model is compared with its layers."""
 OBJECTIVES = ("next-token", "dpo")
 
 
@@ -66,6 +68,11 @@ def check_options(given: TrainOptions) -> None:
 
         parse_targets(given.metrics)
     _check_parts(given)
+    if given.check_model not in CHECKS:
+        raise ConfigError(
+            f"--check-model {given.check_model!r} does not exist; choose "
+            f"{choices(str(given.check_model), CHECKS)}"
+        )
     if given.resume and given.run is None:
         raise ConfigError("--resume needs the name of the run: --run NAME --resume")
 
@@ -158,7 +165,7 @@ def _check_parts(given: TrainOptions) -> None:
     _check_upload_limit(given.upload_limit, given.transport)
     relay_limit_of(given.relay_limit)
     if given.outer is not None:
-        from atomtrain.swarm.anchors.outer import outer_named
+        from atomtrain.swarm.anchors.updates import outer_named
 
         outer_named(given.outer, 0, 1)
     if given.run_key is not None or given.allow is not None:

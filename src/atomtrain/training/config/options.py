@@ -280,6 +280,12 @@ class TrainOptions:
         "Do not measure this machine before planning; take a GPU's figures from the catalogue.",
         "",
     )
+    check_model: str = option(
+        "auto",
+        "Compare loss and gradients of one micro-batch with the Hugging Face model's own, bit for "
+        "bit, before a run begins: auto (models of up to 1 GiB and 20 s), always or never.",
+        "WHEN",
+    )
     profile_again: bool = option(
         False,
         "Measure this machine anew, whatever was measured before. Default: once a week, and when "

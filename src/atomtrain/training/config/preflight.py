@@ -70,7 +70,7 @@ def check_model_name(name: str | None) -> None:
     """Refuse a name that means neither a preset nor a folder, a file or an id."""
     if name is None or "/" in name or Path(name).suffix == ".json" or os.path.exists(name):
         return
-    from atomtrain.models.presets import preset
+    from atomtrain.models.gpt_config import preset
 
     preset(name)
 
@@ -119,7 +119,7 @@ def _check_numbers(options: TrainOptions) -> None:
 
 def _check_objective(options: TrainOptions) -> None:
     """Refuse to compare with a trained model where the model is to start anew."""
-    from atomtrain.models.presets import PRESETS
+    from atomtrain.models.gpt_config import PRESETS
 
     starts_anew = options.model in PRESETS or (
         options.model is None and not options.resume and not options.join

@@ -6,11 +6,13 @@ It travels in checkpoints and in the swarm's manifest, so that resuming and join
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomtrain.errors import CheckpointError, ConfigError
+from atomtrain.models.gpt_config import preset
 from atomtrain.models.hugging_face import (
     check_context,
     is_hugging_face,
@@ -19,7 +21,6 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.models.lora_config import LoraConfig, parse_lora
 from atomtrain.models.making import Sizes, sizes_from_json
-from atomtrain.models.presets import preset
 from atomtrain.optimizers import Schedule
 from atomtrain.training.config.optimizing import (
     check_gradient_dtype,
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 FORMAT = 1
 _FINE_TUNING_CONTEXT = 1024
 USUAL_BETA = 0.1
+_MOST = 2**63 - 1
+_LEAST = {
+    "context": 1, "sequences": 1, "steps": 0, "warmup_steps": 0, "seed": 0, "local_steps": 0,
+    "evaluate_every": 1, "checkpoint_every": 1,
+}  # fmt: skip
 _SMALL = ("demo", "tiny")
 """Models that train in minutes on two CPU cores; with little text, more small steps do better."""
 
@@ -88,6 +94,7 @@ class Recipe:
     """Of `dpo`: how strongly the model is held to what it was."""
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         self._check_objective()
         check_optimizer(self.optimizer)
         check_precision(self.precision, self.optimizer)
@@ -116,6 +123,19 @@ class Recipe:
         # A run that is resumed may have fewer steps than its warm-up.
         warmup_steps = min(self.warmup_steps, self.steps)
         return Schedule(kind=self.schedule, steps=self.steps, warmup_steps=warmup_steps, final=0.1)
+
+    def _check_numbers(self) -> None:
+        """Refuse what no run has: a recipe may come from a founder."""
+        for name, least in _LEAST.items():
+            number = getattr(self, name)
+            if not isinstance(number, int) or not least <= number <= _MOST:
+                raise ConfigError(
+                    f"{name} must be a whole number from {least} to {_MOST}, not {str(number)[:40]}"
+                )
+        for name in ("learning_rate", "weight_decay", "clip_norm", "beta"):
+            number = getattr(self, name)
+            if not isinstance(number, int | float) or not 0 <= number < math.inf:
+                raise ConfigError(f"{name} must be a number from 0 on, not {str(number)[:40]}")
 
     def _check_objective(self) -> None:
         if not self.in_pairs:

@@ -43,7 +43,7 @@ class Adapters:
             )
         self.sizes = recipe.sizes
         outline = make_outline(recipe.sizes)
-        self.weights = Weights(self.folder, outline, recipe.sizes)
+        self.weights = Weights(self.folder, outline)
         self.outline = {**dict(outline.named_parameters()), **dict(outline.named_buffers())}
         """The frozen model's tensors without data, those that its files have."""
         self.outline = {name: self.outline[name] for name in self.weights.names}

@@ -20,7 +20,7 @@ from atomtrain.engine.devices.device import Device
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPTConfig
-from atomtrain.models.counting import parameter_count
+from atomtrain.models.making import parameter_count
 from atomtrain.planning.plan.multi_device import share_of
 from atomtrain.planning.search.search import fits
 from atomtrain.training.config.optimizing import host_bytes_per_parameter, smaller_states
@@ -169,6 +169,7 @@ class _Tried:
     ) -> None:
         self.size = size
         self._model, self._recipe, self._objective = model, recipe, objective
+        self._devices = devices
         self._budget_bytes = min(d.memory_bytes - d.reserved_bytes for d in devices)
         self._micro_batches = share_of(recipe.sequences // size, len(devices))
 
@@ -212,15 +213,23 @@ class _Tried:
     @functools.cached_property
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:
         example = example_of(self._recipe, self.size, self._objective)
-        traced = chain_of(self._model, example, self._objective.loss)
+        traced = chain_of(
+            self._model, example, self._objective.loss, device=self._devices[0].torch_device
+        )
         chain = with_gradients_in(traced.chain, self._recipe.gradient_dtype)
         return chain, traced.bind(example)
 
 
 def example_of(recipe: Recipe, micro_batch: int, objective: Objective) -> MicroBatch:
-    """Return a micro-batch of so many sequences of random tokens."""
+    """Return a micro-batch of so many sequences of random tokens.
+
+    With packing each has two documents: models that look at the data leave the mask out where
+    nothing is masked.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (micro_batch, recipe.context)
     ids = torch.randint(recipe.sizes.vocabulary, shape, generator=generator)
-    documents = torch.zeros_like(ids) if recipe.packed else None
+    documents = None
+    if recipe.packed:
+        documents = (torch.arange(recipe.context) >= recipe.context // 2).long().expand(shape)
     return objective.micro_batches(Batch(ids, ids, documents=documents), micro_batch)[0]

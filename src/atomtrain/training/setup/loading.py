@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from atomtrain.engine.engine import Engine
-from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.lora import adapted_layers
 from atomtrain.models.weight_files import WeightFiles
 from atomtrain.models.weight_names import match_weights
@@ -16,7 +15,7 @@ from atomtrain.models.weight_names import match_weights
 class Weights:
     """Files that were found to fit a model."""
 
-    def __init__(self, folder: Path, outline: nn.Module, sizes: HuggingFaceConfig) -> None:
+    def __init__(self, folder: Path, outline: nn.Module) -> None:
         """Check that `folder` has all weights of the model without adapters; reads headers only.
 
         Raises:
@@ -26,7 +25,7 @@ class Weights:
         self.seed = 0
         """Seed of adapters that begin with the weights."""
         self._files = WeightFiles(folder)
-        self._names = match_weights(outline, sizes, self._files)
+        self._names = match_weights(outline, self._files)
 
     @property
     def names(self) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from atomtrain.data.pairs import PairMaterial, PairRows, References
+from atomtrain.data.material import PairMaterial, PairRows, References
 from atomtrain.errors import ConfigError
 from atomtrain.files import replacing
 from atomtrain.training.config.folders import make_directory

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from atomtrain.data import Batch
 from atomtrain.errors import ConfigError
-from atomtrain.models.counting import parameter_count
 from atomtrain.models.hugging_face import HuggingFaceConfig
-from atomtrain.models.narrow import narrow_models
+from atomtrain.models.making import narrow_models, parameter_count
 from atomtrain.training.setup.objective import NextToken
 
 _DOCUMENT_TOKENS = 13

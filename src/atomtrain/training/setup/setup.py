@@ -44,6 +44,7 @@ from atomtrain.training.setup.budgets import (
     example_of,
     find_fit,
 )
+from atomtrain.training.setup.model_check import check_model
 from atomtrain.training.setup.objective import Objective
 from atomtrain.training.setup.objectives import objective_of
 from atomtrain.training.setup.preference import PreferredAnswer
@@ -183,6 +184,9 @@ def _assemble(
         fragments = GradientFragments(engine) if gradients else _fragments(engine, source)
         if source.weights is not None:
             source.weights.load(engine)
+        if source.weights is not None and source.checkpoint is None:
+            example = example_of(recipe, fit.micro_batch, objective)
+            check_model(engine, recipe, options, objective, example, tell)
         if isinstance(objective, PreferredAnswer):  # the model is as it was before it learns
             text = with_references(
                 text, engine, objective, fit.micro_batch, recipe, directory, tell
@@ -324,11 +328,13 @@ def _enter_swarm(session: Session, source: Source) -> None:
         session.run, recipe, tokenizer.to_json(), tokenizer.separator_text,
         session.fragments.elements,
     )  # fmt: skip
-    update = None
+    update = born_s = None
     if isinstance(session.fragments, GradientFragments):
         update = step_of(recipe, session.model, session.fragments)
         session.fragments.forget(0)
-    session.swarm = Swarm.found(config, manifest, session.fragments, update)
+    if saved and checkpoint is not None:
+        born_s = float(checkpoint.meta["swarm"].get("born_s", 0.0))
+    session.swarm = Swarm.found(config, manifest, session.fragments, update, born_s)
     if saved and checkpoint is not None:
         session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atomtrain.checkpoint import Checkpoint, load_latest
 from atomtrain.data import Tokenizer, read_tokenizer
-from atomtrain.errors import ConfigError, DataError, SwarmError
+from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.models.making import make_outline
 from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
@@ -82,7 +83,7 @@ def _text(data: str | None, recipe: Recipe, tokenizer: Tokenizer) -> Text:
 
 def _weights_in(folder: Path, recipe: Recipe) -> Weights:
     assert isinstance(recipe.sizes, HuggingFaceConfig)
-    weights = Weights(folder, make_outline(recipe.sizes), recipe.sizes)
+    weights = Weights(folder, make_outline(recipe.sizes))
     weights.seed = recipe.seed
     return weights
 
@@ -102,7 +103,12 @@ def _base_of(recipe: Recipe, given: str | None, known: str | None) -> Weights | 
         raise ConfigError(
             f"the run trains {what} {recipe.model}; name the folder of that model with --model"
         )
-    return _weights_in(model_folder(given or known or ""), recipe)
+    if given is None and not Path(str(known)).is_dir():  # a checkpoint's word is no id of a hub
+        raise ConfigError(
+            f"the run began with the model in {known}, which is not there any more; put it there "
+            "again, or name its folder with --model"
+        )
+    return _weights_in(model_folder(given or str(known)), recipe)
 
 
 def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
@@ -158,12 +164,22 @@ def _rejoin(
         return None
 
 
+@contextmanager
+def _as_founder_says(run: str) -> Iterator[None]:
+    """Tell whose mistake it is."""
+    try:
+        yield
+    except (AtomError, KeyError, TypeError) as error:
+        raise SwarmError(f"what the founder of run {run!r} says cannot be used: {error}") from error
+
+
 def _joined(options: TrainOptions, swarm: Swarm) -> Source:
-    payload: Mapping[str, Any] = swarm.manifest.payload
-    recipe = amended(
-        Recipe.from_json(payload["recipe"]), options, f"the run {swarm.manifest.run!r}"
-    )
-    tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
+    payload, run = swarm.manifest.payload, swarm.manifest.run
+    with _as_founder_says(run):
+        said = Recipe.from_json(payload["recipe"])
+    recipe = amended(said, options, f"the run {run!r}")
+    with _as_founder_says(run):
+        tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
     weights = _base_of(recipe, options.model, None)
     text = _text(options.data, recipe, tokenizer)
     return Source(recipe, text, None, swarm, weights)

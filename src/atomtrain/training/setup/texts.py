@@ -11,8 +11,7 @@ from atomtrain.data.chat import ChatTemplate, Encoder
 from atomtrain.data.corpus import Corpus, corpus_of_texts
 from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand
 from atomtrain.data.examples import Examples
-from atomtrain.data.material import ExampleMaterial, Material, TextMaterial
-from atomtrain.data.pairs import PairMaterial
+from atomtrain.data.material import ExampleMaterial, Material, PairMaterial, TextMaterial
 from atomtrain.data.rows import SUFFIXES, Row, has_rows, read_rows
 from atomtrain.errors import DataError
 from atomtrain.models import HuggingFaceConfig, Sizes

@@ -40,7 +40,7 @@ def open_trained(path: Path) -> Trained:
     if (path / CONFIG_FILE).is_file():
         sizes = read_config(path)
         tokenizer = read_tokenizer(path)
-        weights = Weights(path, make_outline(sizes), sizes)
+        weights = Weights(path, make_outline(sizes))
         model = build(sizes, str(path))
         weights.fill(model)
         return Trained(model.eval(), tokenizer, sizes.context or _USUAL_CONTEXT, None)

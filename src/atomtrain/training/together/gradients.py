@@ -1,7 +1,7 @@
 """Gradient averaging between engine and swarm: gradients add up, rounds take their mean.
 
 The engine's optimizer only collects; the step itself is what a round applies to the swarm's anchor
-(`atomtrain.swarm.anchors.gradients`), and the new parameters come back with it.
+(`atomtrain.swarm.anchors.updates`), and the new parameters come back with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.together.peering import EngineFragments
 
 if TYPE_CHECKING:
-    from atomtrain.swarm.anchors.gradients import AdamWUpdate
+    from atomtrain.swarm.anchors.updates import AdamWUpdate
 
 _SUM = "sum"
 _FLOAT32_BYTES = 4
@@ -108,7 +108,7 @@ def step_of(recipe: Recipe, model: nn.Module, fragments: GradientFragments) -> A
 
     `recipe` is that of the run's manifest, whatever this peer was told.
     """
-    from atomtrain.swarm.anchors.gradients import AdamWUpdate
+    from atomtrain.swarm.anchors.updates import AdamWUpdate
     from atomtrain.swarm.codecs.slices import Span
 
     return AdamWUpdate(

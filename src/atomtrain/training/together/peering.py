@@ -143,7 +143,7 @@ def swarm_config(
         SwarmError: the addresses name different runs, or none is known.
     """
     from atomtrain.swarm import SwarmConfig
-    from atomtrain.swarm.anchors.outer import OUTERS, OVERLAP_WEIGHTS, outer_named
+    from atomtrain.swarm.anchors.updates import OUTERS, OVERLAP_WEIGHTS, outer_named
     from atomtrain.swarm.membership.known_peers import PEERS_FILE
 
     steps_per_round = 0 if options.measured_rounds else local_steps

@@ -248,8 +248,8 @@ def _limits() -> Iterator[Finding]:
 
 
 def _profile() -> Iterator[Finding]:
-    from atomtrain.engine.calibration.crowding import CROWDED_SHARE
     from atomtrain.engine.calibration.profile_cache import kept_profiles
+    from atomtrain.engine.calibration.profiling import CROWDED_SHARE
 
     kept = kept_profiles()
     if not kept:

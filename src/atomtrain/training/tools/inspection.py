@@ -7,8 +7,7 @@ from typing import Any
 
 from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.data.examples import Examples, Part, Rows
-from atomtrain.data.material import ExampleMaterial, TextMaterial
-from atomtrain.data.pairs import PairMaterial
+from atomtrain.data.material import ExampleMaterial, PairMaterial, TextMaterial
 from atomtrain.data.sampler import windows_per_epoch
 from atomtrain.models import Sizes, preset
 from atomtrain.models.hugging_face import is_hugging_face, model_folder, read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from atomtrain.events import EventLog
-from atomtrain.models.counting import parameter_count
+from atomtrain.models.making import parameter_count
 from atomtrain.training.trainer.callbacks import Training
 from atomtrain.views.runs.plan_event import tell_plan
 

@@ -1,1 +1,1 @@
-"""The web page of a run, from event files. Begin with `server.py`."""
+"""A run followed from its event files: as a web page, and in a terminal. Begin with `source.py`."""

@@ -30,7 +30,7 @@ class SwarmSource:
         Raises:
             SwarmError: nobody answered.
         """
-        from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+        from atomtrain.swarm.transport.libp2p import import_hivemind
 
         import_hivemind()  # before any deadline runs
 

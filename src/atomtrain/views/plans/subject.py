@@ -19,11 +19,10 @@ from atomtrain.analysis.head.head import split_head
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.engine.state.precision import Narrowed
-from atomtrain.engine.updates.optimizer_facts import states_of
-from atomtrain.engine.updates.update_model import update_model
+from atomtrain.engine.updates.optimizer import states_of, update_model
 from atomtrain.errors import ConfigError
-from atomtrain.models.counting import parameter_count
 from atomtrain.models.gpt import GPT
+from atomtrain.models.gpt_config import preset
 from atomtrain.models.hugging_face import (
     CONFIG_FILE,
     build,
@@ -34,7 +33,7 @@ from atomtrain.models.hugging_face import (
 )
 from atomtrain.models.lora import add_adapters
 from atomtrain.models.lora_config import LoraConfig
-from atomtrain.models.presets import preset
+from atomtrain.models.making import parameter_count
 from atomtrain.planning.plan.updating import UpdateModel
 from atomtrain.planning.search.batch_search import Analysis
 

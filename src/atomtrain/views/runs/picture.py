@@ -14,7 +14,7 @@ from atomtrain.events import Event
 from atomtrain.files import replacing
 from atomtrain.units import format_count
 from atomtrain.views.runs.event_text import number, words
-from atomtrain.views.runs.tail import EventTail
+from atomtrain.views.runs.files import EventTail
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from atomtrain.engine.calibration.crowding import crowding_warning
+from atomtrain.engine.calibration.profiling import crowding_warning
 from atomtrain.engine.engine import Engine
 from atomtrain.events import EventLog
 from atomtrain.planning.cost.timeline import Span

@@ -100,7 +100,7 @@ def test_strangers_neither_fetch_nor_average_nor_slow_anybody_down(tmp_path: Pat
             with pytest.raises(SwarmError, match="could not be fetched"):
                 await simulation.add(name, step_s=0.4, **rule)
             stranger = simulation.peers.pop(name)
-            stranger.service.context.desk.store.adopt_local(stranger)
+            stranger.service.context.mailbox.store.adopt_local(stranger)
             stranger.service.set_training()  # it goes on as if it belonged to the run
             stranger._task = asyncio.create_task(stranger._train())
         before = len(simulation.peers["a"].reports)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport.messages import AnchorHeader, AskAnchor
@@ -49,11 +50,11 @@ def test_a_link_too_slow_to_keep_up_is_waited_for(monkeypatch: pytest.MonkeyPatc
         slow_down(monkeypatch, late, 800.0)
         await late.start()
         best = late.service.context.roster.best()
-        own = late.service.context.desk.store.stamps()
+        own = late.service.context.mailbox.store.stamps()
         assert any(b and s and b.beats(s) for b, s in zip(best, own, strict=True))
-        steps = simulation.peers["a"].service.context.desk.progress.steps
+        steps = simulation.peers["a"].service.context.mailbox.progress.steps
         await asyncio.sleep(120)
-        done = simulation.peers["a"].service.context.desk.progress.steps - steps
+        done = simulation.peers["a"].service.context.mailbox.progress.steps - steps
         assert done > 120 / 2.0 * 0.95, "nobody waits for the newcomer but rounds"
         recent = late.reports[-4:]
         assert {report.fragment for report in recent} == {0, 1}
@@ -115,7 +116,7 @@ def test_what_came_from_a_lost_donor_is_not_fetched_again(monkeypatch: pytest.Mo
         anchor = await fetching
         (other,) = simulation.peers
         assert torch.equal(
-            anchor.values, simulation.peers[other].service.context.desk.store.anchor(0).values
+            anchor.values, simulation.peers[other].service.context.mailbox.store.anchor(0).values
         )
         await late.stop_abruptly()
 
@@ -130,7 +131,7 @@ def test_the_rest_of_another_anchor_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
     async def shifted(self: Channel, message: Any) -> None:
         if isinstance(message, AnchorHeader):
-            message = AnchorHeader(**{**message.__dict__, "start_bytes": 40})
+            message = replace(message, start_bytes=40)
         await send(self, message)
 
     async def scenario() -> None:
@@ -152,9 +153,9 @@ def test_what_has_another_hash_is_fetched_from_somebody_else(spoilt: str) -> Non
         simulation = Simulation((30,), seed=26, local_steps_per_round=100_000)
         for name in ("a", "b"):
             await simulation.add(name, step_s=0.5, step=lambda _: None)
-        right = simulation.peers["b"].service.context.desk.store.anchor(0).values.clone()
+        right = simulation.peers["b"].service.context.mailbox.store.anchor(0).values.clone()
         for name in spoilt:
-            simulation.peers[name].service.context.desk.store.anchor(0).values.add_(0.001)
+            simulation.peers[name].service.context.mailbox.store.anchor(0).values.add_(0.001)
         late = SimulatedPeer(simulation, "late", 0.5)
         await late.service.start()
         for _ in range(4):  # from one donor, and the other

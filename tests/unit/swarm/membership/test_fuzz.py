@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -21,9 +20,8 @@ from atomtrain.swarm.codecs.codec import codec_named, encode_span
 from atomtrain.swarm.membership import lan
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import Manifest, Rules
-from atomtrain.swarm.membership.records import PeerRecord
-from atomtrain.swarm.membership.signing import RecordReader, sign_record
-from atomtrain.swarm.node.status import receive_status
+from atomtrain.swarm.membership.records import PeerRecord, RecordReader, sign_record
+from atomtrain.swarm.node.probe import receive_status
 from atomtrain.swarm.transport import messages
 from atomtrain.swarm.transport.identity import Identity
 from atomtrain.swarm.transport.memory import channel_pair
@@ -51,21 +49,21 @@ PACKED = st.recursive(
     max_leaves=8,
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "int": st.integers(0, 2**53),
-    "float": st.floats(0, 2.0**53),
-    "str": st.text(max_size=20),
+    "Count": st.integers(0, 2**53),
+    "Real": st.floats(0, 2.0**53),
+    "Text": st.text(max_size=20),
     "bool": st.booleans(),
-    "tuple[int, ...]": st.lists(st.integers(0, 99), max_size=5).map(tuple),
-    "tuple[str, ...]": st.lists(st.text(max_size=9), max_size=5).map(tuple),
-    "tuple[bool, ...]": st.lists(st.booleans(), max_size=5).map(tuple),
+    "Counts": st.lists(st.integers(0, 99), max_size=5).map(tuple),
+    "Texts": st.lists(st.text(max_size=9), max_size=5).map(tuple),
+    "Flags": st.lists(st.booleans(), max_size=5).map(tuple),
 }
-KINDS = sorted(Message._known.values(), key=lambda kind: kind.__name__)
+KINDS = sorted(Message.__subclasses__(), key=lambda kind: kind.__name__)
 
 
 def any_message() -> st.SearchStrategy[Message]:
     return st.sampled_from(KINDS).flatmap(
         lambda kind: st.builds(
-            kind, **{field.name: FIELDS[str(field.type)] for field in dataclasses.fields(kind)}
+            kind, **{name: FIELDS[declared] for name, declared in kind.__annotations__.items()}
         )
     )
 
@@ -98,8 +96,8 @@ def test_spoilt_messages(message: Message, data: st.DataObject) -> None:
         found = messages.decode(wrong)
     except BadMessage:
         return
-    for field in dataclasses.fields(found):
-        value = getattr(found, field.name)
+    for name in found.__struct_fields__:
+        value = getattr(found, name)
         assert not isinstance(value, int | float) or 0 <= value <= 2**53
 
 

@@ -18,20 +18,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
-from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.catchup import joining
-from atomtrain.swarm.membership import signing
+from atomtrain.swarm.membership import records
 from atomtrain.swarm.membership.admission import Admission
-from atomtrain.swarm.membership.clock import SwarmClock
 from atomtrain.swarm.membership.config import SwarmConfig
+from atomtrain.swarm.membership.directory import SwarmClock
 from atomtrain.swarm.membership.known_peers import KnownPeers, read_known
-from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord
+from atomtrain.swarm.membership.records import (
+    JOINING,
+    LEFT,
+    TRAINING,
+    PeerRecord,
+    RecordReader,
+    sign_record,
+)
 from atomtrain.swarm.membership.roster import Roster
-from atomtrain.swarm.membership.signing import RecordReader, sign_record
 from atomtrain.swarm.node.service import beat_pause_s
+from atomtrain.swarm.transport.daemon import RuntimeFolder
 from atomtrain.swarm.transport.identity import Identity, public_key_of, verify
 from atomtrain.swarm.transport.messages import BadMessage
-from atomtrain.swarm.transport.runtime_folder import RuntimeFolder
 from atomtrain.swarm.transport.transport import LinkLost
 from tests.support.swarm_virtual import Simulation, run_virtual
 
@@ -84,6 +90,12 @@ def test_a_file_that_is_no_key(tmp_path: Path, content: bytes) -> None:
         Identity.load(tmp_path / "missing")
 
 
+def test_an_id_is_written_in_one_way() -> None:
+    assert public_key_of(ALICE.peer_id) is not None
+    for other in (f"{ALICE.peer_id} ", f" {ALICE.peer_id}", f"1{ALICE.peer_id}", "0OIl", "", "é"):
+        assert public_key_of(other) is None
+
+
 @given(st.text(max_size=80), st.binary(max_size=80))
 def test_strange_ids_and_signatures_are_refused(peer_id: str, signature: bytes) -> None:
     assert not verify(peer_id, b"text", signature)
@@ -126,7 +138,7 @@ def test_a_reader_checks_a_signature_once_and_the_time_always(
         checked.append(peer_id)
         return verify(peer_id, data, signature)
 
-    monkeypatch.setattr(signing, "verify", counted)
+    monkeypatch.setattr(records, "verify", counted)
     reader = RecordReader("run")
     data = sign_record(ALICE, "run", b"record", NOW_S + 30)
     for now_s in (NOW_S, NOW_S + 20):
@@ -145,7 +157,7 @@ def test_a_reader_checks_a_signature_once_and_the_time_always(
 
 
 def test_a_reader_remembers_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signing, "_GOOD_BYTES_MAX", 500)
+    monkeypatch.setattr(records, "_GOOD_BYTES_MAX", 500)
     reader = RecordReader("run")
     for number in range(20):
         data = sign_record(ALICE, "run", b"r%d" % number, NOW_S + 30)
@@ -412,7 +424,7 @@ def test_the_folder_of_a_killed_peer_is_removed_by_the_next(
 def test_folders_that_are_somebody_elses_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atomtrain.swarm.transport.runtime_folder._PATH_BYTES_MAX", 200)
+    monkeypatch.setattr("atomtrain.swarm.transport.daemon._PATH_BYTES_MAX", 200)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     names = ("results", "unfinished", "empty")
     results, unfinished, empty = (tmp_path / f"atom-swarm-{name}" for name in names)
@@ -443,7 +455,7 @@ def test_halves_of_a_cut_network_go_on_and_grow_together() -> None:
         assert sides == {"a": 3, "b": 3, "c": 3, "d": 1}
         for name, peer in simulation.peers.items():
             assert sum(peer.versions()) > before[name] + 3, "both halves go on"
-        tokens = {n: sum(s.tokens for s in p.service.context.desk.store.stamps() if s)
+        tokens = {n: sum(s.tokens for s in p.service.context.mailbox.store.stamps() if s)
                   for n, p in simulation.peers.items()}  # fmt: skip
         assert tokens["a"] > tokens["d"]
         simulation.network.heal()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Snapshot, Stamp, digest_of
-from atomtrain.swarm.catchup import donating
+from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, Snapshot, digest_of
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.catchup import fetching
 from atomtrain.swarm.catchup.fetching import send_anchor
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.codecs.slices import Span
@@ -17,7 +18,7 @@ from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.rounds.exchange import Exchange, ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.making import Made
 from atomtrain.swarm.rounds.owning import SliceMean
-from atomtrain.swarm.rounds.round_member import Membering
+from atomtrain.swarm.rounds.round_member import RoundMember
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import (
     OPENING_BYTES_MAX,
@@ -152,7 +153,7 @@ def test_a_leader_commits_what_was_made_as_a_whole_or_nothing_of_it(
 ) -> None:
     """As Gloo makes it: the new anchor has a hash, which a part of the slices cannot have."""
 
-    async def made_by_gloo(self: Membering, snapshot: Snapshot, begin: Begin) -> ExchangeResult:
+    async def made_by_gloo(self: RoundMember, snapshot: Snapshot, begin: Begin) -> ExchangeResult:
         values = snapshot.anchor.values + 0.25
         made = Made(
             values, None, digest_of(values, None), (Part(Span(0, 8), frozenset({"a", "b"})),)
@@ -162,7 +163,7 @@ def test_a_leader_commits_what_was_made_as_a_whole_or_nothing_of_it(
         ]
         return ExchangeResult(means, [], values, made=made)
 
-    monkeypatch.setattr(Membering, "_exchange", made_by_gloo)
+    monkeypatch.setattr(RoundMember, "_exchange", made_by_gloo)
 
     async def scenario() -> None:
         peer = await idle_pair()
@@ -179,7 +180,7 @@ def test_a_leader_commits_what_was_made_as_a_whole_or_nothing_of_it(
         await leader.send(Commit(slices=(0, 1) if whole else (1, 1)))
         assert not await following
         await asyncio.sleep(2)  # the next boundary takes report and merge
-        anchor = peer.service.context.desk.stamp(0)
+        anchor = peer.service.context.mailbox.stamp(0)
         assert anchor is not None
         assert (anchor.version == begin.version + 1) is whole
         assert bool((peer.fragments[0] == before).all()) is not whole
@@ -223,7 +224,7 @@ def test_an_anchor_is_on_its_way_to_a_peer_once(monkeypatch: pytest.MonkeyPatch)
         await asyncio.sleep(3.0)
         ended += 1
 
-    monkeypatch.setattr(donating, "send_anchor", slowly)
+    monkeypatch.setattr(fetching, "send_anchor", slowly)
 
     async def scenario() -> None:
         nonlocal begun, ended

@@ -6,7 +6,7 @@ import asyncio
 import re
 
 from atomtrain.cli.swarm import _table
-from atomtrain.swarm.node.status import status_of
+from atomtrain.swarm.node.probe import status_of
 from tests.support.swarm_virtual import Simulation, run_virtual
 
 

@@ -13,14 +13,15 @@ import torch
 
 from atomtrain.cli.parsing import complain
 from atomtrain.errors import SwarmError
-from atomtrain.swarm.anchors.anchors import Anchor, Stamp
-from atomtrain.swarm.catchup.donating import Donations
+from atomtrain.swarm.anchors.anchors import Anchor
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.catchup.fetching import Donations
 from atomtrain.swarm.membership import roster
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.records import LEFT, PeerRecord
 from atomtrain.swarm.membership.roster import Roster
-from atomtrain.swarm.node.tasks import Tasks
-from atomtrain.swarm.rounds.leader_io import Leading
+from atomtrain.swarm.node.network_thread import Tasks
+from atomtrain.swarm.rounds.leader_io import LeaderIO
 from atomtrain.swarm.transport import direct
 from atomtrain.swarm.transport.addresses import circuits_to, place_of
 from atomtrain.swarm.transport.direct import Direct
@@ -31,9 +32,12 @@ from atomtrain.swarm.transport.messages import (
     AskDial,
     BadMessage,
     Call,
+    Commit,
     HoldOn,
     Invite,
     Message,
+    Open,
+    Pong,
     Ready,
     TakeCall,
     decode,
@@ -62,12 +66,47 @@ def test_hosts_and_ports_of_places() -> None:
 
 
 def test_halves_of_characters_are_no_text() -> None:
-    with pytest.raises(BadMessage, match=r"Open\.proof is not a valid str"):
+    with pytest.raises(BadMessage, match="not a message"):
         decode(b'{"kind": "Open", "protocol": 1, "run": "r", "proof": "\\ud800"}')
     body = json.loads(record_of(ALICE).encode())
     body["name"] = "\ud800"
     with pytest.raises(BadMessage, match="cannot be read"):
         PeerRecord.decode(ALICE.peer_id, json.dumps(body).encode(), 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("protocol", -1), ("protocol", 2**53 + 1), ("protocol", 2**70), ("protocol", 1.0),
+        ("protocol", True), ("protocol", "1"), ("protocol", None), ("protocol", [1]),
+        ("run", "x" * 4097), ("run", 1), ("run", None), ("run", ["r"]), ("more", 1),
+        ("kind", "Nothing"), ("kind", "Message"), ("kind", 1), ("kind", None), ("kind", ["Open"]),
+    ],
+)  # fmt: skip
+def test_what_a_field_may_not_be(field: str, value: object) -> None:
+    body: dict[str, object] = {"kind": "Open", "protocol": 2**53, "run": "x" * 4096, "proof": ""}
+    assert decode(json.dumps(body).encode()) == Open(protocol=2**53, run="x" * 4096, proof="")
+    with pytest.raises(BadMessage):
+        decode(json.dumps({**body, field: value}).encode())
+    for name in body:
+        with pytest.raises(BadMessage):
+            decode(json.dumps({k: v for k, v in body.items() if k != name}).encode())
+
+
+@pytest.mark.parametrize("time_s", [-1e-9, 2.0**53 + 2, float("nan"), float("inf"), True, "1"])
+def test_what_a_time_may_not_be(time_s: object) -> None:
+    body = {"kind": "Pong", "time_s": 1, "version": "v", "bytes_count": 0}
+    assert decode(json.dumps(body).encode()) == Pong(time_s=1.0, version="v", bytes_count=0)
+    with pytest.raises(BadMessage):
+        decode(json.dumps({**body, "time_s": time_s}).encode())
+
+
+@pytest.mark.parametrize("slices", [[0] * 4097, [-1], [[0]], [True], [0.0], "0", {}, 0])
+def test_what_a_list_may_not_be(slices: object) -> None:
+    body = {"kind": "Commit", "slices": [0] * 4096}
+    assert decode(json.dumps(body).encode()) == Commit(slices=(0,) * 4096)
+    with pytest.raises(BadMessage):
+        decode(json.dumps({**body, "slices": slices}).encode())
 
 
 def test_what_is_wrong_is_told_in_a_few_words() -> None:
@@ -333,12 +372,12 @@ def test_a_member_that_talks_on_and_on_is_not_listened_to() -> None:
         async def open_to(peer_id: str) -> Channel:
             return mine
 
-        leading = Leading(context, context.agenda.next_round, open_to)
+        leader = LeaderIO(context, context.agenda.next_round, open_to)
         for _ in range(50):
-            await theirs.send(Ready(version=0, tokens=0, digest="", weight=1))
+            await theirs.send(Ready(version=0, tokens=0, digest="", weight=1, late=False))
         invite = Invite(round_id="r", round_index=0, fragment=0, version=0, slack=0, answer_s=1.0)
-        await leading._talk("talker", invite)
-        said = [leading._events.get_nowait()[1] for _ in range(leading._events.qsize())]
+        await leader._talk("talker", invite)
+        said = [leader._events.get_nowait()[1] for _ in range(leader._events.qsize())]
         assert [isinstance(message, Ready) for message in said] == [True, True, False]
         assert said[-1] is None, "it is lost"
 

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from atomtrain.swarm.membership.clock import SwarmClock
-from atomtrain.swarm.membership.directory import follow_clock
+from atomtrain.swarm.membership.directory import SwarmClock, follow_clock
 from tests.support.sleeping import Machine, SleepyLoop, on
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 

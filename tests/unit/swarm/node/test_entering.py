@@ -15,7 +15,7 @@ import pytest
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.catchup import joining
-from atomtrain.swarm.catchup.transfer import send_manifest
+from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.membership.directory import NobodyIntroduces
@@ -198,7 +198,7 @@ def test_a_refusal_is_an_answer() -> None:
 
 LIGHT = """
 import sys
-from atomtrain.swarm.transport.hivemind_parts import import_hivemind
+from atomtrain.swarm.transport.libp2p import import_hivemind
 import_hivemind()
 assert not {"scipy", "hivemind.averaging", "hivemind.optim", "hivemind.moe"} & set(sys.modules)
 from hivemind.dht.node import DHTNode

@@ -14,7 +14,7 @@ RULES = {"wire": "int4", "overlap_weight": 0.5, "outer_momentum": 0.5, "outer_le
 
 def _ahead(peer: SimulatedPeer) -> float:
     """Return how far a peer's parameters are from its anchors."""
-    store = peer.service.context.desk.store
+    store = peer.service.context.mailbox.store
     return max(
         float((fragment - store.anchor(index).values).abs().max())
         for index, fragment in enumerate(peer.fragments)

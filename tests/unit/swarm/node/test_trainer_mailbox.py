@@ -1,4 +1,4 @@
-"""The desk: a trainer that waits for a round is woken by it."""
+"""The mailbox: a trainer that waits for a round is woken by it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge, whole
-from atomtrain.swarm.anchors.trainer_mailbox import Desk, RoundReport
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport, TrainerMailbox
 
 ELEMENTS = 4
 REPORT = RoundReport(round=1, fragment=0, version=1, outcome="abandoned")
@@ -28,31 +28,31 @@ class Vector:
         yield self.values
 
 
-def _want(desk: Desk) -> None:
-    desk.want_snapshot(0, torch.empty(ELEMENTS), lambda snapshot: None)
+def _want(mailbox: TrainerMailbox) -> None:
+    mailbox.want_snapshot(0, torch.empty(ELEMENTS), lambda snapshot: None)
 
 
-def _merge(desk: Desk) -> None:
-    anchor = desk.store.fresh(torch.ones(ELEMENTS), version=1, tokens=1)
-    desk.leave_merge(Merge(0, anchor, whole(ELEMENTS)), REPORT)
+def _merge(mailbox: TrainerMailbox) -> None:
+    anchor = mailbox.store.fresh(torch.ones(ELEMENTS), version=1, tokens=1)
+    mailbox.leave_merge(Merge(0, anchor, whole(ELEMENTS)), REPORT)
 
 
-def _report(desk: Desk) -> None:
-    desk.report(REPORT)
+def _report(mailbox: TrainerMailbox) -> None:
+    mailbox.report(REPORT)
 
 
 @pytest.mark.parametrize("leave", [_want, _merge, _report])
 def test_who_waits_is_woken_by_what_the_next_boundary_has_to_do(
-    leave: Callable[[Desk], None],
+    leave: Callable[[TrainerMailbox], None],
 ) -> None:
     vector, store = Vector(), AnchorStore((ELEMENTS,), 0)
     store.adopt_local(vector)
-    desk = Desk(store, lambda steps, merges: None)
-    assert not desk.wait(0), "there is nothing yet"
-    network = threading.Timer(0.05, leave, (desk,))
+    mailbox = TrainerMailbox(store, lambda steps, merges: None)
+    assert not mailbox.wait(0), "there is nothing yet"
+    network = threading.Timer(0.05, leave, (mailbox,))
     network.start()
-    assert desk.wait(30)
+    assert mailbox.wait(30)
     network.join()
-    assert desk.wait(0), "it stays until a boundary"
-    desk.boundary(steps=0, tokens=0, tokens_per_s=1.0, step_s=1.0, access=vector)
-    assert not desk.wait(0), "the boundary has done it"
+    assert mailbox.wait(0), "it stays until a boundary"
+    mailbox.boundary(steps=0, tokens=0, tokens_per_s=1.0, step_s=1.0, access=vector)
+    assert not mailbox.wait(0), "the boundary has done it"

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from atomtrain.swarm.node.usage import Usage
-from atomtrain.swarm.rounds.timing import RoundTiming
+from atomtrain.swarm.membership.deadlines import RoundTiming
+from atomtrain.swarm.transport.rates import Usage
 from tests.support.swarm_virtual import Simulation, run_virtual
 
 ELEMENTS = 409_600
@@ -49,12 +49,16 @@ def test_what_is_free_is_what_the_link_moves_and_rounds_do_not() -> None:
     now_s = [100.0]
     usage = Usage(lambda: now_s[0])
     timing = RoundTiming(floor_s=lambda: 5.0, ceiling_s=100.0, slowest_bytes_per_s=1e5)
-    assert usage.free_bytes_per_s(timing) == 0.0, "nothing was measured"
+
+    def free_bytes_per_s() -> float:
+        return usage.free_bytes_per_s(timing.moved_bytes, timing.link_bytes_per_s)
+
+    assert free_bytes_per_s() == 0.0, "nothing was measured"
     timing.observe(8_000_000, 8.0)
     timing.observe(2_000_000, 4.0)  # others were in the way: the link can do better
     now_s[0] += 20.0
-    assert usage.free_bytes_per_s(timing) == pytest.approx(1e6 - 1e7 / 20)
+    assert free_bytes_per_s() == pytest.approx(1e6 - 1e7 / 20)
     for _ in range(20):  # idle: what was moved more than a minute ago does not count
         now_s[0] += 5.0
-        free = usage.free_bytes_per_s(timing)
+        free = free_bytes_per_s()
     assert free == 1e6

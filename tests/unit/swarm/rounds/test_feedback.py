@@ -14,10 +14,10 @@ from atomtrain.swarm.anchors.anchors import (
     Merge,
     Origin,
     Snapshot,
-    Stamp,
     digest_of,
     whole,
 )
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.codecs.slices import Span
 from tests.support.swarm_virtual import Simulation, run_virtual
 
@@ -116,7 +116,7 @@ def test_low_bit_rounds_agree_and_lose_nothing(wire: str) -> None:
         assert simulation.agree()
         assert simulation.check_means() > 30
         for peer in simulation.peers.values():
-            assert peer.service.context.desk.store.residual(0) is not None
+            assert peer.service.context.mailbox.store.residual(0) is not None
         bytes_sent = averaged[0].bytes_sent  # float32 would take 2/3 of 2800, twice, and messages
         assert bytes_sent < 3700
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from atomtrain.swarm.anchors.anchors import Anchor, Snapshot, Stamp, digest_of
-from atomtrain.swarm.anchors.outer import OuterUpdate, Place
+from atomtrain.swarm.anchors.anchors import Anchor, Snapshot, digest_of
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.updates import OuterUpdate, Place
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.rounds.exchange import ExchangeResult, ExchangeSetup
-from atomtrain.swarm.rounds.gloo import GlooExchange
-from atomtrain.swarm.rounds.gloo_group import KeptGroup, ProcessGroup
+from atomtrain.swarm.rounds.gloo import GlooExchange, KeptGroup, ProcessGroup
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Contribution
 from atomtrain.swarm.transport.transport import Channel

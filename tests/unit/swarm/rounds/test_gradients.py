@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import SwarmConfig
-from atomtrain.swarm.anchors.gradients import AdamWUpdate
-from atomtrain.swarm.anchors.outer import OuterUpdate, Place, Update
+from atomtrain.swarm.anchors.updates import AdamWUpdate, OuterUpdate, Place, Update
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.agenda import Agenda
 from atomtrain.training.together.gradients import GradientCollector
@@ -135,7 +134,7 @@ class _GradientPeer(SimulatedPeer):
 
     def _record(self) -> None:
         """Changes are not what rounds average here: only anchors are compared."""
-        store = self.service.context.desk.store
+        store = self.service.context.mailbox.store
         merge_into = store.merge
 
         def merge(what: Any, local: torch.Tensor) -> None:
@@ -181,6 +180,6 @@ def test_all_members_are_equal_after_each_step_whoever_dies(
         assert together
         for peer in simulation.peers.values():
             assert float((peer.fragments[0] - 5.0).abs().mean()) < 1.5
-            assert peer.service.context.desk.store.anchor(0).velocity.numel() == 2 * _ELEMENTS
+            assert peer.service.context.mailbox.store.anchor(0).velocity.numel() == 2 * _ELEMENTS
 
     run_virtual(scenario)

@@ -15,17 +15,10 @@ from hypothesis import strategies as st
 
 from atomtrain.errors import ConfigError
 from atomtrain.swarm import SwarmConfig
-from atomtrain.swarm.anchors.anchors import Stamp
+from atomtrain.swarm.anchors.stamps import Stamp, siblings, supersedes
 from atomtrain.swarm.codecs import slices
+from atomtrain.swarm.membership.agenda import group_count, group_of, groups_of, told_next
 from atomtrain.swarm.membership.config import Rules
-from atomtrain.swarm.membership.groups import (
-    group_count,
-    group_of,
-    groups_of,
-    siblings,
-    supersedes,
-    told_next,
-)
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.bases import Bases
 from atomtrain.swarm.rounds.exchange import Exchange, ExchangeSetup
@@ -153,9 +146,11 @@ def test_nine_peers_in_groups_of_three(wire: str) -> None:
         versions = [version for peer in simulation.peers.values() for version in peer.versions()]
         assert max(versions) - min(versions) <= 3
         # An estimate of what all have trained, not of one group's part.
-        tokens = max(p.service.context.desk.store.stamps()[0].tokens
+        tokens = max(p.service.context.mailbox.store.stamps()[0].tokens
                      for p in simulation.peers.values())  # type: ignore[union-attr]  # fmt: skip
-        trained = sum(p.service.context.desk.store.tokens_seen for p in simulation.peers.values())
+        trained = sum(
+            p.service.context.mailbox.store.tokens_seen for p in simulation.peers.values()
+        )
         assert 0.5 < tokens / trained < 2.0
 
     run_virtual(scenario)
@@ -199,7 +194,7 @@ def test_drift_stays_bounded_and_ends_when_one_group_has_all() -> None:
             peer.training = False
         await asyncio.sleep(20)
         assert simulation.agree(), "one group has one anchor"
-        stores = [peer.service.context.desk.store for peer in simulation.peers.values()]
+        stores = [peer.service.context.mailbox.store for peer in simulation.peers.values()]
         assert not any(store.grouped(0) for store in stores)
         velocities = [store.velocity(0) for store in stores]
         assert all(torch.equal(v, velocities[0]) for v in velocities if v is not None)
@@ -232,7 +227,7 @@ def test_a_resumed_peer_keeps_its_velocity() -> None:
         await start(simulation, 6)
         await asyncio.sleep(20)
         for peer in simulation.peers.values():
-            store = peer.service.context.desk.store
+            store = peer.service.context.mailbox.store
             tensors = {name: t.clone() for name, t in store.tensors().items()}
             again = type(store)((20,), 1)
             again.load(tensors, store.meta())

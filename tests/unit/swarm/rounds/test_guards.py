@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge
 from atomtrain.swarm.membership.guards import Guard, Standing, bounded_weights
 from atomtrain.swarm.rounds.exchange import Exchange, ExchangeSetup, checked_place
-from atomtrain.swarm.rounds.owning import OwnedSlice
-from atomtrain.swarm.rounds.reduction import SliceReduction
+from atomtrain.swarm.rounds.owning import OwnedSlice, SliceReduction
 from atomtrain.swarm.transport.messages import BadMessage, Begin
 from tests.support.swarm_virtual import Simulation, run_virtual
 
@@ -126,7 +125,7 @@ def test_who_lies_about_tokens_weighs_little_more_than_others() -> None:
         simulation = Simulation((40, 50), 5)
         for name in ("a", "b", "c", "liar"):
             await simulation.add(name, 0.5)
-        store = simulation.peers["liar"].service.context.desk.store
+        store = simulation.peers["liar"].service.context.mailbox.store
         real = store.unmerged_tokens
         store.unmerged_tokens = lambda fragment: 10**6 * real(fragment)  # type: ignore[method-assign]
         await asyncio.sleep(10)

@@ -52,7 +52,7 @@ def _trained(poison: Poison | None, **rules: Any) -> tuple[float, Simulation]:
         if poison:
             _poison(simulation.peers[f"peer{_PEERS - 1}"], poison)
         await asyncio.sleep(40)
-        anchor = simulation.peers["peer0"].service.context.desk.store.anchor(0)
+        anchor = simulation.peers["peer0"].service.context.mailbox.store.anchor(0)
         return problem.loss(anchor.values, honest)
 
     return run_virtual(scenario), held[0]
@@ -64,7 +64,7 @@ def _stepper(problem: _LeastSquares, index: int) -> Callable[[SimulatedPeer], No
 
 def _poison(peer: SimulatedPeer, poison: Poison) -> None:
     """Let a peer contribute other changes than it has made."""
-    store = peer.service.context.desk.store
+    store = peer.service.context.mailbox.store
     take = store.snapshot
 
     def snapshot(fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:

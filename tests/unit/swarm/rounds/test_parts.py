@@ -13,24 +13,29 @@ from hypothesis import strategies as st
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import (
+    OLD_HASH,
     Anchor,
     Merge,
     Origin,
     Part,
-    Stamp,
     digest_of,
     whole,
 )
-from atomtrain.swarm.anchors.buffer_pool import Recycler, exchange_memory, large_copy, large_empty
-from atomtrain.swarm.anchors.digests import OLD_HASH
-from atomtrain.swarm.anchors.outer import OuterUpdate
-from atomtrain.swarm.catchup.transfer import merge_of_fetched
+from atomtrain.swarm.anchors.buffer_pool import (
+    BufferPool,
+    exchange_memory,
+    pooled_copy,
+    pooled_empty,
+)
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.membership.agenda import Agenda, lead_order
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig
-from atomtrain.swarm.rounds.reduction import SliceReduction
-from atomtrain.swarm.rounds.timing import RoundTiming
+from atomtrain.swarm.membership.deadlines import RoundTiming
+from atomtrain.swarm.rounds.owning import SliceReduction
+from atomtrain.swarm.rounds.round_member import Doubt, merge_of_fetched
 
 
 @given(st.integers(0, 5000), st.integers(1, 40))
@@ -242,14 +247,15 @@ def test_fetched_anchor_of_an_unheard_decision_does_not_count_twice() -> None:
     store.adopt_local(_Access(local))
     local += 1.0
     snapshot = store.snapshot(0, local, torch.empty_like(local))
+    doubt = Doubt("r", snapshot, ("me", "you"))
     local += 0.25
     parts = (Part(Span(0, 1), frozenset({"me", "you"})), Part(Span(1, 2), frozenset({"you"})))
     new = _anchor(torch.tensor([4.0, 8.0]), 1, Origin("r", parts))
-    merge = merge_of_fetched(0, new, store.anchor(0), ("r", snapshot), "me")
+    merge = merge_of_fetched(0, new, store.anchor(0), doubt, "me")
     store.merge(merge, local)
     assert local.tolist() == [4.25, 9.25]
     later = _anchor(torch.tensor([5.0, 9.0]), 2, Origin("r2", ()))
-    merge = merge_of_fetched(0, later, store.anchor(0), ("r", snapshot), "me")
+    merge = merge_of_fetched(0, later, store.anchor(0), doubt, "me")
     assert merge == Merge(0, later, whole(2))
     store.merge(merge, local)
     assert local.tolist() == [5.25, 10.25]
@@ -349,33 +355,33 @@ def test_a_checkpoint_whose_hash_is_the_old_one_is_taken_and_checked() -> None:
 
 @pytest.mark.parametrize("elements", [0, 3, 1 << 20, (1 << 20) + 5])
 def test_large_memory_holds_what_is_written(elements: int) -> None:
-    values = large_empty(elements)
+    values = pooled_empty(elements)
     assert (values.dtype, values.shape) == (torch.float32, (elements,))
     values.copy_(torch.arange(elements))
-    assert large_copy(values).sum(dtype=torch.float64) == elements * (elements - 1) / 2
+    assert pooled_copy(values).sum(dtype=torch.float64) == elements * (elements - 1) / 2
 
 
 def test_memory_serves_again_when_nothing_refers_to_it() -> None:
-    recycler, size = Recycler(), (1 << 20) + 7
-    first = recycler.empty(size)
+    pool, size = BufferPool(), (1 << 20) + 7
+    first = pool.empty(size)
     place = first.data_ptr()
     held = byte_view(first.view(torch.uint8)[5:9])
     del first
-    assert recycler.empty(size).data_ptr() != place, "a view of it is still in use"
+    assert pool.empty(size).data_ptr() != place, "a view of it is still in use"
     del held
-    again = {recycler.empty(size).data_ptr(), recycler.empty(size - 3).data_ptr()}
+    again = {pool.empty(size).data_ptr(), pool.empty(size - 3).data_ptr()}
     assert place in again, "also for what is a little smaller"
-    assert recycler.empty(0).shape == (0,)
+    assert pool.empty(0).shape == (0,)
 
 
 def test_memory_of_another_size_is_given_back() -> None:
-    recycler = Recycler(one_size=True)
-    held = recycler.empty(1 << 20)
-    assert recycler.kept_bytes == 0
+    pool = BufferPool(one_size=True)
+    held = pool.empty(1 << 20)
+    assert pool.kept_bytes == 0
     del held
-    assert recycler.kept_bytes == 1 << 20
-    recycler.empty(2 << 20)
-    assert recycler.kept_bytes == 2 << 20
+    assert pool.kept_bytes == 1 << 20
+    pool.empty(2 << 20)
+    assert pool.kept_bytes == 2 << 20
 
 
 def test_an_exchange_gets_the_memory_of_the_last_one_like_it() -> None:

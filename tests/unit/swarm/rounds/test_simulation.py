@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from atomtrain.swarm.rounds.leader_io import Leading
+from atomtrain.swarm.rounds.leader_io import LeaderIO
 from atomtrain.swarm.rounds.leader_state import Outgoing
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from atomtrain.swarm.transport.messages import Commit
@@ -95,7 +95,7 @@ def test_what_is_beyond_the_anchor_is_what_was_not_merged_yet() -> None:
         peers = [await simulation.add(name, step_s=0.5) for name in ("a", "b")]
         await asyncio.sleep(40)
         assert await simulation.settle(20)
-        store = [peer.service.context.desk.store for peer in peers]
+        store = [peer.service.context.mailbox.store for peer in peers]
         for s, peer in zip(store, peers, strict=True):
             progress = peer.fragments[0] - s.anchor(0).values
             merged = s._tokens_merged[0]
@@ -128,7 +128,7 @@ def test_anchor_of_a_lonely_peer_follows_its_parameters() -> None:
         await asyncio.sleep(20)
         assert {report.reason for report in peer.reports} == {"alone"}
         peer.training = False
-        anchor = peer.service.context.desk.store.anchor(0)
+        anchor = peer.service.context.mailbox.store.anchor(0)
         assert anchor.stamp.version > 5
         assert float(anchor.values.mean()) > 20
 
@@ -145,7 +145,7 @@ def test_momentum_reaches_newcomers() -> None:
         await asyncio.sleep(30)
         assert await simulation.settle(20)
         velocities = [
-            p.service.context.desk.store.anchor(0).velocity for p in simulation.peers.values()
+            p.service.context.mailbox.store.anchor(0).velocity for p in simulation.peers.values()
         ]
         assert velocities[0] is not None
         assert bool(velocities[0].any())
@@ -215,9 +215,9 @@ def test_leader_dies_while_it_tells_its_decision(monkeypatch: pytest.MonkeyPatch
         for name in ("a", "b", "c"):
             await simulation.add(name, step_s=0.5)
         await asyncio.sleep(20)
-        send = Leading._send
+        send = LeaderIO._send
 
-        async def send_to_one(self: Leading, outgoing: Outgoing) -> None:
+        async def send_to_one(self: LeaderIO, outgoing: Outgoing) -> None:
             leader = self._context.peer_id
             commits = [to for to, message in outgoing if isinstance(message, Commit)]
             if len(commits) < 3 or told:
@@ -228,7 +228,7 @@ def test_leader_dies_while_it_tells_its_decision(monkeypatch: pytest.MonkeyPatch
             await asyncio.sleep(0.1)
             asyncio.get_running_loop().create_task(simulation.kill(leader))
 
-        monkeypatch.setattr(Leading, "_send", send_to_one)
+        monkeypatch.setattr(LeaderIO, "_send", send_to_one)
         before = len(simulation.merges)
         await asyncio.sleep(30)
         (unheard,) = set(simulation.peers) - set(told)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import random
 
@@ -120,11 +119,11 @@ class Vandal:
 
 def _some(kind: type[Message], **given_values: object) -> Message:
     """Return a message with these values, and empty ones for the rest."""
-    empty = {"int": 0, "str": "", "bool": True, "float": 0.0}
+    empty = {"Count": 0, "Text": "", "bool": True, "Real": 0.0}
     rest = {
-        field.name: empty.get(str(field.type), ())
-        for field in dataclasses.fields(kind)
-        if field.name not in given_values
+        name: empty.get(declared, ())
+        for name, declared in kind.__annotations__.items()
+        if name not in given_values
     }
     return kind(**rest, **given_values)
 

@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomtrain.swarm.transport.congestion import Congestion
-from atomtrain.swarm.transport.direct import OFFER_BYTES, Direct, Offer
+from atomtrain.swarm.transport.direct import OFFER_BYTES, Congestion, Direct, Offer
 from atomtrain.swarm.transport.messages import BadMessage, Propose
-from atomtrain.swarm.transport.pacing import Pacer
+from atomtrain.swarm.transport.rates import Pacer
 from atomtrain.swarm.transport.secure import Agreement, SecureChannel
 from atomtrain.swarm.transport.transport import CHUNK_BYTES, Channel, LinkLost, host_of
 from tests.support.waiting import PATIENCE_S

@@ -394,7 +394,7 @@ def test_peers_that_cannot_dial_each_other_average_through_a_relay() -> None:
         await swarm.relayed({public}, *hidden)
         await swarm.relayed(set(), public)
         await asyncio.sleep(10)  # by then there is a new record of everybody
-        relay = swarm.peer(public).service.context.ways.relay
+        relay = swarm.peer(public).service.context.routes.relay
         assert relay.passed_bytes > 0
         assert relay.status()["peers"] == sorted(hidden)
         shown = {p.peer_id: p.relays for p in swarm.peer(public).service.context.roster.statuses()}
@@ -447,7 +447,7 @@ def test_who_refuses_to_relay_is_not_asked_all_the_time() -> None:
     async def scenario() -> None:
         swarm = Hidden()
         unwilling = await swarm.enter(KEYS[0], relay_limit_bytes_per_s=0)
-        relay, asked = swarm.peer(unwilling).service.context.ways.relay, []
+        relay, asked = swarm.peer(unwilling).service.context.routes.relay, []
         refusal = relay.refusal
 
         def counted(remote: str, message: Message, *, can_be_dialled: bool) -> str:
@@ -497,10 +497,10 @@ def test_when_no_relay_leads_to_a_peer_it_is_dialled_again() -> None:
 
         context.transport.open = without_relay  # type: ignore[method-assign]
         swarm.hidden.clear()
-        context.ways._indirect_until_s[hidden] = math.inf  # as after a dial that failed
+        context.routes._indirect_until_s[hidden] = math.inf  # as after a dial that failed
         with pytest.raises(LinkLost, match="gone"):
-            await context.ways.open(hidden, bulk=False)
-        assert (await context.ways.open(hidden, bulk=False)).remote == hidden
+            await context.routes.open(hidden, bulk=False)
+        assert (await context.routes.open(hidden, bulk=False)).remote == hidden
 
     run_virtual(scenario)
 

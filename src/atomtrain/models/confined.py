@@ -1,0 +1,245 @@
+"""A stranger's `config.json` makes a model without the network and without code that others name.
+
+A configuration comes from a model's folder, a checkpoint, or the founder of a run, so it is as
+good as a stranger's. What its content may say are sizes and choices, nothing that leads to code;
+that is checked wherever a recipe is read, and needs no transformers.
+
+Left out without a word is what the model that is built does not depend on: ATOM builds the class
+that transformers itself has for a `model_type`, from the configuration alone. Such are references
+to code that would be used in its place, names of where the model came from, and private names
+(with an underscore in front), which transformers writes for itself. What would make another model,
+or its numbers by other code, is refused.
+
+The libraries themselves are held to it, for as long as they make something: whatever they would
+still look for on a hub is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from atomtrain.errors import ConfigError
+
+ATTENTION = (None, "eager", "sdpa")
+EXPERTS = (None, "eager", "grouped_mm", "batched_mm")
+"""Implementations that are torch's and transformers' own; all others are fetched or installed."""
+TYPES = (None, "auto", "float64", "float32", "bfloat16", "float16")
+_IMPLEMENTATIONS = {
+    "attn_implementation": ATTENTION,
+    "_attn_implementation": ATTENTION,
+    "_attn_implementation_internal": ATTENTION,
+    "experts_implementation": EXPERTS,
+    "_experts_implementation": EXPERTS,
+    "_experts_implementation_internal": EXPERTS,
+    "dtype": TYPES,
+    "torch_dtype": TYPES,
+}
+_LEFT_OUT = {
+    "auto_map", "custom_pipelines", "trust_remote_code", "name_or_path", "base_model_name_or_path",
+    "use_kernels", "kernel_config", "attn_implementation_autoset",
+}  # fmt: skip
+_PRIVATE_ONES = {"_attn_implementation", "_experts_implementation", "_remove_final_layer_norm"}
+"""Private names that do decide something (the last one OPT's)."""
+_BACKBONE = {"backbone", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone"}
+"""They name a second model, which is looked for on a hub."""
+_QUANTISED = {"quantization_config", "compression_config"}
+_FOREIGN_KINDS = ("timm_backbone", "timm_wrapper")
+"""Built by another package, which takes names of a hub, and pickles."""
+_LAYERS = {
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers",
+    "decoder_layers", "encoder_layers", "num_nextn_predict_layers",
+}  # fmt: skip
+_SIZES = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "n_embd", "n_head",
+    "n_heads", "d_model", "head_dim", "num_key_value_heads", "max_position_embeddings",
+    "n_positions", "n_ctx", "moe_intermediate_size", "ffn_dim", "embedding_size",
+}  # fmt: skip
+_MOST_LAYERS = 4096
+_MOST = 1 << 31
+_DEEPEST = 16
+_FETCHING = ("get_kernel", "get_kernel_hub")
+_KERNELS = "kernels"
+_ABSENT: Any = object()
+
+
+def checked_config(stored: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return a configuration without what leads to code and changes nothing.
+
+    Args:
+        stored: Content of a `config.json`.
+        what: How messages call it.
+
+    Raises:
+        ConfigError: it asks for what is not built here, or a size cannot be.
+    """
+    return _mapping(stored, what, 0)
+
+
+def _mapping(stored: Mapping[str, Any], what: str, depth: int) -> dict[str, Any]:
+    if depth > _DEEPEST:
+        raise ConfigError(
+            f"{what} is nested more than {_DEEPEST} deep; give the configuration of one model"
+        )
+    kept = {}
+    for key, value in stored.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{what} has a key {key!r}, which is not a text; leave it out")
+        _check(key, value, what)
+        private = key.startswith("_") and key not in _PRIVATE_ONES
+        if not private and key not in _LEFT_OUT | _BACKBONE | _QUANTISED:
+            kept[key] = _value(value, what, depth)
+    return kept
+
+
+def _value(value: Any, what: str, depth: int) -> Any:
+    if isinstance(value, Mapping):
+        return _mapping(value, what, depth + 1)
+    if isinstance(value, list | tuple):
+        if depth > _DEEPEST:
+            raise ConfigError(f"{what} is nested more than {_DEEPEST} deep; give one model's")
+        return [_value(item, what, depth + 1) for item in value]
+    return value
+
+
+def _check(key: str, value: Any, what: str) -> None:
+    if key in _IMPLEMENTATIONS:
+        _check_choice(key, value, what)
+    elif key in _QUANTISED and value is not None:
+        raise ConfigError(
+            f"the model of {what} is quantised and cannot be trained; give the model that it was "
+            "made from"
+        )
+    elif key in _BACKBONE and value:
+        raise ConfigError(
+            f"{what} takes a part from another model ({key}), which is not fetched here; give a "
+            "model that is whole"
+        )
+    elif key == "model_type" and value in _FOREIGN_KINDS:
+        raise ConfigError(
+            f"{what} has a part of type {value!r}, which is not built here; give the text model "
+            "alone"
+        )
+    elif key in _LAYERS:
+        _check_size(key, value, what, 0, _MOST_LAYERS)
+    elif key in _SIZES:
+        _check_size(key, value, what, 0 if key != "vocab_size" else 1, _MOST)
+
+
+def _check_choice(key: str, value: Any, what: str) -> None:
+    """Refuse a value, or one of those for each part of the model, that is not in the list."""
+    allowed = _IMPLEMENTATIONS[key]
+    for one in value.values() if isinstance(value, Mapping) else [value]:
+        if one not in allowed:
+            names = ", ".join(name for name in allowed if name is not None)
+            raise ConfigError(
+                f"{what} says {key} {one!r}; here it may be {names}: choose one, or remove the key"
+            )
+
+
+def _check_size(key: str, value: Any, what: str, least: int, most: int) -> None:
+    """Refuse a number that no model has; where parts differ there is a list of them."""
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if one is None and least == 0:
+            continue
+        if not isinstance(one, int) or isinstance(one, bool) or not least <= one <= most:
+            raise ConfigError(
+                f"{what} says {key} {str(one)[:40]!r}; it must be a whole number from {least} to "
+                f"{most}: correct it"
+            )
+
+
+class _FetchError(FileNotFoundError):
+    """Of this kind, since transformers takes it for a kernel that is not there: it goes without."""
+
+
+@contextmanager
+def confined() -> Iterator[None]:
+    """Have transformers fetch nothing: no file of a hub, and no kernel, cached ones included.
+
+    Some of its models ask for compiled kernels of their own accord (RWKV on a GPU): they are
+    computed by torch. The package `kernels` and the hub's settings are as before afterwards.
+    """
+    from huggingface_hub import constants
+    from transformers.integrations import hub_kernels  # asks once whether `kernels` is installed
+
+    offline = constants.HF_HUB_OFFLINE
+    package = sys.modules.get(_KERNELS, _ABSENT)
+    fetching = {name: getattr(hub_kernels, name, _ABSENT) for name in _FETCHING}
+    constants.HF_HUB_OFFLINE = True
+    sys.modules[_KERNELS] = None  # type: ignore[assignment]  # `import kernels` fails
+    for name, function in fetching.items():
+        if function is not _ABSENT:
+            setattr(hub_kernels, name, _refuse)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        if package is _ABSENT:
+            del sys.modules[_KERNELS]
+        else:
+            sys.modules[_KERNELS] = package
+        for name, function in fetching.items():
+            if function is not _ABSENT:
+                setattr(hub_kernels, name, function)
+
+
+def _refuse(name: object, *_: object, **__: object) -> NoReturn:
+    raise _FetchError(f"the kernel {name} is not fetched: no code comes from a model")
+
+
+def check_names(stored: Mapping[str, Any], what: str) -> None:
+    """Refuse keys, at any depth, that would stand in for transformers' own functions and tables.
+
+    Such a table says which attribute a key sets, and so could lead around every other check.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    taken = _own_names()
+
+    def check(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if key in taken:
+                    raise ConfigError(
+                        f"{what} has a key {key!r}, which is a name of transformers' own; remove it"
+                    )
+                check(item)
+        elif isinstance(value, list):
+            for item in value:
+                check(item)
+
+    check(stored)
+
+
+def _own_names() -> set[str]:
+    """Return what every configuration class has besides values: functions and tables."""
+    from transformers import PreTrainedConfig
+
+    names = set(dir(PreTrainedConfig)) - {field.name for field in fields(PreTrainedConfig)}
+    values = {name for name in names if isinstance(getattr(PreTrainedConfig, name), property)}
+    return names - values - {"model_type"}
+
+
+def check_made(config: Any, what: str) -> None:
+    """Refuse a configuration object that, whatever it was made from, asks for others' code.
+
+    Raises:
+        ConfigError: it, or that of a part, does.
+    """
+    from transformers import PreTrainedConfig
+
+    attention = getattr(config, "_attn_implementation_internal", None)
+    experts = getattr(config, "_experts_implementation_internal", None)
+    if attention not in ATTENTION or experts not in EXPERTS or hasattr(config, "auto_map"):
+        raise ConfigError(
+            f"{what} asks for code that is not transformers' own; give the configuration as "
+            "transformers saves it"
+        )
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            check_made(part, what)

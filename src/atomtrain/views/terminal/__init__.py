@@ -1,1 +1,0 @@
-"""The terminal view of a run. Begin with `terminal.py`."""
