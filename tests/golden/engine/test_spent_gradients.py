@@ -107,9 +107,9 @@ def test_plan_and_engine_agree_on_the_memory_of_two_rooms() -> None:
         swap(model, example, segments=LAYERS, spend_gradients=True) as spent,
         swap(twin(model), example, segments=LAYERS) as kept,
     ):
-        layout = spent._store.layout
+        layout = spent._core.store.layout
         largest = max(layout.gradient_range(b)[1] - layout.gradient_range(b)[0] for b in range(5))
-        assert spent._store.gradients.numel() == ROOMS * largest
+        assert spent._core.store.gradients.numel() == ROOMS * largest
         less = layout.gradients.total_bytes - ROOMS * largest
         assert less > 0
         assert kept.plan.host_bytes - spent.plan.host_bytes == less

@@ -26,7 +26,7 @@ DEADLINE_S = 600.0
 # The command itself, with inputs small enough for a test in place of those of --quick.
 TINY = """
 import sys
-from atombench import depth, swap
+from atombench.engine import depth, swap
 from atombench.engine.swap_pairs import cores
 from atomtrain.cli.main import main
 
