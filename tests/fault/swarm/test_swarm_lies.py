@@ -45,7 +45,8 @@ def test_nobody_takes_what_a_liar_tells(
 
     for peer in honest:  # at no moment had anybody what the liar told of
         for said in peer.lines("state", begun[peer]):
-            assert all(abs(mean - 1.0) < 0.3 for mean in said["means"]), said
+            # The liar's values have a mean of about 0.
+            assert all(abs(mean - 1.0) < 0.5 for mean in said["means"]), said
             assert max(said["versions"]) < 10**5
         peers.remove(peer)
         written = peer.finish()

@@ -39,7 +39,7 @@ def doubled(value: Tensor, times: int) -> Tensor:
 def again(remade: RematerializedStorage) -> tuple[Tensor, int]:
     """Return what is made again, and by how many operations."""
     with Counted() as counted:
-        made = remade.making.result(remade.index, lambda packed: packed)
+        made = remade.operation.result(remade.index, lambda packed: packed)
     return made, counted.count
 
 
@@ -51,7 +51,7 @@ def test_each_operation_of_a_chain_is_done_once() -> None:
         value = doubled(saved, 30)
     remade = rematerializer.of(value)
     assert remade is not None
-    assert [one is saved for one in remade.making.arguments()] == [True, True]
+    assert [one is saved for one in remade.operation.arguments()] == [True, True]
     made, count = again(remade)
     assert torch.equal(made, value)
     assert count == 30

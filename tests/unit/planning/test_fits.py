@@ -96,9 +96,9 @@ def test_nothing_is_analysed_in_vain(recipe: Recipe, monkeypatch: pytest.MonkeyP
     sizes: list[int] = []
     pieces: list[int] = []
 
-    def chain_counted(model: Any, example: Any, *rest: Any) -> Any:
+    def chain_counted(model: Any, example: Any, *rest: Any, **named: Any) -> Any:
         sizes.append(len(example["input_ids"]))
-        return chain_of(model, example, *rest)
+        return chain_of(model, example, *rest, **named)
 
     def split_counted(chain: Any, count: int) -> Any:
         pieces.append(count)

@@ -42,7 +42,6 @@ LEAKING: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16,
         "layer_types": ["linear_attention", "full_attention"],
     },
-    "falcon": {"alibi": False},
     "gpt_oss": {
         "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
         "layer_types": ["sliding_attention", "full_attention"],

@@ -88,7 +88,7 @@ class SwarmConfig:
     """Whether bulk data may go straight between processes where peers can dial each other: to
     a TCP port of its own, the one after `listen_port` if that is chosen."""
     connect_s: float = 10.0
-    """Wait for a connection to a peer, or its answer, until one was measured; see `waits`."""
+    """Wait for a connection to a peer, or its answer, until one was measured; see `deadlines`."""
     stall_s: float = 15.0
     """A transfer during which no byte moves for this long is given up, until more was measured."""
     upload_limit_bytes_per_s: float = math.inf
