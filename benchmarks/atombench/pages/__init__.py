@@ -1,4 +1,4 @@
-"""Tables of `docs/`, made from code and results: `python -m atombench.pages [PAGE...]`."""
+"""Tables and figures of `docs/`, from code and results: `python -m atombench.pages [PAGE...]`."""
 
 from __future__ import annotations
 

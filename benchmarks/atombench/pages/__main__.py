@@ -1,14 +1,15 @@
-"""Fills the tables of the pages in `docs/`; what is between them is written by people.
+"""Fills what is made of the pages in `docs/`; what is between is written by people.
 
-A table stands between the lines `<!-- table NAME -->` and `<!-- end -->`. Results are those in
-`benchmarks/results`. `commands.md` is not kept: it is written as a whole.
+A part that is made stands between the lines `<!--made:NAME-->` and `<!--end-->`: a table, and
+sentences with figures. Results are those in `benchmarks/results`. `commands.md` is not kept: it is
+written as a whole.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,45 +19,45 @@ from atomtrain.metrics import names
 
 DOCS = Path(__file__).parents[3] / "docs"
 COMMANDS = "commands"
-_BLOCK = re.compile(
-    r"(?<=^<!-- table )(\S+) -->\n(.*?)^(?=<!-- end -->$)", re.MULTILINE | re.DOTALL
-)
-_MARK = re.compile(r"^<!-- (table \S+|end) -->$", re.MULTILINE)
+_BLOCK = re.compile(r"(?<=^<!--made:)(\S+)-->\n(.*?)^(?=<!--end-->$)", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"^<!--(made:\S+|end)-->$", re.MULTILINE)
+Parts = Mapping[str, Callable[[], str]]
+"""What makes each part, by name."""
 
 
-def tables() -> dict[str, Callable[[], str]]:
-    """Return what makes each table, by name; a result of `network` has the name of its file."""
+def parts() -> Parts:
+    """Return all there are; a result of `network` has the name of its file."""
     network = {
         name: partial(network_tables.network_rows, result)
         for name, result in network_tables.networks().items()
     }
     return {
         "metrics": names.table,
-        **code_tables.TABLES,
-        **plan_tables.TABLES,
-        **network_tables.TABLES,
-        **simulation_tables.TABLES,
+        **code_tables.PARTS,
+        **plan_tables.PARTS,
+        **network_tables.PARTS,
+        **simulation_tables.PARTS,
         **network,
     }
 
 
-def filled(page: str, made: dict[str, Callable[[], str]]) -> str:
-    """Return a page with its tables as they are now.
+def filled(page: str, made: Parts) -> str:
+    """Return a page with what is made as it is now.
 
     Raises:
-        ConfigError: a mark has no counterpart, or names a table that does not exist.
+        ConfigError: a mark has no counterpart, or names a part that does not exist.
     """
-    kinds = [mark.split()[0] for mark in _MARK.findall(page)]
-    if kinds != ["table", "end"] * (len(kinds) // 2):
-        raise ConfigError("each <!-- table NAME --> needs an <!-- end --> before the next one")
+    kinds = [mark.partition(":")[0] for mark in _MARK.findall(page)]
+    if kinds != ["made", "end"] * (len(kinds) // 2):
+        raise ConfigError("each <!--made:NAME--> needs an <!--end--> before the next one")
 
     def block(found: re.Match[str]) -> str:
         name = found[1]
         if name not in made:
             raise ConfigError(
-                f"there is no table {name!r}.{nearest(name, made)} Tables: {', '.join(made)}"
+                f"there is no part {name!r}.{nearest(name, made)} Parts: {', '.join(made)}"
             )
-        return f"{name} -->\n{made[name]()}"
+        return f"{name}-->\n{made[name]()}"
 
     return _BLOCK.sub(block, page)
 
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
                 raise ConfigError(f"there is no page {name!r} in docs.{nearest(stem, known)}")
             path = DOCS / f"{stem}.md"
             before = path.read_text(encoding="utf-8") if path.exists() else ""
-            text = code_tables.commands() if stem == COMMANDS else filled(before, tables())
+            text = code_tables.commands() if stem == COMMANDS else filled(before, parts())
             if text != before:
                 path.write_text(text, encoding="utf-8")
                 sys.stdout.write(f"{path}\n")

@@ -161,7 +161,7 @@ def _cell(text: str | None) -> str:
     return (text or "").replace("%%", "%").replace("|", "\\|").replace("<", "&lt;")
 
 
-TABLES: dict[str, Callable[[], str]] = {
+PARTS: dict[str, Callable[[], str]] = {
     "gpus": gpus,
     "links": links,
     "hosts": hosts,

@@ -68,8 +68,9 @@ def network_rows(found: Result) -> str:
         for row in found["rows"]
     ]
     return (
-        f"`{command(found)}` on {found['machine']['processor']}, load "
-        f"{found['load_average_before']:.1f} before; a peer computes "
+        f"`{command(found)}` on {found['machine']['cores']} cores of "
+        f"{found['machine']['processor']}, load {found['load_average_before']:.1f} before; a peer "
+        f"computes "
         f"{found['peer_flops_per_s'] / 1e9:.1f} GFLOP/s.\n\n{table(head, rows)}"
     )
 
@@ -130,7 +131,13 @@ def losses(found: Result) -> str:
         "link", "for each FLOP", "method", "seconds", "tokens", "loss", "ATOM was there after",
         "loss, equal tokens", "ATOM's",
     )  # fmt: skip
-    return table(head, rows)
+    peers = found["peers"]
+    return (
+        f"`atom bench time-to-loss --json`: {peers} peers, the same weights, text, optimizer and "
+        f"learning rate, about {found['train_s']:.0f} s for each method. ATOM's peers each step on "
+        f"their own share of the tokens, so they make {peers} times as many updates from as many "
+        f"tokens.\n\n{table(head, rows)}"
+    )
 
 
 @functools.cache
@@ -140,36 +147,58 @@ def _all_cases() -> tuple[tuple[int, Case], ...]:
 
 
 def predictions(found: Iterable[tuple[int, Case]]) -> str:
-    """Return how many predictions were right, by kind and in all."""
+    """Return how many predictions were right, in all and by kind, and what changes meanwhile."""
     kinds: dict[str, list[Case]] = {}
     for _, case in found:
         kinds.setdefault(case.kind, []).append(case)
     every = [case for alike in kinds.values() for case in alike]
-    head = (
-        "what", "of", "with the run's times", "within 10%", "within 10% as predicted before",
-        "furthest off", "times changed in the run", "measured again, apart",
-    )  # fmt: skip
-    return table(head, [_right(name, alike) for name, alike in [*kinds.items(), ("all", every)]])
+    own = [case for case in every if case.knowing is not None]
+    right = (
+        f"**{_right(every)} of {len(every)} are within 10% of what was measured**, with the times "
+        f"of the run itself where a result has them ({len(own)}), and with those of just before "
+        "where it has not. With those of just before alone, "
+        f"{sum(case.close for case in every)} are.\n"
+    )
+    rows = [(name, _right(alike), len(alike), _worst(alike)) for name, alike in kinds.items()]
+    parts = [right, _apart(every), _known(own)]
+    parts.append(table(("what", "within 10%", "of", "furthest off"), rows))
+    return "\n".join(part for part in parts if part)
 
 
-def _right(name: str, alike: Sequence[Case]) -> list[object]:
-    worst = max((case.counted_error_share for case in alike), key=abs)
-    drifts = [abs(case.drift_share) for case in alike if case.drift_share is not None]
-    spreads = [case.spread_share for case in alike if len(case.each) > 1]
-    return [
-        name,
-        len(alike),
-        sum(case.knowing is not None for case in alike),
-        sum(case.right for case in alike),
-        sum(case.close for case in alike),
-        f"{worst:+.0%}",
-        _median_and_most(drifts),
-        _median_and_most(spreads),
-    ]
+def _right(alike: Iterable[Case]) -> int:
+    return sum(case.right for case in alike)
+
+
+def _worst(alike: Iterable[Case]) -> str:
+    return f"{max((case.counted_error_share for case in alike), key=abs):+.0%}"
+
+
+def _apart(every: Iterable[Case]) -> str:
+    """Say how far measurements of one and the same thing are apart, if there are any."""
+    shares = [case.spread_share for case in every if len(case.each) > 1]
+    if not shares:
+        return ""
+    return (
+        "Measurements differ among themselves, too. The best pipeline of a row is measured two "
+        "or three times, minutes apart, and the mean counts. These rates differ by "
+        f"{_median_and_most(shares)}.\n"
+    )
+
+
+def _known(own: Sequence[Case]) -> str:
+    """Say how far predictions and the model alone are off, where the run's times are known."""
+    if not own:
+        return ""
+    drifts = [abs(case.drift_share) for case in own if case.drift_share is not None]
+    return (
+        f"Of the {len(own)} with times of the run, {_right(own)} are within 10% with these and "
+        f"{sum(case.close for case in own)} as predicted before. Between the two, times changed by "
+        f"{_median_and_most(drifts or [0.0])}.\n"
+    )
 
 
 def _median_and_most(shares: Sequence[float]) -> str:
-    return f"{statistics.median(shares):.0%}, at most {max(shares):.0%}" if shares else "-"
+    return f"{statistics.median(shares):.0%} (median), {max(shares):.0%} at most"
 
 
 def misses(found: Iterable[tuple[int, Case]]) -> str:
@@ -209,7 +238,7 @@ def _told(case: Case) -> str:
     return f"{case.measured:.4g} ({', '.join(f'{each:.4g}' for each in case.each)})"
 
 
-TABLES: dict[str, Callable[[], str]] = {
+PARTS: dict[str, Callable[[], str]] = {
     "time-to-loss": lambda: losses(result("time-to-loss")),
     "predictions": lambda: predictions(_all_cases()),
     "misses": lambda: misses(_all_cases()),

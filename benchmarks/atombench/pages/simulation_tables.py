@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from atombench.network.panels import (
     Row,
@@ -42,6 +42,13 @@ def real_runs(of: Iterable[Result], gpu: str) -> _Runs:
     return found
 
 
+def conditions(found: Result) -> str:
+    """Say what all simulations have in common."""
+    return (
+        f"Each peer is one {found['gpu']}; the round trip is {1000 * found['round_trip_s']:g} ms.\n"
+    )
+
+
 def ratios(found: Result, runs: _Runs) -> str:
     """Return simulated ratios, in bold those of real runs; equal rows of a model are one."""
     rows = _simulated(found)
@@ -72,63 +79,111 @@ def _cell(row: Row, runs: Sequence[float]) -> str:
     return " ".join([simulated, *(f"**{ratio:.2f}**" for ratio in runs)])
 
 
-def run_for_real(runs: _Runs) -> str:
-    """Return the ratios of real runs."""
-    return table(
-        ("model", "peers", "link", "ratio"),
-        (
-            (model, peers, rate_name(rate), ", ".join(f"**{ratio:.2f}**" for ratio in found))
-            for (model, peers, rate), found in sorted(runs.items())
-        ),
+def run_for_real(found: Result, runs: _Runs) -> str:
+    """Say what was run for real on links that the table lacks, and of which models nothing was."""
+    rows = _simulated(found)
+    shown = {(row["model"], row["peers"], row["link_bits_per_s"]) for row in rows}
+    others = [
+        f"{model} with {peers} peers on {rate_name(rate)} **{max(of):.2f}**"
+        for (model, peers, rate), of in sorted(runs.items())
+        if (model, peers, rate) not in shown
+    ]
+    models = dict.fromkeys(row["model"] for row in rows)
+    missing = [model for model in models if model not in {of for of, _, _ in runs}]
+    said = [f"Run for real on other links: {'; '.join(others)}.\n"] if others else []
+    if missing:
+        said.append(
+            f"**Not run for real, on any link: {', '.join(missing)}.** All their figures on this "
+            "page are simulated or planned.\n"
+        )
+    return "\n".join(said)
+
+
+class _Fitting(NamedTuple):
+    """The rows with the number of peers on which most models fit a pipeline."""
+
+    peers: int
+    models: Mapping[str, Sequence[Row]]
+    """By name: one row for each link."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those of all models."""
+        return [row for alike in self.models.values() for row in alike]
+
+
+def _fitting(found: Result) -> _Fitting:
+    rows = [row for row in _simulated(found) if row["ratio"] is not None]
+    peers = max(row["peers"] for row in rows)
+    models: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["peers"] == peers:
+            models.setdefault(row["model"], []).append(row)
+    return _Fitting(peers, models)
+
+
+def goal(found: Result) -> str:
+    """Say where ATOM is twenty times as fast as a pipeline."""
+    fitting = _fitting(found)
+    reached = [row for row in fitting.rows if row["ratio"] >= _GOAL]
+    largest = max(fitting.rows, key=lambda row: float(row["ratio"]))
+    where = "; ".join(
+        f"{row['model']} on {rate_name(row['link_bits_per_s'])} ({row['ratio']:.1f})"
+        for row in reached
     )
+    said = f"With {fitting.peers} peers: " + (
+        f"{where}."
+        if reached
+        else f"**nowhere in this table.** The largest ratio is {largest['ratio']:.1f}, of "
+        f"{largest['model']} on {rate_name(largest['link_bits_per_s'])}."
+    )
+    rates = {model: _slower_bits_per_s(alike) for model, alike in fitting.models.items()}
+    slower = [f"{model} {rate / 1e6:.2g}" for model, rate in rates.items() if rate is not None]
+    if slower:
+        said += (
+            "\nOn slower links the pipeline's rate falls with the link's, and ATOM's does not. So "
+            f"it is reached at about (Mbit/s): {', '.join(slower)}. ATOM then averages the model "
+            "that much less often, too."
+        )
+    return f"{said}\n"
 
 
-def bounds(found: Result) -> str:
-    """Return of each model where a pipeline wins, and where ATOM is twenty times as fast.
+def _slower_bits_per_s(alike: Sequence[Row]) -> float | None:
+    """Return at about which rate, below those of the rows, twenty times is reached.
 
-    By the peers on which most models fit a pipeline.
+    `None`: it cannot be told, or is reached on one of these links. Where the link alone decides,
+    the ratio grows as the rate falls.
     """
-    fitting = [row for row in _simulated(found) if row["ratio"] is not None]
-    peers = max(row["peers"] for row in fitting)
-    rows = []
-    for model in dict.fromkeys(row["model"] for row in fitting):
-        alike = [row for row in fitting if (row["model"], row["peers"]) == (model, peers)]
-        if alike:
-            least, most = (f(alike, key=lambda row: float(row["ratio"])) for f in (min, max))
-            goal = _goal_bits_per_s(alike)
-            rows.append(
-                (
-                    model,
-                    f"{least['ratio']:.2f} on {rate_name(least['link_bits_per_s'])}",
-                    _above(break_even_bits_per_s(alike)),
-                    f"{most['ratio']:.1f} on {rate_name(most['link_bits_per_s'])}",
-                    "-" if goal is None else rate_name(goal),
-                )
-            )
-    head = (
-        f"model, {peers} peers", "least ratio", "a pipeline wins above", "largest ratio",
-        f"{_GOAL:.0f} times as fast at",
-    )  # fmt: skip
-    return table(head, rows)
+    (rate, ratio), (faster, less) = sorted((r["link_bits_per_s"], r["ratio"]) for r in alike)[:2]
+    grows = ratio * rate > _PROPORTIONAL * less * faster
+    return float(rate * ratio / _GOAL) if ratio < _GOAL and grows else None
 
 
-def _above(bits_per_s: float | None) -> str:
-    if bits_per_s is None:
-        return "none of these links"
-    return rate_name(bits_per_s) if bits_per_s else "all of these links"
-
-
-def _goal_bits_per_s(alike: Sequence[Row]) -> float | None:
-    """Return at about which rate twenty times is reached; `None`: it cannot be told.
-
-    Where the link alone decides, the ratio grows as the rate falls.
-    """
-    points = sorted((row["link_bits_per_s"], row["ratio"]) for row in alike)
-    reached = [rate for rate, ratio in points if ratio >= _GOAL]
-    if reached:
-        return float(max(reached))
-    (rate, ratio), (faster, less) = points[:2]
-    return rate * ratio / _GOAL if ratio * rate > _PROPORTIONAL * less * faster else None
+def pipeline_wins(found: Result) -> str:
+    """Say in one sentence where a pipeline is faster."""
+    fitting = _fitting(found)
+    rates = {model: break_even_bits_per_s(alike) for model, alike in fitting.models.items()}
+    above = [f"{model} {rate / 1e6:.0f}" for model, rate in rates.items() if rate]
+    always = [model for model, rate in rates.items() if rate == 0]
+    never = [model for model, rate in rates.items() if rate is None]
+    parts = []
+    if above:
+        parts.append(
+            f"where a peer's link carries more than the break-even (Mbit/s: {', '.join(above)})"
+        )
+    if always:
+        parts.append(f"on every one of these links with {', '.join(always)}")
+    wins, loses = " and ".join(parts), f"; with {', '.join(never)} on none of these links"
+    if not parts:
+        nearest = min(fitting.rows, key=lambda row: float(row["ratio"]))
+        wins = "nowhere in this table"
+        loses = (
+            f"; nearest to it is {nearest['model']} on links of "
+            f"{rate_name(nearest['link_bits_per_s'])}, at {nearest['ratio']:.2f}"
+        )
+    elif not never:
+        loses = ""
+    return f"With {fitting.peers} peers **a pipeline wins {wins}{loses}.**\n"
 
 
 def break_even_bits_per_s(rows: Iterable[Row]) -> float | None:
@@ -208,13 +263,31 @@ def swarms(rows: Iterable[Row]) -> str:
     )
 
 
-def unsteady(rows: Iterable[Row]) -> str:
-    """Return ATOM beside pipelines of peers that differ, come and go."""
+def fleet(found: Row) -> str:
+    """Say what a swarm of ten thousand reaches."""
+    return (
+        f"{found['rounds']:,} rounds of {found['model']} in groups of {found['group']}, on links "
+        f"of {rate_name(found['link_bits_per_s'])}, with peers that differ, come and go. Changes "
+        f"travel as {found['wire']}, bases as float16. Simulating it took {found['took_s']:.1f} s. "
+        f"The peers train {found['share_of_alone']:.1%} of what they would if all always stayed, "
+        f"and lose {found['lost_share']:.2%} of contributions. A round takes "
+        f"{found['round_s']:.1f} s, and replicas are {found['drift']:.2f} of a round's change "
+        "apart.\n"
+    )
+
+
+def unsteady(found: Result) -> str:
+    """Return ATOM beside pipelines of peers that differ, come and go, and how much they do."""
+    how = found["fleet"]
     head = (
         "model", "peers", "link", "ATOM", "pipelines", "complete", "of these stopped", "best",
         "ratio",
     )  # fmt: skip
-    return table(head, map(_unsteady_row, rows))
+    return (
+        f"Speeds and links spread by {how['spread']:g} (deviation of the logarithm). Peers stay "
+        f"for {format_seconds(how['stay'])} and are away for {format_seconds(how['away'])} on "
+        f"average.\n\n{table(head, map(_unsteady_row, found['unsteady']))}"
+    )
 
 
 def _unsteady_row(row: Row) -> list[object]:
@@ -237,14 +310,16 @@ def _runs() -> _Runs:
     return real_runs(networks().values(), result("simulation")["gpu"])
 
 
-TABLES: dict[str, Callable[[], str]] = {
+PARTS: dict[str, Callable[[], str]] = {
+    "simulation-conditions": lambda: conditions(result("simulation")),
     "simulation-ratios": lambda: ratios(result("simulation"), _runs()),
-    "simulation-real": lambda: run_for_real(_runs()),
-    "simulation-bounds": lambda: bounds(result("simulation")),
+    "simulation-real": lambda: run_for_real(result("simulation"), _runs()),
+    "simulation-goal": lambda: goal(result("simulation")),
+    "simulation-wins": lambda: pipeline_wins(result("simulation")),
     "simulation-averages": lambda: averages(result("simulation")),
     "simulation-encoding": lambda: encoding(result("simulation")),
-    "simulation-fleet": lambda: swarms([result("simulation")["fleet"]]),
-    "simulation-unsteady": lambda: unsteady(result("simulation")["unsteady"]),
+    "simulation-fleet": lambda: fleet(result("simulation")["fleet"]),
+    "simulation-unsteady": lambda: unsteady(result("simulation")),
     "scale": lambda: swarms(result("simulation")["scale"]),
 }
 """By the names that marks have."""

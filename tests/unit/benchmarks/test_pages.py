@@ -1,4 +1,4 @@
-"""Tables in pages of `docs/` are those of code and results; what is around them stays."""
+"""What is made of the pages in `docs/` is that of code and results; what is around it stays."""
 
 from __future__ import annotations
 
@@ -8,44 +8,43 @@ import pytest
 
 from atombench.pages import __main__ as pages
 from atombench.pages import plan_tables
-from atombench.pages.treatments import loaded_bytes, treatments
 from atomtrain.errors import ConfigError, PlanError
 from atomtrain.models.gpt_config import GPT3
 from atomtrain.planning.catalogue import gpu
 from atomtrain.planning.disk_catalogue import ASSUMED_DISK
 from atomtrain.views.plans.subject import subject
 
-MADE = pages.tables()
+MADE = pages.parts()
 TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in pages.DOCS.glob("*.md")}
-USED = {name: re.findall("^<!-- table (.*) -->$", text, re.M) for name, text in TEXTS.items()}
+USED = {name: re.findall("^<!--made:(.*)-->$", text, re.M) for name, text in TEXTS.items()}
 CHECKED = [name for name, used in USED.items() if used and name != "plans"]
 """Plans take minutes; a row is checked below."""
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_the_tables_of_a_page_are_those_of_code_and_results(name: str) -> None:
+def test_what_is_made_of_a_page_is_that_of_code_and_results(name: str) -> None:
     assert pages.filled(TEXTS[name], MADE) == TEXTS[name], f"run python -m atombench.pages {name}"
 
 
-def test_every_table_is_on_one_page() -> None:
+def test_every_part_is_on_one_page() -> None:
     assert sorted(name for used in USED.values() for name in used) == sorted(MADE)
 
 
 def test_only_what_is_between_marks_is_written() -> None:
-    text = "before\n<!-- table a -->\n{}<!-- end -->\nafter\n<!-- table b -->\n{}<!-- end -->\n"
+    text = "before\n<!--made:a-->\n{}<!--end-->\nafter\n<!--made:b-->\n{}<!--end-->\n"
     made = {"a": lambda: "new\n", "b": lambda: "| b |\n"}
     assert pages.filled(text.format("old\n", ""), made) == text.format("new\n", "| b |\n")
 
-    assert pages.filled("no table\n", {}) == "no table\n"
+    assert pages.filled("no part\n", {}) == "no part\n"
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("<!-- table scael -->\n<!-- end -->\n", "Did you mean 'scale'"),
-        ("<!-- table scale -->\n", "needs an <!-- end -->"),
-        ("<!-- end -->\n", "needs an <!-- end -->"),
-        ("<!-- table scale -->\n<!-- table metrics -->\n<!-- end -->\n", "before the next one"),
+        ("<!--made:scael-->\n<!--end-->\n", "Did you mean 'scale'"),
+        ("<!--made:scale-->\n", "needs an <!--end-->"),
+        ("<!--end-->\n", "needs an <!--end-->"),
+        ("<!--made:scale-->\n<!--made:metrics-->\n<!--end-->\n", "before the next one"),
     ],
 )
 def test_marks_that_make_no_sense_are_named(text: str, complaint: str) -> None:
@@ -80,7 +79,7 @@ def test_rows_are_complete_for_models_that_fit_and_for_those_that_do_not() -> No
 
 
 def test_treatments_are_planned_with_one_sequence_a_micro_batch() -> None:
-    found = list(treatments(subject("tiny", 16), gpu("rtx-3090"), 1 << 30, 2))
+    found = list(plan_tables.treatments(subject("tiny", 16), gpu("rtx-3090"), 1 << 30, 2))
     assert [item.text for item in found] == [
         "none", "embedding on the host", "resident where it pays",
         "optimizer on the device where it pays", "head in 8 pieces", "all, where they pay",
@@ -91,8 +90,8 @@ def test_treatments_are_planned_with_one_sequence_a_micro_batch() -> None:
         assert item.found.tokens_per_step == 2 * 16
         if item.text == "embedding on the host":
             assert item.found.plan.host_layers == 1
-            assert loaded_bytes(item.found) < loaded_bytes(found[0].found)
+            assert plan_tables.loaded_bytes(item.found) < plan_tables.loaded_bytes(found[0].found)
         elif item.found.plan.host_layers == 0 and not item.found.plan.device_blocks:
-            assert loaded_bytes(item.found) >= item.found.analysis.parameter_bytes
+            assert plan_tables.loaded_bytes(item.found) >= item.found.analysis.parameter_bytes
         if item.text in ("none", "embedding on the host", "head in 8 pieces"):
             assert item.found.plan.resident_blocks == ()

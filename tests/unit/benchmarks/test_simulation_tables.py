@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from atombench.pages.simulation_tables import (
-    bounds,
     break_even_bits_per_s,
+    conditions,
+    fleet,
+    goal,
+    pipeline_wins,
     ratios,
     real_runs,
     run_for_real,
@@ -48,15 +51,24 @@ def test_cases_that_were_run_for_real_are_marked(result: dict[str, Any]) -> None
     assert "**" not in ratios(result, {})
     elsewhere = real_runs([{"peers": 3, "rows": [_run(3.25)]}], "rtx-3090")
     assert "**" not in ratios(result, elsewhere)
-    assert run_for_real(elsewhere).endswith("| gpt3-xl | 3 | 100 Mbit/s | **3.25** |\n")
+    assert "gpt3-xl with 3 peers on 100 Mbit/s **3.25**" in run_for_real(result, elsewhere)
+    (missing,) = run_for_real(result, runs).splitlines()
+    assert missing.startswith("**Not run for real")
+    assert "gpt3-175b" in missing
+    assert "gpt3-xl" not in missing
+
+
+def test_what_all_simulations_have_in_common_is_told() -> None:
+    found = {"gpu": "h100", "round_trip_s": 0.03}
+    assert conditions(found) == "Each peer is one h100; the round trip is 30 ms.\n"
 
 
 def test_numbers_of_peers_with_the_same_ratios_share_a_row() -> None:
-    def row(peers: int, ratio: float | None) -> dict[str, Any]:
-        return {"model": "small", "peers": peers, "link": "a", "link_bits_per_s": 1e8,
-                "ratio": ratio}  # fmt: skip
-
-    rows = [row(4, None), row(8, 2.0), row(16, 2.0), {"model": "huge", "left_out": "no host"}]
+    rows: list[dict[str, Any]] = [
+        {**row("small", 1e8, ratio, peers), "link": "a"}
+        for peers, ratio in ((4, None), (8, 2.0), (16, 2.0))
+    ]
+    rows.append({"model": "huge", "left_out": "no host"})
     assert ratios({"rows": rows}, {}).splitlines()[2:] == [
         "| small | 4 | - |",
         "| small | 8, 16 | 2.00 |",
@@ -64,37 +76,53 @@ def test_numbers_of_peers_with_the_same_ratios_share_a_row() -> None:
     ]
 
 
-def line_of(*points: tuple[float, float | None], model: str = "small") -> str:
-    """Return the bounds of one model, by the ratio on each link."""
-    rows = [
-        {"model": model, "peers": 4, "link_bits_per_s": rate, "ratio": ratio}
-        for rate, ratio in points
-    ]
-    return bounds({"rows": rows}).splitlines()[-1]
+def row(model: str, rate: float, ratio: float | None, peers: int = 4) -> dict[str, Any]:
+    return {"model": model, "peers": peers, "link_bits_per_s": rate, "ratio": ratio}
 
 
 def test_where_twenty_times_is_reached_is_told_by_numbers() -> None:
-    assert line_of((3e7, 10.0), (1e8, 3.0)).endswith("| 10.0 on 30 Mbit/s | 15 Mbit/s |")
-    assert line_of((3e7, 25.0), (1e8, 7.5)).endswith("| 25.0 on 30 Mbit/s | 30 Mbit/s |")
-    assert line_of((3e7, 1.2), (1e8, 1.1)).endswith("| 1.2 on 30 Mbit/s | - |")
+    def told(*points: tuple[float, float]) -> str:
+        return goal({"rows": [row("small", rate, ratio) for rate, ratio in points]})
+
+    nowhere = told((3e7, 10.0), (1e8, 3.0))
+    assert "nowhere in this table.** The largest ratio is 10.0, of small on 30 Mbit/s." in nowhere
+    assert "about (Mbit/s): small 15." in nowhere
+    reached = told((3e7, 25.0), (1e8, 7.5))
+    assert reached == "With 4 peers: small on 30 Mbit/s (25.0).\n"
+    assert "slower links" not in told((3e7, 1.2), (1e8, 1.1))
 
 
-def test_where_a_pipeline_wins_is_told_by_numbers() -> None:
-    assert "| small | 0.50 on 200 Mbit/s | 100 Mbit/s |" in line_of((5e7, 2.0), (2e8, 0.5))
-    assert "| 0.50 on 200 Mbit/s | all of these links |" in line_of((5e7, 0.9), (2e8, 0.5))
-    assert "| 2.00 on 200 Mbit/s | none of these links |" in line_of((5e7, 3.0), (2e8, 2.0))
+def test_one_sentence_says_where_a_pipeline_wins() -> None:
+    rows = [
+        *(row("small", rate, ratio) for rate, ratio in ((5e7, 2.0), (2e8, 0.5))),
+        *(row("middle", rate, ratio) for rate, ratio in ((5e7, 0.9), (2e8, 0.5))),
+        *(row("large", rate, ratio) for rate, ratio in ((5e7, 3.0), (2e8, 2.0))),
+        row("huge", 5e7, None),
+    ]
+    sentence = pipeline_wins({"rows": rows})
+    assert "With 4 peers" in sentence
+    assert "more than the break-even (Mbit/s: small 100)" in sentence
+    assert "on every one of these links with middle" in sentence
+    assert "with large on none of these links" in sentence
+    assert "huge" not in sentence
+    sentence = pipeline_wins({"rows": rows[-3:]})
+    assert (
+        "a pipeline wins nowhere in this table; nearest to it is large on links of 200" in sentence
+    )
 
 
-def test_bounds_are_of_the_most_peers_and_of_models_that_fit() -> None:
-    def row(model: str, peers: int, ratio: float | None) -> dict[str, Any]:
-        return {"model": model, "peers": peers, "link_bits_per_s": 1e8, "ratio": ratio}
+def test_the_most_peers_with_which_models_fit_count() -> None:
+    rows = [row("small", 1e8, 0.5), *(row("small", rate, 2.0, 8) for rate in (5e7, 1e8))]
+    rows.append(row("huge", 1e8, None, 64))
+    for said in (goal({"rows": rows}), pipeline_wins({"rows": rows})):
+        assert said.startswith("With 8 peers")
+        assert "nowhere" in said
 
-    both = [{**row("small", 8, 2.0), "link_bits_per_s": rate} for rate in (5e7, 1e8)]
-    rows = [row("small", 4, 9.0), *both, row("huge", 8, None), row("huge", 64, None)]
-    text = bounds({"rows": rows})
-    assert text.startswith("| model, 8 peers |")
-    assert "9.0" not in text
-    assert "huge" not in text
+
+def test_a_large_fleet_is_told_with_its_link(result: dict[str, Any]) -> None:
+    text = fleet({**result["fleet"], "link_bits_per_s": 3e7, "lost_share": 0.5})
+    assert "on links of 30 Mbit/s" in text
+    assert "lose 50.00% of contributions" in text
 
 
 def test_unsteady_peers_have_a_row_with_and_without_a_pipeline() -> None:
@@ -106,9 +134,11 @@ def test_unsteady_peers_have_a_row_with_and_without_a_pipeline() -> None:
         "wire": "int8",
         "recompute": True,
     }
-    row = {"model": "small", "peers": 8, "link_bits_per_s": 1e8, "share_of_alone": 0.9}
-    rows = [{**row, "pipelines": run, "ratio": 2.5}, {**row, "pipelines": None, "ratio": None}]
-    text = unsteady(rows)
+    same = {**row("small", 1e8, None, 8), "share_of_alone": 0.9}
+    rows = [{**same, "pipelines": run, "ratio": 2.5}, {**same, "pipelines": None}]
+    text = unsteady({"unsteady": rows, "fleet": {"spread": 0.3, "stay": 7200, "away": 600}})
+    assert text.startswith("Speeds and links spread by 0.3 ")
+    assert "Peers stay for 2 h 00 min and are away for 10 min 00 s" in text
     assert (
         "| small | 8 | 100 Mbit/s | 90.0% | 50.0% | 1.5 | 25.0% | 4 stages, int8, recomputing "
         "| 2.50 |" in text
