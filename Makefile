@@ -7,7 +7,7 @@ PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml
 CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 
-.PHONY: train test check test-gpu bench-gpu interleavings lint types house docs clean
+.PHONY: train test check test-gpu bench-gpu interleavings lint types house docs pages clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
@@ -63,8 +63,12 @@ house: $(VENV)/.installed-dev
 
 # The documentation site, in site/.
 docs: $(VENV)/.installed-docs
-	$(BIN)/python -m atombench.pages.commands_page
+	$(BIN)/python -m atombench.pages commands
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The tables in docs/, from code and from benchmarks/results; some minutes, for the plans.
+pages: $(VENV)/.installed
+	$(BIN)/python -m atombench.pages
 
 $(VENV)/.installed-docs: $(VENV)/.installed pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

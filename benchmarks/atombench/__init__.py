@@ -23,10 +23,9 @@ class Benchmark(NamedTuple):
     """One line for people."""
     takes: tuple[str, ...] = ()
     """Options that are not of every benchmark, but of this one."""
-    people: str | None = None
-    """Full name of a module with `text(result)`, in place of a table of all keys."""
-    picture: str | None = None
-    """Full name of a module with `draw(result, path)`."""
+    shown_by: str | None = None
+    """Full name of a module with `text(result)`, in place of a table of all keys, and with
+    `draw(result, path)` for a picture."""
 
     def run(self, options: BenchmarkOptions) -> dict[str, Any]:
         """Import the module, measure, and return plain JSON values."""
@@ -35,17 +34,16 @@ class Benchmark(NamedTuple):
 
     def text(self, result: dict[str, Any]) -> str | None:
         """Return a result for people; `None`: a table of all keys will do."""
-        found: str | None = self.people and importlib.import_module(self.people).text(result)
+        found: str | None = self.shown_by and importlib.import_module(self.shown_by).text(result)
         return found
 
     def draw(self, result: dict[str, Any], path: Path) -> None:
-        """Draw a result, of a benchmark that has a `picture`."""
-        assert self.picture is not None
-        importlib.import_module(self.picture).draw(result, path)
+        """Draw a result, of a benchmark that is `shown_by` a module."""
+        assert self.shown_by is not None
+        importlib.import_module(self.shown_by).draw(result, path)
 
 
 _PANELS = "atombench.network.panels"
-_FIGURE = "atombench.network.figure"
 REGISTRY: dict[str, Benchmark] = {
     "swap": Benchmark("atombench.engine.swap", "step time of swapped against resident training"),
     "depth": Benchmark("atombench.engine.depth", "peak device memory of models of growing depth"),
@@ -62,18 +60,16 @@ REGISTRY: dict[str, Benchmark] = {
         "atombench.network.network",
         "ATOM against a pipeline on links from fast to slow",
         takes=("peers", "links", "link"),
-        people=_PANELS,
-        picture=_FIGURE,
+        shown_by=_PANELS,
     ),
     "time-to-loss": Benchmark(
         "atombench.network.time_to_loss",
         "loss against time on slow links, ATOM and baselines",
         takes=("peers",),
-        people=_PANELS,
-        picture=_FIGURE,
+        shown_by=_PANELS,
     ),
     "simulation": Benchmark(
-        "atombench.simulated.simulation", "ATOM and the best pipeline on many links, simulated"
+        "atombench.simulation", "ATOM and the best pipeline on many links, simulated"
     ),
     "offloaders": Benchmark(
         "atombench.offloaders.offloaders",

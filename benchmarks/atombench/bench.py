@@ -1,4 +1,4 @@
-"""`atom bench`: run one benchmark."""
+"""`atom bench`: run one benchmark, or make a page of the results of all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from atombench import REGISTRY, bench_report, benchmark
+from atombench import REGISTRY, benchmark
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
 from atomtrain.settings import option
@@ -18,6 +18,10 @@ _EXAMPLES = """\
   atom bench network --peers 4 --out network.json
   atom bench network --link 100Mbit/s,50ms,0.5% --link rtx-3090,100Mbit/s,30ms
   atom bench report --results benchmarks/results --out report.html"""
+
+_REPORT_EXAMPLES = """\
+  atom bench report
+  atom bench report --results my-results --out my-report.html"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +67,22 @@ class BenchOptions:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What a user can say to `atom bench report`."""
+
+    results: Path = option(
+        Path("benchmarks/results"), "Folder with what `atom bench NAME --out FILE` wrote.", "DIR"
+    )
+    out: Path = option(
+        Path("report.html"), "The page; a picture of the same name ends in .png.", "FILE"
+    )
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     if arguments[:1] == ["report"]:
-        return bench_report.run(arguments[1:])
+        return _report(arguments[1:])
     width = max(map(len, REGISTRY))
     about = "Measure; each benchmark prints one result.\n\n" + "\n".join(
         f"  {name:<{width}} {entry.help}" for name, entry in REGISTRY.items()
@@ -123,7 +139,7 @@ def _check_picture(path: Path | None, name: str) -> None:
     """Complain before the measurement, not after it."""
     if path is None:
         return
-    drawn = [each for each, entry in REGISTRY.items() if entry.picture]
+    drawn = [each for each, entry in REGISTRY.items() if entry.shown_by]
     if name not in drawn:
         raise ConfigError(f"the benchmark {name!r} draws no --picture; {' and '.join(drawn)} do")
     if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
@@ -131,3 +147,19 @@ def _check_picture(path: Path | None, name: str) -> None:
             f"--picture {path} cannot be drawn; give a file that ends in .png, .svg or .pdf, in a "
             "folder that exists"
         )
+
+
+def _report(arguments: Sequence[str]) -> int:
+    """Make a page of results; return the exit code."""
+    options = parse(
+        ReportOptions,
+        arguments,
+        prog="atom bench report",
+        about="Write one page, with a picture, of the results in a folder. Nothing is measured.",
+        examples=_REPORT_EXAMPLES,
+    )
+    from atombench.report import write_report
+
+    picture = write_report(options.results, options.out)
+    sys.stdout.write(f"{options.out}\n{picture}\n")
+    return 0

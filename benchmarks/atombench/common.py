@@ -1,7 +1,8 @@
-"""What all benchmarks share: options, the machine they ran on, and how a result is reported.
+"""What all benchmarks share: options, checks, the machine they ran on, how a result is reported.
 
 Results are for machines first: one JSON object of plain numbers, seconds and bytes. Standard
-output carries the result only; progress goes to standard error.
+output carries the result only; progress goes to standard error. A benchmark that is ended before
+its time ends the processes that it started, and keeps its results.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import importlib.metadata
 import json as json_format
 import os
 import platform
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import atomtrain
@@ -42,7 +47,7 @@ class BenchmarkOptions:
     """Which links `network` measures: `all`, `plain` ones, `stand-ins` for a GPU's, or `alone`:
     100 and 10 Mbit/s without baselines, for what the swarm keeps of its peers' speed."""
     link: tuple[str, ...] = ()
-    """The very links that `network` measures, in place of `links`; `network_links` reads them."""
+    """The very links that `network` measures, in place of `links`; `parse_links` reads them."""
     kills: int | None = None
     """Peers to kill, for benchmarks that do."""
     at_once: int | None = None
@@ -208,3 +213,61 @@ def _readable(key: str, value: Any) -> str:
     if any(part.endswith("_share") for part in key.split(".")):
         return f"{100 * value:.1f}%"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def require_positive(setup: Any, but: Collection[str] = ("seed",)) -> None:
+    """Check that the numbers of a setup are above 0, except for those named.
+
+    Fields that are no numbers, truth values among them, are not looked at.
+
+    Raises:
+        ConfigError: names the field, and says what is allowed.
+    """
+    for name, value in vars(setup).items():
+        if name in but or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not value > 0:  # nor NaN
+            allowed = "at least 1" if isinstance(value, int) else "above 0"
+            raise ConfigError(f"{name} must be {allowed}, not {value}")
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Turn SIGTERM into the exception of Ctrl-C, so that what was started is ended as well."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def requests_noted() -> Iterator[Callable[[], bool]]:
+    """Yield what says whether SIGINT or SIGTERM has come meanwhile.
+
+    The first one does nothing else; the next one is a KeyboardInterrupt.
+    """
+    asked = False
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: asked
+        return
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

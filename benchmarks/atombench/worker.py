@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol, TextIO
 
-from atombench.replies import Reply
+from atombench.links.peers import Reply
 
 
 class Method(Protocol):
@@ -78,11 +78,11 @@ def main() -> None:
 
         method = AveragingPeer() if kind == "averaging" else HivemindPeer()
     elif kind == "join":
-        from atombench.swarm.join_peer import JoinPeer
+        from atombench.swarm.peers import JoinPeer
 
         method = JoinPeer()
     elif kind == "relay":
-        from atombench.swarm.relay_peer import RelayPeer
+        from atombench.swarm.peers import RelayPeer
 
         method = RelayPeer()
     else:

@@ -119,7 +119,7 @@ def _peers(options: SimulateOptions, found: Prospect, rate: float) -> Peers:
 
 
 def _averaging(options: SimulateOptions, found: Prospect) -> Averaging:
-    from atomresearch.simulation.encoding import ELEMENTS_PER_S
+    from atomresearch.simulation.compare import ELEMENTS_PER_S
     from atomresearch.simulation.site import base_bytes, fragments_of, travelling_bytes
 
     parameters = found.analysis.parameters

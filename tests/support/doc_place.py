@@ -70,7 +70,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("network.md", "bench network --quick"):
         "as root; tests/integration/benchmarks/test_network_shaped.py runs it",
     ("scale.md", "bench simulation --json"):
-        "half a minute, quick or not; test_simulation_page.py makes its tables",
+        "half a minute, quick or not; test_simulation_tables.py makes its tables",
     ("join.md", "train --join lan"):
         "asks the whole local network; test_swarm_ways_in.py does it among its own",
 }  # fmt: skip

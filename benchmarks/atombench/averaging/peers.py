@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from atombench.averaging.costs import Costs
-from atombench.averaging.gloo import RawGloo
-from atombench.averaging.mesh import Mesh
-from atombench.averaging.streams import EncryptedMesh
-from atombench.replies import Reply
+from atombench.averaging.floors import EncryptedMesh, Mesh, RawGloo
+from atombench.links.peers import Reply
 from atomtrain.swarm import Endpoint, Manifest, RoundReport, Rules, Swarm, SwarmConfig
 from atomtrain.swarm.transport.libp2p import import_hivemind
 

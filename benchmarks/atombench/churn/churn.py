@@ -50,16 +50,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from atombench import forks
+from atombench.churn.check import checked, seen
 from atombench.churn.peers import ChurnPeer, Crowd, until_this_ends
-from atombench.churn.result import checked, seen
 from atombench.common import (
     BenchmarkOptions,
     Result,
     description,
     keep_partial,
     progress,
+    requests_noted,
+    terminable,
 )
-from atombench.ending import requests_noted, terminable
 from atomtrain.data import read_corpus
 from atomtrain.errors import ConfigError, DataError, SwarmError
 

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import atomtrain
-from atombench.checks import require_positive
-from atombench.common import BenchmarkOptions, Result, description, progress
+from atombench.common import BenchmarkOptions, Result, description, progress, require_positive
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.planning.plan.shape import Activation
 

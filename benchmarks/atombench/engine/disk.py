@@ -6,30 +6,151 @@ taken off. Time is that of whole steps, updates and disk included, one after the
 compared with what the plan says, whose rates are measured on the same machine. Losses must be the
 same bits whatever is on disk.
 
-The disk is that of temporary files (`TMPDIR`).
+The disk is that of temporary files (`TMPDIR`). `python -m atombench.engine.disk JSON` is such a
+process: it prints one JSON object.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
-from atombench.common import BenchmarkOptions, Result, description, progress
-from atombench.engine.disk_case import DiskCase
-from atombench.engine.plan import BenchmarkError
+from atombench.common import BenchmarkOptions, Result, description, progress, require_positive
+from atombench.engine.apart import EXACT_MEMORY, measured_apart, memory_bytes
+from atomtrain.engine.api import swap
 from atomtrain.engine.calibration.disk_profile import measured_rates
+from atomtrain.engine.engine import Engine
+from atomtrain.engine.options import Options
+from atomtrain.models import GPT, GPTConfig
+from atomtrain.optimizers import AdamW
 from atomtrain.units import format_bytes, format_seconds
 
-_DEADLINE_S = 600.0
-_EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""What is freed goes back to the system at once, so that the resident set is what is held."""
+_WARM_STEPS = 2
+_HEAD_WIDTH = 64
+OnDiskName = Literal["nothing", "moments", "masters", "parameters"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskCase:
+    """The GPT that is trained."""
+
+    layers: int = 12
+    width: int = 768
+    """A multiple of 64."""
+    vocabulary: int = 8192
+    context: int = 64
+    """Tokens of a sequence."""
+    micro_batches: int = 4
+    """Of one sequence each."""
+    steps: int = 4
+    """Timed ones."""
+    device_memory: str = "256MiB"
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+
+def measure(on_disk: OnDiskName, precision: str, case: DiskCase, folder: Path) -> Result:
+    """Train in this process; return what it took of memory, disk and time."""
+    # What libraries load and keep is there before the case begins.
+    small = DiskCase(layers=2, width=64, vocabulary=64, steps=1)
+    tiny = _opened(on_disk, precision, small, folder)
+    tiny.step(_batches(small))
+    tiny.close()
+    gc.collect()
+    before_bytes = memory_bytes()
+    engine = _opened(on_disk, precision, case, folder)
+    for _ in range(_WARM_STEPS):
+        engine.step(_batches(case))
+    engine.synchronize()
+    traffic = engine.disk
+    started_s = time.perf_counter()
+    losses = [engine.step(_batches(case)) for _ in range(case.steps)]
+    engine.synchronize()
+    step_s = (time.perf_counter() - started_s) / case.steps
+    now = engine.disk
+    gc.collect()
+    grown_bytes = memory_bytes() - before_bytes
+    engine.device.reset_peak()  # a new peak begins with what is there
+    host_bytes = grown_bytes - engine.device.peak_bytes()
+    result: Result = {
+        "parameters": engine.parameters,
+        "host_bytes": host_bytes,
+        "predicted_host_bytes": engine.plan.host_bytes,
+        "host_bytes_per_parameter": host_bytes / engine.parameters,
+        "step_s": step_s,
+        "predicted_step_s": engine.plan.step_s,
+        "step_error_share": engine.plan.step_s / step_s - 1,
+        "bound": engine.plan.bound,
+        "disk_read_bytes": 0,
+        "disk_written_bytes": 0,
+        "direct": False,
+        "digest": hashlib.sha256(repr(losses).encode()).hexdigest()[:16],
+    }
+    if now is not None and traffic is not None:
+        result["disk_read_bytes"] = (now.read_bytes - traffic.read_bytes) // case.steps
+        result["disk_written_bytes"] = (now.written_bytes - traffic.written_bytes) // case.steps
+        result["direct"] = now.direct
+    engine.close()
+    return result
+
+
+def _opened(on_disk: OnDiskName, precision: str, case: DiskCase, folder: Path) -> Engine:
+    torch.manual_seed(0)
+    model = GPT(
+        GPTConfig(
+            layers=case.layers,
+            width=case.width,
+            heads=max(1, case.width // _HEAD_WIDTH),
+            head_width=_HEAD_WIDTH,
+            vocabulary=case.vocabulary,
+            context=case.context,
+        )
+    )
+    return swap(
+        model,
+        _batches(case)[0],
+        optimizer=lambda parameters: AdamW(parameters, lr=1e-4),
+        device="emulated:8GiB/s",
+        device_memory=case.device_memory,
+        options=Options(
+            micro_batches=case.micro_batches,
+            precision="bf16" if precision == "bf16" else None,
+            disk=folder,
+            on_disk=on_disk,
+        ),
+    )
+
+
+def _batches(case: DiskCase) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for _ in range(case.micro_batches):
+        tokens = torch.randint(case.vocabulary, (1, case.context + 1), generator=generator)
+        batches.append({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+    return batches
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    order: dict[str, Any] = json.loads(sys.argv[1])
+    torch.set_num_threads(order["threads"])
+    case = DiskCase(**order["case"])
+    on_disk = cast(OnDiskName, order["on_disk"])
+    result = measure(on_disk, order["precision"], case, Path(order["folder"]))
+    sys.stdout.write(json.dumps({**result, "case": asdict(case)}) + "\n")
+
+
 ROWS = (
     ("fp32", "nothing"),
     ("fp32", "moments"),
@@ -98,16 +219,9 @@ def _measured(precision: str, on_disk: str, setup: DiskSetup) -> Result:
         "folder": tempfile.gettempdir(),
         "threads": torch.get_num_threads(),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "atombench.engine.disk_case", json.dumps(order)],
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_S,
-        env={**os.environ, **_EXACT_MEMORY},
-        check=False,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise BenchmarkError(f"measuring {precision} with {on_disk} on disk failed: {last}")
-    result: Result = json.loads(done.stdout.splitlines()[-1])
-    return result
+    what = f"{precision} with {on_disk} on disk"
+    return measured_apart("atombench.engine.disk", order, what, EXACT_MEMORY)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import atomtrain
-from atombench.checks import require_positive
-from atombench.common import BenchmarkOptions, Result, description, progress
+from atombench.common import BenchmarkOptions, Result, description, progress, require_positive
 from atomtrain.engine.calibration.machines import host_memory_bytes
 from atomtrain.errors import ConfigError
 from atomtrain.models import GPT

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from atombench.common import BenchmarkOptions, Result, description, progress
+from atombench.engine.apart import forget_peak, memory_bytes
 from atomtrain.engine.api import swap
 from atomtrain.engine.devices.host_memory import give_back
 from atomtrain.engine.engine import Engine
@@ -99,13 +100,13 @@ def _load(folder: Path, precision: str) -> Result:
     # What it leaves behind would be used again, and so would not count.
     gc.collect()
     give_back()
-    _reset_peak()
-    before_bytes = _status_bytes("VmRSS")
+    forget_peak()
+    before_bytes = memory_bytes()
     started_s = time.perf_counter()
     engine = _engine(folder, precision)
     load_s = time.perf_counter() - started_s
-    peak_bytes = _status_bytes("VmHWM") - before_bytes
-    after_bytes = _status_bytes("VmRSS") - before_bytes
+    peak_bytes = memory_bytes("VmHWM") - before_bytes
+    after_bytes = memory_bytes() - before_bytes
     size_bytes = _BYTES[precision] * engine.parameters
     stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return {
@@ -153,18 +154,6 @@ def _equal(engine: Engine, folder: Path) -> bool:
     expected = load(folder, dtype=torch.float32).state_dict()
     state = engine.state_dict()
     return all(torch.equal(state[name], tensor) for name, tensor in expected.items())
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024
-    raise ConfigError(f"/proc/self/status has no {name}; this benchmark needs Linux")
 
 
 def main() -> None:

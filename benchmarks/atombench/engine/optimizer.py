@@ -29,8 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from atombench.checks import require_positive
-from atombench.common import BenchmarkOptions, Result, description, progress
+from atombench.common import BenchmarkOptions, Result, description, progress, require_positive
 from atomtrain.optimizers import BYTES_PER_PARAMETER, MASTER_BYTES, SGD, AdamW, Muon
 
 _PASSES = 3

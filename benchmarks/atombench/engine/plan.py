@@ -20,11 +20,8 @@ Prediction errors are shares of the measured value: above 0 the plan promised to
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,11 +31,11 @@ from typing import Any
 import torch
 
 from atombench.common import BenchmarkOptions, Result, description, progress
+from atombench.engine.apart import measured_apart
 from atombench.engine.plan_case import PlanCase
-from atomtrain.errors import AtomError, ConfigError
+from atomtrain.errors import ConfigError
 from atomtrain.units import format_bytes, format_seconds
 
-_CASE_DEADLINE_S = 600.0
 _MIB = 2**20
 _EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
 """glibc keeps much of what was freed for later, within the resident set, and MKL, which computes
@@ -46,12 +43,6 @@ for the emulated device, keeps what it rearranged matrices in: 6 to 20 MiB. So a
 whose times do not count, gives both back at once: then what is resident is what is in use. It takes
 the profile of the first one: to take one leaves 6 MiB, most of them pages of libraries' code."""
 _MEASURES = ("step_s", "device_peak_bytes", "host_peak_bytes")
-
-
-class BenchmarkError(AtomError):
-    """A case's process failed or hung."""
-
-    exit_code = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +160,7 @@ def _chosen(setup: PlanSetup, numbers: Sequence[int]) -> PlanSetup:
 
 def _run_case(case: PlanCase, setup: PlanSetup, folder: Path) -> Result:
     """Profile, plan and train in one fresh process, and look at memory in another."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    environment = {"XDG_CACHE_HOME": str(folder)}
     times = {name: getattr(setup, name) for name in ("rounds", "steps", "warmup_steps")}
     row = _trained(case, times, environment)
     # By the same plan: the first process left its first profile in the folder.
@@ -182,22 +173,7 @@ def _run_case(case: PlanCase, setup: PlanSetup, folder: Path) -> Result:
 
 def _trained(case: PlanCase, times: dict[str, int] | None, environment: dict[str, str]) -> Result:
     order = {"case": asdict(case), "times": times, "threads": torch.get_num_threads()}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "atombench.engine.plan_case", json.dumps(order)],
-            capture_output=True,
-            text=True,
-            timeout=_CASE_DEADLINE_S,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BenchmarkError(f"{case} did not end within {_CASE_DEADLINE_S:g} s") from error
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["it left no message"]
-        raise BenchmarkError(f"the process of {case} failed: {lines[-1]}")
-    row: Result = json.loads(done.stdout.splitlines()[-1])
-    return row
+    return measured_apart("atombench.engine.plan_case", order, case, environment)
 
 
 def _summary(rows: Sequence[Result]) -> Result:

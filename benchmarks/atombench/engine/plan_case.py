@@ -14,20 +14,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import atomtrain
-from atombench.checks import require_positive
-from atombench.common import Result
+from atombench.common import Result, require_positive
+from atombench.engine.apart import forget_peak, memory_bytes
 from atomtrain.engine.calibration import profiling
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.engine import Engine
-from atomtrain.errors import ConfigError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.planning.cost.memory import MemoryModel
 from atomtrain.planning.plan.layout import Layout
@@ -108,11 +106,11 @@ def measure_memory(case: PlanCase) -> Result:
     # A profile that is taken meanwhile leaves 6 MiB: pages of the libraries' code, and garbage.
     profiling.crowded_now = _crowded
     _warm_up()
-    before_bytes = _memory_bytes("VmRSS")
+    before_bytes = memory_bytes("VmRSS")
     data = [_step_data(case) for _ in range(3)]
     peak_bytes = 0
     with _trained(case, data, touched=True) as engine:
-        _forget_peak()
+        forget_peak()
         for step, batches in enumerate(data):
             engine.step(batches)
             assert engine.last is not None
@@ -121,7 +119,7 @@ def measure_memory(case: PlanCase) -> Result:
                 # As a checkpoint does: what blocks updated on the device left there comes home.
                 engine.synchronize()
         engine.synchronize()
-        host_bytes = _memory_bytes("VmHWM") - before_bytes
+        host_bytes = memory_bytes("VmHWM") - before_bytes
         plan, beside_bytes = engine.plan, _device_bytes_at_host_peak(engine)
     return {
         "predicted_device_peak_bytes": plan.device_peak_bytes,
@@ -247,19 +245,6 @@ def _crowded(watched_s: float = 0.0) -> float:
     """Stand for a processor on which nothing would be measured again."""
     del watched_s
     return math.inf
-
-
-def _memory_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise ConfigError(f"/proc/self/status has no {field}; this benchmark needs Linux")
-
-
-def _forget_peak() -> None:
-    """Let the kernel start a new peak of the resident set."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def main() -> None:

@@ -9,21 +9,23 @@ Two questions, each answered for every *kind* of state:
   rows of `spent` are those without clipping, where gradients are spent at once.
 - *Learning*: a small GPT is trained on the demonstration corpus as `atom train` does it, with the
   same batches for every kind, and evaluated on held-out text.
+
+`python -m atombench.engine.precision JSON` is that process: it prints one JSON object.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from atombench.common import BenchmarkOptions, Result, description, progress
-from atombench.engine.plan import BenchmarkError
-from atombench.engine.precision_memory import Kind, MemoryCase, precision_of
+from atombench.common import BenchmarkOptions, Result, description, progress, require_positive
+from atombench.engine.apart import EXACT_MEMORY, measured_apart, memory_bytes
 from atomtrain.data import (
     Prepared,
     Sampler,
@@ -34,17 +36,126 @@ from atomtrain.data import (
     read_corpus,
 )
 from atomtrain.engine.api import swap
+from atomtrain.engine.devices.host_memory import give_back
+from atomtrain.engine.engine import Engine
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
-from atomtrain.models import make_model
+from atomtrain.models import GPT, GPTConfig, make_model
 from atomtrain.training.config.new_recipe import make_optimizer, new_recipe
 from atomtrain.training.config.optimizing import host_bytes_per_parameter
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.units import format_bytes
 
-_DEADLINE_S = 600.0
-_EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""What is freed goes back to the system at once, so that the resident set is what is held."""
+_STEPS = 2
+_CLIP_NORM = 1.0
+_HEAD_WIDTH = 64
+
+
+class Kind(NamedTuple):
+    """How parameters, gradients and state are stored."""
+
+    precision: str
+    optimizer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase:
+    """The GPT whose memory is measured."""
+
+    layers: int = 16
+    width: int = 1024
+    """A multiple of 64. Large enough that what does not grow with the model, such as scratch,
+    makes less than a hundredth."""
+    vocabulary: int = 8192
+    context: int = 16
+    """Tokens of a sequence; few, since only memory is looked at."""
+    device_memory: str = "192MiB"
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+
+def measure(kind: Kind, case: MemoryCase, *, spends: bool = False) -> Result:
+    """Train in this process; return what the host holds afterwards, and what was predicted.
+
+    The global norm is clipped, so that all gradients wait on the host, unless it `spends` them.
+    """
+    # What libraries load and keep is there before the case begins.
+    _trained(kind, MemoryCase(layers=2, width=64, vocabulary=64), spends=spends).close()
+    gc.collect()
+    give_back()
+    before_bytes = memory_bytes()
+    engine = _trained(kind, case, spends=spends)
+    engine.synchronize()
+    gc.collect()
+    give_back()  # holes that the device's activations left in the heap are nobody's
+    grown_bytes = memory_bytes() - before_bytes
+    # A new peak begins with what is there.
+    engine.device.reset_peak()
+    device_bytes = engine.device.peak_bytes()
+    host_bytes = grown_bytes - device_bytes
+    result = {
+        "parameters": engine.parameters,
+        "measured_host_bytes": host_bytes,
+        "predicted_host_bytes": engine.plan.host_bytes,
+        "host_error_share": engine.plan.host_bytes / host_bytes - 1,
+        "measured_bytes_per_parameter": host_bytes / engine.parameters,
+        "device_bytes": device_bytes,
+    }
+    engine.close()
+    return result
+
+
+def precision_of(kind: Kind) -> Literal["bf16"] | None:
+    """Return what the engine calls the precision."""
+    return "bf16" if kind.precision == "bf16" else None
+
+
+def _trained(kind: Kind, case: MemoryCase, *, spends: bool) -> Engine:
+    recipe = new_recipe(TrainOptions(model="tiny", **kind._asdict()))
+    torch.manual_seed(0)
+    model = GPT(
+        GPTConfig(
+            layers=case.layers,
+            width=case.width,
+            heads=max(1, case.width // _HEAD_WIDTH),
+            head_width=_HEAD_WIDTH,
+            vocabulary=case.vocabulary,
+            context=case.context,
+        )
+    )
+    engine = swap(
+        model,
+        _batch(case),
+        optimizer=lambda _: make_optimizer(model, recipe),
+        device="emulated",
+        device_memory=case.device_memory,
+        options=Options(
+            precision=precision_of(kind),
+            clip_norm=None if spends else _CLIP_NORM,
+            spend_gradients=spends,
+            profile=False,
+        ),
+    )
+    for _ in range(_STEPS):
+        engine.step([_batch(case)])
+    return engine
+
+
+def _batch(case: MemoryCase) -> dict[str, Tensor]:
+    tokens = torch.randint(case.vocabulary, (1, case.context + 1))
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def main() -> None:
+    """Measure one kind as the command line says."""
+    order: dict[str, Any] = json.loads(sys.argv[1])
+    torch.set_num_threads(order["threads"])
+    case = MemoryCase(**order["case"])
+    result = measure(Kind(*order["kind"]), case, spends=order["spends"])
+    sys.stdout.write(json.dumps({**result, "case": asdict(case)}) + "\n")
+
+
 _HELD_OUT_SEQUENCES = 64
 _GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -132,7 +243,7 @@ def learn(kind: Kind, setup: PrecisionSetup, text: Prepared) -> Result:
     losses = []
     with swap(
         model,
-        _batch(sampler, 0),
+        _learning_batch(sampler, 0),
         optimizer=lambda _: make_optimizer(model, recipe),
         device="emulated",
         device_memory="8MiB",
@@ -145,7 +256,7 @@ def learn(kind: Kind, setup: PrecisionSetup, text: Prepared) -> Result:
         for step in range(recipe.steps):
             for group in engine.optimizer.param_groups:
                 group["lr"] = recipe.learning_rate_at(step)
-            losses.append(engine.step([_batch(sampler, step)]))
+            losses.append(engine.step([_learning_batch(sampler, step)]))
         held_out = [
             {"input_ids": batch.inputs, "labels": batch.labels}
             for batch in held_out_batches(
@@ -168,24 +279,13 @@ def _measured(kind: Kind, setup: PrecisionSetup, *, spends: bool) -> Result:
         "threads": torch.get_num_threads(),
         "spends": spends,
     }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "atombench.engine.precision_memory", json.dumps(order)],
-            capture_output=True,
-            text=True,
-            timeout=_DEADLINE_S,
-            env={**os.environ, **_EXACT_MEMORY},
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BenchmarkError(f"{kind} did not end within {_DEADLINE_S:g} s") from error
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["it left no message"]
-        raise BenchmarkError(f"the process of {kind} failed: {lines[-1]}")
-    row: Result = json.loads(done.stdout.splitlines()[-1])
-    return row
+    return measured_apart("atombench.engine.precision", order, kind, EXACT_MEMORY)
 
 
-def _batch(sampler: Sampler, step: int) -> dict[str, torch.Tensor]:
+def _learning_batch(sampler: Sampler, step: int) -> dict[str, torch.Tensor]:
     batch = sampler.batch(step)
     return {"input_ids": batch.inputs, "labels": batch.labels}
+
+
+if __name__ == "__main__":
+    main()

@@ -31,6 +31,7 @@ What makes the comparison fair:
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from dataclasses import asdict
 from typing import Any
@@ -39,16 +40,18 @@ import torch
 
 import atomtrain
 from atombench.common import BenchmarkOptions, Result, description, progress
-from atombench.engine import swap_cases, swap_link
 from atombench.engine.swap_pairs import (
     Resident,
     SwapSetup,
     alternate,
     blocks_of,
+    cores,
     opened,
     sizes_of,
 )
 from atomtrain.engine.devices.host_memory import keep_freed
+from atomtrain.engine.planner import Planner
+from atomtrain.units import format_bytes
 
 _PAIRS = 3
 """Pairs by which the cost of counting is measured."""
@@ -94,8 +97,8 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         ]
     return {
         "heap_kept": heap_kept,
-        **swap_cases.run(setup, budget_bytes),
-        **swap_link.run(setup),
+        **run_cases(setup, budget_bytes),
+        **run_link(setup),
         **measured.keys(),
         "device_budget_bytes": budget_bytes,
         "state_bytes": state_bytes,
@@ -132,3 +135,138 @@ def _same_bits(left: Any, right: Any) -> bool:
     pair = [torch.as_tensor(value).detach().contiguous().reshape(-1) for value in (left, right)]
     same_kind = pair[0].dtype == pair[1].dtype
     return same_kind and torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8))
+
+
+def wider(setup: SwapSetup) -> SwapSetup:
+    """Return the inputs of the case `wide`."""
+    return dataclasses.replace(
+        setup,
+        width=setup.wide_width,
+        micro_batches=setup.wide_micro_batches,
+        pairs=setup.wide_pairs,
+    )
+
+
+def run_cases(setup: SwapSetup, budget_bytes: int) -> Result:
+    """Measure under other conditions, each in pairs; return keys that begin with the case's name.
+
+    - `recompute`: both sides run each layer twice, and nothing is offloaded. So they do the same
+      arithmetic, and differ in swapping parameters, gradients and what travels between segments.
+    - `all_threads`: compute has every core, on both sides, so copies and updates take turns with
+      it. Thus the emulated device trains unless it is told otherwise; a GPU has engines for
+      copying.
+    - `wide`: the same with a wider model, under the same share of its state. What is done for each
+      saved tensor and each of its bytes stays or grows with the width, arithmetic with its square.
+    """
+    recompute = dataclasses.replace(setup, pairs=setup.recompute_pairs)
+    shared = dataclasses.replace(setup, pairs=setup.all_threads_pairs, threads=cores())
+    wide = wider(setup)
+    parameters, _, wide_budget_bytes = sizes_of(wide)
+    return {
+        "wide_parameters": parameters,
+        **_case("wide", wide, wide_budget_bytes),
+        **_case("recompute", recompute, budget_bytes, activations="recompute"),
+        **_case("all_threads", shared, budget_bytes),
+    }
+
+
+def _case(name: str, setup: SwapSetup, budget_bytes: int, **options: Any) -> Result:
+    progress(f"the case {name!r}")
+    with opened(setup, setup.link_bytes_per_s, budget_bytes, **options) as (engine, resident):
+        plan = engine.plan
+        measured = alternate(setup, engine, resident)
+    keys = measured.keys()
+    return {
+        f"{name}_speed_ratio": keys["speed_ratio"],
+        f"{name}_speed_ratio_of_pairs": keys["speed_ratio_of_pairs"],
+        f"{name}_step_s": keys["swapped_step_s"],
+        f"{name}_resident_step_s": keys["resident_step_s"],
+        f"{name}_processor_s": keys["processor_s"],
+        f"{name}_resident_processor_s": keys["resident_processor_s"],
+        f"{name}_link_wait_share": keys["link_wait_share"],
+        f"{name}_device_peak_bytes": keys["device_peak_bytes"],
+        f"{name}_device_budget_bytes": budget_bytes,
+        f"{name}_bit_equal": measured.losses_equal,
+        f"{name}_plan": plan.to_json(),
+    }
+
+
+_SLOWEST, _FASTEST = 1e5, 1e13
+_HALVINGS = 40
+_NEAR = 1.001
+
+
+def balanced(planner: Planner, micro_batches: int) -> float:
+    """Return the bytes a second at which the best plan loads for as long as it computes.
+
+    Found by bisection: a faster link loads for a shorter time, computing stays.
+    """
+    slow, fast = _SLOWEST, _FASTEST
+    for _ in range(_HALVINGS):
+        middle = (slow * fast) ** 0.5
+        machine = dataclasses.replace(
+            planner.machine, load_bytes_per_s=middle, unload_bytes_per_s=middle
+        )
+        found = dataclasses.replace(planner, machine=machine).plan(micro_batches)
+        if found.load_s > found.compute_s:
+            slow = middle
+        else:
+            fast = middle
+        if fast / slow < _NEAR:
+            break
+    return fast
+
+
+def in_small_pieces(setup: SwapSetup) -> SwapSetup:
+    """Return the inputs of this case: a deeper model, and micro-batches of one sequence."""
+    return dataclasses.replace(
+        setup,
+        layers=setup.link_layers,
+        sequences=1,
+        micro_batches=setup.link_micro_batches,
+        pairs=setup.link_pairs,
+    )
+
+
+def run_link(setup: SwapSetup) -> Result:
+    """Measure on a link so slow that loading takes as long as computing; return keys of this part.
+
+    There a step can take no less than the larger of the two: what resident training takes, and what
+    the loaded bytes take. `link_bound_share` says how near to that bound a step is.
+
+    Forward computes a third as long as backward for each byte that it loads. So it waits for the
+    link while backward leaves the link idle, and no order of visits with two slots comes near the
+    bound. Resident training gets the same micro-batches of one sequence. The model is deeper than
+    that of the main case, under the same share of its state: each step ends with a block's gradient
+    that leaves and its parameters that come back, while nothing computes, which is one part in so
+    many as there are blocks.
+    """
+    setup = in_small_pieces(setup)
+    parameters, _, budget_bytes = sizes_of(setup)
+    with opened(setup, setup.link_bytes_per_s, budget_bytes) as (engine, _):
+        rate = balanced(engine.planner, setup.micro_batches)
+    progress(f"on a link of {format_bytes(rate)}/s loading takes as long as computing")
+    with opened(setup, rate, budget_bytes) as (engine, resident):
+        plan, machine = engine.plan, engine.planner.machine
+        measured = alternate(setup, engine, resident)
+    loading_s = plan.load_s * machine.load_bytes_per_s / rate
+    bounds_s = [max(block.step_s, loading_s) for block in measured.resident]
+    shares = [
+        bound_s / block.step_s for bound_s, block in zip(bounds_s, measured.swapped, strict=True)
+    ]
+    return {
+        "link_bound_share": statistics.median(shares),
+        "link_bound_share_of_pairs": shares,
+        "link_bound_bit_equal": measured.losses_equal,
+        "link_bound_step_s": statistics.median(block.step_s for block in measured.swapped),
+        "link_bound_resident_step_s": statistics.median(b.step_s for b in measured.resident),
+        "link_bound_loading_s": loading_s,
+        "link_bound_bytes_per_s": rate,
+        "link_bound_predicted_share": max(plan.compute_s, plan.load_s) / plan.step_s,
+        "link_bound_wait_s": statistics.median(block.wait_s for block in measured.swapped),
+        "link_bound_parameters": parameters,
+        "link_bound_micro_batches": setup.micro_batches,
+        "link_bound_device_budget_bytes": budget_bytes,
+        "link_bound_device_peak_bytes": measured.device_peak_bytes,
+        "link_bound_plan": plan.to_json(),
+    }

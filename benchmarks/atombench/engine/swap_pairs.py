@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import atomtrain
-from atombench.checks import require_positive
-from atombench.common import Result, progress
+from atombench.common import Result, progress, require_positive
 from atomtrain.analysis.costs.storages import StorageTracker
 from atomtrain.models import GPT, GPTConfig
 

@@ -1,4 +1,4 @@
-"""This process's TCP connections, whoever opened them: what carries them can be chosen."""
+"""This host's side of the network: what carries TCP connections, and what has been sent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from pathlib import Path
+
+from atombench.links.shaping import INTERFACE
+
+
+def sent_bytes() -> int:
+    """Return the bytes that have left this host's interface so far, headers included.
+
+    Without such an interface (in tests) there is nothing to count.
+    """
+    for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(numbers.split()[8])
+    return 0
 
 
 def set_congestion_control(name: str) -> int:

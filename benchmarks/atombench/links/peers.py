@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from atombench.links.shaping import Network
-from atombench.replies import Reply
 from atomtrain.errors import AtomError
 
+Reply = dict[str, Any]
+"""What a peer answers: plain JSON values by name."""
 _LOG_BYTES = 2000
 
 

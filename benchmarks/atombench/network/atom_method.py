@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atombench.common import progress
-from atombench.links.peers import Peers
+from atombench.links.peers import Peers, Reply
 from atombench.links.shaping import Link, Network
+from atombench.network.model import Speeds
 from atombench.network.setup import (
     UNSHAPED_BITS_PER_S,
     NetworkSetup,
     device_link_bytes_per_s,
 )
-from atombench.pipeline.speeds import Speeds
-from atombench.replies import Reply
 from atomresearch.simulation.link import PAYLOAD_SHARE
 from atomresearch.simulation.swarm import SwarmLink, SwarmRun, SwarmWork, simulate_swarm
 from atomtrain.errors import PlanError

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import atomtrain
-from atombench.averaging.codec_costs import CodecTime
+from atombench.averaging.costs import CodecTime
+from atombench.links.connections import sent_bytes
+from atombench.links.peers import Reply
 from atombench.network.model import ModelSetup, fused_adamw
-from atombench.replies import Reply, sent_bytes
 from atomtrain.errors import PlanError
 from atomtrain.swarm import Endpoint, Manifest, Rules, Swarm, SwarmConfig
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport

@@ -16,12 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atombench.links.shaping import Link
-from atombench.network.model import ModelSetup
-from atombench.network.rows import Row, link_name
-from atombench.pipeline.prediction import predicted_again, way_of
-from atombench.pipeline.speeds import Speeds
-from atomresearch.simulation.link import PAYLOAD_SHARE
-from atomresearch.simulation.loss import CUBIC
+from atombench.network.model import ModelSetup, Speeds
+from atombench.network.panels import Row, link_name
+from atombench.network.prediction import predicted_again, way_of
+from atomresearch.simulation.link import CUBIC, PAYLOAD_SHARE
 from atomresearch.simulation.swarm import SwarmLink, SwarmWork, simulate_swarm
 
 CLOSE = 0.1

@@ -13,22 +13,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atombench.links.connections import set_congestion_control
+from atombench.links.connections import sent_bytes, set_congestion_control
+from atombench.links.peers import Reply
 from atombench.links.shaping import congestion_control
-from atombench.network.model import Batch, ModelSetup, fused_adamw, run_layers
-from atombench.network.swapped import SwappedParallel
-from atombench.pipeline.library import LibraryStage
-from atombench.pipeline.pipeline import Beside, RankPlan, Stage, decode, encode
-from atombench.pipeline.speeds import merged
-from atombench.replies import Reply, sent_bytes
-from atomresearch.simulation.pipeline import Op
+from atombench.network.baselines import DataParallel, LibraryStage, SwappedParallel
+from atombench.network.model import Batch, ModelSetup, fused_adamw, merged, run_layers
+from atombench.network.pipeline import (
+    Beside,
+    RankPlan,
+    Stage,
+    decode,
+    dry_stage,
+    encode,
+    share_of_pipeline,
+)
 from atomtrain.analysis.costs.storages import StorageTracker
 
 _PROBES = 3
 _REPEATS = 3
 _TURNS = 5
 """In which speeds are measured, some seconds apart in all."""
-_BUCKET_MIB = 4
 
 
 class GlooPeer:
@@ -191,14 +195,14 @@ class GlooPeer:
         setup = ModelSetup.from_json(model)
         tracker = StorageTracker()
         with tracker:
-            stage = _dry(setup, plan, rank, ranks)
+            stage = dry_stage(setup, plan, rank, ranks)
             for parameter in stage.parameters:
                 tracker.adopt(parameter)
                 parameter.grad = torch.zeros_like(parameter)
             stage.optimizer.step()  # the moments exist from the first step on
             stage.optimizer.zero_grad(set_to_none=True)
             tracker.reset_peak()
-            stage.step(_share(setup, plan, sequences))
+            stage.step(share_of_pipeline(setup, plan, sequences))
         return {"device_peak_bytes": tracker.peak_bytes}
 
     def pipeline_compute(
@@ -210,7 +214,10 @@ class GlooPeer:
         have of the core does not count.
         """
         setup = ModelSetup.from_json(model)
-        stage, batches = _dry(setup, plan, rank, ranks), _share(setup, plan, sequences)
+        stage, batches = (
+            dry_stage(setup, plan, rank, ranks),
+            share_of_pipeline(setup, plan, sequences),
+        )
         stage.compute(batches)
         return {"compute_s": stage.compute_s[0]}
 
@@ -218,24 +225,10 @@ class GlooPeer:
         self, model: dict[str, Any], micro_batch: int, steps: int, warm_up: int
     ) -> Reply:
         """Train with float32 gradients averaged in every step, overlapping the last backward."""
-        setup = ModelSetup.from_json(model)
-        net = torch.nn.parallel.DistributedDataParallel(
-            setup.model(), bucket_cap_mb=_BUCKET_MIB, gradient_as_bucket_view=True
-        )
-        optimizer = fused_adamw(net.parameters(), setup.learning_rate)
+        parallel = DataParallel(ModelSetup.from_json(model))
 
         def step(index: int) -> float:
-            batches = self._own_share(setup, index, micro_batch)
-            losses = []
-            for batch in batches:
-                last = batch is batches[-1]
-                with contextlib.nullcontext() if last else net.no_sync():
-                    loss = net(**batch).loss
-                    (loss / len(batches)).backward()
-                losses.append(float(loss.detach()))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return sum(losses) / len(losses)
+            return parallel.step(self._own_share(parallel.setup, index, micro_batch))
 
         return self._measured(step, steps, warm_up)
 
@@ -272,7 +265,7 @@ class GlooPeer:
             beside = None
             if pipelines > 1:
                 beside = Beside(self.rank - stage, self._same_stage(stages, stage), pipelines)
-            return Stage(setup, _rank_plan(plan, stage), stage, stages, beside)
+            return Stage(setup, RankPlan.of(plan, stage), stage, stages, beside)
         return LibraryStage(setup, plan, self.rank, self.ranks)
 
     def _same_stage(self, stages: int, stage: int) -> Any:
@@ -307,44 +300,6 @@ class GlooPeer:
             "sent_bytes": sent_bytes() - before_bytes,
             "losses": [loss for loss in losses if loss is not None],
         }
-
-
-class _Dry(Stage):
-    """A stage that receives zeros and sends nothing."""
-
-    def receive(self, op: Op) -> tuple[Any, torch.Tensor]:
-        return _Done(), torch.zeros(self._wire_bytes, dtype=torch.uint8)
-
-    def send(self, op: Op, target: int, data: torch.Tensor) -> Any:
-        return _Done()
-
-
-def _dry(setup: ModelSetup, plan: dict[str, Any], rank: int, ranks: int) -> _Dry:
-    """Return the stage of a rank among those of all pipelines."""
-    stages = ranks // plan["pipelines"]
-    return _Dry(setup, _rank_plan(plan, rank % stages), rank % stages, stages)
-
-
-def _share(setup: ModelSetup, plan: dict[str, Any], sequences: int) -> list[Batch]:
-    """Return micro-batches of one pipeline's share of a step of so many sequences."""
-    return setup.micro_batches(0, sequences // plan["pipelines"], plan["micro_batch"])
-
-
-class _Done:
-    def wait(self) -> None:
-        """Nothing is to be waited for."""
-
-
-def _rank_plan(plan: dict[str, Any], rank: int) -> RankPlan:
-    order = [Op(bool(backward), chunk, index) for backward, chunk, index in plan["orders"][rank]]
-    return RankPlan(
-        plan["bounds"],
-        order,
-        plan["micro_batch"],
-        plan["wire"],
-        plan["ahead"],
-        plan["recompute"],
-    )
 
 
 def _there_and_back(token: torch.Tensor, other: int, first: bool) -> float:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from atombench.common import progress
-from atombench.links.peers import PeerError, Peers
+from atombench.links.peers import PeerError, Peers, Reply
 from atombench.links.shaping import INTERFACE, Link, Network, congestion_control
 from atombench.network.atom_method import (
     LATE_FACTOR,
@@ -18,16 +18,14 @@ from atombench.network.atom_method import (
     patience_s,
 )
 from atombench.network.measured import Measured, by_stage, measured
+from atombench.network.model import Speeds
+from atombench.network.prediction import Candidate
+from atombench.network.search import candidates, to_measure
 from atombench.network.setup import (
     UNSHAPED_BITS_PER_S,
     NetworkSetup,
 )
-from atombench.pipeline.prediction import Candidate
-from atombench.pipeline.search import candidates, to_measure
-from atombench.pipeline.speeds import Speeds
-from atombench.replies import Reply
-from atomresearch.simulation.link import PipelineLink
-from atomresearch.simulation.loss import BBR, CUBIC, connection_bits_per_s
+from atomresearch.simulation.link import BBR, CUBIC, PipelineLink, connection_bits_per_s
 
 _GROUP_PORT = 29_500
 _PROBE_S = 0.7

@@ -9,11 +9,11 @@ its helpers share. Tokens per second are those of all peers together.
   in the background. The emulated link to the host has as many bytes for each FLOP of this processor
   as the named GPU's has, so swapping is not made easier than it is there.
 - *Pipeline*: the model is cut into stages that stay on devices of at least as much memory, without
-  swapping. For each link the best of many configurations is searched (`pipeline_search`), then
+  swapping. For each link the best of many configurations is searched (`search`), then
   measured before and after ATOM; the faster of the two counts.
 - *Data parallel*: every peer holds everything (more than the budget) and averages float32 gradients
   in every step with PyTorch's `DistributedDataParallel`, which overlaps the last backward.
-- *Swapped data parallel*: the same of ATOM's engine, within the budget (`network_swapped`).
+- *Swapped data parallel*: the same of ATOM's engine, within the budget (`SwappedParallel`).
 
 A processor is far slower than a GPU, so on equal links it waits less for the network. Rows with
 `stands_for` therefore slow the link: without a model until `bits_per_flop`, the rate for each FLOP
@@ -40,30 +40,30 @@ from atombench.common import (
     description,
     keep_partial,
     progress,
+    terminable,
 )
-from atombench.ending import terminable
 from atombench.links.peers import PeerError
 from atombench.links.shaping import Network, congestion_control
 from atombench.network.atom_method import LOSSES_OF_PEERS
-from atombench.network.curves import (
+from atombench.network.measured import (
+    Measured,
     curve_of_atom,
     curve_of_measured,
     demonstration_text,
 )
-from atombench.network.links import parse_links
-from atombench.network.measured import Measured
 from atombench.network.methods import Methods
-from atombench.network.rows import largest_ratio, link_name, rounds_finished
+from atombench.network.model import Speeds
+from atombench.network.panels import largest_ratio, link_name, rounds_finished
+from atombench.network.prediction import way_of
 from atombench.network.setup import (
     ALONE_LINKS,
     QUICK,
     UNSHAPED_BITS_PER_S,
-    Case,
     NetworkSetup,
-    cases,
+    WantedLink,
+    parse_links,
+    wanted_links,
 )
-from atombench.pipeline.prediction import way_of
-from atombench.pipeline.speeds import Speeds
 from atomresearch.simulation.link import PipelineLink
 from atomtrain.errors import DataError
 from atomtrain.units import format_count
@@ -127,11 +127,11 @@ def run(options: BenchmarkOptions, setup: NetworkSetup | None = None) -> Result:
         speeds = methods.speeds()
         flops_per_s = speeds.tokens_per_s(setup.model) * setup.model.flops_per_token
         progress(f"a peer computes {flops_per_s / 1e9:.1f} GFLOP/s")
-        wanted = cases(setup, flops_per_s)
-        for case in wanted:
+        wanted = wanted_links(setup, flops_per_s)
+        for each in wanted:
             if rows and time.monotonic() - started_s > setup.total_s:
                 break
-            rows.append(_row(case, setup, methods, speeds, flops_per_s))
+            rows.append(_row(each, setup, methods, speeds, flops_per_s))
             progress(f"{time.monotonic() - started_s:4.0f} s: {_sentence(rows[-1])}")
             result = {
                 "rows": rows,
@@ -166,17 +166,17 @@ def _setting(setup: NetworkSetup, methods: Methods, speeds: Speeds, flops_per_s:
 
 
 def _row(
-    case: Case, setup: NetworkSetup, methods: Methods, speeds: Speeds, flops_per_s: float
+    wanted: WantedLink, setup: NetworkSetup, methods: Methods, speeds: Speeds, flops_per_s: float
 ) -> Result:
     """Measure one link with every method; what fails is named and leaves `None`."""
-    rate = case.link.bits_per_s or UNSHAPED_BITS_PER_S
+    rate = wanted.link.bits_per_s or UNSHAPED_BITS_PER_S
     row: Result = {
         "link_bits_per_s": rate,
-        "shaped": case.link.bits_per_s is not None,
-        "round_trip_s": case.link.round_trip_s,
-        "loss_share": case.link.loss_share,
+        "shaped": wanted.link.bits_per_s is not None,
+        "round_trip_s": wanted.link.round_trip_s,
+        "loss_share": wanted.link.loss_share,
         "bits_per_flop": rate / flops_per_s,
-        "stands_for": case.stands_for._asdict() if case.stands_for else None,
+        "stands_for": wanted.stands_for._asdict() if wanted.stands_for else None,
     }
     errors: list[str] = []
     lately = speeds
@@ -185,17 +185,17 @@ def _row(
         lately = _try(errors, methods.speeds) or speeds
         row["speeds"] = lately._asdict()
     bound = setup.peers * speeds.tokens_per_s(setup.model)
-    methods.network.shape(case.link)
-    control = _try(errors, lambda: methods.congestion(case.link)) or congestion_control()
+    methods.network.shape(wanted.link)
+    control = _try(errors, lambda: methods.congestion(wanted.link)) or congestion_control()
     row["congestion_control"] = control
-    _try(errors, lambda: row.update({"probe": methods.probe(case.link)}))
+    _try(errors, lambda: row.update({"probe": methods.probe(wanted.link)}))
     # Not by the probe, which is short: the search is to leave out no pipeline for a hiccup.
-    way = way_of(case.link, control)
+    way = way_of(wanted.link, control)
     tokens_per_step = setup.step_sequences * setup.model.sequence_tokens
     with_others = setup.baselines
     before = _try(errors, lambda: _pipeline(way, setup, methods, lately)) if with_others else None
-    atom = _try(errors, lambda: methods.atom.measure(case.link, speeds))
-    methods.network.shape(case.link)
+    atom = _try(errors, lambda: methods.atom.measure(wanted.link, speeds))
+    methods.network.shape(wanted.link)
     if before is not None:
         after = _try(errors, lambda: methods.pipeline(before["search"], setup.window_s))
         tokens = before["search"].sequences * setup.model.sequence_tokens
@@ -204,7 +204,7 @@ def _row(
         ("data_parallel", methods.data_parallel),
         ("swapped_parallel", methods.swapped_parallel),
     ):
-        found = _try(errors, partial(measure, case.link, speeds)) if with_others else _NOT_ASKED
+        found = _try(errors, partial(measure, wanted.link, speeds)) if with_others else _NOT_ASKED
         row[f"{name}_tokens_per_s"] = None
         if isinstance(found, str):
             row[name] = {"left_out": found}

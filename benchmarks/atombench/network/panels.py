@@ -1,24 +1,115 @@
-"""What `network` and `time-to-loss` measured, link by link and method by method, for people.
+"""What `network` and `time-to-loss` measured, for people: rows, tables, pictures.
+
+A ratio of tokens per second says something of *training together* only where ATOM's peers averaged
+meanwhile: rows in whose window no round ended are marked wherever they are shown, and the largest
+ratio is that of the others.
 
 Both results hold the same four things of each method: tokens a second, bytes sent for a token,
-utilisation of the devices, loss against time. Here they have one form, whichever run they are of.
+utilisation of the devices, loss against time. A `LinkPanel` holds them in one form, whichever run
+they are of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from atombench.network.curves import smoothed
-from atombench.network.rows import (
-    UNFINISHED,
-    link_name,
-    meant,
-    network_results,
-    per_flop_name,
-    rounds_finished,
-)
+from atombench.network.measured import smoothed
 from atomtrain.units import format_count
+
+Row = Mapping[str, Any]
+UNFINISHED = "no round finished"
+"""The word for a row in which ATOM's peers did not average."""
+_BUSY = 0.25
+
+
+def rounds_finished(row: Row) -> int:
+    """Return how many rounds ended, with a mean of several peers, while ATOM was measured."""
+    return int((row.get("atom") or {}).get("rounds_averaged", 0))
+
+
+def largest_ratio(rows: Iterable[Row]) -> float | None:
+    """Return the largest ratio of ATOM to the pipeline among the rows with finished rounds."""
+    counted = (fair_ratio(row) for row in rows if rounds_finished(row))
+    return max((ratio for ratio in counted if ratio is not None), default=None)
+
+
+def fair_ratio(row: Row) -> float | None:
+    """Return a row's ratio; to the pipeline with full steps where those were too slow to be run.
+
+    The rate of such a pipeline is simulated. `None`: something was not measured.
+    """
+    known = [row["ratio"], row.get("full_step_ratio") or row["ratio"]]
+    return None if row["ratio"] is None else float(min(known))
+
+
+def disturbed(row: Row, rows: Iterable[Row]) -> bool:
+    """Say whether something else had the machine's cores.
+
+    ATOM's peers wait for no link, so a row in which they computed less than a quarter of what they
+    did at best was disturbed.
+    """
+    best = max((each["atom_tokens_per_s"] or 0.0 for each in rows), default=0.0)
+    return bool(row["atom_tokens_per_s"]) and row["atom_tokens_per_s"] < _BUSY * best
+
+
+def link_name(row: Row) -> str:
+    """Return rate, round trip and what gets lost on a row's link, for people."""
+    return f"{rate_name(row['link_bits_per_s'])}, {way_name(row)}"
+
+
+def way_name(row: Row) -> str:
+    """Return round trip of a row's link, and what gets lost if anything does, for people."""
+    lost = row.get("loss_share")
+    return f"{1000 * row['round_trip_s']:g} ms" + (f", {100 * lost:g}% lost" if lost else "")
+
+
+def rate_name(bits_per_s: float) -> str:
+    """Return a rate for people, such as `"1 Gbit/s"` or `"87.8 kbit/s"`."""
+    for limit, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits_per_s >= 0.9995 * limit:
+            return f"{bits_per_s / limit:.3g} {unit}"
+    return f"{bits_per_s / 1e3:.3g} kbit/s"
+
+
+def per_flop_name(row: Row) -> str:
+    """Return a row's link for each FLOP that a peer computes, such as `"26 bits/MFLOP"`.
+
+    It is what makes links of fast and slow processors comparable.
+    """
+    rounded = float(f"{1e6 * row['bits_per_flop']:.3g}")
+    return f"{rounded:,g} bits/MFLOP"
+
+
+def meant(row: Row) -> str:
+    """Return what a row's link stands for, for people."""
+    stands_for = row["stands_for"]
+    if not stands_for:
+        return "itself"
+    model = f", {stands_for['model']}" if stands_for["model"] else ""
+    return f"{stands_for['gpu']} on {rate_name(stands_for['bits_per_s'])}{model}"
+
+
+def command(result: Mapping[str, Any]) -> str:
+    """Return the command that measured a result."""
+    asked = result["asked"]
+    links = "" if asked["links"] == "all" else f" --links {asked['links']}"
+    links += "".join(f" --link {link}" for link in asked["link"])
+    return f"atom bench network --peers {result['peers']}{links} --json"
+
+
+def network_results(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return those of the results, by the names of their files, that are of this benchmark.
+
+    There may be several, of different numbers of peers: `network.json`, `network-4-peers.json`.
+    """
+    return {
+        name: result
+        for name, result in results.items()
+        if name == "network" or name.startswith("network-")
+    }
+
 
 METHODS = {
     "atom": "ATOM",
@@ -149,3 +240,87 @@ def _row_name(row: Mapping[str, Any], peers: int) -> str:
         name += f" = {meant(row)}"
     finished = row.get("atom") is None or rounds_finished(row)
     return name if finished else f"{name} ({UNFINISHED})"
+
+
+_POINTS = 100
+_BARS = {
+    "tokens_per_s": "tokens/s of all peers together",
+    "sent_bytes_per_token": "bytes sent for each token, of all peers",
+    "utilisation": "utilisation: share of what no network would allow",
+}
+_COLUMNS = 3
+_SMALL = 8
+_BAR_STEP = 0.8 / len(METHODS)
+_COLORS = {name: f"C{index}" for index, name in enumerate(METHODS)}
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Draw one result of `network` or `time-to-loss`: four things of each method on each link."""
+    from matplotlib.figure import Figure
+
+    panels = link_panels(result)
+    rows = -(-len(panels) // _COLUMNS)
+    bars_inches = 1.2 + 0.5 * len(panels)
+    heights = [bars_inches, *[3.0] * rows]
+    figure = Figure(figsize=(16.0, sum(heights) + 0.5), layout="constrained")
+    grid = figure.add_gridspec(1 + rows, _COLUMNS, height_ratios=heights)
+    first = None
+    for column, (key, title) in enumerate(_BARS.items()):
+        axes = figure.add_subplot(grid[0, column], sharey=first)
+        draw_bars(axes, panels, key, title, named=first is None)
+        first = first or axes
+    for index, panel in enumerate(panels):
+        row, column = divmod(index, _COLUMNS)
+        draw_losses(figure.add_subplot(grid[1 + row, column]), panel)
+    figure.savefig(path, dpi=_POINTS)
+
+
+def draw_bars(
+    axes: Any, panels: Sequence[LinkPanel], key: str, title: str, *, named: bool = True
+) -> None:
+    """Draw one bar for each link and method; `key` is a field of `MethodPanel`."""
+    drawn = False
+    for index, (name, label) in enumerate(METHODS.items()):
+        found = [
+            (place + _BAR_STEP * (index - (len(METHODS) - 1) / 2), value)
+            for place, panel in enumerate(panels)
+            if (value := getattr(panel.methods.get(name), key, None))
+        ]
+        if not found:
+            continue
+        drawn = True
+        places, values = [place for place, _ in found], [value for _, value in found]
+        axes.barh(places, values, height=0.9 * _BAR_STEP, color=_COLORS[name], label=label)
+    axes.set_yticks(range(len(panels)), [panel.name for panel in panels], fontsize=_SMALL)
+    axes.tick_params(labelleft=named)
+    if named:
+        axes.set_ylim(len(panels) - 0.5, -2.4)  # downwards; the legend's place is above all bars
+    axes.set_title(title, fontsize=_SMALL + 2)
+    axes.set_xlabel("no bar: left out or failed")
+    if key == "utilisation":
+        axes.set_xlim(left=0)
+    elif drawn:
+        axes.set_xscale("log")
+    axes.grid(visible=True, axis="x", linewidth=0.3)
+    if drawn:
+        axes.legend(fontsize=_SMALL, loc="upper center", ncols=2)
+
+
+def draw_losses(axes: Any, panel: LinkPanel) -> None:
+    """Draw each method's loss over the seconds since it began to train."""
+    axes.set_title(panel.name, fontsize=_SMALL)
+    drawn = False
+    for name, method in panel.methods.items():
+        if method.loss:
+            drawn = True
+            axes.plot(
+                method.seconds, method.loss, ".-", color=_COLORS[name], markersize=4,
+                label=METHODS[name],
+            )  # fmt: skip
+    if not drawn:
+        axes.text(0.5, 0.5, "no losses in this result", ha="center", transform=axes.transAxes)
+        axes.set_axis_off()
+        return
+    axes.set(xlabel="seconds of training", ylabel="loss")
+    axes.grid(visible=True, linewidth=0.3)
+    axes.legend(fontsize=_SMALL)

@@ -24,21 +24,20 @@ from atombench.common import (
     description,
     keep_partial,
     progress,
+    terminable,
 )
-from atombench.ending import terminable
 from atombench.links.shaping import Link, Network
-from atombench.network.curves import (
+from atombench.network.measured import (
+    Measured,
     curve_of_atom,
     curve_of_measured,
     demonstration_text,
     smoothed,
 )
-from atombench.network.measured import Measured
 from atombench.network.methods import Methods
-from atombench.network.model import ModelSetup
+from atombench.network.model import ModelSetup, Speeds
+from atombench.network.prediction import way_of
 from atombench.network.setup import NetworkSetup, StandsFor, stand_in
-from atombench.pipeline.prediction import way_of
-from atombench.pipeline.speeds import Speeds
 
 _TRAIN_S = 100.0
 _QUICK_S = 4.0

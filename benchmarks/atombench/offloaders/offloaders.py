@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atombench.common import BenchmarkOptions, Result, description, progress
-from atombench.offloaders.case import CASE, CUDA_CASE, QUICK, OffloadCase
+from atombench.offloaders.contenders import CASE, CUDA_CASE, QUICK, OffloadCase
 from atomtrain.errors import ConfigError
 
 _AS_FAST = 1.02

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from atombench.common import Result
-from atombench.offloaders.case import OffloadCase
-from atombench.offloaders.contenders import OPEN, Contender, Order
+from atombench.offloaders.contenders import OPEN, Contender, OffloadCase, Order
 from atomtrain.engine.devices.host_memory import keep_freed
 from atomtrain.errors import ConfigError
 from atomtrain.units import parse_bytes

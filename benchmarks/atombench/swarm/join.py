@@ -1,7 +1,7 @@
 """How long a newcomer takes to fetch the state over a link, and what the others notice of it.
 
 Peers in network namespaces of their own, each with a link of a given rate. Three train (their steps
-are waits, see `join_peer`); when rounds are under way, a fourth joins.
+are waits, see `peers`); when rounds are under way, a fourth joins.
 
 - `floor_s`: the time that one plain TCP stream takes for as many bytes over the same link, measured
   in the same run before the peers start.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from atomresearch.simulation.compare import LayerWork, Site
-from atomresearch.simulation.encoding import ELEMENTS_PER_S
+from atomresearch.simulation.compare import ELEMENTS_PER_S, LayerWork, Site
 from atomtrain.planning.catalogue import UPDATE_BYTES_PER_PARAMETER
 from atomtrain.planning.search.batch_search import Prospect
 from atomtrain.swarm.codecs.codec import codec_named, encoded_bytes

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atomresearch.simulation.loss import mean_recovery_s, opening_s
+from atomresearch.simulation.link import mean_recovery_s, opening_s
 from atomtrain.errors import ConfigError
 
 _ROUNDING = 1e-9

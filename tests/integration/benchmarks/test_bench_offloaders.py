@@ -8,7 +8,7 @@ import pytest
 
 from atombench.common import BenchmarkOptions
 from atombench.offloaders import offloaders
-from atombench.offloaders.case import OffloadCase
+from atombench.offloaders.contenders import OffloadCase
 from atombench.offloaders.offloaders import Setting
 from atomtrain.cli.main import main
 from atomtrain.errors import ConfigError

@@ -15,7 +15,8 @@ import atomtrain
 from atombench import bench
 from atombench.common import BenchmarkOptions
 from atombench.engine import plan, plan_case
-from atombench.engine.plan import BenchmarkError, PlanSetup
+from atombench.engine.apart import BenchmarkError
+from atombench.engine.plan import PlanSetup
 from atombench.engine.plan_case import PlanCase
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError

@@ -17,8 +17,7 @@ import pytest
 from atombench import REGISTRY, benchmark
 from atombench.common import BenchmarkOptions, report
 from atombench.engine import swap
-from atombench.engine.swap_cases import wider
-from atombench.engine.swap_link import in_small_pieces
+from atombench.engine.swap import in_small_pieces, wider
 from atombench.engine.swap_pairs import opened, sizes_of
 from atomtrain.errors import ConfigError
 

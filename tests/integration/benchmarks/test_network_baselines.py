@@ -15,10 +15,9 @@ import pytest
 
 from atombench.links.peers import PeerError, Peers
 from atombench.links.shaping import Link
-from atombench.network.model import ModelSetup, fused_adamw
-from atombench.pipeline.prediction import way_of
-from atombench.pipeline.search import Candidate, candidates, to_measure
-from atombench.pipeline.speeds import Speeds
+from atombench.network.model import ModelSetup, Speeds, fused_adamw
+from atombench.network.prediction import way_of
+from atombench.network.search import Candidate, candidates, to_measure
 from tests.support.waiting import PATIENCE_S
 
 MODEL = ModelSetup(layers=4, width=64, vocabulary=64, sequence_tokens=16, sequences_per_peer=4)
@@ -84,7 +83,7 @@ def test_every_pipeline_learns_what_one_process_learns(
     peers: Peers, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whatever was measured, on a machine with other work too, nothing seems too slow to try.
-    monkeypatch.setattr("atombench.pipeline.search._WORTH", math.inf)
+    monkeypatch.setattr("atombench.network.search._WORTH", math.inf)
     found = candidates(MODEL, 2, SEQUENCES, speeds, WAY, 1 << 30)
     alike = [candidate for candidate in found if candidate.micro_batch == 2]
     expected = resident_losses()

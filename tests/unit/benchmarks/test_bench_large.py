@@ -1,4 +1,4 @@
-"""`atom bench large`: it runs on any device; only the model and the cap are a large GPU's."""
+"""`atom bench context` and `large`: they run on any device, and keep to their budget."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import pytest
 import torch
 
 from atombench.common import BenchmarkOptions
-from atombench.engine import large
-from atombench.engine.large import LargeSetup, run
+from atombench.engine import context, large
+from atombench.engine.context import ContextSetup
+from atombench.engine.large import LargeSetup
 from atomtrain.errors import ConfigError
 from atomtrain.views.plans.subject import subject
 
 pytestmark = pytest.mark.slow
+
+
+def test_a_long_sequence_keeps_to_its_budget() -> None:
+    setup = ContextSetup(tokens=2048, layers=2, width=32, device_memory="24MiB")
+    result = context.run(BenchmarkOptions(), setup)
+    assert 0 < result["device_peak_bytes"] <= result["predicted_device_peak_bytes"]
+    assert result["predicted_device_peak_bytes"] <= result["device_budget_bytes"] == 24 << 20
+    assert result["attention_matrix_bytes"] == 2 * 4 * 2048 * 2048 > result["device_budget_bytes"]
+
 
 SETUP = LargeSetup(
     model="tiny", context_tokens=32, sequences=2, micro_batches=3, device="emulated",
@@ -21,7 +31,7 @@ SETUP = LargeSetup(
 
 @pytest.mark.usefixtures("assumed_times")
 def test_a_small_model_on_the_emulated_device() -> None:
-    result = run(BenchmarkOptions(), SETUP)
+    result = large.run(BenchmarkOptions(), SETUP)
     assert result["tokens_per_s"] == pytest.approx(3 * 2 * 32 / result["step_s"])
     flops = 3 * subject("tiny", 32).analyse(2).step_flops
     assert result["model_flops_per_s"] == pytest.approx(flops / result["step_s"])
@@ -47,4 +57,4 @@ def test_the_most_exact_state_that_host_memory_can_hold(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run there")
 def test_without_a_gpu_it_says_what_predicts_one() -> None:
     with pytest.raises(ConfigError, match=r"there is no CUDA device.*atom plan"):
-        run(BenchmarkOptions())
+        large.run(BenchmarkOptions())

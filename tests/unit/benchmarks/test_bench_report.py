@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from atombench.network.setup import gpu_flops_per_s
-from atombench.pages.report_figure import measured_ratios, predicted_to_measured
-from atombench.pages.report_page import _command
+from atombench.report import _command
+from atombench.report_figure import measured_ratios, predicted_to_measured
 from atomtrain.cli.main import main
 
 NETWORK = {

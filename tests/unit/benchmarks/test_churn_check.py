@@ -17,6 +17,7 @@ import torch
 from atombench import bench
 from atombench.churn.check import (
     averaging_times,
+    checked,
     compare_checkpoints,
     disagreements,
     first_and_last_loss,
@@ -25,8 +26,7 @@ from atombench.churn.check import (
 )
 from atombench.churn.churn import ChurnSetup, _Churn
 from atombench.churn.peers import ChurnPeer, Crowd
-from atombench.churn.result import checked
-from atombench.ending import requests_noted
+from atombench.common import requests_noted
 from atomtrain.checkpoint import save
 from tests.support.waiting import PATIENCE_S
 

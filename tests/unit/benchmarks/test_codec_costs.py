@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from atombench.averaging.codec_costs import CodecTime, TimedCodec
+from atombench.averaging.costs import CodecTime, TimedCodec
 from atombench.swarm.swarm import codec_costs
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.codecs.names import CODEC_NAMES

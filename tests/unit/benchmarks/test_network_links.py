@@ -9,9 +9,8 @@ import pytest
 
 from atombench.common import BenchmarkOptions
 from atombench.links.shaping import Link
-from atombench.network.links import parse_links
 from atombench.network.model import ModelSetup
-from atombench.network.setup import StandsFor, stand_in
+from atombench.network.setup import StandsFor, parse_links, stand_in
 from atomtrain.cli.main import main
 from atomtrain.errors import ConfigError
 

@@ -11,19 +11,18 @@ import pytest
 import torch
 
 from atombench.links.shaping import Link
-from atombench.network.model import ModelSetup
+from atombench.network.model import ModelSetup, Speeds, merged
+from atombench.network.pipeline import decode, encode, encoded_bytes
+from atombench.network.prediction import Candidate, predicted_again, way_of
+from atombench.network.search import candidates, to_measure
 from atombench.network.setup import (
     NetworkSetup,
     StandsFor,
-    cases,
     device_link_bytes_per_s,
     gpu_flops_per_s,
     stand_in,
+    wanted_links,
 )
-from atombench.pipeline.pipeline import decode, encode, encoded_bytes
-from atombench.pipeline.prediction import Candidate, predicted_again, way_of
-from atombench.pipeline.search import candidates, to_measure
-from atombench.pipeline.speeds import Speeds, merged
 from atomresearch.simulation.link import PipelineLink
 from atomtrain.errors import ConfigError, PlanError
 
@@ -111,7 +110,7 @@ def test_the_device_link_has_the_bytes_per_flop_of_the_gpu() -> None:
 
 def test_every_link_is_a_case() -> None:
     setup = NetworkSetup()
-    found = cases(setup, 3e10)
+    found = wanted_links(setup, 3e10)
     assert len(found) == len(setup.links) + len(setup.stand_ins)
     assert found[0].link.bits_per_s is None
 

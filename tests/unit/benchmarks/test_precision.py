@@ -10,8 +10,7 @@ import torch
 
 from atombench import benchmark
 from atombench.engine import precision
-from atombench.engine.precision import KINDS, PrecisionSetup, learn
-from atombench.engine.precision_memory import MemoryCase, measure
+from atombench.engine.precision import KINDS, MemoryCase, PrecisionSetup, learn, measure
 from atomtrain.data import Prepared, prepare, read_corpus
 from atomtrain.errors import ConfigError
 

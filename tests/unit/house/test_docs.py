@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atombench.pages import commands_page
+from atombench.pages.code_tables import commands
 from atomtrain.cli.completion import SHELLS, all_parsers
 from atomtrain.cli.main import COMMANDS, main
 from atomtrain.training.config.options import TrainOptions
@@ -85,7 +85,7 @@ def defined_in(path: Path) -> set[str]:
 
 
 def test_the_page_of_commands_has_every_option() -> None:
-    page = commands_page.page()
+    page = commands()
     for words, parser in PARSERS.items():
         assert f"## atom {words}\n" in page
         for action in parser._actions:
@@ -126,7 +126,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     made = ROOT / "docs" / "commands.md"
     was_there = made.exists()
     if not was_there:
-        made.write_text(commands_page.page(), encoding="utf-8")
+        made.write_text(commands(), encoding="utf-8")
     try:
         done = subprocess.run(
             [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)],

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from atomresearch.simulation.bbr import BbrConnection
-from atomresearch.simulation.link import Lanes, PipelineLink
-from atomresearch.simulation.loss import BBR, CUBIC
+from atomresearch.simulation.link import BBR, CUBIC, Lanes, PipelineLink
 from atomresearch.simulation.pipeline import PipelineWork, simulate_step
 from atomresearch.simulation.replay import replay
 

@@ -1,4 +1,4 @@
-"""ATOM beside a pipeline, both simulated."""
+"""ATOM beside a pipeline, both simulated, of peers that average as those of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 import pytest
 
 from atomresearch.simulation.compare import compare
+from atomresearch.simulation.site import fragments_of
 from atomtrain.errors import ConfigError
+from atomtrain.training.together.peering import joined
 from tests.support.pipeline_works import site
 
 
@@ -73,3 +75,17 @@ def test_a_longer_way_never_helps_the_pipeline() -> None:
 def test_one_peer_is_no_network() -> None:
     with pytest.raises(ConfigError, match="at least 2 peers"):
         site(1)
+
+
+_PIECE = 16 << 20
+"""Elements of the engine's largest fragment, of 64 MiB."""
+
+
+@pytest.mark.parametrize("local_steps", [1, 4, 30, 91, 1000])
+@pytest.mark.parametrize("pieces", [4, 30, 91, 2000])
+def test_fragments_are_joined_as_a_run_joins_them(pieces: int, local_steps: int) -> None:
+    assert fragments_of(pieces * _PIECE, local_steps) == len(joined([_PIECE] * pieces, local_steps))
+
+
+def test_a_small_model_has_a_few_fragments() -> None:
+    assert fragments_of(1000, local_steps=30) == 4

@@ -62,7 +62,7 @@ def test_names_are_one_and_carry_their_units() -> None:
 
 def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert table() in page, "run python -m atombench.pages.metrics_page"
+    assert table() in page, "run python -m atombench.pages metrics"
 
 
 @pytest.mark.parametrize(

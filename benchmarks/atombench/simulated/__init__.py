@@ -1,1 +1,0 @@
-"""Many links and peers, simulated. Begin with `simulation.py`."""
