@@ -21,6 +21,7 @@ CHECKED = [name for name, used in USED.items() if used and name != "plans"]
 """Plans take minutes; a row is checked below."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
 def test_what_is_made_of_a_page_is_that_of_code_and_results(name: str) -> None:
     assert pages.filled(TEXTS[name], MADE) == TEXTS[name], f"run python -m atombench.pages {name}"
@@ -61,6 +62,7 @@ def test_the_page_of_hardware_names_the_disk_that_is_assumed() -> None:
     assert f"`{ASSUMED_DISK}` is assumed" in TEXTS["hardware"]
 
 
+@pytest.mark.slow
 def test_the_page_of_plans_has_a_row_for_each_model_and_gpu() -> None:
     for card in plan_tables.CARDS:
         table = TEXTS["plans"].partition(f"## {gpu(card).title}\n")[2].partition("\n## ")[0]
@@ -71,6 +73,7 @@ def test_the_page_of_plans_has_a_row_for_each_model_and_gpu() -> None:
     assert f"| {' | '.join(row)} |\n" in TEXTS["plans"], "run python -m atombench.pages plans"
 
 
+@pytest.mark.slow
 def test_rows_are_complete_for_models_that_fit_and_for_those_that_do_not() -> None:
     row = plan_tables.plan_row("tiny", plan_tables.report_of(subject("tiny", 16), gpu("rtx-3090")))
     refused = plan_tables.plan_row("large", PlanError("no plan fits 1 MiB; raise the budget"))
@@ -78,6 +81,7 @@ def test_rows_are_complete_for_models_that_fit_and_for_those_that_do_not() -> No
     assert refused[-1] == "does not fit: no plan fits 1 MiB"
 
 
+@pytest.mark.slow
 def test_treatments_are_planned_with_one_sequence_a_micro_batch() -> None:
     found = list(plan_tables.treatments(subject("tiny", 16), gpu("rtx-3090"), 1 << 30, 2))
     assert [item.text for item in found] == [
