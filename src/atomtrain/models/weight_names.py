@@ -1,25 +1,73 @@
-"""Which tensor of a model's files belongs to which of its parameters."""
+"""Which tensors of a model's files become which of its parameters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import DataError, nearest
+from atomtrain.models.weight_conversion import Conversion, conversions_from_files, names_in_files
 from atomtrain.models.weight_files import WeightFiles, is_float
 
+_LONGEST_REASON = 200
 
-def match_weights(model: nn.Module, files: WeightFiles) -> dict[str, str]:
-    """Return the name in the files of each of the model's parameters and saved buffers.
+
+class Source(NamedTuple):
+    """What one of a model's tensors is made of."""
+
+    name: str
+    """The model's name of it."""
+    conversion: Conversion
+
+    @property
+    def stored(self) -> list[str]:
+        """Names in the files."""
+        return self.conversion.names
+
+    def read(self, files: WeightFiles) -> Tensor:
+        """Return the tensor in memory of its own, in the type of the files."""
+        return self.conversion.run(files.read)[self.name]
+
+    def read_into(self, files: WeightFiles, target: Tensor) -> None:
+        """Fill `target`, contiguous and on the CPU; where the files hold the tensor as it is,
+        without memory beside it."""
+        if self.conversion.converter is None:
+            files.read_into(self.stored[0], target)
+        else:
+            target.copy_(self.read(files))
+
+
+class _Folder(NamedTuple):
+    """A folder's files, seen by a model."""
+
+    files: WeightFiles
+    conversions: list[Conversion]
+    sources: dict[str, Source]
+    outlines: dict[str, Tensor]
+    """Without data, by the model's name."""
+    reasons: dict[str, str]
+    """Why something could not be made, by its name."""
+    published: dict[str, list[str]]
+    """What transformers would write of each of the model's tensors."""
+
+    def lacking(self, name: str) -> list[str]:
+        """Return what the files lack of one of the model's tensors."""
+        return [each for each in self.published.get(name, [name]) if each not in self.files]
+
+
+def match_weights(model: nn.Module, files: WeightFiles) -> dict[str, Source]:
+    """Return what each of the model's parameters and saved buffers is made of.
 
     A tied weight is stored under one of its names. Weights that were saved without (or with) the
-    prefix of the architecture's base model are found as well.
+    prefix of the architecture's base model are found as well, and those in the form of published
+    files where that is not the modules' own.
 
     Args:
-        model: May be on the meta device.
+        model: Of transformers; may be on the meta device.
         files: Its weights.
 
     Returns:
@@ -30,21 +78,45 @@ def match_weights(model: nn.Module, files: WeightFiles) -> dict[str, str]:
         DataError: a parameter without a tensor, of another shape or type, or
             files of a larger model than `config.json` says.
     """
-    prefix = str(getattr(model, "base_model_prefix", ""))
-    found: dict[str, str] = {}
+    folder = _look(model, files)
+    found: dict[str, Source] = {}
     for names, parameter in _unique(model):
-        stored = _stored_name(names, prefix, files)
-        if stored is None:
-            raise DataError(_missing(names[0], files, model))
-        _check(names[0], parameter, stored, files)
-        found[names[0]] = stored
+        source = next((folder.sources[name] for name in names if name in folder.sources), None)
+        if source is None:
+            raise DataError(_missing(names, folder))
+        _check(source, parameter, folder)
+        found[names[0]] = source
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
-        if name in saved and (stored := _stored_name([name], prefix, files)) is not None:
-            _check(name, buffer, stored, files)
-            found[name] = stored
-    _check_rest(model, prefix, files, set(found.values()))
+        if name in saved and (source := folder.sources.get(name)) is not None:
+            _check(source, buffer, folder)
+            found[name] = source
+    _check_rest(model, folder, found)
     return found
+
+
+def _look(model: nn.Module, files: WeightFiles) -> _Folder:
+    conversions = conversions_from_files(model, files)
+    folder = _Folder(files, conversions, {}, {}, {}, names_in_files(model))
+    known = model.state_dict()
+    for conversion in conversions:
+        if conversion.name not in known:
+            continue
+        try:
+            made = conversion.run(lambda name: _outline(name, files))
+        except Exception as error:  # noqa: BLE001 (an operation of transformers may raise anything)
+            folder.reasons[conversion.name] = " ".join(str(error).split())[:_LONGEST_REASON]
+            continue
+        for name, outline in made.items():
+            if name not in folder.sources or conversion.names == [name]:
+                folder.sources[name] = Source(name, conversion)
+                folder.outlines[name] = outline
+    return folder
+
+
+def _outline(name: str, files: WeightFiles) -> Tensor:
+    entry = files.entries[name]
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
 
 def _unique(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
@@ -58,68 +130,65 @@ def _unique(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
         yield names[key], parameter
 
 
-def _stored_name(names: list[str], prefix: str, files: WeightFiles) -> str | None:
-    candidates = [*names]
-    if prefix:
-        candidates += [name.removeprefix(f"{prefix}.") for name in names]
-        candidates += [f"{prefix}.{name}" for name in names]
-    return next((name for name in candidates if name in files), None)
-
-
-def _check(name: str, tensor: Tensor, stored: str, files: WeightFiles) -> None:
-    entry = files.entries[stored]
-    if entry.shape != tuple(tensor.shape):
+def _check(source: Source, tensor: Tensor, folder: _Folder) -> None:
+    name, stored = source.name, source.stored
+    if source.conversion.converter is not None:
+        published = folder.published.get(name, [])
+        if set(stored) & set(published) and set(published) - set(stored):
+            raise DataError(_missing([name], folder))
+    entry, shape = folder.files.entries[stored[0]], list(folder.outlines[name].shape)
+    if shape != list(tensor.shape):
+        what = "" if len(stored) == 1 else f" and {len(stored) - 1} more, together"
         raise DataError(
-            f"{entry.file} holds {stored!r} of shape {list(entry.shape)}, config.json says "
+            f"{entry.file} holds {stored[0]!r}{what} of shape {shape}, config.json says "
             f"{list(tensor.shape)}; both must be of one model"
         )
-    if tensor.is_floating_point() != is_float(entry):
-        raise DataError(
-            f"{entry.file} holds {stored!r} as {entry.dtype}, the model's {name!r} is "
-            f"{tensor.dtype}; give weights in float32, bfloat16 or float16"
+    for each in stored:
+        entry = folder.files.entries[each]
+        if tensor.is_floating_point() != is_float(entry):
+            raise DataError(
+                f"{entry.file} holds {each!r} as {entry.dtype}, the model's {name!r} is "
+                f"{tensor.dtype}; give weights in float32, bfloat16 or float16"
+            )
+
+
+def _missing(names: Sequence[str], folder: _Folder) -> str:
+    name, lacking = names[0], folder.lacking(names[0])
+    if not lacking:
+        reason = next((folder.reasons[each] for each in names if each in folder.reasons), "")
+        return (
+            f"the weights in {folder.files.folder} cannot be made {name!r} "
+            f"({reason or 'transformers does not take them'}); give a complete copy of the model"
         )
-
-
-def _missing(name: str, files: WeightFiles, model: nn.Module) -> str:
-    hint = (
-        " This architecture's published files are arranged otherwise than its modules; rearrange "
-        "them once: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW, "
-        "save_original_format=False)"
-        if _is_rearranged(model)
-        else " Give a complete copy of the model"
-    )
-    return f"the weights in {files.folder} lack {name!r}.{nearest(name, files.entries)}{hint}"
-
-
-def _is_rearranged(model: Any) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return any(
-        type(item).__name__ == "WeightConverter" for item in get_model_conversion_mapping(model)
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    made = "" if lacking == [name] else f", of which {name!r} is made"
+    return (
+        f"the weights in {folder.files.folder} lack {lacking[0]!r}{more}{made}."
+        f"{nearest(lacking[0], folder.files.entries)} Give a complete copy of the model"
     )
 
 
-def _check_rest(model: nn.Module, prefix: str, files: WeightFiles, used: set[str]) -> None:
+def _check_rest(model: nn.Module, folder: _Folder, found: dict[str, Source]) -> None:
     """Refuse files with further layers, or with a head of its own where the model ties it."""
-    aliases = {name for names, _ in _unique(model) for name in names}
-    layers = {_layer_of(name) for name in aliases}
+    first = {name: names[0] for names, _ in _unique(model) for name in names}
+    layers = {_layer_of(name) for name in first}
     ignored = [
         re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", ()) or ()
     ]
-    for name in files:
-        if name in used or any(pattern.search(name) for pattern in ignored):
+    used = {id(source.conversion) for source in found.values()}
+    for conversion in folder.conversions:
+        name, stored = conversion.name, conversion.names[0]
+        if id(conversion) in used or any(pattern.search(stored) for pattern in ignored):
             continue
-        if name in aliases and not _same(model, name, used, prefix, files):
-            raise DataError(
-                f"{files.entries[name].file} holds a {name!r} that differs from the weight which "
-                "config.json ties it to; set tie_word_embeddings to false in config.json"
-            )
-        numbered = _layer_of(name)
+        file = folder.files.entries[stored].file
+        if name in first and not _same(conversion, found[first[name]], folder.files):
+            raise DataError(_twofold(name, stored, found[first[name]], file.name))
+        numbered, prefix = _layer_of(name), str(getattr(model, "base_model_prefix", ""))
         known = {f"{prefix}.{numbered}", numbered, numbered.removeprefix(f"{prefix}.")}
         if any(part.isdigit() for part in numbered.split(".")) and not known & layers:
             raise DataError(
-                f"{files.entries[name].file} holds {name!r}, a layer that config.json does not "
-                "have; both must be of one model"
+                f"{file} holds {stored!r}, a layer that config.json does not have; both must be "
+                "of one model"
             )
 
 
@@ -130,11 +199,20 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[: numbers[0] + 1]) if numbers else name
 
 
-def _same(model: nn.Module, name: str, used: set[str], prefix: str, files: WeightFiles) -> bool:
-    """Return whether another stored name of the same parameter holds the same values."""
-    for names, _ in _unique(model):
-        if name in names:
-            other = _stored_name(names, prefix, files)
-            assert other is not None
-            return bool(files.read(name).equal(files.read(other)))
-    return True
+def _same(conversion: Conversion, source: Source, files: WeightFiles) -> bool:
+    """Return whether another tensor of the same parameter holds the same values."""
+    return conversion.converter is None and bool(
+        files.read(conversion.names[0]).equal(source.read(files))
+    )
+
+
+def _twofold(name: str, stored: str, source: Source, file: str) -> str:
+    if name != source.name:
+        return (
+            f"{file} holds a {stored!r} that differs from the weight which config.json ties it to; "
+            "set tie_word_embeddings to false in config.json"
+        )
+    return (
+        f"{file} holds a {stored!r} beside {source.stored[0]!r}, and both become {name!r}; remove "
+        "the one that is not the model's"
+    )

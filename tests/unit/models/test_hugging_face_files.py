@@ -96,9 +96,9 @@ def test_an_empty_model_is_what_transformers_builds(folder: Path) -> None:
     for name, buffer in expected.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer)
     files = WeightFiles(folder)
-    names = match_weights(make_outline(sizes), files)
+    sources = match_weights(make_outline(sizes), files)
     for name, parameter in model.named_parameters():
-        files.read_into(names[name], parameter.detach())
+        sources[name].read_into(files, parameter.detach())
         assert torch.equal(parameter, expected.get_parameter(name))
 
 
@@ -111,8 +111,8 @@ def test_weights_without_the_prefix_of_the_base_model_are_found(folder: Path) ->
     bare = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
     save_file(bare, folder / "model.safetensors")
     sizes = read_config(folder)
-    names = match_weights(make_outline(sizes), WeightFiles(folder))
-    assert names["model.norm.weight"] == "norm.weight"
+    sources = match_weights(make_outline(sizes), WeightFiles(folder))
+    assert sources["model.norm.weight"].stored == ["norm.weight"]
 
 
 def _config(folder: Path, **changes: Any) -> None:

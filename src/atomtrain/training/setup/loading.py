@@ -25,17 +25,18 @@ class Weights:
         self.seed = 0
         """Seed of adapters that begin with the weights."""
         self._files = WeightFiles(folder)
-        self._names = match_weights(outline, self._files)
+        self._sources = match_weights(outline, self._files)
 
     @property
     def names(self) -> list[str]:
         """The model's names of everything that the files have of it."""
-        return list(self._names)
+        return list(self._sources)
 
     def load(self, engine: Engine) -> None:
         """Fill the engine's parameters (or their float32 masters) and saved buffers.
 
-        No more than the largest parameter is ever held twice.
+        Beside them, memory holds one parameter at a time: once where its type or layout differs,
+        twice where it is made of several tensors.
 
         Raises:
             DataError: a file cannot be read.
@@ -51,34 +52,34 @@ class Weights:
             for part, values in layer.beginning(self._wide(name), f"{self.seed}/{name}"):
                 engine.masters.write(parameters[f"{name}.{part}"], values)
         buffers = dict(engine.model.named_buffers())
-        for name in self._names.keys() & buffers.keys():
-            buffers[name].copy_(self._files.read(self._names[name]))
+        for name in self._sources.keys() & buffers.keys():
+            buffers[name].copy_(self.read(name))
         engine.refresh_buffers()
 
     def read(self, name: str) -> Tensor:
-        """Return one of the model's tensors, as it is stored."""
-        return self._files.read(self._names[name])
+        """Return one of the model's tensors, in the type in which it is stored."""
+        return self._sources[name].read(self._files)
 
     def fill(self, model: nn.Module) -> None:
         """Fill the parameters and saved buffers of a model without adapters on the CPU."""
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, stored in self._names.items():
-            self._files.read_into(stored, tensors[name].detach())
+        for name, source in self._sources.items():
+            source.read_into(self._files, tensors[name].detach())
 
     def _wide(self, layer: str) -> Tensor:
         """Return the matrix of a linear layer as float32."""
         return self.read(f"{layer}.weight").float()
 
     def _put(self, engine: Engine, name: str, parameter: nn.Parameter) -> None:
-        stored, masters = self._names[name], engine.masters
+        source, masters = self._sources[name], engine.masters
         if masters.has(parameter):
             values = masters.read(parameter)  # the master's own memory, where it is kept as float32
-            self._files.read_into(stored, values)
+            source.read_into(self._files, values)
             masters.adopt(parameter, values)
         elif parameter.is_contiguous():
-            self._files.read_into(stored, parameter.detach())
+            source.read_into(self._files, parameter.detach())
         else:
-            masters.write(parameter, self._files.read(stored))
+            masters.write(parameter, source.read(self._files))
 
 
 def _begun_by(model: nn.Module) -> set[str]:

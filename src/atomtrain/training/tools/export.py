@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.data import Tokenizer
@@ -23,6 +23,7 @@ from atomtrain.models.gpt_as_gpt2 import gpt2_config, gpt2_name, gpt2_tensor
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import CONFIG_FILE
 from atomtrain.models.making import Sizes, make_outline
+from atomtrain.models.weight_conversion import Read, conversions_to_files
 from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE
 from atomtrain.training.setup.adapters import Adapters
 from atomtrain.training.setup.state import PARAMETER, SWARM_SHARD, recipe_of
@@ -62,7 +63,9 @@ def export(
 ) -> Exported:
     """Write a checkpoint's model as a folder that `transformers` loads, or adapters for `peft`.
 
-    The folder appears as a whole, when everything is on disk. Memory holds one file's tensors.
+    The folder appears as a whole, when everything is on disk. Memory holds one file's tensors and
+    what is made of one parameter. Tensors have the names and shapes that `save_pretrained` gives
+    them: those of the model's published files.
 
     Args:
         checkpoint: Of `atom train`.
@@ -85,11 +88,11 @@ def export(
     if recipe.lora is None:
         if merge:
             raise ConfigError(f"{checkpoint.path} has no adapters; leave out --merge")
-        weights = list(_trained(checkpoint, recipe.sizes, TYPES[dtype]))
+        weights = _trained(checkpoint, recipe.sizes, TYPES[dtype])
         texts = _texts(recipe.sizes, tokenizer, dtype)
     else:
         adapters = Adapters(checkpoint, recipe)
-        weights = list(_merged(adapters, TYPES[dtype]) if merge else _adapters(adapters, dtype))
+        weights = _merged(adapters, TYPES[dtype]) if merge else list(_adapters(adapters, dtype))
         texts = _texts(recipe.sizes, tokenizer, dtype)
         if not merge:
             config = json.dumps(adapters.peft_config(), indent=2) + "\n"
@@ -145,30 +148,62 @@ def _write_weights(
     return len(groups)
 
 
-def _trained(checkpoint: Checkpoint, sizes: Sizes, dtype: torch.dtype) -> Iterator[_Weight]:
-    """Yield parameters and saved buffers in the checkpoint's order."""
-    wanted: Mapping[str, Tensor] = make_outline(sizes).state_dict()
+def _trained(checkpoint: Checkpoint, sizes: Sizes, dtype: torch.dtype) -> list[_Weight]:
+    """Return parameters and saved buffers in the checkpoint's order."""
+    outline = make_outline(sizes)
+    wanted: Mapping[str, Tensor] = outline.state_dict()
     shards = lru_cache(maxsize=1)(checkpoint.shard)  # its tensors are mapped, not read
-
-    def reader(shard: str, key: str, name: str) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            tensor = shards(shard)[key]
-            return gpt2_tensor(name, tensor) if isinstance(sizes, GPTConfig) else tensor
-
-        return read
-
+    places: dict[str, tuple[str, str]] = {}
     for shard, keys in checkpoint.tensor_names.items():
         for key in keys if shard != SWARM_SHARD else ():
             name, _, kind = key.rpartition("/")
             if kind == PARAMETER and name in wanted:
-                called = gpt2_name(name) if isinstance(sizes, GPTConfig) else name
-                yield _Weight(called, _bytes(wanted[name], dtype), reader(shard, key, name))
+                places[name] = shard, key
+
+    def read(name: str) -> Tensor:
+        shard, key = places[name]
+        return shards(shard)[key]
+
+    if not isinstance(sizes, GPTConfig):
+        return _published(outline, {name: wanted[name] for name in places}, read, dtype)
+    return [
+        _Weight(gpt2_name(name), _bytes(wanted[name], dtype), partial(_as_gpt2, name, read))
+        for name in places
+    ]
 
 
-def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[_Weight]:
-    """Yield the frozen model's tensors with the adapters in them."""
-    for name, outline in adapters.outline.items():
-        yield _Weight(name, _bytes(outline, dtype), partial(adapters.value, name))
+def _as_gpt2(name: str, read: Read) -> Tensor:
+    return gpt2_tensor(name, read(name))
+
+
+def _merged(adapters: Adapters, dtype: torch.dtype) -> list[_Weight]:
+    """Return the frozen model's tensors with the adapters in them."""
+    outline = make_outline(adapters.sizes)
+    return _published(outline, adapters.outline, adapters.value, dtype)
+
+
+def _published(
+    model: nn.Module, outlines: Mapping[str, Tensor], read: Read, dtype: torch.dtype
+) -> list[_Weight]:
+    """Return what becomes of a model's tensors in the form of its published files.
+
+    Args:
+        model: On the meta device.
+        outlines: Of its tensors those that are written, without data.
+        read: Returns one of them with data.
+        dtype: What is written.
+    """
+    conversions = conversions_to_files(model, list(outlines))
+    made = lru_cache(maxsize=1)(lambda index: conversions[index].run(read))
+
+    def reader(index: int, name: str) -> Callable[[], Tensor]:
+        return lambda: made(index)[name]
+
+    return [
+        _Weight(name, _bytes(outline, dtype), reader(index, name))
+        for index, conversion in enumerate(conversions)
+        for name, outline in conversion.run(outlines.__getitem__).items()
+    ]
 
 
 def _adapters(adapters: Adapters, dtype: str) -> Iterator[_Weight]:
