@@ -19,6 +19,40 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
 UNTIED: dict[str, Any] = {**LLAMA, "tie_word_embeddings": False}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_EXPERTS, "head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8,
+    },
+    "deepseek_v3": {
+        **_ROUTED, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
+    "glm4_moe": {**_ROUTED, "head_dim": 8},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16,
+        "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 8,
+        "mamba_d_state": 8, "mamba_n_groups": 1,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
+        "use_mamba_kernels": False,
+    },
+}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {
+    kind: {**UNTIED, **_TOKENS, "model_type": kind, **more} for kind, more in _MIXTURES.items()
+}
+"""Mixtures of experts, by what transformers calls their type."""
 SENTENCE = "the cat sat on the mat and the dog lay by the door while rain fell on the roof "
 
 

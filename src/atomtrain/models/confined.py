@@ -16,6 +16,7 @@ still look for on a hub is refused.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -63,6 +64,9 @@ _MOST = 1 << 31
 _DEEPEST = 16
 _FETCHING = ("get_kernel", "get_kernel_hub")
 _KERNELS = "kernels"
+_FLOAT = "__float__"
+"""The only key of what transformers writes in place of a number that JSON does not have."""
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _ABSENT: Any = object()
 
 
@@ -95,7 +99,22 @@ def _mapping(stored: Mapping[str, Any], what: str, depth: int) -> dict[str, Any]
     return kept
 
 
+def numbers_of(value: Any) -> Any:
+    """Return a checked configuration with numbers in place of those that JSON does not have."""
+    if isinstance(value, Mapping):
+        if _is_number(value):
+            return _FLOATS[value[_FLOAT]]
+        return {key: numbers_of(item) for key, item in value.items()}
+    return [numbers_of(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_number(value: Mapping[str, Any]) -> bool:
+    return set(value) == {_FLOAT} and value[_FLOAT] in _FLOATS
+
+
 def _value(value: Any, what: str, depth: int) -> Any:
+    if isinstance(value, Mapping) and _is_number(value):
+        return dict(value)
     if isinstance(value, Mapping):
         return _mapping(value, what, depth + 1)
     if isinstance(value, list | tuple):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, DataError, nearest
-from atomtrain.models.confined import check_made, check_names, checked_config, confined
+from atomtrain.models.confined import check_made, check_names, checked_config, confined, numbers_of
 from atomtrain.models.gpt_config import PRESETS
 from atomtrain.models.weight_files import files_of
 
@@ -241,7 +241,7 @@ def _auto_config(stored: dict[str, Any], what: str) -> Any:
     _check_kind(stored.get("model_type"), what)
     check_names(stored, what)
     with _making(what):
-        made = AutoConfig.for_model(**copy.deepcopy(stored))
+        made = AutoConfig.for_model(**numbers_of(copy.deepcopy(stored)))
     check_made(made, what)
     return made
 
