@@ -109,7 +109,8 @@ def numbers_of(value: Any) -> Any:
 
 
 def _is_number(value: Mapping[str, Any]) -> bool:
-    return set(value) == {_FLOAT} and value[_FLOAT] in _FLOATS
+    number = value.get(_FLOAT)
+    return len(value) == 1 and isinstance(number, str) and number in _FLOATS
 
 
 def _value(value: Any, what: str, depth: int) -> Any:

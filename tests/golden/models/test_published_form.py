@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from atomtrain.analysis.costs.storages import StorageTracker
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
 from atomtrain.errors import DataError
@@ -124,6 +125,24 @@ def test_memory_holds_the_pieces_of_one_parameter(
     assert peaks
     assert max(peaks) == largest
     assert largest < sum(p.nbytes for p in empty.parameters()) / 4
+
+
+def test_loading_peaks_at_a_tenth_above_the_model(tmp_path: Path) -> None:
+    """Every storage counts, what is assembled too; layers enough that one is a small part."""
+    write_model(tmp_path, {**MIXTURES["mixtral"], "num_hidden_layers": 24}, shard="20KB")
+    sizes = read_config(tmp_path)
+    weights, empty = Weights(tmp_path, make_outline(sizes)), build(sizes)
+    held = sum(parameter.nbytes for parameter in empty.parameters())
+    largest = max(p.nbytes for name, p in empty.named_parameters() if "experts" in name)
+    with StorageTracker() as tracker:
+        for parameter in empty.parameters():
+            tracker.adopt(parameter.detach())
+        assert tracker.live_bytes == held
+        tracker.reset_peak()
+        weights.fill(empty)
+        assert tracker.live_bytes == held
+    assert held + largest < tracker.peak_bytes <= held + 2 * largest
+    assert tracker.peak_bytes <= 1.1 * held
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

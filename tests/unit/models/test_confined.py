@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atomtrain.errors import CheckpointError, ConfigError
-from atomtrain.models.confined import check_made, checked_config, confined
+from atomtrain.models.confined import check_made, checked_config, confined, numbers_of
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build, read_config
 from atomtrain.models.lora_config import LoraConfig
@@ -134,3 +134,14 @@ def test_a_checkpoint_names_no_model_of_a_hub(monkeypatch: pytest.MonkeyPatch) -
     adapted = dataclasses.replace(recipe, lora=LoraConfig(r=2))
     with pytest.raises(ConfigError, match="evil-org/evil, which is not there any more"):
         _base_of(adapted, None, "evil-org/evil")
+
+
+def test_numbers_that_json_does_not_have_are_kept() -> None:
+    limits = [0.0, {"__float__": "Infinity"}, {"__float__": "-Infinity"}]
+    checked = checked_config({"part": {"limits": limits}}, "c")
+    assert checked == {"part": {"limits": limits}}  # as it is stored, since it goes on as JSON
+    assert numbers_of(checked) == {"part": {"limits": [0.0, float("inf"), float("-inf")]}}
+    # Anything else under that name is private, as before.
+    for other in ([], {}, 1, "Inf", None):
+        assert checked_config({"a": {"__float__": other}}, "c") == {"a": {}}
+    assert checked_config({"a": {"__float__": "NaN", "b": 1}}, "c") == {"a": {"b": 1}}
