@@ -23,6 +23,8 @@ _BLOCK = re.compile(r"(?<=^<!--made:)(\S+)-->\n(.*?)^(?=<!--end-->$)", re.MULTIL
 _MARK = re.compile(r"^<!--(made:\S+|end)-->$", re.MULTILINE)
 Parts = Mapping[str, Callable[[], str]]
 """What makes each part, by name."""
+PRINTED: Parts = network_tables.PRINTED
+"""Long lists that are on no page: who names one gets it on standard output."""
 
 
 def parts() -> Parts:
@@ -63,14 +65,17 @@ def filled(page: str, made: Parts) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the pages that are named, such as `scale`; without a name all of them."""
+    """Write the pages that are named, such as `scale`, or all; print a list of `PRINTED`."""
     paths = [path for path in sorted(DOCS.glob("*.md")) if path.stem != COMMANDS]
     known = [COMMANDS, *(path.stem for path in paths)]
     try:
         for name in arguments or known:
+            if name in PRINTED:
+                sys.stdout.write(PRINTED[name]())
+                continue
             stem = name.removesuffix(".md")
             if stem not in known:
-                raise ConfigError(f"there is no page {name!r} in docs.{nearest(stem, known)}")
+                raise ConfigError(f"there is no page {name!r} in docs.{nearest(stem, [*known, *PRINTED])}")
             path = DOCS / f"{stem}.md"
             before = path.read_text(encoding="utf-8") if path.exists() else ""
             text = code_tables.commands() if stem == COMMANDS else filled(before, parts())

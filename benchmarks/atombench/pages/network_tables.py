@@ -241,6 +241,7 @@ def _told(case: Case) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "time-to-loss": lambda: losses(result("time-to-loss")),
     "predictions": lambda: predictions(_all_cases()),
-    "misses": lambda: misses(_all_cases()),
 }
 """By the names that marks have; `network_rows` has those of the files."""
+PRINTED: dict[str, Callable[[], str]] = {"misses": lambda: misses(_all_cases())}
+"""Lists that are too long for a page, by name."""

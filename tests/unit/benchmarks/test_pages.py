@@ -58,6 +58,16 @@ def test_a_page_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "Did you mean 'scale'?" in capsys.readouterr().err
 
 
+def test_predictions_that_missed_are_printed_on_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert pages.main(["misses"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("| peers | link | what | predicted before |")
+    assert len(told.splitlines()) > 2
+    assert "misses" not in MADE
+
+
 def test_the_page_of_hardware_names_the_disk_that_is_assumed() -> None:
     assert f"`{ASSUMED_DISK}` is assumed" in TEXTS["hardware"]
 
