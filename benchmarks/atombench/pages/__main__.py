@@ -75,7 +75,9 @@ def main(arguments: Sequence[str]) -> int:
                 continue
             stem = name.removesuffix(".md")
             if stem not in known:
-                raise ConfigError(f"there is no page {name!r} in docs.{nearest(stem, [*known, *PRINTED])}")
+                raise ConfigError(
+                    f"there is no page {name!r} in docs.{nearest(stem, [*known, *PRINTED])}"
+                )
             path = DOCS / f"{stem}.md"
             before = path.read_text(encoding="utf-8") if path.exists() else ""
             text = code_tables.commands() if stem == COMMANDS else filled(before, parts())
