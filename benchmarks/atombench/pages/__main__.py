@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"(?<=^<!--made:)(\S+)-->\n(.*?)^(?=<!--end-->$)", re.MULTIL
 _MARK = re.compile(r"^<!--(made:\S+|end)-->$", re.MULTILINE)
 Parts = Mapping[str, Callable[[], str]]
 """What makes each part, by name."""
-PRINTED: Parts = network_tables.PRINTED
+PRINTED: Parts = {**network_tables.PRINTED, **simulation_tables.PRINTED}
 """Long lists that are on no page: who names one gets it on standard output."""
 
 
