@@ -155,8 +155,7 @@ def predictions(found: Iterable[tuple[int, Case]]) -> str:
     own = [case for case in every if case.knowing is not None]
     right = (
         f"**{_right(every)} of {len(every)} are within 10% of what was measured**, with the times "
-        f"of the run itself where a result has them ({len(own)}), and with those of just before "
-        "where it has not. With those of just before alone, "
+        f"of the run itself where a result has them ({len(own)}). With those of just before alone, "
         f"{sum(case.close for case in every)} are.\n"
     )
     rows = [(name, _right(alike), len(alike), _worst(alike)) for name, alike in kinds.items()]
@@ -179,8 +178,8 @@ def _apart(every: Iterable[Case]) -> str:
     if not shares:
         return ""
     return (
-        "Measurements differ among themselves, too. The best pipeline of a row is measured two "
-        "or three times, minutes apart, and the mean counts. These rates differ by "
+        "The best pipeline of a row is measured two or three times, minutes apart, and the mean "
+        "counts. Measurements differ by "
         f"{_median_and_most(shares)}.\n"
     )
 
