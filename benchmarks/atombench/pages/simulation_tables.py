@@ -316,7 +316,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "simulation-real": lambda: run_for_real(result("simulation"), _runs()),
     "simulation-goal": lambda: goal(result("simulation")),
     "simulation-wins": lambda: pipeline_wins(result("simulation")),
-    "simulation-fleet": lambda: fleet(result("simulation")["fleet"]),
     "simulation-unsteady": lambda: unsteady(result("simulation")),
     "scale": lambda: swarms(result("simulation")["scale"]),
 }
@@ -324,5 +323,6 @@ PARTS: dict[str, Callable[[], str]] = {
 PRINTED: dict[str, Callable[[], str]] = {
     "simulation-averages": lambda: averages(result("simulation")),
     "simulation-encoding": lambda: encoding(result("simulation")),
+    "simulation-fleet": lambda: fleet(result("simulation")["fleet"]),
 }
-"""Tables that are on no page, by name."""
+"""What is on no page, by name."""
