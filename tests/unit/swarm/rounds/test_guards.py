@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge
 from atomtrain.swarm.membership.guards import Guard, Standing, bounded_weights
-from atomtrain.swarm.rounds.exchange import Exchange, ExchangeSetup, checked_place
+from atomtrain.swarm.rounds.exchange import Exchange, checked_place
+from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.owning import OwnedSlice, SliceReduction
 from atomtrain.swarm.transport.messages import BadMessage, Begin
 from tests.support.swarm_virtual import Simulation, run_virtual
@@ -81,14 +82,14 @@ def test_clipping_bounds_what_one_peer_can_do(seed: int, count: int) -> None:
     results = []
     for lie in (1e3, 1e12):
         values[0] = torch.full((100,), lie)
-        results.append(Guard(mean="clipped").mean_of(values, [1] * count))
+        results.append(Guard(mean="clipped").mean_of(values, [1] * count).values)
         assert float((results[-1] - honest).norm()) < 2.5 * math.sqrt(100)
     torch.testing.assert_close(results[0], results[1], rtol=1e-2, atol=1e-2)
 
 
 def test_clipping_among_equals_is_the_mean() -> None:
     values = {i: torch.ones(50) * 3 for i in range(5)}
-    mean = Guard(mean="clipped").mean_of(values, [1, 2, 3, 4, 5])
+    mean = Guard(mean="clipped").mean_of(values, [1, 2, 3, 4, 5]).values
     torch.testing.assert_close(mean, torch.ones(50) * 3)
 
 
