@@ -9,8 +9,9 @@ weights are what the leader says, and each member checks that.
 * *Weight*: nobody weighs more than ten times the median of the group, whatever tokens it claims.
 * *Clip*: the mean by centred clipping (Karimireddy, He, Jaggi 2021, "Learning from History for
   Byzantine Robust Optimization", equation 2): `v += sum of w_i (x_i - v) min(1, tau / |x_i - v|)`,
-  from `v = 0`, with twice the median of the distances as `tau`, and no weight above twice the
-  median. Where nobody is further away than that, it is the plain mean, bit for bit.
+  from `v = 0`, with the median of the distances as `tau`, and no weight above twice the median.
+  Where nobody is further from it than twice that, the plain mean is taken instead: so honest
+  peers lose nothing.
 * *Standing*: a peer rejected several times in a row is not counted for a while. A peer that comes
   to this judgement about itself starts again from the anchor.
 
@@ -35,7 +36,8 @@ JUDGED_ELEMENTS = 32
 _JUDGED_MEMBERS = 3
 _CLIP_ITERATIONS = 5
 _RADIUS = 2.0
-"""Times the median distance from the centre that a contribution may be away, and count whole."""
+"""Times the median distance from the clipped mean that all contributions may be away, for the plain
+mean to be taken."""
 _SHARE_MAX = 2
 """Times the median weight that a clipped mean counts at most: tokens are only claimed."""
 _SHARE_GROWTH = 4.0
@@ -192,18 +194,18 @@ def _clipped_shares(values: Sequence[torch.Tensor], weights: Sequence[int]) -> t
         for j in range(i + 1):
             products[i][j] = products[j][i] = float(torch.dot(values[i], values[j]))
     least = _ROUNDING * statistics.median_high(products[i][i] for i in range(count)) ** 0.5
-    shares, clips = [0.0] * count, False
+    shares = [0.0] * count
     for _ in range(_CLIP_ITERATIONS):
         distances = _distances(products, shares)
-        radius = max(_RADIUS * statistics.median_high(distances), least)
+        radius = max(statistics.median_high(distances), least)
         factors = [
             part if distance <= radius else part * radius / distance
             for part, distance in zip(plain, distances, strict=True)
         ]
-        clips = clips or max(distances) > radius
         rest = 1.0 - sum(factors)
         shares = [rest * share + part for share, part in zip(shares, factors, strict=True)]
-    if not clips:
+    distances = _distances(products, shares)
+    if max(distances) <= _RADIUS * max(statistics.median_high(distances), least):
         return () if counting == [*weights] else plain
     return tuple(shares)
 

@@ -17,8 +17,9 @@ from atomtrain.swarm.codecs.slices import Span, piece_spans
 _HASH_BYTES = 16
 _LEAST_ELEMENTS, _MOST_ELEMENTS = 64, 1 << 12
 """Of a chunk; both powers of two, so that pieces end where chunks do."""
-_CHUNKS = 128
-"""Of a slice, about: a chunk is under 1% of it, and hashing takes no longer than in one go."""
+_CHUNKS = 512
+"""Of a slice, about: so a chunk of each contribution is little beside what an exchange moves, and
+chunks of large slices are large enough to be hashed quickly."""
 
 
 def chunk_elements(elements: int) -> int:

@@ -206,7 +206,7 @@ def test_only_members_are_told_where_the_group_meets_and_by_the_first() -> None:
             channel = channel_pair(asked, who, 5.0)[0]
             with pytest.raises(BadMessage, match="does not meet anybody"):
                 await round_.exchanges[asked].serve(
-                    channel, Contribution(round_id="r", lane=0), roots=()
+                    channel, Contribution(round_id="r", lane=0, roots=())
                 )
 
     asyncio.run(check())
