@@ -17,7 +17,7 @@ ELEMENTS = 409_600
 """Whole blocks of every format, in slices of four members as well as of two."""
 MESSAGES_BYTES = 4_000
 SHOWN_BYTES = 700
-"""What is said of each contribution whose chunk is shown: its root, its signature, the way there."""
+"""What is said of a contribution whose chunk is shown: its root, signature, and the way there."""
 CONTRIBUTION_BITS = {
     "float32": 32.0, "float16": 16.0, "int8": 8.125, "int4": 4.125, "topk": 0.453125,
 }  # fmt: skip
