@@ -105,12 +105,10 @@ def follow_clocks(file: Path) -> None:
 
 def misbehave(kind: str) -> None:
     """Have this process do harm to rounds, or to its own files, from now on."""
-    from atomtrain.swarm.anchors.anchors import Snapshot
     from atomtrain.swarm.rounds.exchange import Exchange
     from atomtrain.swarm.rounds.owning import OwnedSlice
 
     encode, own = Exchange._encode_change, OwnedSlice._encode
-    contribution = Snapshot.contribution
     kind, _, times = kind.partition(" times ")
     factor = float(times or 1e6)
     first: list[Any] = []
@@ -129,17 +127,12 @@ def misbehave(kind: str) -> None:
     def false_mean(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
         return own(self, contributors, mean * factor)
 
-    def false_contribution(self: Snapshot, *where: Any) -> torch.Tensor:
-        return contribution(self, *where).mul_(factor)
-
     if kind == "corrupt":
         Exchange._encode_change = corrupt  # type: ignore[method-assign]
     elif kind == "replay":
         Exchange._encode_change = replay  # type: ignore[method-assign]
     elif kind == "false mean":
         OwnedSlice._encode = false_mean  # type: ignore[method-assign]
-    elif kind == "false contribution":
-        Snapshot.contribution = false_contribution  # type: ignore[method-assign]
     elif kind == "full disk":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -60,14 +60,3 @@ def test_an_owner_that_returns_another_mean_is_left_out(
         assert len(told) == 1
         assert four.liar.peer_id[-8:] in told[0]
         assert "its mean is not that of the contributions" in told[0]
-
-
-@pytest.mark.parametrize("factor", ["-9", "-1", "0"])
-def test_a_contribution_moves_the_mean_by_no_more_than_others_do(
-    peers: list[PeerProcess], tmp_path: Path, factor: str
-) -> None:
-    four = Four(peers, tmp_path / "begin", f"false contribution times {factor}")
-    for _ in range(6):
-        wait_averaged(four.honest[0], *four.honest, four.liar)
-    wait_same_anchors(*four.honest)
-    four.check_kept()
