@@ -98,6 +98,9 @@ REGISTRY: dict[str, Benchmark] = {
     "swarm": Benchmark(
         "atombench.swarm.swarm", "training slowed down by averaging in the background"
     ),
+    "liars": Benchmark(
+        "atombench.swarm.liars", "what liars do to a swarm's loss, and what the defences cost"
+    ),
     "outer": Benchmark(
         "atombench.swarm.outer", "loss of averaged and of poisoned peers at equal tokens"
     ),

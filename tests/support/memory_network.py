@@ -9,7 +9,7 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Iterable
 
-from atomtrain.swarm.transport.identity import Identity
+from atomtrain.swarm.transport.identity import Identity, verify
 from atomtrain.swarm.transport.memory import Pipe, no_delay, pipe_pair
 from atomtrain.swarm.transport.transport import OPEN_S, Channel, Handler, LinkLost, StreamChannel
 
@@ -28,6 +28,8 @@ class MemoryNetwork:
         """Peers that nobody can dial, as behind a NAT; None: all are in one place."""
         self.identities: dict[str, Identity] = {}
         """By peer: its key, where its id names one."""
+        self.keys: dict[str, str] = {}
+        """By peer: the id that its key has, which others know it by in a real network."""
         self._links: set[frozenset[str]] = set()
         """Pairs of peers that one of them has dialled: streams go both ways."""
         self._side: dict[str, int] = {}
@@ -106,6 +108,7 @@ class MemoryTransport:
         self.peer_id = peer_id
         self.address = f"memory/{peer_id}"
         self.identity = network.identities.get(peer_id) or Identity.create()
+        network.keys[peer_id] = self.identity.peer_id
         self._network = network
         self._handler: Handler | None = None
         self._context = contextvars.copy_context()
@@ -117,6 +120,10 @@ class MemoryTransport:
     def is_local(self) -> bool:
         """Whether nobody is anywhere else."""
         return self._network.hidden is None
+
+    def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
+        """Say whether a peer has signed `data`."""
+        return verify(self._network.keys.get(peer_id, ""), data, signature)
 
     async def serve(self, handler: Handler) -> None:
         """Run `handler` for each incoming stream, in the context of whoever calls this."""

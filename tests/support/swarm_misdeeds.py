@@ -293,7 +293,7 @@ async def _ask_for_manifest(channel: Channel, running: str) -> None:
 
 async def _contribute(channel: Channel, running: str) -> None:
     """A codec is sent what says nothing of its size, or that it is large; whatever it decodes."""
-    await channel.send(Contribution(round_id=running, lane=random.randrange(8)))
+    await channel.send(Contribution(round_id=running, lane=random.randrange(8), roots=()))
     data = random.choice((b"\xff", b"\0")) * (1 << 20)
     await channel.send_bytes(data + random.randbytes(1 << 20))
 

@@ -109,19 +109,23 @@ def misbehave(kind: str) -> None:
     from atomtrain.swarm.rounds.owning import OwnedSlice
 
     encode, own = Exchange._encode_change, OwnedSlice._encode
+    kind, _, times = kind.partition(" times ")
+    factor = float(times or 1e6)
     first: list[Any] = []
 
     def corrupt(self: Exchange, *what: Any) -> Any:
-        data, square = encode(self, *what)
-        return memoryview(bytearray(random.randbytes(len(data)))), square
+        encoded = encode(self, *what)
+        spoilt = memoryview(bytearray(random.randbytes(len(encoded.data))))
+        return encoded._replace(data=spoilt)
 
     def replay(self: Exchange, *what: Any) -> Any:
-        data, square = encode(self, *what)
-        first.append(data) if not first else None
-        return (first[0] if len(first[0]) == len(data) else data), square
+        encoded = encode(self, *what)
+        first.append(encoded.data) if not first else None
+        same = len(first[0]) == len(encoded.data)
+        return encoded._replace(data=first[0] if same else encoded.data)
 
     def false_mean(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
-        return own(self, contributors, mean * 1e6)
+        return own(self, contributors, mean * factor)
 
     if kind == "corrupt":
         Exchange._encode_change = corrupt  # type: ignore[method-assign]

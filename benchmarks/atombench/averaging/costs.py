@@ -166,7 +166,7 @@ class TimedCodec:
         """Do as `codec` does, and tell `costs`."""
         self._codec, self._costs = codec, costs
         self.name, self.feedback, self.exact = codec.name, codec.feedback, codec.exact
-        self.encoded_bytes = codec.encoded_bytes
+        self.encoded_bytes, self.error = codec.encoded_bytes, codec.error
         self._encode = costs.timed("encode", codec.encode)
         self._decode = costs.timed("decode", codec.decode)
 

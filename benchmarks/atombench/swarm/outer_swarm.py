@@ -28,12 +28,13 @@ from atomtrain.swarm.codecs.codec import (
     encoded_bytes,
 )
 from atomtrain.swarm.codecs.slices import Span, slice_spans
-from atomtrain.swarm.membership.guards import Guard
+from atomtrain.swarm.membership.guards import Guard, bounded_weights
 from atomtrain.swarm.rounds.owning import SliceReduction
 
 _EVALUATED_SEQUENCES = 128
 _HELD_OUT_SHARE = 0.05
-Poison = Callable[[Tensor], Tensor]
+Poison = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""What a liar contributes instead of its change, knowing what the honest peers contribute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +146,14 @@ class LocalSwarm:
 
     def __init__(
         self, task: Task, averaging: Averaging, peers: int, seed: int,
-        poison: Poison | None = None,
+        poison: Poison | None = None, liars: int = 1, claims: int = 1,
     ) -> None:  # fmt: skip
-        """With `poison`, the last peer contributes what it makes of its own contributions."""
+        """With `poison`, the last `liars` peers contribute what it makes of their contributions.
+
+        They claim to have trained on so many times their tokens.
+        """
         self._task, self._how, self._seed, self._poison = task, averaging, seed, poison
+        self._honest, self._claims = peers - (liars if poison is not None else 0), claims
         self.replicas = [Replica(task, seed) for _ in range(peers)]
         self._spans = slice_spans(self.replicas[0].values.numel(), averaging.fragments)
         sizes = tuple(span.elements for span in self._spans)
@@ -196,15 +201,22 @@ class LocalSwarm:
             store.snapshot(fragment, values, torch.empty_like(values))
             for store, values in zip(self._stores, local, strict=True)
         ]
-        weights = [snapshot.weight for snapshot in taken]
+        claimed = [
+            snapshot.weight * (1 if index < self._honest else self._claims)
+            for index, snapshot in enumerate(taken)
+        ]
+        weights = [*bounded_weights(claimed)]
         guard = Guard(limit=self._how.norm_limit, mean=self._how.mean)
         reduction = SliceReduction(local[0].numel(), weights, guard)
-        own_square = 0.0
+        contributions: list[Tensor] = []
         for index, snapshot in enumerate(taken):
-            poison = self._poison if index == len(taken) - 1 else None
-            taken[index], sent = self._sent(snapshot, poison)
-            if index == 0:
-                own_square = float(sent.square().mean())
+            if index < self._honest:
+                taken[index], sent = self._sent(snapshot)
+            else:
+                sent = self._poisoned(snapshot, contributions[: self._honest])
+            contributions.append(sent)
+        own_square = float(contributions[0].square().mean())
+        for index, sent in enumerate(contributions):
             reduction.add(index, sent)
         contributors, mean = reduction.close()
         if mean is not None and self._vetoed(guard, fragment, mean, own_square, weights):
@@ -231,10 +243,12 @@ class LocalSwarm:
         self._usual_rms[fragment] = mean_rms
         return False
 
-    def _sent(self, snapshot: Snapshot, poison: Poison | None) -> tuple[Snapshot, Tensor]:
+    def _poisoned(self, snapshot: Snapshot, honest: Sequence[Tensor]) -> Tensor:
+        assert self._poison is not None, "only liars are poisoned"
+        return self._poison(snapshot.contribution(Span(0, snapshot.values.numel())), honest)
+
+    def _sent(self, snapshot: Snapshot) -> tuple[Snapshot, Tensor]:
         values = snapshot.contribution(Span(0, snapshot.values.numel()))
-        if poison is not None:
-            return snapshot, poison(values)
         sent = decoded(self._codec, encode_span(self._codec, values.clone()), values.numel())
         lost = values - sent if self._codec.feedback else None
         return replace(snapshot, lost=lost), sent

@@ -29,17 +29,25 @@ def _config(**options: Any) -> Any:
 
 
 def test_defaults_and_choices_become_rules(tmp_path: Path) -> None:
-    plain = _config().rules
-    assert (plain.wire, plain.mean, plain.local_steps_per_round) == ("float16", "plain", 12)
+    usual = _config().rules
+    assert (usual.wire, usual.mean, usual.local_steps_per_round) == ("float16", "clipped", 12)
     key = tmp_path / "key"
     key.write_text("the secret of this run")
-    config = _config(wire="int4", clipped_mean=True, measured_rounds=True, run_key=key)
+    config = _config(wire="int4", mean="plain", measured_rounds=True, run_key=key)
     chosen = config.rules
-    assert (chosen.wire, chosen.mean, chosen.local_steps_per_round) == ("int4", "clipped", 0)
+    assert (chosen.wire, chosen.mean, chosen.local_steps_per_round) == ("int4", "plain", 0)
     assert chosen.guard.limit == 10.0
     assert config.key_path == key
     assert _config(upload_limit="8Mbit/s").upload_limit_bytes_per_s == 1e6
     assert _config().upload_limit_bytes_per_s == math.inf
+
+
+def test_means_are_plain_where_all_tokens_have_to_count_alike() -> None:
+    assert _config(average="gradient", target_batch_tokens=99).rules.mean == "plain"
+    assert _config(transport="gloo").rules.mean == "plain"
+    clipped = asdict(_config(wire="float32").rules)
+    gloo = with_rules(TrainOptions(transport="gloo"), clipped)
+    assert swarm_config(gloo, "r", "me", None, 12).rules.mean == "plain"
 
 
 def test_how_often_peers_average_is_measured_or_said() -> None:
@@ -66,12 +74,12 @@ def test_measured_rounds_have_few_fragments_that_are_not_too_large() -> None:
 
 
 def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
-    chosen = _config(wire="int4", clipped_mean=True, measured_rounds=True).rules
+    chosen = _config(wire="int4", mean="plain", measured_rounds=True).rules
     again = swarm_config(with_rules(TrainOptions(), asdict(chosen)), "r", "me", None, 12)
     assert again.rules == chosen
     other = with_rules(TrainOptions(wire="float32", local_steps=9), asdict(chosen))
     changed = swarm_config(other, "r", "me", None, 9).rules
-    assert (changed.wire, changed.mean, changed.local_steps_per_round) == ("float32", "clipped", 9)
+    assert (changed.wire, changed.mean, changed.local_steps_per_round) == ("float32", "plain", 9)
     plain = swarm_config(with_rules(TrainOptions(), {}), "r", "me", None, 12)
     assert plain.rules == _config().rules
 
@@ -90,6 +98,12 @@ def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
         ({"upload_limit": "fast"}, "--upload-limit 'fast' is not a rate"),
         ({"upload_limit": "7kbit/s"}, "at least 8kbit/s"),
         ({"upload_limit": "8Mbit/s", "transport": "gloo"}, "leave one of them out"),
+        ({"mean": "cliped"}, "Did you mean .clipped."),
+        ({"mean": "clipped", "transport": "gloo"}, "not clipped ones"),
+        (
+            {"mean": "clipped", "average": "gradient", "target_batch_tokens": 9},
+            "which is a plain one; leave --mean out",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_is_prepared(options: dict[str, Any], says: str) -> None:
@@ -106,7 +120,7 @@ def test_mistakes_are_told_before_anything_is_prepared(options: dict[str, Any], 
         ({"measured_rounds": True}, "which has local-steps 12 from who started it"),
         ({"outer": "mean"}, "which has outer nesterov"),
         ({"group_size": 4}, "which has group-size 16"),
-        ({"clipped_mean": True}, "which has plain means"),
+        ({"mean": "plain"}, "which has mean clipped"),
         ({"average": "gradient", "target_batch_tokens": 99}, "which has average local"),
         ({"transport": "gloo"}, "which has transport streams"),
     ],
@@ -123,7 +137,7 @@ def test_who_joins_may_repeat_the_rules() -> None:
     for options in (
         {},
         {"wire": "int4", "outer": "mean", "group_size": 0, "local_steps": 12},
-        {"measured_rounds": True, "clipped_mean": True, "transport": "streams"},
+        {"measured_rounds": True, "mean": "plain", "transport": "streams"},
         {"average": "gradient", "target_batch_tokens": 99},
         {"transport": "gloo"},
     ):

@@ -64,6 +64,10 @@ class Codec(Protocol):
         """
         ...
 
+    def error(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Return by how much each element of a slice may differ, at most, from what was encoded."""
+        ...
+
 
 _CODECS: dict[str, Codec] = {
     codec.name: codec

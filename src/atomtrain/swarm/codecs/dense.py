@@ -60,6 +60,10 @@ class Float32Codec:
         """Return itself: means travel as contributions do."""
         return self
 
+    def error(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Return zeros."""
+        return torch.zeros_like(decoded)
+
 
 class Float16Codec:
     """Half the bytes: float16 of the values divided by the piece's largest magnitude.
@@ -96,6 +100,12 @@ class Float16Codec:
     def for_mean(self, contributors: int, seed: int) -> Float16Codec:
         """Return itself: means travel as contributions do."""
         return self
+
+    def error(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Return the rounding of the numbers, and of the smallest beside the largest."""
+        size = decoded.abs()
+        largest = size.amax() if size.numel() else torch.zeros(())
+        return size.mul_(2.0**-10).add_(largest * 2.0**-23)
 
 
 class BlockCodec:
@@ -159,6 +169,12 @@ class BlockCodec:
     def for_mean(self, contributors: int, seed: int) -> BlockCodec:
         """Return 8 bits with random rounding."""
         return BlockCodec(8, seed=seed)
+
+    def error(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Return a unit of each element's block, whose largest is as many units as there are."""
+        rows = _padded(decoded.abs(), BLOCK_ELEMENTS).view(-1, BLOCK_ELEMENTS)
+        units = rows.amax(dim=1, keepdim=True) / (self._most - 1) + _LEAST_SCALE
+        return units.expand_as(rows).reshape(-1)[: decoded.numel()]
 
 
 def _blocks(elements: int) -> int:

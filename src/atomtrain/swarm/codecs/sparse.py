@@ -98,6 +98,10 @@ class TopKCodec:
         smaller = sparse.encoded_bytes(BLOCK_ELEMENTS) < dense.encoded_bytes(BLOCK_ELEMENTS)
         return sparse if smaller else dense
 
+    def error(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Return no limit: what is not sent may be as large as what is."""
+        return torch.full_like(decoded, torch.inf)
+
 
 class SparseMeanCodec:
     """A bit for each element, then 8-bit integers for those that are not zero.
@@ -152,6 +156,11 @@ class SparseMeanCodec:
     def for_mean(self, contributors: int, seed: int) -> SparseMeanCodec:
         """Return the format for a mean of so many."""
         return SparseMeanCodec(contributors, seed)
+
+    def error(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Return a unit of the largest element's block: which others are in one is not known."""
+        largest = decoded.abs().amax() if decoded.numel() else torch.zeros(())
+        return torch.full_like(decoded, float(largest) / 126 + 2.0**-126)
 
     def _room(self, elements: int) -> int:
         return min(elements, self._contributors * kept(elements))

@@ -9,9 +9,14 @@ weights are what the leader says, and each member checks that.
 * *Weight*: nobody weighs more than ten times the median of the group, whatever tokens it claims.
 * *Clip*: the mean by centred clipping (Karimireddy, He, Jaggi 2021, "Learning from History for
   Byzantine Robust Optimization", equation 2): `v += sum of w_i (x_i - v) min(1, tau / |x_i - v|)`,
-  from `v = 0`, with the median of the distances as `tau`.
+  from `v = 0`, with the median of the distances as `tau`, and no weight above twice the median.
+  Where nobody is further from it than twice that, the plain mean is taken instead: so honest
+  peers lose nothing.
 * *Standing*: a peer rejected several times in a row is not counted for a while. A peer that comes
   to this judgement about itself starts again from the anchor.
+
+Of an even number of norms or distances the upper median counts: two of four that send next to
+nothing must not make the others look too large.
 
 Norms of fewer than three contributions, or of very few elements, prove nothing and are not judged.
 """
@@ -22,6 +27,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,12 +35,30 @@ JUDGED_ELEMENTS = 32
 """Norms of fewer elements differ too much by chance."""
 _JUDGED_MEMBERS = 3
 _CLIP_ITERATIONS = 5
+_RADIUS = 2.0
+"""Times the median distance from the clipped mean that all contributions may be away, for the plain
+mean to be taken."""
+_SHARE_MAX = 2
+"""Times the median weight that a clipped mean counts at most: tokens are only claimed."""
+_SHARE_GROWTH = 4.0
+"""Times its share of the weights that clipping others can make of a member's, and more: those in
+the radius have at least a third of all weight where none has more than twice the median."""
+_ROUNDING = 1e-3
+"""Distances below this part of the median norm are rounding: sums of squares are float32."""
 _TOKENS_ALLOWANCE_MAX = 10.0
 _WEIGHT_MAX = 10
 """Times the median weight that a member may weigh at most."""
 _STRIKES = 2
 _EXCLUDED_ROUNDS = 8
 _EXCLUDED_ROUNDS_MAX = 1024
+
+
+class Average(NamedTuple):
+    """A mean, and what each contribution counts in it."""
+
+    values: torch.Tensor
+    shares: tuple[float, ...]
+    """By contributor, ascending; empty: as its weight says."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +79,7 @@ class Guard:
         """
         if not self.limit or not _can_judge(len(norms), elements):
             return {}
-        median = statistics.median_low(norms.values())
+        median = statistics.median_high(norms.values())
         usual = statistics.median_low(weights[member] for member in norms)
         found = {}
         for member, norm in norms.items():
@@ -90,24 +114,49 @@ class Guard:
         contributions: Mapping[int, torch.Tensor],
         weights: Sequence[int],
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Average:
         """Return the weighted mean of at least one contribution; float32, summed in order.
 
         It is in `out`; without one, in the contributions' memory or in new memory.
         """
         members = sorted(contributions)
-        total = sum(weights[member] for member in members)
-        elements = contributions[members[0]].numel()
-        if self.mean == "clipped" and _can_judge(len(members), elements):
-            mean = _centred_clipping(
-                [contributions[m] for m in members], [weights[m] / total for m in members]
-            )
-            return mean if out is None else out.copy_(mean)
-        first = contributions[members[0]]
-        mean = torch.mul(first, weights[members[0]] / total, out=first if out is None else out)
-        for member in members[1:]:
-            mean.add_(contributions[member], alpha=weights[member] / total)
-        return mean
+        values = [contributions[member] for member in members]
+        counting = [weights[member] for member in members]
+        shares: tuple[float, ...] = ()
+        if self.mean == "clipped" and _can_judge(len(members), values[0].numel()):
+            shares = _clipped_shares(values, counting)
+        return Average(combined(values, shares or plain_shares(counting), out), shares)
+
+    def shares_too_large(self, shares: Sequence[float], weights: Sequence[int]) -> bool:
+        """Say whether an owner's shares of its contributors, of these weights, cannot be right."""
+        if not shares:
+            return False
+        if self.mean != "clipped" or len(shares) != len(weights) or sum(shares) > 1.0 + 1e-6:
+            return True
+        usual = plain_shares(_bounded_shares(weights))
+        return any(
+            share > _SHARE_GROWTH * most + 1e-6 for share, most in zip(shares, usual, strict=True)
+        )
+
+
+def plain_shares(weights: Sequence[int]) -> tuple[float, ...]:
+    """Return each weight's part of their sum."""
+    total = sum(weights)
+    return tuple(weight / total for weight in weights)
+
+
+def combined(
+    values: Sequence[torch.Tensor], shares: Sequence[float], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum of `values`, each times its share, in order.
+
+    It is in `out`, or in the memory of the first.
+    """
+    first = values[0]
+    mean = torch.mul(first, shares[0], out=first if out is None else out)
+    for each, share in zip(values[1:], shares[1:], strict=True):
+        mean.add_(each, alpha=share)
+    return mean
 
 
 def bounded_weights(weights: Sequence[int]) -> tuple[int, ...]:
@@ -127,21 +176,51 @@ def _can_judge(members: int, elements: int) -> bool:
     return members >= _JUDGED_MEMBERS and elements >= JUDGED_ELEMENTS
 
 
-def _norm(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+def _bounded_shares(weights: Sequence[int]) -> list[int]:
+    most = _SHARE_MAX * statistics.median_high(weights)
+    return [min(weight, most) for weight in weights]
 
 
-def _centred_clipping(values: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
-    centre = torch.zeros_like(values[0])
+def _clipped_shares(values: Sequence[torch.Tensor], weights: Sequence[int]) -> tuple[float, ...]:
+    """Return what each contribution counts in the clipped mean; none where it is the plain mean.
+
+    The centre is at any time a sum of contributions, each times a number. So all distances follow
+    from the products of each two of them, and the tensors are read for these only.
+    """
+    counting = _bounded_shares(weights)
+    count, plain = len(values), plain_shares(counting)
+    products = [[0.0] * count for _ in range(count)]
+    for i in range(count):
+        for j in range(i + 1):
+            products[i][j] = products[j][i] = float(torch.dot(values[i], values[j]))
+    least = _ROUNDING * statistics.median_high(products[i][i] for i in range(count)) ** 0.5
+    shares = [0.0] * count
     for _ in range(_CLIP_ITERATIONS):
-        distances = [_norm(x - centre) for x in values]
-        radius = statistics.median_low(distances)
-        step = torch.zeros_like(centre)
-        for x, share, distance in zip(values, shares, distances, strict=True):
-            factor = share * min(1.0, radius / distance) if distance else 0.0
-            step.add_(x, alpha=factor).sub_(centre, alpha=factor)
-        centre.add_(step)
-    return centre
+        distances = _distances(products, shares)
+        radius = max(statistics.median_high(distances), least)
+        factors = [
+            part if distance <= radius else part * radius / distance
+            for part, distance in zip(plain, distances, strict=True)
+        ]
+        rest = 1.0 - sum(factors)
+        shares = [rest * share + part for share, part in zip(shares, factors, strict=True)]
+    distances = _distances(products, shares)
+    if max(distances) <= _RADIUS * max(statistics.median_high(distances), least):
+        return () if counting == [*weights] else plain
+    return tuple(shares)
+
+
+def _distances(products: Sequence[Sequence[float]], shares: Sequence[float]) -> list[float]:
+    """Return how far each contribution is from the sum of all, each times its share."""
+    to_centre = [_product(row, shares) for row in products]
+    square = _product(to_centre, shares)
+    return [
+        max(0.0, products[i][i] - 2.0 * near + square) ** 0.5 for i, near in enumerate(to_centre)
+    ]
+
+
+def _product(one: Sequence[float], other: Sequence[float]) -> float:
+    return math.fsum(a * b for a, b in zip(one, other, strict=True))
 
 
 @dataclass

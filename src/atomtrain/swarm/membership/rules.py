@@ -23,8 +23,8 @@ GROUP_SIZE_MIN = 3
 TRANSPORTS = ("streams", "gloo")
 AVERAGES = ("local", "gradient")
 """What rounds average, the default first: changes of local steps, or gradients."""
-MEANS = ("plain", "clipped")
-"""How contributions are averaged; peers of a run with `clipped` should be of similar speed."""
+MEANS = ("clipped", "plain")
+"""How contributions are averaged, the default first; see `Guard`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,13 @@ class Rules:
     norm_limit: float = 10.0
     """Contributions above this multiple of the group's median norm are rejected; 0 (none is), or
     at least 2. See `Guard`."""
-    mean: str = MEANS[0]
-    """One of `MEANS`."""
+    mean: str = option(
+        None,
+        "How a round averages: clipped (what is far from the others is limited, and a member weighs "
+        "at most twice the median) or plain; set by who starts the run. Default: clipped, or plain "
+        "with --average gradient or --transport gloo.",
+        "HOW",
+    )
 
     def __post_init__(self) -> None:
         """Check every field, and take the usual size of groups where none is given.
@@ -100,6 +105,9 @@ class Rules:
         """
         self._check_numbers()
         check_fields(self, "swarm ", besides=("local_steps_per_round",))
+        usual = default_mean(self.average, self.transport)
+        if self.mean is None:
+            object.__setattr__(self, "mean", usual)
         check_transport(self.transport, self.wire, clipped=self.mean == "clipped")
         check_rule(
             (self.target_batch_tokens > 0) == (self.average == "gradient"),
@@ -108,7 +116,7 @@ class Rules:
             "at least 1 with gradient averaging, 0 without",
         )
         check_group_size(self.group_size, self.average, self.transport)
-        check_rule(self.mean in MEANS, "mean", self.mean, choices(self.mean, MEANS))
+        check_mean(self.mean, self.average)
         if self.group_size is None:
             usual = default_group_size(self.average, self.transport)
             object.__setattr__(self, "group_size", usual)
@@ -150,6 +158,25 @@ def default_group_size(average: str, transport: str) -> int:
     return GROUP_SIZE if (average, transport) == (AVERAGES[0], TRANSPORTS[0]) else 0
 
 
+def default_mean(average: str, transport: str) -> str:
+    """Return how runs average whose founder says nothing about it."""
+    return MEANS[0] if (average, transport) == (AVERAGES[0], TRANSPORTS[0]) else MEANS[1]
+
+
+def check_mean(mean: str | None, average: str) -> None:
+    """Check that rounds can average this way (None: the default).
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    check_rule(mean in (None, *MEANS), "mean", mean, choices(str(mean), MEANS))
+    if mean == "clipped" and average == "gradient":
+        raise ConfigError(
+            "--average gradient takes the mean over all tokens of the batch, which is a plain one; "
+            "leave --mean out"
+        )
+
+
 def check_group_size(size: int | None, average: str, transport: str) -> None:
     """Check that rounds can have groups of at most `size` members (None: the default).
 
@@ -179,7 +206,7 @@ def check_transport(name: str, wire: str | None, *, clipped: bool) -> None:
         if clipped or wire not in (None, "float32"):
             raise ConfigError(
                 f"--transport gloo adds numbers up itself: plain means of float32, not "
-                f"{'clipped ones' if clipped else wire}; leave --wire and --clipped-mean out"
+                f"{'clipped ones' if clipped else wire}; leave --wire and --mean out"
             )
 
 

@@ -5,21 +5,19 @@ A member owns several slices of a large fragment. Two members have a few streams
 in both directions: first the sender's contributions to the receiver's slices, then the means of
 the sender's own. So a slow link has something to carry from the first byte to the last: while means
 wait for the slowest contribution there are others to send, and means go over streams whose windows
-are open by then. What happens to a slice at its owner is in `owning`.
+are open by then. Last, each audits one of the other's means on the lane. What happens to a slice at
+its owner is in `owning`; what an audit shows, in `audits`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
 
 import torch
 
-from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.anchors.buffer_pool import exchange_memory, pooled_empty
-from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import Codec, byte_view, decode_span, decoded, square_of
 from atomtrain.swarm.codecs.slices import (
     Span,
@@ -27,66 +25,38 @@ from atomtrain.swarm.codecs.slices import (
     slice_spans,
     slices_per_member,
 )
-from atomtrain.swarm.membership.guards import JUDGED_ELEMENTS, Guard, bounded_weights
+from atomtrain.swarm.membership.guards import JUDGED_ELEMENTS, bounded_weights
+from atomtrain.swarm.rounds.auditor import Auditor
 from atomtrain.swarm.rounds.bases import Bases
+from atomtrain.swarm.rounds.commitments import Tree, leaves_of, sealed_text
+from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.lanes import Lane, Lanes
-from atomtrain.swarm.rounds.making import Made
 from atomtrain.swarm.rounds.owning import (
-    Offload,
     OwnedSlice,
     SliceMean,
     SliceReduction,
     mean_codec,
     mean_digest,
 )
-from atomtrain.swarm.transport.messages import BadMessage, Begin, Change, Contribution, Mean
+from atomtrain.swarm.transport.messages import (
+    BadMessage,
+    Begin,
+    Change,
+    Contribution,
+    Mean,
+    Seal,
+)
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
 
 
-@dataclass
-class ExchangeResult:
-    """What a member holds after the exchange."""
+class _Encoded(NamedTuple):
+    """A piece of a contribution as it travels."""
 
-    means: list[SliceMean | None]
-    channels: list[Channel]
-    """Streams that were used; nothing of this member's is sent any more."""
-    values: torch.Tensor
-    """1-D float32 of the fragment's size: what the means lie in, at their places."""
-    rejected: dict[str, str] = field(default_factory=dict)
-    """Peers whose contribution, or mean, this member did not accept on evidence, and why."""
-    accepted: tuple[str, ...] = ()
-    """Peers whose contribution is in each of this member's slices."""
-    bases: Bases | None = None
-    """What the means are to be added to, in rounds that have bases."""
-    made: Made | None = None
-    """The new anchor, where it was made with the means and lies in their place: of all slices, so
-    that none or all of them can be decided."""
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """Digest of each slice's mean, empty where it is missing."""
-        return tuple("" if mean is None else mean.digest for mean in self.means)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExchangeSetup:
-    """What an exchange needs besides the group."""
-
-    peer_id: str
-    snapshot: Snapshot
-    codec: Codec
-    open: Callable[[str], Awaitable[Channel]]
-    """Opens a stream on which this protocol has been agreed."""
-    offload: Offload
-    update: OuterUpdate = field(default_factory=OuterUpdate)
-    """What members apply by themselves, in rounds that have bases."""
-    guard: Guard = field(default_factory=Guard)
-    usual_rms: float = 0.0
-    """Root mean square of the fragment's last mean; 0: there was none."""
-    excluded: frozenset[str] = frozenset()
-    """Peers whose contributions this member does not count."""
-    on_unreachable: Callable[[str], None] = field(default=lambda _: None)
-    """Told about members to which no stream can be opened."""
+    data: memoryview
+    square: float
+    """Sum of the squares of what was encoded."""
+    leaves: list[bytes]
+    """Hashes of what it decodes to."""
 
 
 class Exchange:
@@ -119,6 +89,7 @@ class Exchange:
         self._channels: list[Channel] = []
         first = self._me * self._each
         self._owned = {j: self._own(j) for j in range(first, first + self._each)}
+        self._auditor = Auditor(setup, begin, self._lanes, self._owned, self._own_contribution)
         self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
 
     def _own(self, index: int) -> OwnedSlice:
@@ -128,7 +99,9 @@ class Exchange:
             if peer_id in setup.excluded:
                 reduction.lose(member)
         place, codec = self._place(index), setup.codec
-        return OwnedSlice(index, place, begin, codec, setup.offload, reduction, self._memory)
+        return OwnedSlice(
+            index, place, begin, codec, setup.offload, reduction, self._memory, setup.verify
+        )
 
     def _place(self, index: int) -> torch.Tensor:
         start, stop = self._spans[index]
@@ -141,13 +114,16 @@ class Exchange:
             *(self._reduce(j) for j in owned),
             *(self._exchange(lane) for lane in self._lanes.all),
         )
+        for member in self._auditor.unproven:
+            for index in range(member * self._each, (member + 1) * self._each):
+                self._means[index] = None
         slices = owned.values()
         rejected = {members[i]: w for one in slices for i, w in one.reduction.rejected.items()}
-        rejected |= self._wrong_means
+        rejected |= self._wrong_means | self._auditor.lied
         everywhere = set.intersection(*(set(one.contributors) for one in slices))
         accepted = tuple(members[i] for i in sorted(everywhere))
         held = (self._means, self._channels, self._values)
-        return ExchangeResult(*held, rejected, accepted, self._bases)
+        return ExchangeResult(*held, rejected, self._auditor.lied, accepted, self._bases)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
         """Take a lane that another member has opened; return when nothing goes over it any more.
@@ -159,8 +135,11 @@ class Exchange:
         members, peer_id = self._begin.members, channel.remote
         if peer_id not in members or peer_id == self._setup.peer_id:
             raise BadMessage(f"peer {peer_id[-8:]} is not in this round")
+        member = members.index(peer_id)
+        lane = Lane(member, header.lane, mine=False)
+        self._auditor.hear(lane, header)
         async with asyncio.timeout_at(self._until_s):
-            await self._lanes.arrived(channel, members.index(peer_id), header.lane)
+            await self._lanes.arrived(channel, member, header.lane)
 
     async def _reduce(self, index: int) -> None:
         owned = self._owned[index]
@@ -180,7 +159,7 @@ class Exchange:
         span = self._spans[index]
         if self._setup.snapshot.lost is None:
             return self._contribution(span)
-        pieces = [self._encode_change(piece)[0] for piece in piece_spans(span)]
+        pieces = [self._encode_change(piece, index).data for piece in piece_spans(span)]
         return decoded(self._setup.codec, pieces, span.elements)
 
     async def _exchange(self, lane: Lane) -> None:
@@ -213,15 +192,21 @@ class Exchange:
         except LinkLost:
             self._setup.on_unreachable(peer_id)
             raise
-        return await begun(channel, self._header(lane))
+        return await begun(channel, await self._header(lane))
 
-    def _header(self, lane: Lane) -> Contribution:
-        return Contribution(round_id=self._begin.round_id, lane=lane.stream)
+    async def _header(self, lane: Lane) -> Contribution:
+        own = self._lanes.slices_of(self._me, lane)
+        if self._bases is not None:
+            for index in own:
+                await self._bases.own(index)
+        roots = [await self._auditor.own_root(index) for index in own]
+        return Contribution(round_id=self._begin.round_id, lane=lane.stream, roots=tuple(roots))
 
     async def _exchange_over(self, channel: Channel, lane: Lane) -> None:
         self._channels.append(channel)
         try:
             await together(self._send(channel, lane), self._receive(channel, lane))
+            await self._auditor.audit(channel, lane, self._means)
         except BaseException:
             channel.close()
             raise
@@ -230,20 +215,23 @@ class Exchange:
 
     async def _send(self, channel: Channel, lane: Lane) -> None:
         if not lane.mine:
-            await channel.send(self._header(lane))
+            await channel.send(await self._header(lane))
         own = self._lanes.slices_of(self._me, lane)
         if self._bases is not None:
             for index in own:
                 for piece in await self._bases.own(index):
                     await channel.send_bytes(piece)
         if self._begin.weights[self._me] > 0:
+            # Not before: whoever owns a slice is committed to its own contribution first.
+            await self._auditor.heard(lane)
             await self._send_changes(channel, self._lanes.slices_of(lane.member, lane))
         for index in own:
             await self._owned[index].answer(channel)
 
     async def _receive(self, channel: Channel, lane: Lane) -> None:
         if lane.mine:  # it may begin the round later than this member
-            await channel.receive(Contribution, self._begin.exchange_s)
+            header = await channel.receive(Contribution, self._begin.exchange_s)
+            self._auditor.hear(lane, header)
         theirs = self._lanes.slices_of(lane.member, lane)
         if self._bases is not None:
             for index in theirs:
@@ -271,25 +259,33 @@ class Exchange:
                 await channel.send(Change(follows=believed))
                 if not believed:
                     continue
+            leaves: list[bytes] = []
             for piece in piece_spans(self._spans[index]):
-                data, square = await self._setup.offload(self._encode_change, piece)
-                self._own_square[index] += square
-                await channel.send_bytes(data)
+                encoded = await self._setup.offload(self._encode_change, piece, index)
+                self._own_square[index] += encoded.square
+                leaves += encoded.leaves
+                await channel.send_bytes(encoded.data)
+            await channel.send(self._seal(index, Tree(leaves).root))
 
-    def _encode_change(self, piece: Span) -> tuple[memoryview, float]:
-        """Return a piece of this member's contribution as it travels, and its sum of squares."""
+    def _seal(self, index: int, root: str) -> Seal:
+        text = sealed_text(self._begin.round_id, index, root)
+        return Seal(root=root, signature=self._setup.sign(text).hex())
+
+    def _encode_change(self, piece: Span, index: int) -> _Encoded:
         codec, snapshot = self._setup.codec, self._setup.snapshot
         values = self._contribution(piece)
         square = square_of(values) or 0.0
         data = codec.encode(values)
+        sent = values
+        if not codec.exact:
+            sent = torch.empty_like(values)
+            codec.decode(data, sent)
         if snapshot.lost is not None:
-            self._keep_lost(values, data, snapshot.lost[piece.start : piece.stop])
-        return data, square
+            self._keep_lost(values, sent, snapshot.lost[piece.start : piece.stop])
+        return _Encoded(data, square, leaves_of(sent, self._spans[index].elements))
 
-    def _keep_lost(self, values: torch.Tensor, data: memoryview, into: torch.Tensor) -> None:
+    def _keep_lost(self, values: torch.Tensor, sent: torch.Tensor, into: torch.Tensor) -> None:
         """Write what encoding has lost of a piece."""
-        sent = torch.empty_like(values)
-        self._setup.codec.decode(data, sent)
         lost = torch.sub(values, sent, out=into)
         if self._bases is not None:  # lost after the step: as a change it counts that much less
             lost.div_(self._setup.update.gain)
@@ -336,7 +332,7 @@ class Exchange:
         square = square_of(values)
         if square is None or self._mean_too_large(square, index):
             return None
-        return SliceMean(values, header.contributors, header.digest, square)
+        return SliceMean(values, header.contributors, header.digest, square, header.shares)
 
     def _mean_too_large(self, square: float, index: int) -> bool:
         weights, elements = self._begin.weights, self._spans[index].elements

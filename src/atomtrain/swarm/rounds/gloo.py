@@ -27,7 +27,8 @@ from atomtrain.swarm.anchors.buffer_pool import pooled_empty
 from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import square_of
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
-from atomtrain.swarm.rounds.exchange import ExchangeResult, ExchangeSetup, checked_place
+from atomtrain.swarm.rounds.exchange import checked_place
+from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.making import Made, Making
 from atomtrain.swarm.rounds.owning import SliceMean
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Contribution, Meeting
@@ -221,7 +222,7 @@ class GlooExchange:
         channel = await self._setup.open(self._begin.members[0])
         self._channels.append(channel)
         try:
-            await channel.send(Contribution(round_id=self._begin.round_id, lane=rounds))
+            await channel.send(Contribution(round_id=self._begin.round_id, lane=rounds, roots=()))
             meeting = await channel.receive(Meeting, self._begin.exchange_s)
         finally:
             channel.close()

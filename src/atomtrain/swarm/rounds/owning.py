@@ -1,7 +1,8 @@
 """A slice at its owner: contributions come in and are judged, one mean goes out to every member.
 
-A contribution counts only if all of it arrived before the slice was closed and the guard lets it
-through. The mean is taken over exactly those that count.
+A contribution counts only if all of it arrived before the slice was closed, its member has sealed
+just that, and the guard lets it through. The mean is taken over exactly those that count. They stay
+here until the exchange is over, to be shown to whoever audits the mean.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from atomtrain.swarm.codecs.codec import (
 )
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.membership.guards import Guard
-from atomtrain.swarm.transport.messages import BadMessage, Begin, Mean
+from atomtrain.swarm.rounds.audits import Verify, signature_bytes
+from atomtrain.swarm.rounds.commitments import Tree, chunk_spans, leaves_of, sealed_text
+from atomtrain.swarm.transport.messages import BadMessage, Begin, Evidence, Mean, Seal
 from atomtrain.swarm.transport.transport import Channel
 
 
@@ -48,11 +51,29 @@ class SliceMean:
     digest: str
     square: float
     """Sum of the squares of the values."""
+    shares: tuple[float, ...] = ()
+    """What each contributor counts, where that is not as its weight says."""
+
+
+class _Kept(NamedTuple):
+    """A contribution that may have to be shown."""
+
+    pieces: list[memoryview]
+    tree: Tree
+    seal: Seal
 
 
 class _Outbound(NamedTuple):
     header: Mean
     pieces: list[memoryview]
+
+
+class _Shown(NamedTuple):
+    """What is sent to whoever audits a mean."""
+
+    evidence: Evidence
+    chunks: list[memoryview]
+    """Of each contribution, in the order of the contributors, float32."""
 
 
 def mean_codec(codec: Codec, begin: Begin, slice_index: int, contributors: int) -> Codec:
@@ -89,6 +110,8 @@ class SliceReduction:
         self._values: dict[int, torch.Tensor] = {}
         self._norms: dict[int, float] = {}
         self._closed = False
+        self.shares: tuple[float, ...] = ()
+        """What each contributor counts in the mean, where that is not as its weight says."""
         self.rejected: dict[int, str] = {}
         """Members whose contribution was evidence against them, and why."""
 
@@ -144,7 +167,8 @@ class SliceReduction:
             self.rejected[member] = reason
         if not values:
             return (), None
-        return tuple(sorted(values)), self._guard.mean_of(values, self._weights, out)
+        mean, self.shares = self._guard.mean_of(values, self._weights, out)
+        return tuple(sorted(values)), mean
 
 
 class OwnedSlice:
@@ -159,11 +183,12 @@ class OwnedSlice:
         offload: Offload,
         reduction: SliceReduction,
         memory: BufferPool,
+        verify: Verify,
     ) -> None:
         """Own a slice of the round from now on, for half of its time.
 
         Its mean is written to `place`, 1-D float32 of the slice's size; contributions come to
-        `memory`.
+        `memory`. `verify` says whether a peer has signed something.
         """
         self.reduction = reduction
         self.base_digest = ""
@@ -175,6 +200,8 @@ class OwnedSlice:
         self._codec = codec
         self._offload = offload
         self._memory = memory
+        self._verify = verify
+        self._kept: dict[int, _Kept] = {}
         self._adding = asyncio.Lock()
         self._changed = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -201,12 +228,10 @@ class OwnedSlice:
             data = byte_view(self._memory.empty(self._codec.encoded_bytes(stop - start)))
             await channel.receive_into(data)
             pieces.append(data)
+        seal = await channel.receive(Seal, self._begin.exchange_s)
         if member in self.reduction.awaited:
             async with self._adding:
-                if self._codec.exact and len(pieces) == 1:
-                    self._add(member, pieces)  # a norm takes no longer than handing it over
-                else:
-                    await self._offload(self._add, member, pieces)
+                await self._offload(self._add, member, pieces, seal)
         self._changed.set()
 
     async def answer(self, channel: Channel) -> None:
@@ -242,12 +267,47 @@ class OwnedSlice:
         self._mean.set_result(out)
         return held
 
-    def _add(self, member: int, pieces: list[memoryview]) -> None:
+    async def show(self, chunk: int, own: torch.Tensor, own_tree: Tree) -> _Shown:
+        """Return the evidence for a chunk of the mean; `own` is this member's contribution.
+
+        Raises:
+            BadMessage: there is no such chunk, or no mean.
+        """
+        spans = chunk_spans(self._place.numel())
+        if chunk >= len(spans) or not self.contributors:
+            raise BadMessage(f"slice {self._index} has no chunk {chunk} of a mean")
+        shown: _Shown = await self._offload(self._show, chunk, spans[chunk], own, own_tree)
+        return shown
+
+    def _show(self, chunk: int, span: Span, own: torch.Tensor, own_tree: Tree) -> _Shown:
+        roots, signatures, paths, chunks = [], [], [], []
+        for member in self.contributors:
+            kept = self._kept.get(member)
+            tree = own_tree if kept is None else kept.tree
+            roots.append(tree.root)
+            signatures.append("" if kept is None else kept.seal.signature)
+            paths.append(tree.path(chunk))
+            values = own if kept is None else self._decoded(kept.pieces)
+            chunks.append(byte_view(values[span.start : span.stop].contiguous()))
+        evidence = Evidence(roots=tuple(roots), signatures=tuple(signatures), paths=tuple(paths))
+        return _Shown(evidence, chunks)
+
+    def _decoded(self, pieces: list[memoryview]) -> torch.Tensor:
+        return decoded(self._codec, pieces, self._place.numel())
+
+    def _add(self, member: int, pieces: list[memoryview], seal: Seal) -> None:
         try:
-            values = decoded(self._codec, pieces, self._place.numel())
+            values = self._decoded(pieces)
         except BadMessage as error:
             self.reduction.reject(member, str(error))
             return
+        tree = Tree(leaves_of(values, self._place.numel()))
+        text = sealed_text(self._begin.round_id, self._index, seal.root)
+        signed = self._verify(self._begin.members[member], text, signature_bytes(seal.signature))
+        if not signed or tree.root != seal.root:
+            self.reduction.reject(member, "its contribution is not what it signed")
+            return
+        self._kept[member] = _Kept(pieces, tree, seal)
         self.reduction.add(member, values)
 
     def _close(
@@ -258,9 +318,10 @@ class OwnedSlice:
         contributors, mean = self.reduction.close(self._place)
         self.contributors = contributors
         if mean is None:
-            return _Outbound(Mean(contributors=(), digest=""), []), None
+            return _Outbound(Mean(contributors=(), digest="", shares=()), []), None
         pieces, held = self._encode(contributors, mean)
-        out = _Outbound(Mean(contributors=contributors, digest=held.digest), pieces)
+        header = Mean(contributors=contributors, digest=held.digest, shares=held.shares)
+        out = _Outbound(header, pieces)
         return out, held if math.isfinite(held.square) else None
 
     def _encode(
@@ -272,4 +333,5 @@ class OwnedSlice:
             decode_span(codec, pieces, mean)  # the owner, too, applies what travels
         digest = mean_digest(contributors, pieces, self.base_digest)
         square = square_of(mean)
-        return pieces, SliceMean(mean, contributors, digest, math.inf if square is None else square)
+        square = math.inf if square is None else square
+        return pieces, SliceMean(mean, contributors, digest, square, self.reduction.shares)

@@ -26,7 +26,8 @@ from atomtrain.swarm.codecs.codec import all_finite
 from atomtrain.swarm.codecs.slices import Span, slice_spans
 from atomtrain.swarm.rounds.bases import velocity_after
 from atomtrain.swarm.rounds.context import Context
-from atomtrain.swarm.rounds.exchange import Exchange, ExchangeResult, ExchangeSetup
+from atomtrain.swarm.rounds.exchange import Exchange
+from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.gloo import GlooExchange
 from atomtrain.swarm.rounds.leader_io import exchange_bytes
 from atomtrain.swarm.rounds.making import Made, Making
@@ -165,7 +166,10 @@ class RoundMember:
             update=context.manifest.rules.outer,
             guard=context.manifest.rules.guard,
             usual_rms=context.standing.usual_rms(snapshot.fragment),
-            excluded=context.standing.excluded(self.invite.round_index),
+            excluded=context.standing.excluded(self.invite.round_index)
+            | {peer_id for peer_id in begin.members if not context.roster.trusts(peer_id)},
+            sign=context.transport.identity.sign,
+            verify=context.transport.verify,
             on_unreachable=context.roster.suspect,
         )
         self.exchange = (
@@ -187,6 +191,8 @@ class RoundMember:
         for peer_id in (*result.accepted, *result.rejected):
             rejected = peer_id in result.rejected
             context.standing.observe(peer_id, self.invite.round_index, rejected=rejected)
+        for peer_id, why in result.lied.items():
+            context.roster.distrust(peer_id, f"as an owner in round {begin.round_id}, {why}")
         others = len(begin.members) - 1
         self.astray = result.bases is not None and 2 * len(result.bases.strange) > others
         if duration_s < begin.exchange_s:

@@ -23,7 +23,7 @@ from atomtrain.swarm.transport.addresses import place_of
 from atomtrain.swarm.transport.daemon import Daemon, DaemonConfig
 from atomtrain.swarm.transport.direct import OFFER_BYTES, Direct
 from atomtrain.swarm.transport.endpoint import Endpoint
-from atomtrain.swarm.transport.identity import Identity
+from atomtrain.swarm.transport.identity import Identity, verify
 from atomtrain.swarm.transport.transport import (
     OPEN_S,
     Channel,
@@ -127,6 +127,10 @@ class Libp2pTransport:
     def is_local(self) -> bool:
         """Whether this peer listens on this machine only."""
         return host_of(self.address).startswith("127.")
+
+    def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
+        """Say whether a peer has signed `data` with the key that its id names."""
+        return verify(peer_id, data, signature)
 
     async def serve(self, handler: Handler) -> None:
         """Run `handler` for each incoming stream."""

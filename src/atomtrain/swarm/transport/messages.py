@@ -24,6 +24,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 Counts = Annotated[tuple[Count, ...], _LIST]
 Texts = Annotated[tuple[Text, ...], _LIST]
 Flags = Annotated[tuple[bool, ...], _LIST]
+Reals = Annotated[tuple[Real, ...], _LIST]
 
 
 class BadMessage(SwarmError):  # noqa: N818 - what it is reads better than what it raises
@@ -248,8 +249,12 @@ class Begin(Message, frozen=True, kw_only=True):
 class Contribution(Message, frozen=True, kw_only=True):
     """Opens a lane, by its number among those that the sender opens to the receiver; is answered.
 
+    `roots` commit the sender to what itself contributes to its own slices on the lane, before it
+    hears of anybody else's; empty where it has no weight.
+
     After it both send the same: where a round has bases, those of their own slices; contributions
-    to the other's slices, if they have a weight; the means of their own, each after its `Mean`.
+    to the other's slices, if they have a weight, each followed by its `Seal`; the means of their
+    own, each after its `Mean`; an `Audit`, and the `Evidence` that the other's asks for.
 
     With Gloo there are no lanes: `lane` is the number of rounds that the process group has had
     which the sender has kept, 0 if there is none, and `Meeting` the answer.
@@ -257,6 +262,14 @@ class Contribution(Message, frozen=True, kw_only=True):
 
     round_id: Text
     lane: Count
+    roots: Texts
+
+
+class Seal(Message, frozen=True, kw_only=True):
+    """After a contribution: the root of its tree of hashes, signed, so that it can be shown."""
+
+    root: Text
+    signature: Text
 
 
 class Change(Message, frozen=True, kw_only=True):
@@ -278,11 +291,31 @@ class Meeting(Message, frozen=True, kw_only=True):
 class Mean(Message, frozen=True, kw_only=True):
     """The owner's answer: the mean over `contributors` (indices in the group) follows.
 
-    No contributors: there is no mean, and nothing follows.
+    No contributors: there is no mean, and nothing follows. `shares` say what each contributor
+    counts where that is not as its weight says.
     """
 
     contributors: Counts
     digest: Text
+    shares: Reals
+
+
+class Audit(Message, frozen=True, kw_only=True):
+    """To an owner: show these chunks, one of each slice, of all contributions that its mean has."""
+
+    slices: Counts
+    chunks: Counts
+
+
+class Evidence(Message, frozen=True, kw_only=True):
+    """For a chunk: by contributor, what it has sealed, and the way from the chunk to that root.
+
+    The chunks follow, float32, in the same order.
+    """
+
+    roots: Texts
+    signatures: Texts
+    paths: Texts
 
 
 class Held(Message, frozen=True, kw_only=True):

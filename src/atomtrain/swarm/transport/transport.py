@@ -366,6 +366,10 @@ class Transport(Protocol):
         """Whether only peers of one machine are meant to dial this one: they always can."""
         ...
 
+    def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
+        """Say whether a peer has signed `data` with the key that its id names."""
+        ...
+
     async def serve(self, handler: Handler) -> None:
         """Run `handler` in a task for each incoming stream, from now on."""
         ...

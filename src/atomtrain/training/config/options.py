@@ -19,7 +19,7 @@ from atomtrain.settings import (
 )
 from atomtrain.swarm.anchors.updates import check_outer_name
 from atomtrain.swarm.membership.config import SwarmConfig
-from atomtrain.swarm.membership.rules import Rules, check_group_size, check_transport
+from atomtrain.swarm.membership.rules import Rules, check_group_size, check_mean, check_transport
 from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.training.config.recipe import Recipe
 
@@ -139,12 +139,7 @@ class TrainOptions:
         "NAME",
         check=check_outer_name,
     )
-    clipped_mean: bool = option(
-        False,
-        "Limit what a single peer can do to the average, for runs in which not everybody is "
-        "trusted; set by who starts the run.",
-        "",
-    )
+    mean: str | None = asked(Rules, "mean")
     upload_limit: str | None = asked(SwarmConfig, "upload_limit_bytes_per_s")
     relay_limit: str | None = asked(SwarmConfig, "relay_limit_bytes_per_s")
     run_key: Path | None = asked(SwarmConfig, "key_path")
@@ -265,8 +260,9 @@ class TrainOptions:
     def _check_transport(self) -> None:
         if self.group_size is not None:
             check_group_size(self.group_size, self.average or "local", self.transport or "streams")
+        check_mean(self.mean, self.average or "local")
         if self.transport is not None:
-            check_transport(self.transport, self.wire, clipped=self.clipped_mean)
+            check_transport(self.transport, self.wire, clipped=self.mean == "clipped")
         if self.upload_limit is not None and self.transport == "gloo":
             raise ConfigError(
                 "--upload-limit does not limit --transport gloo; leave one of them out"

@@ -196,7 +196,6 @@ def _rules(options: TrainOptions, steps_per_round: int, fragments: int) -> Rules
         outer_learning_rate=outer.learning_rate,
         outer_momentum=outer.momentum,
         overlap_weight=OVERLAP_WEIGHTS[name],
-        mean="clipped" if options.clipped_mean else "plain",
         **settings,
     )
 
@@ -228,15 +227,15 @@ def with_rules(options: TrainOptions, rules: Mapping[str, Any]) -> TrainOptions:
         ours: rules.get(theirs) or None for ours, theirs in asked_of(options, Rules)
     }
     del kept["local_steps"]  # the recipe has them
-    # Another way to average has another size of groups; 0 is one, too.
+    # Another way to average has another size of groups, where 0 is one, too, and another mean.
     as_before = not (options.transport or options.average)
-    kept["group_size"] = rules.get("group_size") if as_before else None
+    for name in ("group_size", "mean"):
+        kept[name] = rules.get(name) if as_before else None
     missing = {name: value for name, value in kept.items() if getattr(options, name) is None}
     return dataclasses.replace(
         options,
         **missing,
         outer=options.outer or outer,
-        clipped_mean=options.clipped_mean or rules.get("mean") == "clipped",
         measured_rounds=options.measured_rounds or measured,
     )
 
@@ -257,8 +256,6 @@ def check_rules(options: TrainOptions, rules: Rules, run: str) -> None:
         )
         if given not in (None, value)
     ]
-    if options.clipped_mean and rules.mean != "clipped":
-        wrong.append(f"--clipped-mean contradicts the run {run!r}, which has plain means")
     if options.measured_rounds and rules.local_steps_per_round:
         wrong.append(
             f"--measured-rounds contradicts the run {run!r}, which has local-steps "

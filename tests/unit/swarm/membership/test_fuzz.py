@@ -56,6 +56,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "bool": st.booleans(),
     "Counts": st.lists(st.integers(0, 99), max_size=5).map(tuple),
     "Texts": st.lists(st.text(max_size=9), max_size=5).map(tuple),
+    "Reals": st.lists(st.floats(0, 2.0**53), max_size=5).map(tuple),
     "Flags": st.lists(st.booleans(), max_size=5).map(tuple),
 }
 KINDS = sorted(Message.__subclasses__(), key=lambda kind: kind.__name__)

@@ -15,7 +15,8 @@ from atomtrain.swarm.catchup.fetching import send_anchor
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.config import PROTOCOL
-from atomtrain.swarm.rounds.exchange import Exchange, ExchangeResult, ExchangeSetup
+from atomtrain.swarm.rounds.exchange import Exchange
+from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.making import Made
 from atomtrain.swarm.rounds.owning import SliceMean
 from atomtrain.swarm.rounds.round_member import RoundMember
@@ -62,7 +63,7 @@ def exchange_of_a(elements: int = 6) -> Exchange:
 def test_who_contributed_already_is_refused() -> None:
     async def scenario() -> None:
         exchange = exchange_of_a()
-        nothing = Contribution(round_id=BEGIN.round_id, lane=0)
+        nothing = Contribution(round_id=BEGIN.round_id, lane=0, roots=())
         _, first = channel_pair("b", "a", 3.0)
         serving = asyncio.create_task(exchange.serve(first, nothing))
         await asyncio.sleep(0.1)
@@ -82,7 +83,7 @@ def test_who_contributed_already_is_refused() -> None:
 def test_who_does_not_belong_to_the_exchange_is_refused(caller: str, lane: int, why: str) -> None:
     async def scenario() -> None:
         _, channel = channel_pair(caller, "a", 3.0)
-        wrong = Contribution(round_id=BEGIN.round_id, lane=lane)
+        wrong = Contribution(round_id=BEGIN.round_id, lane=lane, roots=())
         with pytest.raises(BadMessage, match=why):
             await exchange_of_a().serve(channel, wrong)
 

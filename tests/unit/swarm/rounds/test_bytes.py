@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from atomtrain.swarm.membership.deadlines import RoundTiming
+from atomtrain.swarm.rounds.commitments import chunk_elements
 from atomtrain.swarm.transport.rates import Usage
 from tests.support.swarm_virtual import Simulation, run_virtual
 
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.slow
 ELEMENTS = 409_600
 """Whole blocks of every format, in slices of four members as well as of two."""
 MESSAGES_BYTES = 4_000
+SHOWN_BYTES = 700
+"""What is said of a contribution whose chunk is shown: its root, signature, and the way there."""
 CONTRIBUTION_BITS = {
     "float32": 32.0, "float16": 16.0, "int8": 8.125, "int4": 4.125, "topk": 0.453125,
 }  # fmt: skip
@@ -36,13 +39,15 @@ def test_bytes_of_a_round_are_those_of_the_formula(wire: str, members: int) -> N
         await asyncio.sleep(12)
         bits = (CONTRIBUTION_BITS[wire] + mean_bits(wire, members)) * (members - 1) / members
         formula_bytes = bits / 8 * ELEMENTS
+        chunk_bytes = 4 * chunk_elements(ELEMENTS // members)
+        audits_bytes = members * (members - 1) * (chunk_bytes + SHOWN_BYTES)
         for peer in peers:
             whole = [r for r in peer.reports if len(r.contributors) == members]
             assert len(whole) > 1
             for report in whole:
                 for moved_bytes in (report.bytes_sent, report.bytes_received):
                     assert formula_bytes * 0.999 < moved_bytes
-                    assert moved_bytes < formula_bytes * 1.001 + MESSAGES_BYTES
+                    assert moved_bytes < formula_bytes * 1.001 + audits_bytes + MESSAGES_BYTES
 
     run_virtual(scenario)
 

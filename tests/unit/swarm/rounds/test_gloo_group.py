@@ -14,7 +14,7 @@ from atomtrain.swarm.anchors.anchors import Anchor, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.updates import OuterUpdate, Place
 from atomtrain.swarm.codecs.codec import codec_named
-from atomtrain.swarm.rounds.exchange import ExchangeResult, ExchangeSetup
+from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.gloo import GlooExchange, KeptGroup, ProcessGroup
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Contribution
@@ -205,6 +205,8 @@ def test_only_members_are_told_where_the_group_meets_and_by_the_first() -> None:
         for who, asked in (("stranger", "a"), ("a", "a"), ("c", "b")):
             channel = channel_pair(asked, who, 5.0)[0]
             with pytest.raises(BadMessage, match="does not meet anybody"):
-                await round_.exchanges[asked].serve(channel, Contribution(round_id="r", lane=0))
+                await round_.exchanges[asked].serve(
+                    channel, Contribution(round_id="r", lane=0, roots=())
+                )
 
     asyncio.run(check())

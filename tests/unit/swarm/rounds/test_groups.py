@@ -19,7 +19,8 @@ from atomtrain.swarm.codecs import slices
 from atomtrain.swarm.membership.agenda import group_count, group_of, groups_of, told_next
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.rounds.bases import Bases
-from atomtrain.swarm.rounds.exchange import Exchange, ExchangeSetup
+from atomtrain.swarm.rounds.exchange import Exchange
+from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.transport.messages import Begin
 from tests.support.swarm_configs import swarm_config
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual

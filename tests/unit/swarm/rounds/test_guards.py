@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge
 from atomtrain.swarm.membership.guards import Guard, Standing, bounded_weights
-from atomtrain.swarm.rounds.exchange import Exchange, ExchangeSetup, checked_place
+from atomtrain.swarm.rounds.exchange import Exchange, checked_place
+from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.owning import OwnedSlice, SliceReduction
 from atomtrain.swarm.transport.messages import BadMessage, Begin
 from tests.support.swarm_virtual import Simulation, run_virtual
@@ -81,15 +82,45 @@ def test_clipping_bounds_what_one_peer_can_do(seed: int, count: int) -> None:
     results = []
     for lie in (1e3, 1e12):
         values[0] = torch.full((100,), lie)
-        results.append(Guard(mean="clipped").mean_of(values, [1] * count))
+        results.append(Guard(mean="clipped").mean_of(values, [1] * count).values)
         assert float((results[-1] - honest).norm()) < 2.5 * math.sqrt(100)
     torch.testing.assert_close(results[0], results[1], rtol=1e-2, atol=1e-2)
 
 
 def test_clipping_among_equals_is_the_mean() -> None:
     values = {i: torch.ones(50) * 3 for i in range(5)}
-    mean = Guard(mean="clipped").mean_of(values, [1, 2, 3, 4, 5])
+    mean = Guard(mean="clipped").mean_of(values, [1, 2, 3, 4, 5]).values
     torch.testing.assert_close(mean, torch.ones(50) * 3)
+
+
+def test_two_that_send_next_to_nothing_do_not_make_the_others_look_too_large() -> None:
+    norms = {0: 10.0, 1: 11.0, 2: 1e-3, 3: 1e-3}
+    assert Guard(limit=10).too_large(norms, 100, [1] * 4) == {}
+    values = _random(2, 4)
+    for member in (2, 3):
+        values[member] = values[member] * 1e-4
+    made = Guard(mean="clipped").mean_of({i: v.clone() for i, v in values.items()}, [1] * 4)
+    plain = Guard().mean_of(values, [1] * 4)
+    assert float(made.values.norm()) > 0.9 * float(plain.values.norm())
+
+
+@given(st.integers(0, 10**6), st.integers(3, 9))
+def test_clipping_changes_nothing_among_those_that_learn_alike(seed: int, count: int) -> None:
+    values = _random(seed, count, 1000)
+    weights = [10 + i for i in range(count)]
+    copies = {i: v.clone() for i, v in values.items()}
+    clipped = Guard(mean="clipped").mean_of(copies, weights)
+    plain = Guard().mean_of(values, weights)
+    assert clipped.shares == ()
+    assert torch.equal(clipped.values, plain.values)
+
+
+def test_in_a_clipped_mean_nobody_weighs_more_than_twice_the_median() -> None:
+    values = {i: torch.full((50,), float(i == 3)) for i in range(4)}
+    made = Guard(mean="clipped").mean_of(values, [10, 10, 10, 100])
+    assert made.shares
+    assert sum(made.shares) <= 1.0
+    assert float(made.values.max()) <= 0.4
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_an_anchor_of_its_own_waits_when_a_doubt_is_settled() -> None:
 
 def test_survivors_go_on_from_lower_versions_that_more_tokens_went_into() -> None:
     """One peer that makes many small rounds alone meets two that make few large ones."""
-    simulation = Simulation((37, 9, 30), 11003, 0.3173556624225456, wire="topk")
+    simulation = Simulation((37, 9, 30), 11009, 0.3173556624225456, wire="topk")
     events = [
         Event("death", 5, 15.0),
         Event("newcomer", 7, 0.4),

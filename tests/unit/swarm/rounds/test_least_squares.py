@@ -1,4 +1,4 @@
-"""Whole swarms on a small problem: low-bit wires, and one of eight peers poisoned."""
+"""Whole swarms on a small problem: low-bit wires, and one or two of eight peers poisoned."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class _LeastSquares:
 Poison = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _trained(poison: Poison | None, **rules: Any) -> tuple[float, Simulation]:
-    """Return the honest peers' loss at the anchor after a run, with peer 7 poisoned or away."""
-    problem, honest = _LeastSquares(_PEERS), range(_PEERS - 1)
+def _trained(poison: Poison | None, liars: int = 1, **rules: Any) -> tuple[float, Simulation]:
+    """Return the honest peers' loss at the anchor after a run, the last ones poisoned or away."""
+    problem, honest = _LeastSquares(_PEERS), range(_PEERS - liars)
     held: list[Simulation] = []
 
     async def scenario() -> float:
         simulation = Simulation((_ELEMENTS,), seed=3, **rules)
         held.append(simulation)
-        for index in range(_PEERS if poison else _PEERS - 1):
+        for index in range(_PEERS if poison else _PEERS - liars):
             await simulation.add(f"peer{index}", step_s=0.5, step=_stepper(problem, index))
-        if poison:
-            _poison(simulation.peers[f"peer{_PEERS - 1}"], poison)
+        for index in range(_PEERS - liars, _PEERS) if poison else ():
+            _poison(simulation.peers[f"peer{index}"], poison)
         await asyncio.sleep(40)
         anchor = simulation.peers["peer0"].service.context.mailbox.store.anchor(0)
         return problem.loss(anchor.values, honest)
@@ -83,6 +83,12 @@ def clean() -> float:
     return _trained(None)[0]
 
 
+@pytest.fixture(scope="module")
+def clean_of_six() -> float:
+    """Return the loss of six honest peers by themselves."""
+    return _trained(None, liars=2)[0]
+
+
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 def test_low_bits_reach_the_same_loss(wire: str, clean: float) -> None:
     loss, _ = _trained(None, wire=wire)
@@ -110,10 +116,27 @@ def test_norms_catch_what_is_large(poison: Poison, clean: float) -> None:
 
 @pytest.mark.parametrize(
     "poison",
+    [
+        lambda change: change * -9,
+        lambda change: torch.full_like(change, 3.0),
+        lambda change: torch.randn_like(change) * change.norm() / _ELEMENTS**0.5,
+    ],
+    ids=["-9 times", "small constant", "noise"],
+)
+def test_two_of_eight_hardly_move_what_the_others_learn(
+    poison: Poison, clean_of_six: float
+) -> None:
+    """By a plain mean their loss is 44,000, 30,000 and 1.7 times that of the six alone."""
+    loss, _ = _trained(poison, liars=2)
+    assert loss < 1.05 * clean_of_six
+
+
+@pytest.mark.parametrize(
+    "poison",
     [lambda change: torch.full_like(change, 3.0), lambda change: -change],
     ids=["small constant", "sign flipped"],
 )
 def test_clipping_bounds_what_norms_do_not_catch(poison: Poison, clean: float) -> None:
     """Without clipping these ruin the run: see the guards' documentation."""
-    loss, _ = _trained(poison, mean="clipped")
+    loss, _ = _trained(poison)
     assert loss < 1.03 * clean

@@ -41,6 +41,7 @@ _VALUES: dict[str, tuple[type, st.SearchStrategy[Any]]] = {
     "Text": (str, st.text(max_size=50)),
     "Counts": (tuple, st.lists(st.integers(0, 2**53), max_size=5).map(tuple)),
     "Texts": (tuple, st.lists(st.text(max_size=50), max_size=5).map(tuple)),
+    "Reals": (tuple, st.lists(st.floats(0, 1e9), max_size=5).map(tuple)),
     "Flags": (tuple, st.lists(st.booleans(), max_size=5).map(tuple)),
 }
 """Python type and values of what fields are declared as."""

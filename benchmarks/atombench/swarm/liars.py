@@ -1,0 +1,263 @@
+"""Benchmark `liars`: what lying members do to a swarm's loss, and what the defences cost.
+
+* *Contributions*: eight replicas of a small model learn real text and are averaged by the swarm's
+  own parts (`outer_swarm`). Two of them lie. Their loss is compared with that of the six others
+  alone, with the defences that a run has by default, and with none.
+* *Means*: an owner's mean is false in all of a slice, or in one chunk of a hundred; counted is how
+  many audits find it.
+* *Costs*: processor time of sealing, checking and auditing in a round, and its bytes, beside those
+  of the round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from atombench.common import BenchmarkOptions, Result, description, progress
+from atombench.swarm.outer_swarm import Averaging, LocalSwarm, Poison, Task
+from atomtrain.swarm.anchors.updates import OVERLAP_WEIGHTS, outer_named
+from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode_span, encoded_bytes
+from atomtrain.swarm.codecs.slices import Span, slice_spans, slices_per_member
+from atomtrain.swarm.membership.guards import Guard
+from atomtrain.swarm.rounds.audits import Claim
+from atomtrain.swarm.rounds.commitments import Tree, chunk_spans, leaves_of, sealed_text
+from atomtrain.swarm.transport.identity import Identity, verify
+from atomtrain.swarm.transport.messages import Begin, Evidence
+
+_HUGE_CLAIM = 1_000_000
+_A_LITTLE = 1.0
+"""Standard deviations by which "a little is enough" shifts the mean (Baruch et al. 2019)."""
+
+
+def _a_little(_: Tensor, honest: Sequence[Tensor]) -> Tensor:
+    stacked = torch.stack([*honest])
+    return stacked.mean(dim=0) - _A_LITTLE * stacked.std(dim=0)
+
+
+def _inner_product(_: Tensor, honest: Sequence[Tensor]) -> Tensor:
+    return -torch.stack([*honest]).mean(dim=0)
+
+
+MISDEEDS: dict[str, tuple[Poison, int]] = {
+    "sign flipped": (lambda values, _: -values, 1),
+    "-9 times": (lambda values, _: -9 * values, 1),
+    "constant": (lambda values, _: torch.full_like(values, 3.0), 1),
+    "noise": (lambda values, _: torch.randn_like(values) * values.std(), 1),
+    "nothing": (lambda values, _: torch.zeros_like(values), 1),
+    "against the mean": (_inner_product, 1),
+    "a little": (_a_little, 1),
+    "a million times the tokens": (lambda values, _: -values, _HUGE_CLAIM),
+}
+"""What liars contribute, and how many times their tokens they claim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiarsSetup:
+    """Inputs of the benchmark."""
+
+    task: Task = field(default_factory=lambda: Task(steps=200))
+    peers: int = 8
+    liars: int = 2
+    sequences: int = 8
+    """Of each peer's step."""
+    local_steps: int = 20
+    fragments: int = 4
+    wire: str = "float16"
+    outer: str = "nesterov"
+    fragment_elements: int = 25_000_000
+    """Of the fragment whose audits are timed."""
+    members: tuple[int, ...] = (4, 8)
+    audits: int = 200
+
+
+QUICK = LiarsSetup(
+    task=Task(layers=1, width=32, context=32, steps=20, warmup_steps=5, text_bytes=200_000),
+    sequences=4,
+    fragment_elements=200_000,
+    members=(4,),
+    audits=10,
+)
+
+
+def run(options: BenchmarkOptions, setup: LiarsSetup | None = None) -> Result:
+    """Measure, and return plain JSON values."""
+    setup = setup or (QUICK if options.quick else LiarsSetup())
+    torch.set_num_threads(1)
+    contributions = _contributions(setup)
+    return {
+        "contributions": contributions,
+        "worst_ratio": max(entry["ratio"] for entry in contributions),
+        "means": _means(setup),
+        "costs": [_costs(setup, members) for members in setup.members],
+        "inputs": asdict(setup),
+        **description(),
+    }
+
+
+def _contributions(setup: LiarsSetup) -> list[Result]:
+    text = setup.task.text()
+    how = Averaging(
+        outer=outer_named(setup.outer, setup.local_steps, setup.fragments),
+        local_steps=setup.local_steps,
+        fragments=setup.fragments,
+        wire=setup.wire,
+        mean="clipped",
+        overlap_weight=OVERLAP_WEIGHTS[setup.outer],
+    )
+    honest = LocalSwarm(setup.task, how, setup.peers - setup.liars, 0).train(text, setup.sequences)
+    progress(f"{setup.peers - setup.liars} honest peers alone: {honest:.4f}")
+    found: list[Result] = []
+    for name, (poison, claims) in MISDEEDS.items():
+        entry: Result = {"misdeed": name, "honest_loss": honest}
+        for key, guarded in (
+            ("loss", how), ("undefended_loss", replace(how, mean="plain", norm_limit=0.0)),
+        ):  # fmt: skip
+            swarm = LocalSwarm(setup.task, guarded, setup.peers, 0, poison, setup.liars, claims)
+            entry[key] = swarm.train(text, setup.sequences)
+        entry["ratio"] = entry["loss"] / honest
+        entry["undefended_ratio"] = entry["undefended_loss"] / honest
+        found.append(entry)
+        progress(f"{name}: {entry['ratio']:.3f}, undefended {entry['undefended_ratio']:.3f}")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Owned:
+    """A slice at its owner, and all that it can show."""
+
+    begin: Begin
+    values: list[Tensor]
+    trees: list[Tree]
+    signatures: list[str]
+    mean: Tensor
+    codec: Codec
+    guard: Guard
+
+    def audit(self, chunk: int) -> str:
+        """Return what a receiver of the mean finds."""
+        start, stop = chunk_spans(self.mean.numel())[chunk]
+        evidence = Evidence(
+            roots=tuple(tree.root for tree in self.trees),
+            signatures=tuple(self.signatures),
+            paths=tuple(tree.path(chunk) for tree in self.trees),
+        )
+        claim = Claim(
+            begin=self.begin, owner=0, slice_index=0, owner_root=self.trees[0].root,
+            values=self.mean, contributors=tuple(range(len(self.values))), shares=(),
+            codec=self.codec, guard=self.guard,
+        )  # fmt: skip
+        return claim.flaw(chunk, evidence, [v[start:stop].clone() for v in self.values], verify)
+
+
+def _owned(setup: LiarsSetup, members: int, lie: Callable[[Tensor], Tensor]) -> _Owned:
+    """Return a slice of a large fragment, whose owner sends what `lie` makes of its mean."""
+    keys = [Identity.create() for _ in range(members)]
+    begin = Begin(
+        round_id="0-bench-0", members=tuple(key.peer_id for key in keys), weights=(1,) * members,
+        late=(False,) * members, exchange_s=1.0, bases=False, version=0, tokens=0, groups=1,
+    )  # fmt: skip
+    slices = members * slices_per_member(setup.fragment_elements, members)
+    elements = slice_spans(setup.fragment_elements, slices)[0].elements
+    codec, generator = codec_named(setup.wire), torch.Generator().manual_seed(1)
+    common = torch.randn(elements, generator=generator)
+    values = [_decoded(codec, common + torch.randn(elements, generator=generator)) for _ in keys]
+    guard = Guard(limit=10.0, mean="clipped")
+    made = guard.mean_of({i: v.clone() for i, v in enumerate(values)}, begin.weights)
+    mean_codec = codec.for_mean(members, 1)
+    trees = [Tree(leaves_of(v, elements)) for v in values]
+    signatures = [
+        key.sign(sealed_text(begin.round_id, 0, tree.root)).hex()
+        for key, tree in zip(keys, trees, strict=True)
+    ]
+    return _Owned(
+        begin=begin, values=values, trees=trees, signatures=signatures,
+        mean=_decoded(mean_codec, lie(made.values)), codec=mean_codec, guard=guard,
+    )  # fmt: skip
+
+
+def _decoded(codec: Codec, values: Tensor) -> Tensor:
+    out = torch.empty_like(values)
+    decode_span(codec, encode_span(codec, values), out)
+    return out
+
+
+def _means(setup: LiarsSetup) -> list[Result]:
+    def everywhere(factor: float) -> Callable[[Tensor], Tensor]:
+        return lambda mean: mean * factor
+
+    def in_some(mean: Tensor) -> Tensor:
+        false = mean.clone()
+        for start, stop in chunk_spans(mean.numel())[::100]:
+            false[start:stop] *= -1
+        return false
+
+    found: list[Result] = []
+    for name, lie in (
+        ("none", everywhere(1.0)), ("2% less everywhere", everywhere(0.98)),
+        ("sign flipped everywhere", everywhere(-1.0)),
+        ("sign flipped in one chunk of a hundred", in_some),
+    ):  # fmt: skip
+        owned = _owned(setup, setup.members[0], lie)
+        chunks = len(chunk_spans(owned.mean.numel()))
+        generator = torch.Generator().manual_seed(2)
+        drawn = torch.randint(chunks, (setup.audits,), generator=generator).tolist()
+        seen = sum(bool(owned.audit(chunk)) for chunk in drawn)
+        found.append({"lie": name, "audits": setup.audits, "found": seen})
+        progress(f"a mean with a lie of {name}: found by {seen} of {setup.audits} audits")
+    return found
+
+
+def _costs(setup: LiarsSetup, members: int) -> Result:
+    """Return what the defences of one round of a fragment cost each of so many members."""
+    owned = _owned(setup, members, lambda mean: mean)
+    elements, each = owned.mean.numel(), slices_per_member(setup.fragment_elements, members)
+    slices, others = members * each, members - 1
+    key = Identity.create()
+    seal_s = _time_s(lambda: Tree(leaves_of(owned.values[0], elements)).root)
+    sign_s = _time_s(lambda: key.sign(b"x" * 80))
+    check_s = _time_s(lambda: verify(key.peer_id, b"x" * 80, key.sign(b"x" * 80))) - sign_s
+    audit_s = _time_s(lambda: owned.audit(0))
+    products_s = _time_s(lambda: float(torch.dot(owned.values[0], owned.values[1])))
+    decode_s = _time_s(lambda: _decoded(codec_named(setup.wire), owned.values[0]))
+    # Sealed are own slices, and contributions to all others; checked, others' to the own slices.
+    sealed, checked = each + others * each, others * each
+    audits = 2 * others if each > 1 else others
+    cpu_s = (
+        sealed * seal_s + others * each * (sign_s + decode_s) + checked * (seal_s + check_s)
+        + audits * audit_s + each * members * (members + 1) / 2 * products_s
+    )  # fmt: skip
+    codec, span = codec_named(setup.wire), Span(0, setup.fragment_elements)
+    share = others / members
+    moved = share * sum(encoded_bytes(c, span) for c in (codec, codec.for_mean(members, 0)))
+    start, stop = chunk_spans(elements)[0]
+    shown = 4 * (stop - start) + len(owned.signatures[0]) + len(owned.trees[0].path(0)) + 32
+    extra = audits * members * shown + others * each * 250
+    progress(
+        f"{members} members: {cpu_s:.2f} s of processor time, {extra / moved:.2%} of the bytes"
+    )
+    return {
+        "members": members,
+        "slices": slices,
+        "cpu_s": cpu_s,
+        "cpu_s_per_million_elements": 1e6 * cpu_s / setup.fragment_elements,
+        "moved_bytes": moved,
+        "defence_bytes": extra,
+        "bytes_share": extra / moved,
+        "seal_s": seal_s,
+        "audit_s": audit_s,
+    }
+
+
+def _time_s(work: Callable[[], object]) -> float:
+    """Return the median processor time of a piece of work, in seconds."""
+    times_s = []
+    for _ in range(5):
+        begun_s = time.thread_time()
+        work()
+        times_s.append(time.thread_time() - begun_s)
+    return sorted(times_s)[2]

@@ -1,0 +1,146 @@
+"""One member's part in the audits of an exchange: it shows its own means, and checks the others'.
+
+On each lane both members are committed to what they contribute to their own slices before they see
+what the other contributes; and when all means have come, each draws a chunk to be shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from atomtrain.swarm.codecs.codec import byte_view
+from atomtrain.swarm.rounds.audits import Challenge, Claim, challenge
+from atomtrain.swarm.rounds.commitments import Tree, chunk_spans, leaves_of
+from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
+from atomtrain.swarm.rounds.lanes import Lane, Lanes
+from atomtrain.swarm.rounds.owning import OwnedSlice, SliceMean, mean_codec
+from atomtrain.swarm.transport.messages import Audit, BadMessage, Begin, Contribution, Evidence
+from atomtrain.swarm.transport.transport import Channel
+
+
+class Auditor:
+    """Commits this member to its own contributions, shows its means, checks the others'."""
+
+    def __init__(
+        self,
+        setup: ExchangeSetup,
+        begin: Begin,
+        lanes: Lanes,
+        owned: Mapping[int, OwnedSlice],
+        own: Callable[[int], torch.Tensor],
+    ) -> None:
+        """Have everything before it; `own` returns this member's contribution to its own slice."""
+        self._setup, self._begin, self._lanes, self._owned = setup, begin, lanes, owned
+        self._me = begin.members.index(setup.peer_id)
+        self._own = own
+        self._own_trees: dict[int, asyncio.Future[Tree]] = {}
+        self._their_roots: dict[int, str] = {}
+        self._heard = {lane: asyncio.Event() for lane in lanes.all}
+        self._to_come = Counter(lane.member for lane in lanes.all)
+        self.lied: dict[str, str] = {}
+        """Peers whose mean was shown to be wrong, and why."""
+
+    @property
+    def unproven(self) -> tuple[int, ...]:
+        """Members that an audit has found wrong, or that have not stood all of theirs."""
+        return tuple(member for member, left in self._to_come.items() if left)
+
+    async def own_root(self, index: int) -> str:
+        """Return the root of this member's contribution to its own slice, empty if it has none."""
+        if not self._begin.weights[self._me]:
+            return ""
+        return (await self._own_tree(index)).root
+
+    async def _own_tree(self, index: int) -> Tree:
+        if index not in self._own_trees:
+            planting = self._setup.offload(self._planted, index)
+            self._own_trees[index] = asyncio.ensure_future(planting)
+        return await asyncio.shield(self._own_trees[index])
+
+    def _planted(self, index: int) -> Tree:
+        values = self._own(index)
+        return Tree(leaves_of(values, values.numel()))
+
+    def hear(self, lane: Lane, header: Contribution) -> None:
+        """Keep what the other member of a lane is committed to; only the first word counts.
+
+        Raises:
+            BadMessage: it is not one root for each of its slices.
+        """
+        if lane not in self._heard or self._heard[lane].is_set():
+            return
+        theirs = self._lanes.slices_of(lane.member, lane)
+        if len(header.roots) != len(theirs):
+            raise BadMessage(f"{len(header.roots)} roots for {len(theirs)} slices")
+        self._their_roots |= dict(zip(theirs, header.roots, strict=True))
+        self._heard[lane].set()
+
+    async def heard(self, lane: Lane) -> None:
+        """Wait until the other member of a lane is committed."""
+        await self._heard[lane].wait()
+
+    async def audit(self, channel: Channel, lane: Lane, means: Sequence[SliceMean | None]) -> None:
+        """Have the other member show a chunk of one of its means; show it one of this member's.
+
+        Raises:
+            BadMessage: its mean is wrong, or it shows something else.
+            LinkLost: it is gone.
+        """
+        theirs = self._lanes.slices_of(lane.member, lane)
+        held = [(j, mean.values.numel()) for j in theirs if (mean := means[j]) is not None]
+        drawn = challenge(held)
+        wanted = [] if drawn is None else [drawn]
+        slices, chunks = (tuple(one[i] for one in wanted) for i in (0, 1))
+        await channel.send(Audit(slices=slices, chunks=chunks))
+        asked = await channel.receive(Audit, self._begin.exchange_s)
+        showing = asyncio.create_task(self._show(channel, lane, asked))
+        try:
+            if drawn is not None:
+                await self._check(channel, lane, drawn, means)
+            await showing
+        finally:
+            showing.cancel()
+        self._to_come[lane.member] -= 1
+
+    async def _show(self, channel: Channel, lane: Lane, asked: Audit) -> None:
+        if len(asked.slices) > 1 or len(asked.slices) != len(asked.chunks):
+            raise BadMessage(f"an audit of {len(asked.slices)} slices at once")
+        for index, chunk in zip(asked.slices, asked.chunks, strict=True):
+            if index not in self._lanes.slices_of(self._me, lane):
+                raise BadMessage(f"an audit of slice {index}, which is not on this lane")
+            own = await self._setup.offload(self._own, index)
+            shown = await self._owned[index].show(chunk, own, await self._own_tree(index))
+            await channel.send(shown.evidence)
+            for data in shown.chunks:
+                await channel.send_bytes(data)
+
+    async def _check(
+        self, channel: Channel, lane: Lane, drawn: Challenge, means: Sequence[SliceMean | None]
+    ) -> None:
+        index, chunk = drawn
+        mean = means[index]
+        assert mean is not None, "only means that are there are audited"
+        evidence = await channel.receive(Evidence, self._begin.exchange_s)
+        span = chunk_spans(mean.values.numel())[chunk]
+        chunks = [torch.empty(span.elements) for _ in mean.contributors]
+        for each in chunks:
+            await channel.receive_into(byte_view(each))
+        claim = Claim(
+            begin=self._begin,
+            owner=lane.member,
+            slice_index=index,
+            owner_root=self._their_roots[index],
+            values=mean.values,
+            contributors=mean.contributors,
+            shares=mean.shares,
+            codec=mean_codec(self._setup.codec, self._begin, index, len(mean.contributors)),
+            guard=self._setup.guard,
+        )
+        flaw = await self._setup.offload(claim.flaw, chunk, evidence, chunks, self._setup.verify)
+        if flaw:
+            self.lied[channel.remote] = flaw
+            raise BadMessage(f"peer {channel.remote[-8:]}: {flaw}")

@@ -1,0 +1,237 @@
+"""Audits: what an owner can show of its mean, and what it cannot."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode_span
+from atomtrain.swarm.codecs.names import CODEC_NAMES
+from atomtrain.swarm.membership.guards import Guard
+from atomtrain.swarm.rounds.audits import Claim, challenge
+from atomtrain.swarm.rounds.commitments import (
+    Tree,
+    chunk_elements,
+    chunk_spans,
+    leads_to,
+    leaves_of,
+    sealed_text,
+)
+from atomtrain.swarm.transport.messages import Begin, Evidence
+
+MEMBERS = ("a", "b", "c", "d")
+BEGIN = Begin(
+    round_id="7-a-1", members=MEMBERS, weights=(10, 20, 10, 10), late=(False,) * 4,
+    exchange_s=20.0, bases=False, version=0, tokens=0, groups=1,
+)  # fmt: skip
+OWNER = 2
+GUARD = Guard(limit=10.0, mean="clipped")
+
+
+def sign(peer_id: str, data: bytes) -> bytes:
+    return hashlib.sha256(peer_id.encode() + data).digest()
+
+
+def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
+    return signature == sign(peer_id, data)
+
+
+class Slice(NamedTuple):
+    """What an owner holds of a slice, and what it has sent as its mean."""
+
+    contributions: tuple[torch.Tensor, ...]
+    values: torch.Tensor
+    shares: tuple[float, ...]
+    codec: Codec
+
+    def evidence(self, chunk: int) -> tuple[Evidence, list[torch.Tensor]]:
+        trees = [Tree(leaves_of(values, values.numel())) for values in self.contributions]
+        signed = [sign(m, sealed_text(BEGIN.round_id, 5, t.root)).hex()
+                  for m, t in zip(MEMBERS, trees, strict=True)]  # fmt: skip
+        start, stop = chunk_spans(self.values.numel())[chunk]
+        return (
+            Evidence(
+                roots=tuple(tree.root for tree in trees),
+                signatures=tuple(signed),
+                paths=tuple(tree.path(chunk) for tree in trees),
+            ),
+            [values[start:stop].clone() for values in self.contributions],
+        )
+
+    def claim(self) -> Claim:
+        own = self.contributions[OWNER]
+        return Claim(
+            begin=BEGIN,
+            owner=OWNER,
+            slice_index=5,
+            owner_root=Tree(leaves_of(own, own.numel())).root,
+            values=self.values,
+            contributors=(0, 1, 2, 3),
+            shares=self.shares,
+            codec=self.codec,
+            guard=GUARD,
+        )
+
+    def flaw(self, chunk: int) -> str:
+        return self.claim().flaw(chunk, *self.evidence(chunk), verify)
+
+
+def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(values)
+    decode_span(codec, encode_span(codec, values), out)
+    return out
+
+
+def owned(
+    wire: str = "float32",
+    elements: int = 40_000,
+    lie: Callable[[torch.Tensor], torch.Tensor] = lambda mean: mean,
+    seed: int = 1,
+) -> Slice:
+    """Return a slice of members that learn something in common; `lie` is what its owner makes."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(elements, generator=generator)
+    codec = codec_named(wire)
+    values = tuple(
+        decoded(codec, common + torch.randn(elements, generator=generator)) for _ in MEMBERS
+    )
+    made = GUARD.mean_of({i: one.clone() for i, one in enumerate(values)}, BEGIN.weights)
+    mean = codec.for_mean(len(values), 17)
+    return Slice(values, decoded(mean, lie(made.values)), made.shares, mean)
+
+
+@pytest.mark.parametrize("wire", CODEC_NAMES)
+def test_an_honest_mean_has_no_flaw(wire: str) -> None:
+    for elements in (100, 5_000, 300_000):
+        honest = owned(wire, elements)
+        chunks = len(chunk_spans(elements))
+        for chunk in {0, chunks // 2, chunks - 1}:
+            assert honest.flaw(chunk) == ""
+
+
+@pytest.mark.parametrize("wire", CODEC_NAMES)
+@pytest.mark.parametrize("factor", [-5.0, -1.0, 0.0, 0.98, 1.02])
+def test_a_mean_that_is_off_by_two_in_a_hundred_is_wrong_in_every_chunk(
+    wire: str, factor: float
+) -> None:
+    false = owned(wire, 300_000, lambda mean: mean * factor)
+    chunks = len(chunk_spans(300_000))
+    found = [false.flaw(chunk) for chunk in range(0, chunks, 50)]
+    assert found == ["its mean is not that of the contributions"] * len(found)
+
+
+def test_a_lie_in_one_chunk_is_found_there() -> None:
+    def lie(mean: torch.Tensor) -> torch.Tensor:
+        return torch.cat((mean[:-64], mean[-64:] * 1.02))
+
+    false = owned("float16", 40_000, lie)
+    last = len(chunk_spans(40_000)) - 1
+    assert false.flaw(last) == "its mean is not that of the contributions"
+    assert false.flaw(0) == ""
+
+
+def test_an_owner_can_show_only_what_its_contributors_signed() -> None:
+    honest = owned()
+    evidence, chunks = honest.evidence(3)
+    changed = torch.cat((chunks[0][:-1], chunks[0][-1:] + 1))
+    said = "what it shows is not what a contributed"
+    assert honest.claim().flaw(3, evidence, [changed, *chunks[1:]], verify) == said
+    other, its_chunks = owned(seed=2).evidence(3)
+    forged = replace(evidence, roots=(other.roots[0], *evidence.roots[1:]),
+                     paths=(other.paths[0], *evidence.paths[1:]))  # fmt: skip
+    assert honest.claim().flaw(3, forged, [its_chunks[0], *chunks[1:]], verify) == said
+    assert honest.claim().flaw(4, evidence, chunks, verify) == said, "another chunk"
+    no_hex = replace(evidence, signatures=("zz", *evidence.signatures[1:]))
+    assert honest.claim().flaw(3, no_hex, chunks, verify) == said
+    short = replace(evidence, roots=evidence.roots[1:])
+    assert "other contributions" in honest.claim().flaw(3, short, chunks[1:], verify)
+
+
+def test_an_owner_is_held_to_its_own_contribution_which_it_named_first() -> None:
+    """Otherwise it could choose the one that makes a false mean right."""
+    honest, other = owned(), owned(seed=2)
+    swapped = (*honest.contributions[:OWNER], other.contributions[OWNER], honest.contributions[3])
+    evidence, chunks = honest._replace(contributions=swapped).evidence(0)
+    flaw = honest.claim().flaw(0, evidence, chunks, verify)
+    assert flaw == "what it shows is not what c contributed"
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [(1.0, 0.0, 0.0, 0.0), (0.3, 0.3, 0.3, 0.3), (0.25, 0.25, 0.25), (0.0, 0.0, 0.0, 0.9)],
+)
+def test_an_owner_cannot_choose_whose_contribution_counts(shares: tuple[float, ...]) -> None:
+    honest = owned()
+    values = sum(v * s for v, s in zip(honest.contributions, shares, strict=False))
+    assert isinstance(values, torch.Tensor)
+    false = honest._replace(values=values, shares=shares)
+    assert false.flaw(0) == "it counts some contributions too much"
+
+
+def test_clipped_shares_are_believed_where_they_are_right() -> None:
+    honest = owned()
+    far = {i: v.clone() for i, v in enumerate(honest.contributions)}
+    far[3].mul_(-9)
+    made = GUARD.mean_of({i: v.clone() for i, v in far.items()}, BEGIN.weights)
+    assert made.shares
+    assert honest._replace(contributions=tuple(far.values()), values=made.values,
+                           shares=made.shares).flaw(0) == ""  # fmt: skip
+    assert not Guard(limit=10.0, mean="plain").shares_too_large((), BEGIN.weights)
+    assert Guard(limit=10.0, mean="plain").shares_too_large(made.shares, BEGIN.weights)
+
+
+@given(st.integers(1, 2_000), st.data())
+def test_every_chunk_leads_to_its_root_and_nothing_else_does(
+    elements: int, data: st.DataObject
+) -> None:
+    values = torch.arange(elements, dtype=torch.float32)
+    tree, spans = Tree(leaves_of(values, elements)), chunk_spans(elements)
+    chunk = data.draw(st.integers(0, len(spans) - 1))
+    start, stop = spans[chunk]
+    shown = values[start:stop].numpy().tobytes()
+    path = tree.path(chunk)
+    assert leads_to(tree.root, chunk, len(spans), memoryview(shown), path)
+    place = data.draw(st.integers(0, len(shown) - 1))
+    spoilt = shown[:place] + bytes([shown[place] ^ 1]) + shown[place + 1 :]
+    assert not leads_to(tree.root, chunk, len(spans), memoryview(spoilt), path)
+    other = data.draw(st.integers(0, len(spans) - 1))
+    if other != chunk:
+        assert not leads_to(tree.root, other, len(spans), memoryview(shown), path)
+    for wrong in (path + "00" * 16, path[:-2], "x", "é"):
+        assert wrong == path or not leads_to(tree.root, chunk, len(spans), memoryview(shown), wrong)
+
+
+def test_pieces_of_a_slice_have_the_leaves_of_the_whole() -> None:
+    values = torch.randn(5_000)
+    step = 4 * chunk_elements(5_000)
+    pieces = [values[start : start + step] for start in range(0, 5_000, step)]
+    leaves = [leaf for piece in pieces for leaf in leaves_of(piece, 5_000)]
+    assert leaves == leaves_of(values, 5_000)
+
+
+def test_what_is_drawn_is_never_of_an_empty_slice() -> None:
+    assert challenge([]) is None
+    assert challenge([(3, 0)]) is None
+    for _ in range(20):
+        drawn = challenge([(3, 0), (4, 100)])
+        assert drawn is not None
+        assert drawn.slice_index == 4
+        assert drawn.chunk < len(chunk_spans(100))
+
+
+@pytest.mark.parametrize("wire", CODEC_NAMES)
+def test_decoded_means_are_within_their_codecs_error(wire: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for scale in (1.0, 1e-6, 0.0):
+        values = torch.randn(20_000, generator=generator) ** 3 * scale
+        values[torch.rand(20_000, generator=generator) < 0.9] = 0.0
+        codec = codec_named(wire).for_mean(8, 5)
+        out = decoded(codec, values)
+        assert bool(((out - values).abs() <= codec.error(out)).all())

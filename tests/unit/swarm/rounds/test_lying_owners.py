@@ -1,0 +1,194 @@
+"""Members that lie in rounds: what they send is not taken, and who is proved to lie is left out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from atomtrain.swarm.rounds import auditor, exchange
+from atomtrain.swarm.rounds.owning import OwnedSlice
+from atomtrain.swarm.transport.messages import Contribution, Evidence, Mean, Message, Seal
+from atomtrain.swarm.transport.transport import Channel
+from tests.support.swarm_virtual import Simulation, run_virtual
+
+pytestmark = pytest.mark.slow
+HONEST, LIAR = ("a", "b", "c"), "liar"
+
+
+def owner_of(owned: OwnedSlice) -> str:
+    """Return who owns a slice; small fragments have one for each member."""
+    return owned._begin.members[owned._index]
+
+
+def lied(lie: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Have slices of the liar go out with another mean than they have."""
+    encode = OwnedSlice._encode
+
+    def false(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        return encode(self, contributors, lie(mean) if owner_of(self) == LIAR else mean)
+
+    return false
+
+
+def run(seconds_s: float = 60.0, wire: str = "float16", **rules: Any) -> Simulation:
+    """Have three honest peers and one more average; return what became of them."""
+    simulation = Simulation((4000, 900), 5, 0.02, wire=wire, mean="plain", **rules)
+
+    async def scenario() -> None:
+        for name in (*HONEST, LIAR):
+            await simulation.add(name, step_s=0.5)
+        await asyncio.sleep(seconds_s)
+
+    run_virtual(scenario)
+    return simulation
+
+
+def trusted(simulation: Simulation) -> dict[str, set[str]]:
+    """Return whom each peer trusts, of the others."""
+    return {
+        name: {o for o in simulation.peers if o != name and peer.service.context.roster.trusts(o)}
+        for name, peer in simulation.peers.items()
+    }
+
+
+@pytest.mark.parametrize("wire", ["float32", "float16", "int8", "int4", "topk"])
+def test_honest_members_trust_each_other(wire: str) -> None:
+    simulation = run(wire=wire)
+    assert trusted(simulation) == {n: {*HONEST, LIAR} - {n} for n in (*HONEST, LIAR)}
+    assert simulation.check_means() > 20
+    reports = [report for peer in simulation.peers.values() for report in peer.reports]
+    assert not [report.rejected for report in reports if report.rejected]
+
+
+@pytest.mark.parametrize("factor", [-5.0, -1.0, 0.98])
+def test_who_returns_another_mean_is_left_out_from_its_first_round_on(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnedSlice, "_encode", lied(lambda mean: mean.mul(factor)))
+    simulation = run()
+    for name in HONEST:
+        assert trusted(simulation)[name] == {*HONEST} - {name}
+    assert simulation.check_means() > 20, "no wrong mean was merged"
+    for name in HONEST:
+        said = [why for report in simulation.peers[name].reports for why in report.rejected]
+        assert [why for why in said if LIAR in why], said
+        assert not [why for why in said if LIAR not in why], said
+        last = simulation.peers[name].reports[-6:]
+        assert all(set(report.contributors) == {*HONEST} for report in last)
+
+
+def test_a_change_of_the_own_contribution_after_the_others_came_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner's own contribution makes its false mean right; but it named another one before."""
+    own_contribution = exchange.Exchange._own_contribution
+    calls: dict[tuple[str, int], int] = {}
+
+    def changing(self: exchange.Exchange, index: int) -> torch.Tensor:
+        values = own_contribution(self, index)
+        place = self._begin.round_id, index
+        if self._setup.peer_id == LIAR:
+            calls[place] = calls.get(place, 0) + 1
+            if calls[place] > 1:  # the first one is what it commits itself to
+                values = values * -3
+        return values
+
+    monkeypatch.setattr(exchange.Exchange, "_own_contribution", changing)
+    simulation = run()
+    for name in HONEST:
+        assert trusted(simulation)[name] == {*HONEST} - {name}
+
+
+def test_nobody_contributes_to_a_slice_whose_owner_has_not_named_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: set[int] = set()
+    hear, encode = auditor.Auditor.hear, exchange.Exchange._encode_change
+
+    def heard_now(self: auditor.Auditor, lane: Any, header: Contribution) -> None:
+        hear(self, lane, header)
+        heard.update((id(self), j) for j in self._their_roots)  # type: ignore[misc]
+
+    def encoded(self: exchange.Exchange, piece: Any, index: int) -> Any:
+        own = self._me * self._each <= index < (self._me + 1) * self._each
+        assert own or (id(self._auditor), index) in heard  # type: ignore[comparison-overlap]
+        return encode(self, piece, index)
+
+    monkeypatch.setattr(auditor.Auditor, "hear", heard_now)
+    monkeypatch.setattr(exchange.Exchange, "_encode_change", encoded)
+    assert run(20.0).check_means() > 5
+    assert heard
+
+
+def spoiling(kind: type[Message], change: Callable[[Any], Message]) -> Any:
+    """Have the liar's messages of a kind be others."""
+    send = Channel.send
+
+    async def sent(self: Channel, message: Message) -> None:
+        caller = asyncio.current_task()
+        assert caller is not None
+        spoils = isinstance(message, kind) and _sender(self) == LIAR
+        await send(self, change(message) if spoils else message)
+
+    return sent
+
+
+_ENDS: dict[int, str] = {}
+
+
+def _sender(channel: Channel) -> str:
+    return _ENDS.get(id(channel), "")
+
+
+@pytest.fixture
+def senders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Know whose channels there are: a lane's two ends are in one process here."""
+    over = exchange.Exchange._exchange_over
+
+    async def known(self: exchange.Exchange, channel: Channel, lane: Any) -> None:
+        _ENDS[id(channel)] = self._setup.peer_id
+        await over(self, channel, lane)
+
+    monkeypatch.setattr(exchange.Exchange, "_exchange_over", known)
+
+
+@pytest.mark.usefixtures("senders")
+def test_who_seals_another_contribution_than_it_sends_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def change(seal: Seal) -> Seal:
+        return replace(seal, root="00" * 16)
+
+    monkeypatch.setattr(Channel, "send", spoiling(Seal, change))
+    simulation = run(30.0)
+    reports = [r for name in HONEST for r in simulation.peers[name].reports]
+    assert any("not what it signed" in why for report in reports for why in report.rejected)
+    whole = [r for r in reports if LIAR in r.contributors and LIAR not in r.reason]
+    assert not whole, "it counts in its own slice at most"
+    assert simulation.check_means() > 5
+
+
+@pytest.mark.usefixtures("senders")
+@pytest.mark.parametrize("hides", [True, False])
+def test_who_shows_something_else_or_nothing_has_no_mean_that_counts(
+    hides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(evidence: Evidence) -> Message:
+        if hides:
+            return Mean(contributors=(), digest="", shares=())
+        return replace(evidence, paths=tuple("00" * 16 for _ in evidence.paths))
+
+    monkeypatch.setattr(Channel, "send", spoiling(Evidence, change))
+    simulation = run(30.0)
+    assert simulation.check_means() > 5
+    for name, peer in simulation.peers.items():
+        if name == LIAR:
+            continue
+        assert hides or not peer.service.context.roster.trusts(LIAR)
+        whole = [r for r in peer.reports if LIAR in r.contributors and not r.reason]
+        assert not whole, "its slices are missing wherever it takes part"
