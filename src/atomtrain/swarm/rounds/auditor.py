@@ -44,6 +44,17 @@ class Auditor:
         self.lied: dict[str, str] = {}
         """Peers whose mean was shown to be wrong, and why."""
 
+    def end(self) -> None:
+        """Let go of everything that could be shown: the exchange is over.
+
+        At once, and not when circles of references are next looked for: it is as much as a
+        fragment.
+        """
+        for owned in self._owned.values():
+            owned.forget()
+        self._own_trees.clear()
+        self._own = _over
+
     @property
     def unproven(self) -> tuple[int, ...]:
         """Members that an audit has found wrong, or that have not stood all of theirs."""
@@ -144,3 +155,7 @@ class Auditor:
         if flaw:
             self.lied[channel.remote] = flaw
             raise BadMessage(f"peer {channel.remote[-8:]}: {flaw}")
+
+
+def _over(index: int) -> torch.Tensor:
+    raise BadMessage("the exchange is over")

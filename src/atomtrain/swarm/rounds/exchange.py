@@ -110,10 +110,13 @@ class Exchange:
     async def run(self) -> ExchangeResult:
         """Return what is held when all slices are, or at the exchange's deadline."""
         members, owned = self._begin.members, self._owned
-        await together(
-            *(self._reduce(j) for j in owned),
-            *(self._exchange(lane) for lane in self._lanes.all),
-        )
+        try:
+            await together(
+                *(self._reduce(j) for j in owned),
+                *(self._exchange(lane) for lane in self._lanes.all),
+            )
+        finally:
+            self._auditor.end()
         for member in self._auditor.unproven:
             for index in range(member * self._each, (member + 1) * self._each):
                 self._means[index] = None

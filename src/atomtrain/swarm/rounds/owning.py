@@ -214,6 +214,10 @@ class OwnedSlice:
         self.reduction.lose(member)
         self._changed.set()
 
+    def forget(self) -> None:
+        """Let go of the contributions: nobody will ask to see them."""
+        self._kept.clear()
+
     async def take(self, channel: Channel, member: int) -> None:
         """Take a member's contribution off its stream.
 

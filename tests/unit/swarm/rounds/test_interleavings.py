@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from atomtrain.swarm.codecs import slices
+from atomtrain.swarm.rounds.owning import OwnedSlice
 from tests.support.swarm_virtual import Simulation, VirtualLoop, run_virtual
 
 pytestmark = pytest.mark.slow
@@ -127,13 +131,22 @@ async def _all_go_on(simulation: Simulation) -> None:
     raise AssertionError(f"survivors must go on: {behind}")
 
 
-async def _run(simulation: Simulation, steps_s: list[float], events: list[Event]) -> None:
+async def _run(
+    simulation: Simulation,
+    steps_s: list[float],
+    events: list[Event],
+    liars: frozenset[str] = frozenset(),
+) -> None:
     schedule = _Schedule(simulation, steps_s)
     for _ in steps_s:
         await schedule.add()
     for event in events:
         await schedule.do(event)
     schedule.heal()
+    for name in liars & set(simulation.peers):  # it has had its time; do the others agree?
+        await simulation.kill(name)
+    if not simulation.peers:
+        return
     await _all_go_on(simulation)
     assert await simulation.settle(AGREE_S), "survivors must agree"
     _DONE["means checked"] += simulation.check_means()
@@ -207,3 +220,42 @@ def test_whatever_happens_when(
         if several:  # slices for each member, also of so small fragments
             patch.setattr(slices, "SLICE_ELEMENTS", 8)
         run_virtual(partial(_run, simulation, steps_s, events), _CountingLoop())
+
+
+@settings(
+    max_examples=max(8, int(os.environ.get(_EXAMPLES, "25")) // 3),
+    phases=(Phase.reuse, Phase.generate),
+)
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.integers(8, 40), min_size=1, max_size=3),
+    steps_s=st.lists(st.floats(0.1, 3.0), min_size=4, max_size=PEERS_MAX),
+    delay_s=st.floats(0.0, 0.4),
+    events=st.lists(EVENTS, max_size=6),
+    wire=st.sampled_from(["float32", "float16", "int8"]),
+    liar=st.integers(0, 3),
+    often=st.floats(0.1, 1.0),
+)
+def test_whatever_happens_when_and_whoever_lies(
+    seed: int,
+    sizes: list[int],
+    steps_s: list[float],
+    delay_s: float,
+    events: list[Event],
+    wire: str,
+    liar: int,
+    often: float,
+) -> None:
+    """One member's means are false, as often as it likes: nobody merges one, all others agree."""
+    simulation = Simulation(tuple(sizes), seed, delay_s, wire=wire)
+    name, encode, chance = f"peer{liar}", OwnedSlice._encode, random.Random(seed)
+
+    def false(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        lies = self._begin.members[self._index] == name and chance.random() < often
+        _DONE["lies"] += lies
+        return encode(self, contributors, -mean if lies else mean)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OwnedSlice, "_encode", false)
+        running = partial(_run, simulation, steps_s, events, frozenset({name}))
+        run_virtual(running, _CountingLoop())
