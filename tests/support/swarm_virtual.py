@@ -159,12 +159,11 @@ class Simulation:
                     replace(self.snapshots[origin.round_id][peer], weight=weights[peer])
                     for peer in sorted(contributors)
                 ]
-                total = sum(s.weight for s in taken)
                 if merge.anchor.grouped:
                     unit = self._check_grouped(expected, span, taken, origin.round_id)
                 else:
-                    changes = [self._decoded(s.contribution(span)) for s in taken]
-                    mean = sum(c * (s.weight / total) for c, s in zip(changes, taken, strict=True))
+                    changes = {i: self._decoded(s.contribution(span)) for i, s in enumerate(taken)}
+                    mean = self.manifest.rules.guard.mean_of(changes, [s.weight for s in taken])[0]
                     self._apply_outer(expected[span.start : span.stop], span, mean, taken)
                     # Random rounding moves a mean by less than one unit of its largest block.
                     unit = float(mean.abs().max()) * self._rounding(1 / 127)
