@@ -8,6 +8,7 @@ here; a trainer that has nothing else to do can.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -89,9 +90,9 @@ class TrainerMailbox:
         """What judges merges; None: nothing does."""
         return self._trial
 
-    def use_judge(self, judge: Judge) -> None:
-        """Have merges judged by the loss that `judge` returns."""
-        self._trial = Trial(judge, self.store, self._lock, self.on_refusal)
+    def use_judge(self, judge: Judge, clock: Callable[[], float] = time.monotonic) -> None:
+        """Have merges judged by the loss that `judge` returns; `clock` says what that takes."""
+        self._trial = Trial(judge, self.store, self._lock, self.on_refusal, clock)
 
     @property
     def progress(self) -> LocalProgress:

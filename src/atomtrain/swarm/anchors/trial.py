@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from statistics import median_low
 from typing import NamedTuple, cast
 
 import torch
@@ -101,14 +102,14 @@ class Cost:
     def __init__(self, clock: Callable[[], float]) -> None:
         """Know nothing yet; `clock` is in seconds."""
         self._clock = clock
-        self._judged_s = 0.0
+        self._judged_s: deque[float] = deque(maxlen=_PACE_ROUNDS)
         self._rounds_s: deque[float] = deque(maxlen=_PACE_ROUNDS + 1)
 
     def measured(self, judge: Judge) -> float:
         """Return what `judge` does, and remember how long it took."""
         begun_s = self._clock()
         loss = judge()
-        self._judged_s = self._clock() - begun_s
+        self._judged_s.append(self._clock() - begun_s)
         return loss
 
     def on_round(self) -> None:
@@ -121,13 +122,14 @@ class Cost:
 
         1: each by itself, before and after its merge. With more the loss is measured once.
         """
-        if len(self._rounds_s) < 2:
+        if len(self._rounds_s) < 2 or not self._judged_s:
             return 1
+        judged_s = median_low(self._judged_s)  # the first one prepares much, others may be held up
         between_s = (self._rounds_s[-1] - self._rounds_s[0]) / (len(self._rounds_s) - 1)
         every = 1
         while every < MOST_UNJUDGED:
             judgements = 2 if every == 1 else 1
-            if judgements * self._judged_s <= COST_SHARE * every * between_s:
+            if judgements * judged_s <= COST_SHARE * every * between_s:
                 break
             every *= 2
         return every
