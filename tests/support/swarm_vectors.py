@@ -79,10 +79,13 @@ def found(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
 
 
 def judge_of(vectors: Vectors, settings: dict[str, Any]) -> Callable[[], float] | None:
-    """Return the loss, if the peer is to judge by it: how far the fragments are from its target."""
+    """Return the loss, if the peer is to judge by it: how far from its target the worst fragment is.
+
+    As with layers: a model is no better than the worst of them.
+    """
     if not settings.get("judges"):
         return None
-    return lambda: sum(
+    return lambda: max(
         float((fragment - settings["target"]).square().mean()) for fragment in vectors.fragments
     )
 
