@@ -79,7 +79,7 @@ def found(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
 
 
 def judge_of(vectors: Vectors, settings: dict[str, Any]) -> Callable[[], float] | None:
-    """Return the loss, if the peer is to judge by it: how far from its target the worst fragment is.
+    """Return the loss, if the peer is to judge by it: how far off its worst fragment is.
 
     As with layers: a model is no better than the worst of them.
     """
