@@ -163,8 +163,8 @@ class Trial:
         self._judge, self._store, self._lock, self._clock = judge, store, lock, clock
         self._cost = Cost(clock)
         self._losses = Losses()
-        self._last: float | None = None
-        """The loss when rounds were last judged."""
+        self._last = math.nan
+        """The loss when merges were last judged; not a number before that."""
         self._good: dict[int, Anchor] = {}
         """By fragment: the anchor before the first round that was not judged yet."""
         self._held = 0
@@ -202,7 +202,8 @@ class Trial:
                 self._store.merge_into(access, merge)
             due = self._good and round_index % every == 0
             return self._look_back(access) if due else ""
-        self._good.clear()
+        if self._good and (why := self._look_back(access)):
+            return why  # what this round has made may be made of what was given up
         before = self.loss()
         why = self._attempt([merge], access, before)
         if why:
@@ -215,8 +216,8 @@ class Trial:
         It is a trial, too: if the loss is no better there, this peer's own steps have raised it.
         """
         good, self._good = self._good, {}
-        now, last = self.loss(), self._last
-        why = "" if last is None else self._losses.objection(now, last)
+        now = self.loss()
+        why = self._losses.objection(now, self._last)
         if not why:
             self._keep(now)
             return ""
@@ -269,7 +270,7 @@ class Trial:
         self._held = 0
         found: list[str | None] = [why] * len(merges)
         if why and len(merges) > 1:  # some of them may be good
-            found = [self._attempt([m], access, self._last or before) for m in merges]
+            found = [self._attempt([m], access, self._last) for m in merges]
         for merge, said in zip(merges, found, strict=True):
             if said:
                 self._refuse(merge, said)
