@@ -16,9 +16,9 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchor_store import FragmentAccess
+from atomtrain.swarm.anchors.losses import Judge
 from atomtrain.swarm.anchors.stamps import best_of
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
-from atomtrain.swarm.anchors.trial import Judge
 from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig, admission_of
 from atomtrain.swarm.membership.known_peers import KnownPeers

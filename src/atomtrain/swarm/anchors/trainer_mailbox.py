@@ -18,8 +18,9 @@ import torch
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore, FragmentAccess, GradientAccess
 from atomtrain.swarm.anchors.anchors import Merge, Snapshot, whole
+from atomtrain.swarm.anchors.losses import Judge
 from atomtrain.swarm.anchors.stamps import Stamp
-from atomtrain.swarm.anchors.trial import Judge, Refusal, Trial
+from atomtrain.swarm.anchors.trial import Refusal, Trial
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ made, random or trained before, and text: what it gets must not be worse than th
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from atomtrain.swarm.catchup.fetching import Fetched
 from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service
 
+_log = logging.getLogger("atomtrain.swarm")
 _AHEAD = 4
 """Fragments that a newcomer fetches at once, each from the donor with the least to do."""
 
@@ -68,7 +71,7 @@ class Downloading:
 
     def _of_one(self, trial: Trial, access: FragmentAccess, before: float, why: str) -> list[Had]:
         """Return all fragments from the first donor whose whole model is good."""
-        for donor in self._thread.submit(self._service.donors()).result():
+        for donor in self._thread.submit(self._donors()).result():
             try:
                 found, why = self._tried(trial, self._fetched(self._all, donor), access, before)
             except SwarmError as error:
@@ -95,7 +98,7 @@ class Downloading:
 
     def _turn_down(self, donor: str, found: Iterable[Had]) -> None:
         digests = [had.fetched.anchor.stamp.digest for had in found]
-        self._thread.submit(self._service.turn_down(donor, digests)).result()
+        self._thread.submit(self._forget(donor, digests)).result()
 
     def _write(self, had: Had, access: FragmentAccess) -> None:
         with access.view(had.fragment) as local:
@@ -150,7 +153,7 @@ class Downloading:
             while order or fetches:
                 while order and len(fetches) < _AHEAD:
                     fragment = order.popleft()
-                    fetching = self._service.fetched(fragment, patience_s, donor)
+                    fetching = self._fetch(fragment, patience_s, donor)
                     fetches.append((fragment, self._thread.submit(fetching)))
                 fragment, future = fetches[0]
                 fetched = future.result()
@@ -159,3 +162,38 @@ class Downloading:
         finally:
             for _, future in fetches:
                 future.cancel()
+
+    # On the network thread ------------------------------------------------------------------
+
+    async def _fetch(self, fragment: int, patience_s: float, donor: str) -> Fetched:
+        """Return the swarm's anchor of a fragment, or that of `donor`; raises `SwarmError`."""
+        fetcher = self._service.fetcher
+        if not donor:
+            return await fetcher.fetch(fragment, patience_s)
+        try:
+            async with asyncio.timeout(patience_s):
+                return await fetcher.fetch_from(donor, fragment)
+        except TimeoutError as error:
+            raise SwarmError(
+                f"fragment {fragment} did not come from peer {donor[-8:]} within {patience_s:.0f} s"
+            ) from error
+
+    async def _donors(self) -> list[str]:
+        """Return the peers that have the whole model, the best first, by records read anew."""
+        context = self._service.context
+        context.roster.update(await context.directory.records())
+        complete = {r.peer_id for r in context.roster.others if None not in r.stamps}
+        holders = context.roster.holders(0, context.slack(0))
+        return [holder.peer_id for holder in holders if holder.peer_id in complete]
+
+    async def _forget(self, donor: str, digests: Iterable[str]) -> None:
+        """Have a donor count as gone for a while, and what only it has for good.
+
+        An anchor that others have as well is not what did it, or they are asked for it, too.
+        """
+        roster = self._service.context.roster
+        _log.warning("the model that peer %s gave is worse than an untrained one", donor[-8:])
+        roster.bar(donor)
+        for digest in digests:
+            if not roster.claimants(digest):
+                roster.refuse(digest)

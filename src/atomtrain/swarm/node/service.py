@@ -10,13 +10,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
 from enum import Enum
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
 from atomtrain.swarm.anchors.trial import Refusal
-from atomtrain.swarm.catchup.fetching import Donations, Fetched
+from atomtrain.swarm.catchup.fetching import Donations, Fetcher
 from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.catchup.repair import Repairer
 from atomtrain.swarm.membership.config import PROTOCOL
@@ -360,39 +359,11 @@ class Service:
             return f"{type(message).__name__} does not open a stream"
         return ""
 
+    @property
+    def fetcher(self) -> Fetcher:
+        """What gets anchors from others."""
+        return self._repairer.fetcher
+
     async def fetch(self, fragment: int, patience_s: float) -> Anchor:
         """Return the swarm's anchor of a fragment; raises `SwarmError`."""
-        return (await self.fetched(fragment, patience_s)).anchor
-
-    async def fetched(self, fragment: int, patience_s: float, donor: str = "") -> Fetched:
-        """Return the swarm's anchor of a fragment, or that of `donor`; raises `SwarmError`."""
-        fetcher = self._repairer.fetcher
-        if not donor:
-            return await fetcher.fetch(fragment, patience_s)
-        try:
-            async with asyncio.timeout(patience_s):
-                return await fetcher.fetch_from(donor, fragment)
-        except (BadMessage, TimeoutError) as error:
-            why = str(error) or f"it did not come within {patience_s:.0f} s"
-            raise SwarmError(f"fragment {fragment} from peer {donor[-8:]}: {why}") from error
-
-    async def donors(self) -> list[str]:
-        """Return the peers that have the whole model, the best first, by records read anew."""
-        context = self.context
-        context.roster.update(await context.directory.records())
-        whole = {r.peer_id for r in context.roster.others if None not in r.stamps}
-        return [
-            h.peer_id for h in context.roster.holders(0, context.slack(0)) if h.peer_id in whole
-        ]
-
-    async def turn_down(self, donor: str, digests: Iterable[str]) -> None:
-        """Hear that a donor's model is worse than an untrained one.
-
-        An anchor that others have as well is not what did it, or they will be asked for it, too.
-        """
-        roster = self.context.roster
-        _log.warning("the model that peer %s gave is worse than an untrained one", donor[-8:])
-        roster.bar(donor)
-        for digest in digests:
-            if not roster.claimants(digest):
-                roster.refuse(digest)
+        return (await self.fetcher.fetch(fragment, patience_s)).anchor

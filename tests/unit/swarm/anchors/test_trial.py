@@ -13,18 +13,17 @@ import torch
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Anchor, Merge, Origin, digest_of, whole
-from atomtrain.swarm.anchors.stamps import Stamp
-from atomtrain.swarm.anchors.trainer_mailbox import RoundReport, TrainerMailbox
-from atomtrain.swarm.anchors.trial import (
+from atomtrain.swarm.anchors.losses import (
     COST_SHARE,
     DRIFT_NATS,
     MARGIN_NATS,
     MOST_UNJUDGED,
     Cost,
     Losses,
-    Refusal,
-    Trial,
 )
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport, TrainerMailbox
+from atomtrain.swarm.anchors.trial import Refusal, Trial
 
 ELEMENTS = 6
 FRAGMENTS = 2
