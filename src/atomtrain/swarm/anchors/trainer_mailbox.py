@@ -230,7 +230,7 @@ class TrainerMailbox:
         return 0 if why else 1
 
     def _take_fetched(self, trial: Trial, chosen: list[Waiting], access: FragmentAccess) -> int:
-        newest = {merge.fragment: one for one in chosen for merge in one[:1]}
+        newest = {one[0].fragment: one for one in chosen}
         tried = [
             one
             for one in newest.values()
@@ -257,8 +257,9 @@ class TrainerMailbox:
 
     def _done(self, merged: list[Waiting], report: RoundReport, why: str = "") -> None:
         if why:
-            version = self.store.anchor(report.fragment).stamp.version
-            report = replace(report, outcome="refused", version=version, reason=why)
+            report = replace(report, outcome="refused", reason=why)
+        version = self.store.anchor(report.fragment).stamp.version
+        report = replace(report, version=version)
         with self._lock:
             done = {id(one) for one in merged}
             self._merges = deque(one for one in self._merges if id(one) not in done)

@@ -113,8 +113,8 @@ GOOD, BAD = torch.zeros(ELEMENTS), torch.full((ELEMENTS,), 5.0)
     ("before", "after", "refused"),
     [
         (2.3, 8.6, True),
-        (3.0, 3.29, False),
-        (3.0, 3.31, True),
+        (3.0, 3.59, False),
+        (3.0, 3.61, True),
         (0.1, 0.1 + 0.9 * MARGIN_NATS, False),
         (0.1, 0.1 + 1.1 * MARGIN_NATS, True),
         (8.6, 2.3, False),
@@ -138,7 +138,7 @@ def test_a_drift_in_small_steps_is_stopped() -> None:
         loss, steps = 1.05 * loss, steps + 1
         losses.note(loss)
         assert steps < 20
-    assert 3.0 + DRIFT_NATS < loss < 4.0
+    assert 3.0 + DRIFT_NATS < loss < 1.4 * 3.0
     assert not losses.objection(0.99 * loss, loss), "what makes it better is always taken"
     assert "3.000 not long ago" in losses.objection(1.05 * loss, loss)
 
