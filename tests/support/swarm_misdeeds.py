@@ -45,6 +45,8 @@ LIES = {
     "largest": (0, 2**53 - 1),
 }
 """What a liar says of its anchors: how many more versions, and tokens, they have than it has."""
+PLAUSIBLE = {"a little better": (1, 300), "the lower hash": (0, 0)}
+"""What nobody can tell from the truth by its numbers; the values are random ones."""
 MISDEEDS = ("corrupt", "replay", "flood", "slow")
 FLOOD = 2000
 """Copies that a flood sends of one message or piece of data."""
@@ -120,7 +122,7 @@ class Misdeed:
 def lie(swarm: Swarm, what: str) -> None:
     """Have a peer tell all others of anchors that nobody has made, and give them to who asks."""
     store = swarm._service.context.mailbox.store
-    versions, tokens = LIES[what]
+    versions, tokens = {**LIES, **PLAUSIBLE}[what]
     true, told = store.anchor, dict[str, Anchor]()
 
     def anchor(fragment: int) -> Anchor:
@@ -129,6 +131,10 @@ def lie(swarm: Swarm, what: str) -> None:
             values = real.values if what == "largest" else torch.randn(real.values.shape)
             if what == "NaN":
                 values[0] = float("nan")
+            while what == "the lower hash" and (
+                digest_of(values, real.velocity) >= real.stamp.digest
+            ):
+                values = torch.randn(real.values.shape)
             stamp = Stamp(
                 real.stamp.version + versions,
                 min(real.stamp.tokens + tokens, _LARGEST),

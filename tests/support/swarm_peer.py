@@ -32,7 +32,7 @@ import torch
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
 from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, hoard, lie, raid, record
-from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, say
+from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, judge_of, say
 
 _STOOD_STILL = (
     "no peer answers", "network daemon", "did not get ready", "membership records",
@@ -60,6 +60,9 @@ def enter_once(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
         return found(settings)
     swarm = Swarm.join(config_of(settings))
     vectors = Vectors(swarm.manifest.fragment_elements)
+    judge = judge_of(vectors, settings)
+    if judge is not None:
+        swarm.use_judge(judge)
     say("joined", address=swarm.address, daemon=daemon_pid(swarm))
     try:
         swarm.download(vectors)
@@ -127,12 +130,17 @@ def misbehave(kind: str) -> None:
     def false_mean(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
         return own(self, contributors, mean * factor)
 
+    def turned_mean(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        return own(self, contributors, mean * -5.0)
+
     if kind == "corrupt":
         Exchange._encode_change = corrupt  # type: ignore[method-assign]
     elif kind == "replay":
         Exchange._encode_change = replay  # type: ignore[method-assign]
     elif kind == "false mean":
         OwnedSlice._encode = false_mean  # type: ignore[method-assign]
+    elif kind == "turned mean":
+        OwnedSlice._encode = turned_mean  # type: ignore[method-assign]
     elif kind == "full disk":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -256,7 +264,10 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     misdeed = Misdeed(what[0], swarm) if what[2] and what[0] in MISDEEDS else None
     if settings.get("record"):
         record(swarm)
+    moves = Path(settings.get("moves_file", "/none"))
     while not ended.is_set():
+        if moves.exists():
+            settings["target"] = settings["moves_to"]
         if fault and fault_file.exists():
             say("fault", fault=fault)
             begin(fault, swarm, misdeed, fault_file)

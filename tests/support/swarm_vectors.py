@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,20 @@ def found(settings: dict[str, Any]) -> tuple[Swarm, Vectors]:
     config = config_of(settings)
     elements = tuple(settings.get("elements", (2000, 3001)))
     vectors = Vectors(elements)
-    return Swarm.found(config, Manifest(config.run, elements, {"kind": "test"}), vectors), vectors
+    manifest = Manifest(config.run, elements, {"kind": "test"})
+    return Swarm.found(config, manifest, vectors, judge=judge_of(vectors, settings)), vectors
+
+
+def judge_of(vectors: Vectors, settings: dict[str, Any]) -> Callable[[], float] | None:
+    """Return the loss, if the peer is to judge by it: how far off its worst fragment is.
+
+    As with layers: a model is no better than the worst of them.
+    """
+    if not settings.get("judges"):
+        return None
+    return lambda: max(
+        float((fragment - settings["target"]).square().mean()) for fragment in vectors.fragments
+    )
 
 
 def cross(swarm: Swarm, vectors: Vectors, step_s: float) -> list[RoundReport]:

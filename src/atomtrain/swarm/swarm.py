@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,14 +16,15 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchor_store import FragmentAccess
-from atomtrain.swarm.anchors.anchors import Anchor, Merge, whole
-from atomtrain.swarm.anchors.stamps import best_of, supersedes
+from atomtrain.swarm.anchors.losses import Judge
+from atomtrain.swarm.anchors.stamps import best_of
 from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig, admission_of
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import PeerStatus
 from atomtrain.swarm.node import entering
+from atomtrain.swarm.node.downloading import Downloading
 from atomtrain.swarm.node.entering import TRIES, TRY_S, persistently
 from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service
@@ -37,8 +36,6 @@ _START_S = TRIES * (TRY_S + 30.0)
 """Of all tries; each has its own deadlines."""
 _CLOSE_S = 30.0
 """What closing everything may take after a leave's deadline, on a machine that stands still."""
-_AHEAD = 4
-"""Fragments that a newcomer fetches at once, each from the donor with the least to do."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,9 @@ class Swarm:
         self._thread = thread
         self._service = service
         self._mailbox = service.context.mailbox
+        self._downloading = Downloading(thread, service)
         self._left = False
+        self._told = False
 
     @classmethod
     def found(
@@ -84,11 +83,13 @@ class Swarm:
         access: FragmentAccess,
         update: Update | None = None,
         born_s: float | None = None,
+        judge: Judge | None = None,
     ) -> Swarm:
         """Start a run: the anchors are the current parameters, version 0.
 
         `update` is the step that gradients are for, where they are averaged: see `use_update`.
-        `born_s` is when the run began, as `state_dict` has told it, if it is resumed.
+        `born_s` is when the run began, as `state_dict` has told it, if it is resumed. `judge` is
+        as in `use_judge`.
 
         Raises:
             SwarmError: the port is in use, or the parameters do not fit the manifest.
@@ -110,20 +111,27 @@ class Swarm:
             service.context.mailbox.store.adopt_local(access)
             service.set_training()
 
-        return cls._enter(config, lambda thread: entering.found(config, manifest, thread, prepare))
+        swarm = cls._enter(config, lambda thread: entering.found(config, manifest, thread, prepare))
+        if judge is not None:
+            swarm.use_judge(judge)
+        return swarm
 
     @classmethod
-    def join(cls, config: SwarmConfig) -> Swarm:
+    def join(cls, config: SwarmConfig, judge: Judge | None = None) -> Swarm:
         """Join a run through any of `config.join`; afterwards `manifest` is known.
 
-        The rules of averaging are the manifest's, whatever `config` says.
+        The rules of averaging are the manifest's, whatever `config` says. `judge` is as in
+        `use_judge`; who needs the manifest to make a model calls that later.
 
         Raises:
             SwarmError: no address leads to a peer of this run; says what each led to.
         """
         if not config.join and not KnownPeers(config.run, config.peers_path).addresses:
             raise SwarmError("no address to join; give at least one that a peer of the run prints")
-        return cls._enter(config, lambda thread: entering.join(config, thread))
+        swarm = cls._enter(config, lambda thread: entering.join(config, thread))
+        if judge is not None:
+            swarm.use_judge(judge)
+        return swarm
 
     @classmethod
     def _enter(
@@ -146,6 +154,16 @@ class Swarm:
         """
         self._service.context.updates[0] = update
 
+    def use_judge(self, judge: Judge) -> None:
+        """Have what others give judged by this peer's own loss; before `download` or `rebase`.
+
+        `judge` returns the mean loss, nats per token, of the model as it is now, on a few sequences
+        of this peer's own text: the same ones each time. It is called on the training thread,
+        within `boundary`, `download`, `rebase`, `settle` and `finish`, and must change nothing.
+        What makes that loss worse is undone. Without a judge the swarm is believed.
+        """
+        self._mailbox.use_judge(judge)
+
     @property
     def version(self) -> int:
         """Lowest version of any of this peer's anchors; with gradients, the steps made."""
@@ -164,16 +182,13 @@ class Swarm:
     def download(self, access: FragmentAccess) -> Progress:
         """Fetch all anchors, write them to the model, and take part in rounds from now on.
 
-        Blocks until done. A donor that dies is replaced by another.
+        Blocks until done. A donor that dies is replaced by another, and so is one whose model is
+        worse than this peer's own before, if there is a judge.
 
         Raises:
-            SwarmError: a fragment could not be had from anybody.
+            SwarmError: a fragment could not be had from anybody, or no model that is better.
         """
-        for fragment, anchor in self._fetched(range(len(self.manifest.fragment_elements))):
-            with access.view(fragment) as local:
-                self._mailbox.store.check_size(fragment, local)
-                local.copy_(anchor.values)
-            self._mailbox.store.place(fragment, anchor)
+        self._downloading.download(access)
         self._thread.post(self._service.set_training)
         return self.progress()
 
@@ -187,20 +202,7 @@ class Swarm:
         Raises:
             SwarmError: a fragment could not be had from anybody.
         """
-        store = self._mailbox.store
-        best = self._service.context.roster.best()
-        slack = self._service.context.slack
-        stale = [
-            f
-            for f, stamp in enumerate(best)
-            if stamp is not None and supersedes(stamp, store.anchor(f).stamp, slack(f))
-        ]
-        for fragment, anchor in self._fetched(stale):
-            if anchor.stamp.beats(store.anchor(fragment).stamp):
-                # It may have been sent after the checkpoint was written, and be in this anchor.
-                store.forget_residual(fragment)
-                merge = Merge(fragment, anchor, whole(anchor.values.numel()))
-                self._mailbox.merge_now(merge, access)
+        self._downloading.catch_up(access)
         self._thread.post(self._service.set_training)
         return self.progress()
 
@@ -213,6 +215,9 @@ class Swarm:
         `step_s` its present speed. Copies a fragment if a round asks for one, and merges what
         rounds have brought. Returns the rounds that ended since the last call.
         """
+        if self._mailbox.trial is None and not self._told:
+            self._told = True
+            _log.warning("no judge was given: what other peers give is taken without a trial")
         return self._mailbox.boundary(
             steps=steps, tokens=tokens, tokens_per_s=tokens_per_s, step_s=step_s, access=access
         )
@@ -331,30 +336,6 @@ class Swarm:
             self._thread.call(self._service.stop(deadline_s), deadline_s + _CLOSE_S)
         finally:
             self._thread.stop()
-
-    def _fetched(self, fragments: Iterable[int]) -> Iterator[tuple[int, Anchor]]:
-        """Yield anchors as the swarm has them, several under way at once.
-
-        Those whose next round is farthest away come first: they stay current longest.
-        """
-        count = len(self.manifest.fragment_elements)
-        next_round = self._service.context.agenda.next_round
-        order = deque(sorted(fragments, key=lambda f: (next_round - 1 - f) % count))
-        patience_s = 2 * self.config.expiry_s + self.config.endpoint.connect_s
-        fetches: deque[tuple[int, Future[Anchor]]] = deque()
-        try:
-            while order or fetches:
-                while order and len(fetches) < _AHEAD:
-                    fragment = order.popleft()
-                    future = self._thread.submit(self._service.fetch(fragment, patience_s))
-                    fetches.append((fragment, future))
-                fragment, future = fetches[0]
-                anchor = future.result()
-                fetches.popleft()
-                yield fragment, anchor
-        finally:
-            for _, future in fetches:
-                future.cancel()
 
 
 __all__ = ["Progress", "Swarm", "SwarmState"]

@@ -220,7 +220,8 @@ class Loop:
     def _log(self, loss: float, rounds: int | None) -> None:
         session, report = self._session, self._report()
         recipe, engine = session.recipe, session.engine
-        done = session.step - self._first_step
+        # Peers that step together may go back, all at once, if a step has done harm.
+        done = max(1, session.step - self._first_step)
         elapsed_s = time.monotonic() - self._started_s
         self._last = (loss, self._last[1])
         self._events.emit(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -39,6 +39,16 @@ class GradientAccess(FragmentAccess, Protocol):
     def forget(self, index: int) -> None:
         """Begin to accumulate anew: the parameters have moved."""
         ...
+
+
+class Holding(NamedTuple):
+    """All that a store knows of one fragment; see `AnchorStore.hold`."""
+
+    anchor: Anchor | None
+    tokens_merged: int
+    measured_from: int
+    residual: torch.Tensor | None
+    velocity: torch.Tensor | None
 
 
 class AnchorStore:
@@ -158,6 +168,14 @@ class AnchorStore:
             velocity=self.velocity(fragment),
         )
 
+    def merge_into(self, access: FragmentAccess, merge: Merge) -> None:
+        """Merge into the model that `access` leads to."""
+        with access.view(merge.fragment) as local:
+            self.check_size(merge.fragment, local)
+            self.merge(merge, local)
+        if self.gradients:
+            cast(GradientAccess, access).forget(merge.fragment)
+
     def merge(self, merge: Merge, local: torch.Tensor) -> None:
         """Put the new anchor in place and move `local`; progress since the snapshot is kept.
 
@@ -221,6 +239,25 @@ class AnchorStore:
         for start, stop in contributed:
             fresh[start:stop] = 0.0 if lost is None else lost[start:stop]
         self._residuals[snapshot.fragment] = fresh
+
+    def holding(self, fragment: int) -> Holding:
+        """Return what there is of a fragment, which later merges do not change."""
+        residual = self._residuals[fragment]
+        return Holding(
+            self._anchors[fragment],
+            self._tokens_merged[fragment],
+            self._measured_from[fragment],
+            None if residual is None else residual.clone(),  # merges may add to it in its place
+            self._velocities[fragment],
+        )
+
+    def hold(self, fragment: int, holding: Holding) -> None:
+        """Have a fragment as `holding` has returned it; the parameters are the caller's matter."""
+        self._anchors[fragment] = holding.anchor
+        self._tokens_merged[fragment] = holding.tokens_merged
+        self._measured_from[fragment] = holding.measured_from
+        self._residuals[fragment] = holding.residual
+        self._velocities[fragment] = holding.velocity
 
     def residual(self, fragment: int) -> torch.Tensor | None:
         """Return what was learnt and is in no anchor nor the parameters; None is zero."""

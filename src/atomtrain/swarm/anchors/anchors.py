@@ -111,6 +111,8 @@ class Merge:
     """Drop all that no anchor contains: the parameters become the anchor."""
     velocity: torch.Tensor | None = None
     """What this peer's own velocity becomes with a grouped anchor; None: it stays."""
+    donor: str = ""
+    """Who gave the anchor, if it was fetched."""
 
 
 class Digest:

@@ -100,6 +100,11 @@ class RunAge:
         self._born_s, self._clock = born_s, clock
 
     @property
+    def now_s(self) -> float:
+        """The swarm's time."""
+        return self._clock()
+
+    @property
     def limit(self) -> Limit:
         """What stamps can be now."""
         age_s = int(max(0.0, self._clock() - self._born_s) + _SLACK_S)

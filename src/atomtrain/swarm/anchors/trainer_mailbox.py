@@ -7,20 +7,20 @@ here; a trainer that has nothing else to do can.
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore, FragmentAccess, GradientAccess
-from atomtrain.swarm.anchors.anchors import Merge, Snapshot
+from atomtrain.swarm.anchors.anchors import Merge, Snapshot, whole
+from atomtrain.swarm.anchors.losses import Judge
 from atomtrain.swarm.anchors.stamps import Stamp
-
-_log = logging.getLogger("atomtrain.swarm")
+from atomtrain.swarm.anchors.trial import Refusal, Trial
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class RoundReport:
     version: int
     """Version of the fragment's anchor at this peer afterwards."""
     outcome: str
-    """`averaged`: all slices and members; `partial`: some; `abandoned`; `fetched` from a peer."""
+    """`averaged`: all slices and members; `partial`: some; `abandoned`; `fetched` from a peer;
+    `refused`: undone, since it made this peer's loss worse (`reason` says how)."""
     contributors: tuple[str, ...] = ()
     """Ids of the peers whose contribution is in at least one slice."""
     weights: tuple[int, ...] = ()
@@ -61,20 +62,38 @@ class LocalProgress:
     step_s: float = 0.0
 
 
+Waiting = tuple[Merge, RoundReport]
+"""What is to be merged, and what is to be reported then."""
+
+
 class TrainerMailbox:
     """Thread-safe mailbox and owner of the anchor store."""
 
     def __init__(self, store: AnchorStore, on_boundary: Callable[[int, int], None]) -> None:
         """Call `on_boundary(steps, merges)` on the training thread after each boundary."""
+        self.on_refusal: Callable[[Refusal], None] = lambda _: None
+        """Called for each anchor that a trial refuses, on the training thread."""
         self.store = store
         self._on_boundary = on_boundary
         self._lock = threading.RLock()
         self._news = threading.Event()  # changed under the lock
         self._wanted: dict[int, tuple[torch.Tensor, Callable[[Snapshot], None]]] = {}
-        self._merges: deque[tuple[Merge, RoundReport]] = deque()
+        self._merges: deque[Waiting] = deque()
         self._reports: deque[RoundReport] = deque(maxlen=1000)
         self._progress = LocalProgress()
         self._spare: torch.Tensor | None = None
+        self._trial: Trial | None = None
+        self.coming = False
+        """Other fragments are being fetched, too, or are to be."""
+
+    @property
+    def trial(self) -> Trial | None:
+        """What judges merges; None: nothing does."""
+        return self._trial
+
+    def use_judge(self, judge: Judge, clock: Callable[[], float] = time.monotonic) -> None:
+        """Have merges judged by the loss that `judge` returns; `clock` says what that takes."""
+        self._trial = Trial(judge, self.store, self._lock, self.on_refusal, clock)
 
     @property
     def progress(self) -> LocalProgress:
@@ -150,18 +169,27 @@ class TrainerMailbox:
                 step_s,
             )
             self._news.clear()
-            merges = self._merge_all(access)
-            for fragment, (into, deliver) in self._wanted.items():
-                lent = access.view(fragment)
-                if self.store.gradients:
-                    lent = cast(GradientAccess, access).gradient(fragment)
-                with lent as local:
-                    deliver(self.store.snapshot(fragment, local, into))
-            self._wanted.clear()
-            reports = list(self._reports)
-            self._reports.clear()
+        merges = 0
+        while True:
+            with self._lock:
+                chosen = self._next()
+                if not chosen:
+                    self._hand_over(access)
+                    reports = list(self._reports)
+                    self._reports.clear()
+                    break
+            merges += self._take_in(chosen, access)  # without the lock: judging may take long
         self._on_boundary(steps, merges)
         return reports
+
+    def _hand_over(self, access: FragmentAccess) -> None:
+        for fragment, (into, deliver) in self._wanted.items():
+            lent = access.view(fragment)
+            if self.store.gradients:
+                lent = cast(GradientAccess, access).gradient(fragment)
+            with lent as local:
+                deliver(self.store.snapshot(fragment, local, into))
+        self._wanted.clear()
 
     def wait(self, within_s: float) -> bool:
         """Wait for something that the next boundary will do or report; say whether there is."""
@@ -170,18 +198,75 @@ class TrainerMailbox:
     def merge_now(self, merge: Merge, access: FragmentAccess) -> None:
         """Merge at once; for the training thread itself."""
         with self._lock:
-            with access.view(merge.fragment) as local:
-                self.store.check_size(merge.fragment, local)
-                self.store.merge(merge, local)
-            if self.store.gradients:
-                cast(GradientAccess, access).forget(merge.fragment)
+            self.store.merge_into(access, merge)
 
-    def _merge_all(self, access: FragmentAccess) -> int:
-        count = len(self._merges)
-        while self._merges:
-            merge, report = self._merges.popleft()
+    def _next(self) -> list[Waiting]:
+        """Return what is to be merged next, all of it or nothing; it stays here until it is."""
+        waiting = list(self._merges)
+        if self._trial is None:
+            return waiting[:1]
+        made = [one for one in waiting if not one[0].donor]
+        if made or not waiting:
+            return made[:1]
+        return waiting if self._trial.ready(len(waiting), coming=self.coming) else []
+
+    def _take_in(self, chosen: list[Waiting], access: FragmentAccess) -> int:
+        """Merge what is not refused, and report it; return how many were merged."""
+        if chosen[0][0].donor and self._trial is not None:
+            return self._take_fetched(self._trial, chosen, access)
+        [(merge, report)] = chosen
+        why = ""
+        if self._trial is None:
             self.merge_now(merge, access)
-            if merge.snapshot is not None and merge.snapshot.values is not merge.anchor.values:
-                self._spare = merge.snapshot.values
+        elif self._is_late(merge):
+            report = replace(
+                report, outcome="abandoned", reason="its anchor was given up meanwhile"
+            )
+        else:
+            why = self._trial.take_round(merge, access, report.round)
+        self._done(chosen, report, why)
+        if merge.snapshot is not None and merge.snapshot.values is not merge.anchor.values:
+            self._spare = merge.snapshot.values
+        return 0 if why else 1
+
+    def _take_fetched(self, trial: Trial, chosen: list[Waiting], access: FragmentAccess) -> int:
+        newest = {one[0].fragment: one for one in chosen}
+        tried = [
+            one
+            for one in newest.values()
+            if one[0].anchor.stamp.beats(self.store.anchor(one[0].fragment).stamp)
+        ]
+        kept = {id(one) for one in tried}
+        for one in chosen:
+            if id(one) not in kept:
+                reason = "a better anchor has come meanwhile"
+                self._done([one], replace(one[1], outcome="abandoned", reason=reason))
+        if not tried:
+            return 0
+        merges = [_whole(merge) if self._is_late(merge) else merge for merge, _ in tried]
+        found = trial.take_fetched(merges, access, coming=self.coming)
+        for one, why in zip(tried, found, strict=True):
+            if why is not None:
+                self._done([one], one[1], why)
+        return sum(why == "" for why in found)
+
+    def _is_late(self, merge: Merge) -> bool:
+        """Say whether a merge is measured from an anchor that is not in place any more."""
+        anchor, snapshot = self.store.anchor(merge.fragment), merge.snapshot
+        return snapshot is not None and snapshot.anchor.stamp != anchor.stamp
+
+    def _done(self, merged: list[Waiting], report: RoundReport, why: str = "") -> None:
+        if why:
+            report = replace(report, outcome="refused", reason=why)
+        version = self.store.anchor(report.fragment).stamp.version
+        report = replace(report, version=version)
+        with self._lock:
+            done = {id(one) for one in merged}
+            self._merges = deque(one for one in self._merges if id(one) not in done)
             self._reports.append(report)
-        return count
+
+
+def _whole(merge: Merge) -> Merge:
+    """Return how to merge an anchor whatever the snapshot was that may be in it."""
+    elements = merge.anchor.values.numel()
+    return replace(merge, changed=whole(elements), snapshot=None, contributed=())

@@ -42,6 +42,8 @@ class Fetched(NamedTuple):
 
     anchor: Anchor
     received_bytes: int
+    donor: str
+    """Who gave the last of it."""
 
 
 @dataclass
@@ -197,7 +199,7 @@ class Fetcher:
             for piece in partial.missing():
                 await channel.receive_into(piece)
                 partial.filled_bytes += len(piece)
-            return Fetched(await self._checked(donor, fragment), channel.received_bytes)
+            return Fetched(await self._checked(donor, fragment), channel.received_bytes, donor)
         finally:
             channel.close()
             self._context.timing.observe_fetch(channel.received_bytes, loop.time() - started_s)
@@ -226,6 +228,8 @@ class Fetcher:
         origin_of(header, elements)
         if refusal := context.age.limit.refusal(_stamp(header)):
             raise BadMessage(f"peer {channel.remote[-8:]} sent an anchor of {refusal}")
+        if header.digest in context.roster.refused:
+            raise BadMessage(f"the anchor of peer {channel.remote[-8:]} has done harm here")
         if header.grouped and not context.manifest.rules.group_size:
             raise BadMessage(f"peer {channel.remote[-8:]} sent a group's anchor: there are none")
         resumed = (header.digest, header.start_bytes) == (ask.digest, ask.start_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.stamps import Stamp, supersedes
@@ -93,6 +94,11 @@ class Repairer:
             _log.info("a stale fragment stays for now: %s", error)
         finally:
             self.running -= 1
+            self.note_coming()
+
+    def note_coming(self) -> None:
+        """Tell the trainer whether more than what it has is to come."""
+        self._context.mailbox.coming = self.running > 0 or self.stale() is not None
 
     async def repair_one(self, fragment: int) -> None:
         """Fetch a fragment, marked busy by the caller, from whoever has it; raises `SwarmError`."""
@@ -126,6 +132,7 @@ class Repairer:
         if present.stamp != own:  # another merge waits: the doubt's anchor will not be present
             doubt = None
         merge = merge_of_fetched(fragment, anchor, present, doubt, context.peer_id)
+        merge = replace(merge, donor=fetched.donor)
         report = RoundReport(
             round=context.agenda.next_round,
             fragment=fragment,
@@ -135,4 +142,5 @@ class Repairer:
             duration_s=asyncio.get_running_loop().time() - started_s,
         )
         context.mailbox.leave_merge(merge, report)
+        self.note_coming()
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from atomtrain.swarm.anchors.stamps import (
@@ -26,6 +26,11 @@ _log = logging.getLogger("atomtrain.swarm")
 _IMPATIENT_ROUNDS = 16
 _TOLD_MAX = 64
 """Peers of which the log is told that they do not count: ids cost nothing."""
+_BARRED_S, _BARRED_S_MAX = 60.0, 86400.0
+"""How long nothing is fetched from who gave an anchor that made this peer worse; twice as long each
+time. Not for good: such a donor may have been deceived itself."""
+_REFUSED_MAX = 4096
+"""Digests of anchors that are remembered because this peer will not have them."""
 _GONE_MAX = 4096
 """Peers without a record that are remembered: ids cost nothing, memory does."""
 
@@ -39,6 +44,12 @@ class Holder(NamedTuple):
     peer_id: str
     lonely: bool = False
     """No other peer says that it has the same anchor, though some agree on one."""
+
+
+class _Barred(NamedTuple):
+    until_s: float
+    """In the swarm's time."""
+    for_s: float
 
 
 class Roster:
@@ -73,6 +84,10 @@ class Roster:
         """Whose present record claims what cannot be."""
         self._distrusted: dict[str, None] = {}
         """Who gave anchors that cannot be taken."""
+        self._barred: dict[str, _Barred] = {}
+        """Who gave anchors that did harm."""
+        self._refused: dict[str, None] = {}
+        """Digests of anchors that did harm; the last comes last."""
         self._told: set[str] = set()
         """Of whom the log has been told why nothing that they say counts."""
         self.addresses: dict[str, tuple[str, ...]] = {}
@@ -115,24 +130,55 @@ class Roster:
                 records[peer_id] = record
                 self.addresses[peer_id] = record.addresses
         self._records = records
-        limit = self._age.limit
-        self._doubted = {
-            record.peer_id for record in records.values() if self._doubts(record, limit)
-        }
+        self._look()
         gone = [peer_id for peer_id in self._sequences if peer_id not in records]
         for peer_id in gone[:-_GONE_MAX]:
             for known in (
-                self._sequences, self._suspects, self._late, self._distrusted, self.addresses,
+                self._sequences, self._suspects, self._late, self._distrusted, self._barred,
+                self.addresses,
             ):  # fmt: skip
                 known.pop(peer_id, None)
             self._left.discard(peer_id)
 
+    def _look(self) -> None:
+        """See anew whose record claims what does not count."""
+        limit = self._age.limit
+        self._doubted = {r.peer_id for r in self._records.values() if self._doubts(r, limit)}
+
     def _doubts(self, record: PeerRecord, limit: Limit) -> bool:
-        """Say whether a record claims an anchor that there cannot be, and say it in the log."""
+        """Say whether a record claims an anchor that does not count for this peer.
+
+        One that there cannot be, which the log is told; or one that did harm here.
+        """
         claims = (limit.refusal(stamp) for stamp in record.stamps if stamp is not None)
         if refusal := next(filter(None, claims), ""):
             self._tell(record.peer_id, f"it claims an anchor of {refusal}")
-        return bool(refusal)
+        return bool(refusal) or any(s is not None and s.digest in self._refused
+                                    for s in record.stamps)  # fmt: skip
+
+    @property
+    def refused(self) -> Collection[str]:
+        """Digests of the anchors that this peer will not have."""
+        return self._refused.keys()
+
+    def refuse(self, digest: str) -> None:
+        """Remember an anchor that did harm: who claims it counts as gone for as long as it does."""
+        self._refused.pop(digest, None)
+        self._refused[digest] = None
+        while len(self._refused) > _REFUSED_MAX:
+            del self._refused[next(iter(self._refused))]
+        self._look()
+
+    def claimants(self, digest: str) -> set[str]:
+        """Return the others that say they have an anchor."""
+        return {r.peer_id for r in self.others
+                if any(s is not None and s.digest == digest for s in r.stamps)}  # fmt: skip
+
+    def bar(self, peer_id: str) -> None:
+        """Count a peer as gone for a while, since an anchor that it gave did harm."""
+        last_s = self._barred[peer_id].for_s if peer_id in self._barred else _BARRED_S / 2
+        for_s = min(2 * last_s, _BARRED_S_MAX)
+        self._barred[peer_id] = _Barred(self._age.now_s + for_s, for_s)
 
     def distrust(self, peer_id: str, why: str) -> None:
         """Count a peer as gone from now on, whatever records it publishes."""
@@ -185,8 +231,11 @@ class Roster:
         )
 
     def trusts(self, peer_id: str) -> bool:
-        """Say whether a peer has neither claimed nor given what there cannot be."""
-        return peer_id not in self._doubted and peer_id not in self._distrusted
+        """Say whether a peer has neither claimed nor given what there cannot be, or did harm."""
+        if peer_id in self._doubted or peer_id in self._distrusted:
+            return False
+        barred = self._barred.get(peer_id)
+        return barred is None or self._age.now_s >= barred.until_s
 
     @property
     def others(self) -> list[PeerRecord]:

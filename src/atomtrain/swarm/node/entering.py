@@ -227,4 +227,5 @@ def build_service(
         waits=waits,
     )
     services.append(Service(context))
+    context.mailbox.on_refusal = lambda refusal: thread.post(services[0].on_refusal, refusal)
     return services[0]

@@ -228,7 +228,7 @@ class Rounds:
                 return "its leader has no membership record"
         claim = self._context.age.limit.refusal(Stamp(invite.version, 0, ""))
         if claim or not roster.trusts(leader):
-            return "what its leader says of anchors cannot be true"
+            return "what its leader says of anchors cannot be true, or did harm here"
         return ""
 
     async def _ripe(self, invite: Invite, fragment: int) -> str:

@@ -14,7 +14,8 @@ from enum import Enum
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
-from atomtrain.swarm.catchup.fetching import Donations
+from atomtrain.swarm.anchors.trial import Refusal
+from atomtrain.swarm.catchup.fetching import Donations, Fetcher
 from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.catchup.repair import Repairer
 from atomtrain.swarm.membership.config import PROTOCOL
@@ -166,6 +167,13 @@ class Service:
             self._publish_soon.set()
         self._rounds.on_boundary(steps)
 
+    def on_refusal(self, refusal: Refusal) -> None:
+        """Hear that an anchor did harm, and was not taken."""
+        roster = self.context.roster
+        if refusal.donor and refusal.stamp.digest not in roster.refused:
+            roster.bar(refusal.donor)
+        roster.refuse(refusal.stamp.digest)
+
     # Membership -----------------------------------------------------------------------------
 
     async def _heartbeat(self) -> None:
@@ -200,6 +208,7 @@ class Service:
         if not self._reunion.running and (lost := self._reunion.due()):
             self._tasks.spawn(self._reunion.look(lost), "reunion")
         repairer = self._repairer
+        repairer.note_coming()
         if self.state == TRAINING and repairer.wanted:
             self._tasks.spawn(repairer.repair(), "repair")
         if self.state != LEFT:
@@ -350,6 +359,11 @@ class Service:
             return f"{type(message).__name__} does not open a stream"
         return ""
 
+    @property
+    def fetcher(self) -> Fetcher:
+        """What gets anchors from others."""
+        return self._repairer.fetcher
+
     async def fetch(self, fragment: int, patience_s: float) -> Anchor:
         """Return the swarm's anchor of a fragment; raises `SwarmError`."""
-        return (await self._repairer.fetcher.fetch(fragment, patience_s)).anchor
+        return (await self.fetcher.fetch(fragment, patience_s)).anchor

@@ -66,6 +66,7 @@ class LeaderIO:
             groups=context.roster.groups,
             slack=slack,
             limit=context.age.limit,
+            refused=context.roster.refused,
         )
         self._round = LeaderRound(call, [r.peer_id for r in members], self._loop.time())
 

@@ -11,7 +11,7 @@ finds out from the membership records what happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -60,6 +60,8 @@ class RoundCall:
     """So many versions apart anchors may be in one group; 0: it has one anchor."""
     limit: Limit = Limit(VERSION_MAX, TOKENS_MAX)  # noqa: RUF009 - not to be changed
     """What no anchor of the run can be beyond."""
+    refused: Collection[str] = ()
+    """Digests of anchors that did harm at the leader."""
 
 
 Outgoing = list[tuple[str, Message]]
@@ -111,6 +113,9 @@ class LeaderRound:
             if isinstance(message, Ready):
                 if refusal := self.call.limit.refusal(_stamp(message).next(message.weight)):
                     self._refusals[member] = f"claims {refusal}"
+                    return self.on_lost(member, now_s)
+                if message.digest in self.call.refused:
+                    self._refusals[member] = "its anchor did harm here"
                     return self.on_lost(member, now_s)
                 self._ready[member] = message
             elif isinstance(message, Decline):

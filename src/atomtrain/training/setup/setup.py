@@ -53,7 +53,7 @@ from atomtrain.training.setup.references import with_references
 from atomtrain.training.setup.separation import check_separation
 from atomtrain.training.setup.sources import Source, averages_gradients, find_source
 from atomtrain.training.setup.state import restore, swarm_tensors
-from atomtrain.training.setup.texts import Text
+from atomtrain.training.setup.texts import Text, own_text
 from atomtrain.training.together.gradients import (
     GradientCollector,
     GradientFragments,
@@ -290,6 +290,7 @@ def _enter_swarm(session: Session, source: Source) -> None:
         session.tokens = int(checkpoint.meta["tokens"])
     saved = swarm_tensors(checkpoint) if checkpoint is not None else {}
     if session.swarm is not None:
+        session.swarm.use_judge(_judge(session))
         if session.swarm.manifest.fragment_elements != session.fragments.elements:
             raise ConfigError(
                 f"the run {session.run!r} divides its model otherwise than this version does; "
@@ -331,9 +332,19 @@ def _enter_swarm(session: Session, source: Source) -> None:
         session.fragments.forget(0)
     if saved and checkpoint is not None:
         born_s = float(checkpoint.meta["swarm"].get("born_s", 0.0))
-    session.swarm = Swarm.found(config, manifest, session.fragments, update, born_s)
+    session.swarm = Swarm.found(
+        config, manifest, session.fragments, update, born_s, _judge(session)
+    )
     if saved and checkpoint is not None:
         session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
+
+
+def _judge(session: Session) -> Callable[[], float]:
+    """Return the loss of the model as it is, on a few sequences of this peer's own text."""
+    recipe, size = session.recipe, session.fit.micro_batch
+    batch = own_text(session.text.material, session.sampler, recipe.context, size)
+    batches = session.objective.micro_batches(batch, size)
+    return lambda: session.engine.evaluate(batches)
 
 
 def _new_name(options: TrainOptions, run: Path) -> str:

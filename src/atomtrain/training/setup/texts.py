@@ -6,17 +6,26 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
-from atomtrain.data import Tokenizer, default_cache, prepare, read_corpus
+from atomtrain.data import Batch, Tokenizer, default_cache, prepare, read_corpus
 from atomtrain.data.chat import ChatTemplate, Encoder
 from atomtrain.data.corpus import Corpus, corpus_of_texts
 from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand
 from atomtrain.data.examples import Examples
-from atomtrain.data.material import ExampleMaterial, Material, PairMaterial, TextMaterial
+from atomtrain.data.material import (
+    Batches,
+    ExampleMaterial,
+    Material,
+    PairMaterial,
+    TextMaterial,
+)
 from atomtrain.data.rows import SUFFIXES, Row, has_rows, read_rows
+from atomtrain.data.sampler import joined
 from atomtrain.errors import DataError
 from atomtrain.models import HuggingFaceConfig, Sizes
 
 _Understood = TypeVar("_Understood")
+_JUDGED_SEQUENCES = 8
+"""Enough to tell poison from chance, few enough to be a small part of a step."""
 
 
 class Text(NamedTuple):
@@ -119,6 +128,21 @@ def read_text(
         material = ExampleMaterial(examples, packed, tokenizer.separator)
     sha256 = material.examples.counts.sha256
     return Text(data, sha256, tokenizer, material, answered.skipped_rows, answered.told)
+
+
+def own_text(material: Material, sampler: Batches, context: int, micro_batch: int) -> Batch:
+    """Return the few sequences by which a peer judges what others give, always the same ones.
+
+    They are held out; where too little is for one sequence, they come from what is trained on.
+    """
+    count = max(1, -(-_JUDGED_SEQUENCES // micro_batch))
+    try:
+        return joined(list(material.held_out(context, micro_batch, count)))
+    except DataError:
+        rows, batch = slice(count * micro_batch), sampler.batch(0)
+        return batch._replace(
+            **{key: part[rows] for key, part in batch._asdict().items() if part is not None}
+        )
 
 
 def has_pairs(data: str | None) -> bool:

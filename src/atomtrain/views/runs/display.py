@@ -194,7 +194,9 @@ class Display:
         now_s = self._clock()
         last_s = self._last_line_s.get((peer_name, kind))
         ended = kind == "step" and event.get("step") == event.get("steps")
-        failed = kind == "round" and event.get("outcome") in ("abandoned", "partial")
+        failed = kind == "round" and event.get("outcome") in (
+            "abandoned", "partial", "refused",
+        )  # fmt: skip
         if last_s is None or ended or failed or now_s - last_s >= self._config.plain_interval_s:
             self._last_line_s[peer_name, kind] = now_s
             return True

@@ -1,0 +1,119 @@
+"""One member gives what no number betrays, finite and plausible: the others' own loss does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.swarm_misdeeds import PLAUSIBLE
+from tests.support.swarm_processes import PeerProcess, wait_averaged, wait_same_anchors
+
+_SETTINGS = {
+    "target": 1.0, "expiry_s": 4.0, "round_floor_s": 2.0, "momentum": 0.5, "judges": True,
+}  # fmt: skip
+
+
+def _begun(
+    peers: list[PeerProcess], honest: int, **sick: object
+) -> tuple[list[PeerProcess], PeerProcess]:
+    """Return so many honest peers, and one that is not, when all have averaged."""
+    first = PeerProcess(**{**_SETTINGS, **sick, "fault": ""})
+    peers.append(first)
+    address = first.wait_ready()
+    plain = {key: value for key, value in sick.items() if not key.startswith("fault")}
+    others = [PeerProcess(**{**_SETTINGS, **plain, "join": [address]}) for _ in range(honest - 1)]
+    liar = PeerProcess(**{**_SETTINGS, **sick, "join": [address], "judges": False})
+    peers += [*others, liar]
+    for peer in (*others, liar):
+        peer.wait_ready()
+    wait_averaged(first, first, *others, liar)
+    for peer in (first, *others):
+        peer.wait_for("state", lambda said: all(abs(mean - 1.0) < 0.2 for mean in said["means"]))
+    return [first, *others], liar
+
+
+def _ended(peers: list[PeerProcess], peer: PeerProcess) -> str:
+    peers.remove(peer)
+    written = peer.finish()
+    assert "Traceback" not in written
+    return written
+
+
+@pytest.mark.parametrize("what", PLAUSIBLE)
+def test_nobody_keeps_a_plausible_anchor_that_does_harm(
+    peers: list[PeerProcess], tmp_path: Path, what: str
+) -> None:
+    begin = tmp_path / "begin"
+    honest, liar = _begun(peers, 3, fault=f"lie {what}", fault_file=str(begin))
+    begun = {peer: peer.now for peer in honest}
+    begin.touch()
+    liar.wait_for("fault")
+    for peer in honest:
+        refused = peer.wait_for("round", lambda said: said["outcome"] == "refused", begun[peer])
+        assert "rise from" in refused["reason"]
+    for peer in honest:  # rounds go on without it
+        wait_averaged(peer, *honest)
+    wait_same_anchors(*honest)
+    for peer in honest:  # at no moment went anybody on with what the liar gave: its mean is 0
+        for said in peer.lines("state", begun[peer]):
+            assert all(abs(mean - 1.0) < 0.4 for mean in said["means"]), said
+        assert f"that peer {liar.peer_id[-8:]} gave" in _ended(peers, peer)
+
+
+def test_a_mean_that_does_harm_is_undone_by_all_and_rounds_go_on_from_before(
+    peers: list[PeerProcess], tmp_path: Path
+) -> None:
+    begin = tmp_path / "begin"
+    honest, liar = _begun(
+        peers, 3, fault="turned mean", fault_file=str(begin), moves_file=str(begin), moves_to=3.0
+    )
+    begun = {peer: peer.now for peer in honest}
+    begin.touch()
+    liar.wait_for("fault")
+    for peer in honest:
+        refused = peer.wait_for("round", lambda said: said["outcome"] == "refused", begun[peer])
+        met = peer.wait_for(
+            "round",
+            lambda said: (
+                set(said["contributors"]) == {p.peer_id for p in honest}
+                and said["outcome"] in ("averaged", "partial")
+            ),
+            begun[peer],
+        )
+        assert met["fragment"] in (0, 1)
+        assert "rise from" in refused["reason"]
+    for peer in honest:  # all get where they want to be
+        peer.wait_for("state", lambda said: all(abs(mean - 3.0) < 0.3 for mean in said["means"]))
+    wait_same_anchors(*honest)
+    for peer in honest:
+        for said in peer.lines("state", begun[peer]):
+            assert all(mean > 0.7 for mean in said["means"]), said
+        _ended(peers, peer)
+
+
+def test_a_newcomer_takes_no_model_that_is_worse_than_none(
+    peers: list[PeerProcess], tmp_path: Path
+) -> None:
+    begin = tmp_path / "begin"
+    [honest], liar = _begun(peers, 1, fault="lie a little better", fault_file=str(begin))
+    begin.touch()
+    address = liar.wait_for("ready")["address"]
+    liar.wait_for("fault")
+    honest.wait_for("round", lambda said: said["outcome"] == "refused")
+    newcomer = PeerProcess(**_SETTINGS, join=[address])
+    peers.append(newcomer)
+    newcomer.wait_ready()
+    for said in [newcomer.wait_for("state"), *newcomer.lines("state")]:
+        assert all(abs(mean - 1.0) < 0.4 for mean in said["means"]), said
+    wait_averaged(newcomer, honest, newcomer)
+    _ended(peers, newcomer)
+
+    peers.remove(honest)
+    honest.finish()
+    last = PeerProcess(**_SETTINGS, join=[address])
+    peers.append(last)
+    text = last.wait_for("error")["text"]
+    assert "better than an untrained one" in text
+    assert "join through a peer that you trust" in text
+    assert "\n" not in text
