@@ -130,20 +130,22 @@ def misbehave(kind: str) -> None:
     def false_mean(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
         return own(self, contributors, mean * factor)
 
-    def turned_mean(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
-        return own(self, contributors, mean * -5.0)
-
     if kind == "corrupt":
         Exchange._encode_change = corrupt  # type: ignore[method-assign]
     elif kind == "replay":
         Exchange._encode_change = replay  # type: ignore[method-assign]
     elif kind == "false mean":
         OwnedSlice._encode = false_mean  # type: ignore[method-assign]
-    elif kind == "turned mean":
-        OwnedSlice._encode = turned_mean  # type: ignore[method-assign]
     elif kind == "full disk":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def see_nothing() -> None:
+    """Have this process find no fault with any mean that it audits."""
+    from atomtrain.swarm.rounds.audits import Claim
+
+    Claim.flaw = lambda *_: ""  # type: ignore[method-assign, assignment]
 
 
 STAGES = (
@@ -259,6 +261,8 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     said_s = 0.0
     steps = 0
     store = swarm._service.context.mailbox.store
+    if settings.get("blind"):
+        see_nothing()
     fault, fault_file = settings.get("fault", ""), Path(settings.get("fault_file", "/"))
     what = fault.partition(" at ")
     misdeed = Misdeed(what[0], swarm) if what[2] and what[0] in MISDEEDS else None

@@ -91,8 +91,8 @@ class Rules:
     at least 2. See `Guard`."""
     mean: str = option(
         None,
-        "How a round averages: clipped (what is far from the others is limited, and a member weighs "
-        "at most twice the median) or plain; set by who starts the run. Default: clipped, or plain "
+        "How a round averages: clipped (what is far from the others is limited, and a member "
+        "weighs at most twice the median) or plain; set by who starts the run. Default: clipped, or plain "
         "with --average gradient or --transport gloo.",
         "HOW",
     )
