@@ -28,6 +28,7 @@ COMMANDS = {
     "data": "look at training data: tokens, answers, examples",
     "swarm": "look at a swarm from outside: its status, and the way to a peer",
     "identity": "show a peer's id, and make its key",
+    "prove": "train a small model swapped and in an ordinary loop, and compare every bit",
     "doctor": "check this machine, and say what to change",
     "completion": "complete commands and options in bash, zsh or fish",
     "bench": "measure; prints one JSON object with --json",

@@ -9,7 +9,7 @@ weights are what the leader says, and each member checks that.
 * *Weight*: nobody weighs more than ten times the median of the group, whatever tokens it claims.
 * *Clip*: the mean by centred clipping (Karimireddy, He, Jaggi 2021, "Learning from History for
   Byzantine Robust Optimization", equation 2): `v += sum of w_i (x_i - v) min(1, tau / |x_i - v|)`,
-  from `v = 0`, with the median of the distances as `tau`, and no weight above twice the median.
+  from `v = 0`, with the median of the distances as `tau`, and no weight above 1.25 medians.
   Where nobody is further from it than twice that, the plain mean is taken instead: so honest
   peers lose nothing.
 * *Standing*: a peer rejected several times in a row is not counted for a while. A peer that comes
@@ -38,11 +38,12 @@ _CLIP_ITERATIONS = 5
 _RADIUS = 2.0
 """Times the median distance from the clipped mean that all contributions may be away, for the plain
 mean to be taken."""
-_SHARE_MAX = 2
-"""Times the median weight that a clipped mean counts at most: tokens are only claimed."""
+_SHARE_MAX = 1.25
+"""Times the median weight that a clipped mean counts at most: tokens are only claimed. With more,
+two of eight that claim too many would have a third of all weight, or more."""
 _SHARE_GROWTH = 4.0
 """Times its share of the weights that clipping others can make of a member's, and more: those in
-the radius have at least a third of all weight where none has more than twice the median."""
+the radius have at least a quarter of all weight where none has much more than the median."""
 _ROUNDING = 1e-3
 """Distances below this part of the median norm are rounding: sums of squares are float32."""
 _TOKENS_ALLOWANCE_MAX = 10.0
@@ -139,7 +140,7 @@ class Guard:
         )
 
 
-def plain_shares(weights: Sequence[int]) -> tuple[float, ...]:
+def plain_shares(weights: Sequence[float]) -> tuple[float, ...]:
     """Return each weight's part of their sum."""
     total = sum(weights)
     return tuple(weight / total for weight in weights)
@@ -176,7 +177,7 @@ def _can_judge(members: int, elements: int) -> bool:
     return members >= _JUDGED_MEMBERS and elements >= JUDGED_ELEMENTS
 
 
-def _bounded_shares(weights: Sequence[int]) -> list[int]:
+def _bounded_shares(weights: Sequence[int]) -> list[float]:
     most = _SHARE_MAX * statistics.median_high(weights)
     return [min(weight, most) for weight in weights]
 

@@ -107,7 +107,7 @@ def test_two_that_send_next_to_nothing_do_not_make_the_others_look_too_large() -
 @given(st.integers(0, 10**6), st.integers(3, 9))
 def test_clipping_changes_nothing_among_those_that_learn_alike(seed: int, count: int) -> None:
     values = _random(seed, count, 1000)
-    weights = [10 + i for i in range(count)]
+    weights = [50 + i for i in range(count)]
     copies = {i: v.clone() for i, v in values.items()}
     clipped = Guard(mean="clipped").mean_of(copies, weights)
     plain = Guard().mean_of(values, weights)
@@ -115,12 +115,12 @@ def test_clipping_changes_nothing_among_those_that_learn_alike(seed: int, count:
     assert torch.equal(clipped.values, plain.values)
 
 
-def test_in_a_clipped_mean_nobody_weighs_more_than_twice_the_median() -> None:
+def test_in_a_clipped_mean_nobody_weighs_much_more_than_the_median() -> None:
     values = {i: torch.full((50,), float(i == 3)) for i in range(4)}
     made = Guard(mean="clipped").mean_of(values, [10, 10, 10, 100])
     assert made.shares
     assert sum(made.shares) <= 1.0
-    assert float(made.values.max()) <= 0.4
+    assert float(made.values.max()) <= 0.3
 
 
 @pytest.mark.parametrize(
