@@ -67,8 +67,8 @@ def test_a_mean_that_does_harm_is_undone_by_all_and_rounds_go_on_from_before(
     """Also where no audit finds it."""
     begin = tmp_path / "begin"
     honest, liar = _begun(
-        peers, 3, fault="false mean times -5", fault_file=str(begin), moves_file=str(begin), moves_to=3.0,
-        blind=True,
+        peers, 3, fault="false mean times -5", fault_file=str(begin), moves_file=str(begin),
+        moves_to=3.0, blind=True,
     )  # fmt: skip
     begun = {peer: peer.now for peer in honest}
     begin.touch()

@@ -92,8 +92,8 @@ class Rules:
     mean: str = option(
         None,
         "How a round averages: clipped (what is far from the others is limited, and a member "
-        "weighs at most 1.25 times the median) or plain; set by who starts the run. Default: clipped, or plain "
-        "with --average gradient or --transport gloo.",
+        "weighs at most 1.25 times the median) or plain; set by who starts the run. Default: "
+        "clipped, or plain with --average gradient or --transport gloo.",
         "HOW",
     )
 

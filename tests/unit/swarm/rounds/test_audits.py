@@ -165,7 +165,7 @@ def test_an_owner_is_held_to_its_own_contribution_which_it_named_first() -> None
 
 @pytest.mark.parametrize(
     "shares",
-    [(1.0, 0.0, 0.0, 0.0), (0.3, 0.3, 0.3, 0.3), (0.25, 0.25, 0.25), (0.0, 0.0, 0.0, 0.9)],
+    [(1.0, 0.0, 0.0, 0.0), (0.3, 0.3, 0.3, 0.3), (0.25, 0.25, 0.25), (0.0, 0.0, 0.0, 1.0)],
 )
 def test_an_owner_cannot_choose_whose_contribution_counts(shares: tuple[float, ...]) -> None:
     honest = owned()
