@@ -33,7 +33,8 @@ import torch
 
 JUDGED_ELEMENTS = 32
 """Norms of fewer elements differ too much by chance."""
-_JUDGED_MEMBERS = 3
+JUDGED_MEMBERS = 3
+"""Of fewer nobody knows who is the odd one."""
 _CLIP_ITERATIONS = 5
 _RADIUS = 2.0
 """Times the median distance from the clipped mean that all contributions may be away, for the plain
@@ -167,14 +168,14 @@ def bounded_weights(weights: Sequence[int]) -> tuple[int, ...]:
     lower one) of those. Bounding what is bounded changes nothing.
     """
     claimed = [weight for weight in weights if weight > 0]
-    if len(claimed) < _JUDGED_MEMBERS:
+    if len(claimed) < JUDGED_MEMBERS:
         return tuple(weights)
     most = _WEIGHT_MAX * statistics.median_low(claimed)
     return tuple(min(weight, most) for weight in weights)
 
 
 def _can_judge(members: int, elements: int) -> bool:
-    return members >= _JUDGED_MEMBERS and elements >= JUDGED_ELEMENTS
+    return members >= JUDGED_MEMBERS and elements >= JUDGED_ELEMENTS
 
 
 def _bounded_shares(weights: Sequence[int]) -> list[float]:

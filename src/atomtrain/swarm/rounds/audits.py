@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,12 +21,15 @@ from typing import NamedTuple
 import torch
 
 from atomtrain.swarm.codecs.codec import Codec
-from atomtrain.swarm.membership.guards import Guard, combined, plain_shares
+from atomtrain.swarm.membership.guards import JUDGED_MEMBERS, Guard, combined, plain_shares
 from atomtrain.swarm.rounds.commitments import chunk_spans, leads_to, sealed_text
 from atomtrain.swarm.transport.messages import Begin, Evidence
 
-_ROUNDING = 1e-5
+_ROUNDING = 2e-6
 """Of the sum of what is added up: machines may fuse a product with a sum."""
+_FAR = 100.0
+"""Times the limit of norms that a chunk may be larger than what is usual in its slice. No more is
+possible where the limit was kept, and larger ones would hide a false mean in their rounding."""
 _BIAS = 0.005
 """Part of the mean by which it may be off along itself, beside the rounding of its codec."""
 _DEVIATIONS = 6.0
@@ -91,6 +95,8 @@ class Claim:
         for place, member in enumerate(self.contributors):
             if not self._proved(place, member, chunk, evidence, chunks[place], verify):
                 return f"what it shows is not what {self.begin.members[member][-8:]} contributed"
+        if not all(bool(torch.isfinite(each).all()) for each in chunks) or self._too_large(chunks):
+            return "it counts a contribution that is far larger than others"
         weights = [self.begin.weights[member] for member in self.contributors]
         if self.guard.shares_too_large(self.shares, weights):
             return "it counts some contributions too much"
@@ -98,6 +104,15 @@ class Claim:
         if self._wrong(chunk, expected, chunks):
             return "its mean is not that of the contributions"
         return ""
+
+    def _too_large(self, chunks: Sequence[torch.Tensor]) -> bool:
+        if not self.guard.limit or len(chunks) < JUDGED_MEMBERS:
+            return False
+        norms = [float(torch.linalg.vector_norm(each)) for each in chunks]
+        size = float(torch.linalg.vector_norm(self.values))
+        share = (chunks[0].numel() / self.values.numel()) ** 0.5
+        usual = max(statistics.median_low(norms), size * share)
+        return max(norms) > _FAR * self.guard.limit * usual
 
     def _proved(
         self,

@@ -301,6 +301,8 @@ class Exchange:
             raise BadMessage("a mean over members that are not in the group")
         if len(set(header.contributors)) != len(header.contributors):
             raise BadMessage("a mean that counts a member twice")
+        if not all(self._begin.weights[member] > 0 for member in header.contributors):
+            raise BadMessage("a mean that counts a member without weight")
         pieces, place = [], self._place(index)
         codec = mean_codec(self._setup.codec, self._begin, index, len(header.contributors))
         for start, stop in piece_spans(Span(0, place.numel())):

@@ -32,6 +32,7 @@ from atomtrain.swarm.transport.messages import (
     Decline,
     Held,
     Invite,
+    Mean,
     Open,
     Ready,
     Refused,
@@ -49,7 +50,7 @@ async def nobody(peer_id: str) -> Channel:
     raise AssertionError(f"{peer_id} was not to be called")
 
 
-def exchange_of_a(elements: int = 6) -> Exchange:
+def exchange_of_a(elements: int = 6, begin: Begin = BEGIN) -> Exchange:
     """Return a's part in the round."""
     anchor = Anchor(torch.zeros(elements), None, Stamp(0, 0, ""), Origin("", ()))
     snapshot = Snapshot(0, torch.ones(elements), anchor, weight=4, tokens_seen=4)
@@ -57,7 +58,18 @@ def exchange_of_a(elements: int = 6) -> Exchange:
         peer_id="a", snapshot=snapshot, codec=codec_named("float32"), open=nobody,
         offload=InlineThread().offload,
     )  # fmt: skip
-    return Exchange(setup, BEGIN)
+    return Exchange(setup, begin)
+
+
+def test_a_mean_of_who_has_no_weight_is_refused() -> None:
+    async def scenario() -> None:
+        exchange = exchange_of_a(begin=replace(BEGIN, weights=(4, 0)))
+        theirs, mine = channel_pair("a", "b", 3.0)
+        await mine.send(Mean(contributors=(1,), digest="", shares=()))
+        with pytest.raises(BadMessage, match="without weight"):
+            await exchange._receive_mean(theirs, 1)
+
+    run_virtual(scenario)
 
 
 def test_who_contributed_already_is_refused() -> None:

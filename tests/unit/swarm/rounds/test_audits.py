@@ -175,6 +175,16 @@ def test_an_owner_cannot_choose_whose_contribution_counts(shares: tuple[float, .
     assert false.flaw(0) == "it counts some contributions too much"
 
 
+@pytest.mark.parametrize("size", [1e30, float("inf"), float("nan")])
+def test_contributions_without_limit_do_not_hide_a_false_mean(size: float) -> None:
+    """Two that agree sign numbers whose rounding, or sum, would be as good as any mean."""
+    honest = owned()
+    large = torch.full_like(honest.values, size)
+    signed = (honest.contributions[0], large, honest.contributions[2], -large)
+    false = honest._replace(contributions=signed, values=torch.full_like(honest.values, 3.0))
+    assert false.flaw(0) == "it counts a contribution that is far larger than others"
+
+
 def test_clipped_shares_are_believed_where_they_are_right() -> None:
     honest = owned()
     far = {i: v.clone() for i, v in enumerate(honest.contributions)}
