@@ -111,7 +111,7 @@ class Claim:
         norms = [float(torch.linalg.vector_norm(each)) for each in chunks]
         size = float(torch.linalg.vector_norm(self.values))
         share = (chunks[0].numel() / self.values.numel()) ** 0.5
-        usual = max(statistics.median_low(norms), size * share)
+        usual: float = max(statistics.median_low(norms), size * share)
         return max(norms) > _FAR * self.guard.limit * usual
 
     def _proved(
