@@ -51,7 +51,7 @@ def test_nobody_keeps_a_plausible_anchor_that_does_harm(
     liar.wait_for("fault")
     for peer in honest:
         refused = peer.wait_for("round", lambda said: said["outcome"] == "refused", begun[peer])
-        assert "rise from" in refused["reason"]
+        assert "this peer's loss on its own text would rise" in refused["reason"]
     for peer in honest:  # rounds go on without it
         wait_averaged(peer, *honest)
     wait_same_anchors(*honest)
@@ -84,7 +84,7 @@ def test_a_mean_that_does_harm_is_undone_by_all_and_rounds_go_on_from_before(
             begun[peer],
         )
         assert met["fragment"] in (0, 1)
-        assert "rise from" in refused["reason"]
+        assert "this peer's loss on its own text would rise" in refused["reason"]
     for peer in honest:  # all get where they want to be
         peer.wait_for("state", lambda said: all(abs(mean - 3.0) < 0.3 for mean in said["means"]))
     wait_same_anchors(*honest)
