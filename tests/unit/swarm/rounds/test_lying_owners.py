@@ -192,22 +192,3 @@ def test_who_shows_something_else_or_nothing_has_no_mean_that_counts(
         assert hides or not peer.service.context.roster.trusts(LIAR)
         whole = [r for r in peer.reports if LIAR in r.contributors and not r.reason]
         assert not whole, "its slices are missing wherever it takes part"
-
-
-@pytest.mark.usefixtures("senders")
-@pytest.mark.parametrize("contributors", [(0, 0), (9,)], ids=["twice", "strangers"])
-def test_who_counts_members_that_cannot_count_has_no_mean(
-    contributors: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It costs the liar its own slices, and nobody a round."""
-
-    def change(mean: Mean) -> Mean:
-        return replace(mean, contributors=contributors) if mean.contributors else mean
-
-    monkeypatch.setattr(Channel, "send", spoiling(Mean, change))
-    simulation = run(30.0)
-    assert simulation.check_means() > 5
-    for name in HONEST:
-        whole = [r for r in simulation.peers[name].reports if LIAR in r.contributors]
-        assert not [r for r in whole if not r.reason]
-        assert len(simulation.peers[name].reports) > 5
