@@ -299,7 +299,9 @@ async def _ask_for_manifest(channel: Channel, running: str) -> None:
 
 async def _contribute(channel: Channel, running: str) -> None:
     """A codec is sent what says nothing of its size, or that it is large; whatever it decodes."""
-    await channel.send(Contribution(round_id=running, lane=random.randrange(8), roots=()))
+    await channel.send(
+        Contribution(round_id=running, lane=random.randrange(8), group="", commitments=())
+    )
     data = random.choice((b"\xff", b"\0")) * (1 << 20)
     await channel.send_bytes(data + random.randbytes(1 << 20))
 

@@ -25,7 +25,13 @@ from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode
 from atomtrain.swarm.codecs.slices import Span, slice_spans, slices_per_member
 from atomtrain.swarm.membership.guards import Guard
 from atomtrain.swarm.rounds.audits import Claim
-from atomtrain.swarm.rounds.commitments import Tree, chunk_spans, leaves_of, sealed_text
+from atomtrain.swarm.rounds.commitments import (
+    Own,
+    chunk_spans,
+    committed,
+    group_digest,
+    sealed_text,
+)
 from atomtrain.swarm.transport.identity import Identity, verify
 from atomtrain.swarm.transport.messages import Begin, Evidence
 
@@ -131,8 +137,7 @@ class _Owned:
     """A slice at its owner, and all that it can show."""
 
     begin: Begin
-    values: list[Tensor]
-    trees: list[Tree]
+    values: list[Own]
     signatures: list[str]
     mean: Tensor
     codec: Codec
@@ -142,16 +147,18 @@ class _Owned:
         """Return what a receiver of the mean finds."""
         start, stop = chunk_spans(self.mean.numel())[chunk]
         evidence = Evidence(
-            roots=tuple(tree.root for tree in self.trees),
+            commitments=tuple(one.commitment.text for one in self.values),
             signatures=tuple(self.signatures),
-            paths=tuple(tree.path(chunk) for tree in self.trees),
+            paths=tuple(one.tree.path(chunk) for one in self.values),
         )
         claim = Claim(
-            begin=self.begin, owner=0, slice_index=0, owner_root=self.trees[0].root,
+            begin=self.begin, owner=0, slice_index=0,
+            owner_commitment=self.values[0].commitment.text,
             values=self.mean, contributors=tuple(range(len(self.values))), shares=(),
             codec=self.codec, guard=self.guard,
         )  # fmt: skip
-        return claim.flaw(chunk, evidence, [v[start:stop].clone() for v in self.values], verify)
+        chunks = [one.values[start:stop].clone() for one in self.values]
+        return claim.flaw(chunk, evidence, chunks, verify)
 
 
 def _owned(setup: LiarsSetup, members: int, lie: Callable[[Tensor], Tensor]) -> _Owned:
@@ -169,13 +176,13 @@ def _owned(setup: LiarsSetup, members: int, lie: Callable[[Tensor], Tensor]) -> 
     guard = Guard(limit=10.0, mean="clipped")
     made = guard.mean_of({i: v.clone() for i, v in enumerate(values)}, begin.weights)
     mean_codec = codec.for_mean(members, 1)
-    trees = [Tree(leaves_of(v, elements)) for v in values]
+    own = [committed(v) for v in values]
     signatures = [
-        key.sign(sealed_text(begin.round_id, 0, tree.root)).hex()
-        for key, tree in zip(keys, trees, strict=True)
+        key.sign(sealed_text(group_digest(begin), 0, one.commitment.text)).hex()
+        for key, one in zip(keys, own, strict=True)
     ]
     return _Owned(
-        begin=begin, values=values, trees=trees, signatures=signatures,
+        begin=begin, values=own, signatures=signatures,
         mean=_decoded(mean_codec, lie(made.values)), codec=mean_codec, guard=guard,
     )  # fmt: skip
 
@@ -218,12 +225,13 @@ def _costs(setup: LiarsSetup, members: int) -> Result:
     elements, each = owned.mean.numel(), slices_per_member(setup.fragment_elements, members)
     slices, others = members * each, members - 1
     key = Identity.create()
-    seal_s = _time_s(lambda: Tree(leaves_of(owned.values[0], elements)).root)
+    first, second = (one.values for one in owned.values[:2])
+    seal_s = _time_s(lambda: committed(first))
     sign_s = _time_s(lambda: key.sign(b"x" * 80))
     check_s = _time_s(lambda: verify(key.peer_id, b"x" * 80, key.sign(b"x" * 80))) - sign_s
     audit_s = _time_s(lambda: owned.audit(0))
-    products_s = _time_s(lambda: float(torch.dot(owned.values[0], owned.values[1])))
-    decode_s = _time_s(lambda: _decoded(codec_named(setup.wire), owned.values[0]))
+    products_s = _time_s(lambda: float(torch.dot(first, second)))
+    decode_s = _time_s(lambda: _decoded(codec_named(setup.wire), first))
     # Sealed are own slices, and contributions to all others; checked, others' to the own slices.
     sealed, checked = each + others * each, others * each
     audits = 2 * others if each > 1 else others
@@ -235,7 +243,7 @@ def _costs(setup: LiarsSetup, members: int) -> Result:
     share = others / members
     moved = share * sum(encoded_bytes(c, span) for c in (codec, codec.for_mean(members, 0)))
     start, stop = chunk_spans(elements)[0]
-    shown = 4 * (stop - start) + len(owned.signatures[0]) + len(owned.trees[0].path(0)) + 32
+    shown = 4 * (stop - start) + len(owned.signatures[0]) + len(owned.values[0].tree.path(0)) + 32
     extra = audits * members * shown + others * each * 250
     progress(
         f"{members} members: {cpu_s:.2f} s of processor time, {extra / moved:.2%} of the bytes"

@@ -33,8 +33,10 @@ import torch
 
 JUDGED_ELEMENTS = 32
 """Norms of fewer elements differ too much by chance."""
-JUDGED_MEMBERS = 3
+_JUDGED_MEMBERS = 3
 """Of fewer nobody knows who is the odd one."""
+NORM_ROUNDING = 1e-3
+"""Part of a norm by which machines may differ that add up the same squares in another order."""
 _CLIP_ITERATIONS = 5
 _RADIUS = 2.0
 """Times the median distance from the clipped mean that all contributions may be away, for the plain
@@ -42,9 +44,8 @@ mean to be taken."""
 _SHARE_MAX = 1.25
 """Times the median weight that a clipped mean counts at most: tokens are only claimed. With more,
 two of eight that claim too many would have a third of all weight, or more."""
-_SHARE_GROWTH = 4.0
-"""Times its share of the weights that clipping others can make of a member's, and more: those in
-the radius have at least a quarter of all weight where none has much more than the median."""
+_SHARES_OFF = 1e-6
+"""By which shares may miss their bounds: they are rounded."""
 _ROUNDING = 1e-3
 """Distances below this part of the median norm are rounding: sums of squares are float32."""
 _TOKENS_ALLOWANCE_MAX = 10.0
@@ -129,15 +130,23 @@ class Guard:
             shares = _clipped_shares(values, counting)
         return Average(combined(values, shares or plain_shares(counting), out), shares)
 
-    def shares_too_large(self, shares: Sequence[float], weights: Sequence[int]) -> bool:
-        """Say whether an owner's shares of its contributors, of these weights, cannot be right."""
+    def admits(self, shares: Sequence[float], weights: Sequence[int]) -> bool:
+        """Say whether an owner's shares of its contributors, of these weights, can be right.
+
+        With c the sum of what counts whole, at least the smallest weights of more than half of
+        the members, an iteration makes `(1 - c) b + w` of a share `b` at most, and `1 - c` times
+        what they lack to 1 at least remains.
+        """
         if not shares:
-            return False
-        if self.mean != "clipped" or len(shares) != len(weights) or sum(shares) > 1.0 + 1e-6:
             return True
+        if self.mean != "clipped" or len(shares) != len(weights):
+            return False
         usual = plain_shares(_bounded_shares(weights))
-        return any(
-            share > _SHARE_GROWTH * most + 1e-6 for share, most in zip(shares, usual, strict=True)
+        whole = math.fsum(sorted(usual)[: len(usual) // 2 + 1])
+        reached = 1.0 - (1.0 - whole) ** _CLIP_ITERATIONS
+        return reached - _SHARES_OFF <= math.fsum(shares) <= 1.0 + _SHARES_OFF and all(
+            share <= most * reached / whole + _SHARES_OFF
+            for share, most in zip(shares, usual, strict=True)
         )
 
 
@@ -168,14 +177,14 @@ def bounded_weights(weights: Sequence[int]) -> tuple[int, ...]:
     lower one) of those. Bounding what is bounded changes nothing.
     """
     claimed = [weight for weight in weights if weight > 0]
-    if len(claimed) < JUDGED_MEMBERS:
+    if len(claimed) < _JUDGED_MEMBERS:
         return tuple(weights)
     most = _WEIGHT_MAX * statistics.median_low(claimed)
     return tuple(min(weight, most) for weight in weights)
 
 
 def _can_judge(members: int, elements: int) -> bool:
-    return members >= JUDGED_MEMBERS and elements >= JUDGED_ELEMENTS
+    return members >= _JUDGED_MEMBERS and elements >= JUDGED_ELEMENTS
 
 
 def _bounded_shares(weights: Sequence[int]) -> list[float]:

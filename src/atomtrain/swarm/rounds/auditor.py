@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import torch
 
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.rounds.audits import Challenge, Claim, challenge
-from atomtrain.swarm.rounds.commitments import Tree, chunk_spans, leaves_of
+from atomtrain.swarm.rounds.commitments import (
+    Commitment,
+    Own,
+    chunk_spans,
+    group_digest,
+    sealed_text,
+)
 from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.lanes import Lane, Lanes
 from atomtrain.swarm.rounds.owning import OwnedSlice, SliceMean, mean_codec
-from atomtrain.swarm.transport.messages import Audit, BadMessage, Begin, Contribution, Evidence
+from atomtrain.swarm.transport.messages import (
+    Audit,
+    BadMessage,
+    Begin,
+    Contribution,
+    Evidence,
+    Seal,
+)
 from atomtrain.swarm.transport.transport import Channel
 
 
@@ -31,63 +44,54 @@ class Auditor:
         begin: Begin,
         lanes: Lanes,
         owned: Mapping[int, OwnedSlice],
-        own: Callable[[int], torch.Tensor],
+        own: Callable[[int], Awaitable[Own | None]],
     ) -> None:
         """Have everything before it; `own` returns this member's contribution to its own slice."""
         self._setup, self._begin, self._lanes, self._owned = setup, begin, lanes, owned
         self._me = begin.members.index(setup.peer_id)
         self._own = own
-        self._own_trees: dict[int, asyncio.Future[Tree]] = {}
-        self._their_roots: dict[int, str] = {}
+        self._group = group_digest(begin)
+        self._theirs: dict[int, str] = {}
         self._heard = {lane: asyncio.Event() for lane in lanes.all}
         self._to_come = Counter(lane.member for lane in lanes.all)
         self.lied: dict[str, str] = {}
         """Peers whose mean was shown to be wrong, and why."""
-
-    def end(self) -> None:
-        """Let go of everything that could be shown: the exchange is over.
-
-        At once, and not when circles of references are next looked for: it is as much as a
-        fragment.
-        """
-        for owned in self._owned.values():
-            owned.forget()
-        self._own_trees.clear()
-        self._own = _over
 
     @property
     def unproven(self) -> tuple[int, ...]:
         """Members that an audit has found wrong, or that have not stood all of theirs."""
         return tuple(member for member, left in self._to_come.items() if left)
 
-    async def own_root(self, index: int) -> str:
-        """Return the root of this member's contribution to its own slice, empty if it has none."""
-        if not self._begin.weights[self._me]:
-            return ""
-        return (await self._own_tree(index)).root
+    async def header(self, lane: Lane) -> Contribution:
+        """Return what opens a lane, or answers that: it binds this member to its own."""
+        own = [await self._own(index) for index in self._lanes.slices_of(self._me, lane)]
+        return Contribution(
+            round_id=self._begin.round_id,
+            lane=lane.stream,
+            group=self._group,
+            commitments=tuple("" if one is None else one.commitment.text for one in own),
+        )
 
-    async def _own_tree(self, index: int) -> Tree:
-        if index not in self._own_trees:
-            planting = self._setup.offload(self._planted, index)
-            self._own_trees[index] = asyncio.ensure_future(planting)
-        return await asyncio.shield(self._own_trees[index])
-
-    def _planted(self, index: int) -> Tree:
-        values = self._own(index)
-        return Tree(leaves_of(values, values.numel()))
+    def seal(self, index: int, commitment: Commitment) -> Seal:
+        """Return what goes with this member's contribution to another one's slice."""
+        text = sealed_text(self._group, index, commitment.text)
+        return Seal(commitment=commitment.text, signature=self._setup.sign(text).hex())
 
     def hear(self, lane: Lane, header: Contribution) -> None:
         """Keep what the other member of a lane is committed to; only the first word counts.
 
         Raises:
-            BadMessage: it is not one root for each of its slices.
+            BadMessage: it is not one commitment for each of its slices, or the leader has told the
+                two of different groups, so that they would not agree on any mean.
         """
         if lane not in self._heard or self._heard[lane].is_set():
             return
+        if header.group != self._group:
+            raise BadMessage("the leader has told the other member of another group")
         theirs = self._lanes.slices_of(lane.member, lane)
-        if len(header.roots) != len(theirs):
-            raise BadMessage(f"{len(header.roots)} roots for {len(theirs)} slices")
-        self._their_roots |= dict(zip(theirs, header.roots, strict=True))
+        if len(header.commitments) != len(theirs):
+            raise BadMessage(f"{len(header.commitments)} commitments for {len(theirs)} slices")
+        self._theirs |= dict(zip(theirs, header.commitments, strict=True))
         self._heard[lane].set()
 
     async def heard(self, lane: Lane) -> None:
@@ -123,8 +127,7 @@ class Auditor:
         for index, chunk in zip(asked.slices, asked.chunks, strict=True):
             if index not in self._lanes.slices_of(self._me, lane):
                 raise BadMessage(f"an audit of slice {index}, which is not on this lane")
-            own = await self._setup.offload(self._own, index)
-            shown = await self._owned[index].show(chunk, own, await self._own_tree(index))
+            shown = await self._owned[index].show(chunk, await self._own(index))
             await channel.send(shown.evidence)
             for data in shown.chunks:
                 await channel.send_bytes(data)
@@ -144,7 +147,7 @@ class Auditor:
             begin=self._begin,
             owner=lane.member,
             slice_index=index,
-            owner_root=self._their_roots[index],
+            owner_commitment=self._theirs[index],
             values=mean.values,
             contributors=mean.contributors,
             shares=mean.shares,
@@ -155,7 +158,3 @@ class Auditor:
         if flaw:
             self.lied[channel.remote] = flaw
             raise BadMessage(f"peer {channel.remote[-8:]}: {flaw}")
-
-
-def _over(index: int) -> torch.Tensor:
-    raise BadMessage("the exchange is over")

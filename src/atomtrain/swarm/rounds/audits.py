@@ -13,23 +13,25 @@ from __future__ import annotations
 
 import math
 import secrets
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from atomtrain.swarm.codecs.codec import Codec
-from atomtrain.swarm.membership.guards import JUDGED_MEMBERS, Guard, combined, plain_shares
-from atomtrain.swarm.rounds.commitments import chunk_spans, leads_to, sealed_text
+from atomtrain.swarm.codecs.codec import Codec, square_of
+from atomtrain.swarm.membership.guards import NORM_ROUNDING, Guard, combined, plain_shares
+from atomtrain.swarm.rounds.commitments import (
+    Commitment,
+    chunk_spans,
+    group_digest,
+    leads_to,
+    sealed_text,
+)
 from atomtrain.swarm.transport.messages import Begin, Evidence
 
 _ROUNDING = 2e-6
 """Of the sum of what is added up: machines may fuse a product with a sum."""
-_FAR = 100.0
-"""Times the limit of norms that a chunk may be larger than what is usual in its slice. No more is
-possible where the limit was kept, and larger ones would hide a false mean in their rounding."""
 _BIAS = 0.005
 """Part of the mean by which it may be off along itself, beside the rounding of its codec."""
 _DEVIATIONS = 6.0
@@ -37,16 +39,6 @@ _DEVIATIONS = 6.0
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]
 """Says whether a peer signed some bytes."""
-
-
-def unsigned(data: bytes) -> bytes:
-    """Return no signature: for exchanges whose other members do not look at it."""
-    return b""
-
-
-def unverified(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Take every signature, as `unsigned` makes them."""
-    return True
 
 
 class Challenge(NamedTuple):
@@ -75,8 +67,8 @@ class Claim:
     begin: Begin
     owner: int
     slice_index: int
-    owner_root: str
-    """What the owner was committed to, of its own contribution."""
+    owner_commitment: str
+    """To the owner's own contribution; it has come before any other's went to the owner."""
     values: torch.Tensor
     """1-D float32, the decoded mean of the slice."""
     contributors: tuple[int, ...]
@@ -89,30 +81,24 @@ class Claim:
         self, chunk: int, evidence: Evidence, chunks: Sequence[torch.Tensor], verify: Verify
     ) -> str:
         """Return what `evidence`, and the chunk of each contribution, show to be wrong, or ""."""
-        counts = {len(evidence.roots), len(evidence.signatures), len(evidence.paths)}
+        counts = {len(evidence.commitments), len(evidence.signatures), len(evidence.paths)}
         if counts != {len(self.contributors)}:
             return "it shows other contributions than its mean has"
+        norms: dict[int, float] = {}
         for place, member in enumerate(self.contributors):
-            if not self._proved(place, member, chunk, evidence, chunks[place], verify):
+            commitment = self._proved(place, member, chunk, evidence, chunks[place], verify)
+            if commitment is None:
                 return f"what it shows is not what {self.begin.members[member][-8:]} contributed"
-        if not all(bool(torch.isfinite(each).all()) for each in chunks) or self._too_large(chunks):
+            norms[member] = commitment.norm
+        if self.guard.too_large(norms, self.values.numel(), self.begin.weights):
             return "it counts a contribution that is far larger than others"
         weights = [self.begin.weights[member] for member in self.contributors]
-        if self.guard.shares_too_large(self.shares, weights):
-            return "it counts some contributions too much"
+        if not self.guard.admits(self.shares, weights):
+            return "it counts some contributions too much, or too little"
         expected = combined([each.clone() for each in chunks], self.shares or plain_shares(weights))
         if self._wrong(chunk, expected, chunks):
             return "its mean is not that of the contributions"
         return ""
-
-    def _too_large(self, chunks: Sequence[torch.Tensor]) -> bool:
-        if not self.guard.limit or len(chunks) < JUDGED_MEMBERS:
-            return False
-        norms = [float(torch.linalg.vector_norm(each)) for each in chunks]
-        size = float(torch.linalg.vector_norm(self.values))
-        share = (chunks[0].numel() / self.values.numel()) ** 0.5
-        usual: float = max(statistics.median_low(norms), size * share)
-        return max(norms) > _FAR * self.guard.limit * usual
 
     def _proved(
         self,
@@ -122,19 +108,22 @@ class Claim:
         evidence: Evidence,
         values: torch.Tensor,
         verify: Verify,
-    ) -> bool:
-        root, begin = evidence.roots[place], self.begin
+    ) -> Commitment | None:
+        """Return what a contributor is bound to, if the chunk that is shown of it is part of it."""
+        told = evidence.commitments[place]
         if member == self.owner:
-            if root != self.owner_root:
-                return False
+            signed = told == self.owner_commitment
         else:
-            text = sealed_text(begin.round_id, self.slice_index, root)
+            text = sealed_text(group_digest(self.begin), self.slice_index, told)
             signature = signature_bytes(evidence.signatures[place])
-            if not verify(begin.members[member], text, signature):
-                return False
+            signed = verify(self.begin.members[member], text, signature)
+        commitment = Commitment.read(told)
+        if not signed or commitment is None or not within(values, commitment.norm):
+            return None
         data = values.view(torch.uint8).numpy().data
         chunks = len(chunk_spans(self.values.numel()))
-        return leads_to(root, chunk, chunks, data, evidence.paths[place])
+        led = leads_to(commitment.root, chunk, chunks, data, evidence.paths[place])
+        return commitment if led else None
 
     def _wrong(
         self, chunk: int, expected: torch.Tensor, contributions: Sequence[torch.Tensor]
@@ -156,6 +145,12 @@ class Claim:
         rounding = _ROUNDING * float(torch.dot(added, expected.abs())) / square
         bias = abs(float(torch.dot(off, expected))) / square
         return bias > _BIAS + _DEVIATIONS * noise + rounding
+
+
+def within(values: torch.Tensor, norm: float) -> bool:
+    """Say whether numbers, all finite, can be part of what has this norm."""
+    square = square_of(values)
+    return square is not None and square**0.5 <= norm * (1.0 + NORM_ROUNDING)
 
 
 def signature_bytes(text: str) -> bytes:

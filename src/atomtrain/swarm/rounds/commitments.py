@@ -1,18 +1,22 @@
 """Commitments: what a member signs of its contribution to a slice, so that parts can be shown.
 
 The numbers that a contribution decodes to are cut into chunks. Their hashes are the leaves of a
-binary tree of hashes (Merkle 1987), whose root the member signs. Who has the root can be shown any
-chunk, with the hashes beside its way up, and knows that nobody has changed it since.
+binary tree of hashes (Merkle 1987). The member signs its root, and the contribution's norm. Who has
+the root can be shown any chunk, with the hashes beside its way up, and knows that nobody has
+changed it since.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
-from atomtrain.swarm.codecs.codec import byte_view
+from atomtrain.swarm.codecs.codec import byte_view, square_of
 from atomtrain.swarm.codecs.slices import Span, piece_spans
+from atomtrain.swarm.transport.messages import Begin, encode
 
 _HASH_BYTES = 16
 _LEAST_ELEMENTS, _MOST_ELEMENTS = 64, 1 << 12
@@ -68,6 +72,42 @@ class Tree:
         return b"".join(beside).hex()
 
 
+class Commitment(NamedTuple):
+    """What a member is bound to."""
+
+    root: str
+    norm: float
+
+    @property
+    def text(self) -> str:
+        """How it travels, and is signed."""
+        return f"{self.root} {self.norm!r}"
+
+    @classmethod
+    def read(cls, text: str) -> Commitment | None:
+        """Return what `text` has made; None if it is nothing of the kind."""
+        root, _, norm = text.partition(" ")
+        try:
+            found = cls(root, float(norm))
+        except ValueError:
+            return None
+        return found if math.isfinite(found.norm) and found.text == text else None
+
+
+class Own(NamedTuple):
+    """A member's contribution to a slice of its own, and what it is bound to by it."""
+
+    values: torch.Tensor
+    tree: Tree
+    commitment: Commitment
+
+
+def committed(values: torch.Tensor) -> Own:
+    """Return a whole contribution, 1-D float32, with its tree and commitment."""
+    tree = Tree(leaves_of(values, values.numel()))
+    return Own(values, tree, Commitment(tree.root, (square_of(values) or 0.0) ** 0.5))
+
+
 def leads_to(root: str, chunk: int, chunks: int, data: memoryview, path: str) -> bool:
     """Say whether `data` is that chunk, of so many, of what has this root."""
     try:
@@ -86,9 +126,14 @@ def leads_to(root: str, chunk: int, chunks: int, data: memoryview, path: str) ->
     return used == len(beside) and found.hex() == root
 
 
-def sealed_text(round_id: str, slice_index: int, root: str) -> bytes:
+def group_digest(begin: Begin) -> str:
+    """Return the hash of what a leader has told of a group; the same at all members."""
+    return _leaf(memoryview(encode(begin))).hex()
+
+
+def sealed_text(group: str, slice_index: int, commitment: str) -> bytes:
     """Return what a member signs of its contribution to a slice."""
-    return f"atom contribution\n{round_id}\n{slice_index}\n{root}".encode()
+    return f"atom contribution\n{group}\n{slice_index}\n{commitment}".encode()
 
 
 def _leaf(data: memoryview) -> bytes:

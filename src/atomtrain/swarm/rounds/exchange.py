@@ -28,7 +28,7 @@ from atomtrain.swarm.codecs.slices import (
 from atomtrain.swarm.membership.guards import JUDGED_ELEMENTS, bounded_weights
 from atomtrain.swarm.rounds.auditor import Auditor
 from atomtrain.swarm.rounds.bases import Bases
-from atomtrain.swarm.rounds.commitments import Tree, leaves_of, sealed_text
+from atomtrain.swarm.rounds.commitments import Commitment, Own, Tree, committed, leaves_of
 from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.lanes import Lane, Lanes
 from atomtrain.swarm.rounds.owning import (
@@ -44,7 +44,6 @@ from atomtrain.swarm.transport.messages import (
     Change,
     Contribution,
     Mean,
-    Seal,
 )
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
 
@@ -57,6 +56,8 @@ class _Encoded(NamedTuple):
     """Sum of the squares of what was encoded."""
     leaves: list[bytes]
     """Hashes of what it decodes to."""
+    sent_square: float
+    """Sum of the squares of that."""
 
 
 class Exchange:
@@ -89,7 +90,8 @@ class Exchange:
         self._channels: list[Channel] = []
         first = self._me * self._each
         self._owned = {j: self._own(j) for j in range(first, first + self._each)}
-        self._auditor = Auditor(setup, begin, self._lanes, self._owned, self._own_contribution)
+        self._own_kept: dict[int, asyncio.Future[Own]] = {}
+        self._auditor = Auditor(setup, begin, self._lanes, self._owned, self._own_of)
         self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
 
     def _own(self, index: int) -> OwnedSlice:
@@ -116,7 +118,10 @@ class Exchange:
                 *(self._exchange(lane) for lane in self._lanes.all),
             )
         finally:
-            self._auditor.end()
+            # At once, not when circles of references are looked for: it is as much as a fragment.
+            for one in owned.values():
+                one.forget()
+            self._own_kept.clear()
         for member in self._auditor.unproven:
             for index in range(member * self._each, (member + 1) * self._each):
                 self._means[index] = None
@@ -149,7 +154,18 @@ class Exchange:
         if self._bases is not None:
             await self._bases.own(index)
             owned.base_digest = self._bases.digests[index]
-        self._means[index] = await owned.reduce(self._me, self._own_contribution)
+        self._means[index] = await owned.reduce(self._me, await self._own_of(index))
+
+    async def _own_of(self, index: int) -> Own | None:
+        """Return this member's contribution to its own slice; None if it has no weight."""
+        if not self._begin.weights[self._me]:
+            return None
+        if index not in self._own_kept:
+            if self._bases is not None:
+                await self._bases.own(index)
+            making = self._setup.offload(lambda: committed(self._own_contribution(index)))
+            self._own_kept[index] = asyncio.ensure_future(making)
+        return await asyncio.shield(self._own_kept[index])
 
     def _contribution(self, span: Span) -> torch.Tensor:
         if self._bases is not None:
@@ -195,15 +211,7 @@ class Exchange:
         except LinkLost:
             self._setup.on_unreachable(peer_id)
             raise
-        return await begun(channel, await self._header(lane))
-
-    async def _header(self, lane: Lane) -> Contribution:
-        own = self._lanes.slices_of(self._me, lane)
-        if self._bases is not None:
-            for index in own:
-                await self._bases.own(index)
-        roots = [await self._auditor.own_root(index) for index in own]
-        return Contribution(round_id=self._begin.round_id, lane=lane.stream, roots=tuple(roots))
+        return await begun(channel, await self._auditor.header(lane))
 
     async def _exchange_over(self, channel: Channel, lane: Lane) -> None:
         self._channels.append(channel)
@@ -218,7 +226,7 @@ class Exchange:
 
     async def _send(self, channel: Channel, lane: Lane) -> None:
         if not lane.mine:
-            await channel.send(await self._header(lane))
+            await channel.send(await self._auditor.header(lane))
         own = self._lanes.slices_of(self._me, lane)
         if self._bases is not None:
             for index in own:
@@ -263,29 +271,30 @@ class Exchange:
                 if not believed:
                     continue
             leaves: list[bytes] = []
+            square = 0.0
             for piece in piece_spans(self._spans[index]):
                 encoded = await self._setup.offload(self._encode_change, piece, index)
                 self._own_square[index] += encoded.square
                 leaves += encoded.leaves
+                square += encoded.sent_square
                 await channel.send_bytes(encoded.data)
-            await channel.send(self._seal(index, Tree(leaves).root))
-
-    def _seal(self, index: int, root: str) -> Seal:
-        text = sealed_text(self._begin.round_id, index, root)
-        return Seal(root=root, signature=self._setup.sign(text).hex())
+            commitment = Commitment(Tree(leaves).root, square**0.5)
+            await channel.send(self._auditor.seal(index, commitment))
 
     def _encode_change(self, piece: Span, index: int) -> _Encoded:
         codec, snapshot = self._setup.codec, self._setup.snapshot
         values = self._contribution(piece)
         square = square_of(values) or 0.0
         data = codec.encode(values)
-        sent = values
+        sent, sent_square = values, square
         if not codec.exact:
             sent = torch.empty_like(values)
             codec.decode(data, sent)
+            sent_square = square_of(sent) or 0.0
         if snapshot.lost is not None:
             self._keep_lost(values, sent, snapshot.lost[piece.start : piece.stop])
-        return _Encoded(data, square, leaves_of(sent, self._spans[index].elements))
+        leaves = leaves_of(sent, self._spans[index].elements)
+        return _Encoded(data, square, leaves, sent_square)
 
     def _keep_lost(self, values: torch.Tensor, sent: torch.Tensor, into: torch.Tensor) -> None:
         """Write what encoding has lost of a piece."""

@@ -11,7 +11,7 @@ from atomtrain.swarm.anchors.anchors import Snapshot
 from atomtrain.swarm.anchors.updates import OuterUpdate
 from atomtrain.swarm.codecs.codec import Codec
 from atomtrain.swarm.membership.guards import Guard
-from atomtrain.swarm.rounds.audits import Sign, Verify, unsigned, unverified
+from atomtrain.swarm.rounds.audits import Sign, Verify
 from atomtrain.swarm.rounds.bases import Bases
 from atomtrain.swarm.rounds.making import Made
 from atomtrain.swarm.rounds.owning import Offload, SliceMean
@@ -55,6 +55,9 @@ class ExchangeSetup:
     open: Callable[[str], Awaitable[Channel]]
     """Opens a stream on which this protocol has been agreed."""
     offload: Offload
+    sign: Sign
+    """Signs in this peer's name."""
+    verify: Verify
     update: OuterUpdate = field(default_factory=OuterUpdate)
     """What members apply by themselves, in rounds that have bases."""
     guard: Guard = field(default_factory=Guard)
@@ -62,8 +65,5 @@ class ExchangeSetup:
     """Root mean square of the fragment's last mean; 0: there was none."""
     excluded: frozenset[str] = frozenset()
     """Peers whose contributions this member does not count."""
-    sign: Sign = unsigned
-    """Signs in this peer's name."""
-    verify: Verify = unverified
     on_unreachable: Callable[[str], None] = field(default=lambda _: None)
     """Told about members to which no stream can be opened."""

@@ -222,7 +222,10 @@ class GlooExchange:
         channel = await self._setup.open(self._begin.members[0])
         self._channels.append(channel)
         try:
-            await channel.send(Contribution(round_id=self._begin.round_id, lane=rounds, roots=()))
+            round_id = self._begin.round_id
+            await channel.send(
+                Contribution(round_id=round_id, lane=rounds, group="", commitments=())
+            )
             meeting = await channel.receive(Meeting, self._begin.exchange_s)
         finally:
             channel.close()

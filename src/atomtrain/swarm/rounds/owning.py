@@ -27,9 +27,17 @@ from atomtrain.swarm.codecs.codec import (
     square_of,
 )
 from atomtrain.swarm.codecs.slices import Span, piece_spans
-from atomtrain.swarm.membership.guards import Guard
+from atomtrain.swarm.membership.guards import NORM_ROUNDING, Guard
 from atomtrain.swarm.rounds.audits import Verify, signature_bytes
-from atomtrain.swarm.rounds.commitments import Tree, chunk_spans, leaves_of, sealed_text
+from atomtrain.swarm.rounds.commitments import (
+    Commitment,
+    Own,
+    Tree,
+    chunk_spans,
+    group_digest,
+    leaves_of,
+    sealed_text,
+)
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Evidence, Mean, Seal
 from atomtrain.swarm.transport.transport import Channel
 
@@ -125,11 +133,12 @@ class SliceReduction:
         """Members whose contribution may still come."""
         return frozenset(self._awaited)
 
-    def add(self, member: int, values: torch.Tensor) -> bool:
+    def add(self, member: int, values: torch.Tensor, norm: float | None = None) -> bool:
         """Take a complete contribution, 1-D float32 of the slice's size; say whether it may count.
 
-        It may not if it is not finite, not awaited (any more), or too late. A contribution that
-        does not count makes its member lost. `values` are the reduction's from now on.
+        It may not if it is not finite, not awaited (any more), too late, or not of the `norm` that
+        its member has told, which it is judged by. A contribution that does not count makes its
+        member lost. `values` are the reduction's from now on.
         """
         if self._closed or member not in self._awaited:
             return False
@@ -140,8 +149,12 @@ class SliceReduction:
         if square is None:
             self.rejected[member] = "not finite"
             return False
+        found = square**0.5
+        if norm is not None and abs(found - norm) > NORM_ROUNDING * found:
+            self.rejected[member] = "its norm is not what it signed"
+            return False
         self._values[member] = values
-        self._norms[member] = square**0.5
+        self._norms[member] = found if norm is None else norm
         return True
 
     def lose(self, member: int) -> None:
@@ -162,9 +175,11 @@ class SliceReduction:
         self._awaited.clear()
         values, self._values = self._values, {}
         norms, self._norms = self._norms, {}
-        for member, reason in self._guard.too_large(norms, self._elements, self._weights).items():
-            del values[member]
-            self.rejected[member] = reason
+        # Until nobody is too large among those that are left: receivers see only them.
+        while found := self._guard.too_large(norms, self._elements, self._weights):
+            for member, reason in found.items():
+                del values[member], norms[member]
+                self.rejected[member] = reason
         if not values:
             return (), None
         mean, self.shares = self._guard.mean_of(values, self._weights, out)
@@ -201,6 +216,7 @@ class OwnedSlice:
         self._offload = offload
         self._memory = memory
         self._verify = verify
+        self._group = group_digest(begin)
         self._kept: dict[int, _Kept] = {}
         self._adding = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -251,11 +267,10 @@ class OwnedSlice:
         for piece in out.pieces:
             await channel.send_bytes(piece)
 
-    async def reduce(self, me: int, own: Callable[[int], torch.Tensor]) -> SliceMean | None:
+    async def reduce(self, me: int, own: Own | None) -> SliceMean | None:
         """Wait for the contributions; return the mean as it travels, None if there is none.
 
-        `own` returns this member's contribution to the slice; it is called if the member has a
-        weight.
+        `own` is this member's contribution to the slice, if it has a weight.
         """
         try:
             async with asyncio.timeout_at(self._collect_until_s):
@@ -271,7 +286,7 @@ class OwnedSlice:
         self._mean.set_result(out)
         return held
 
-    async def show(self, chunk: int, own: torch.Tensor, own_tree: Tree) -> _Shown:
+    async def show(self, chunk: int, own: Own | None) -> _Shown:
         """Return the evidence for a chunk of the mean; `own` is this member's contribution.
 
         Raises:
@@ -280,20 +295,26 @@ class OwnedSlice:
         spans = chunk_spans(self._place.numel())
         if chunk >= len(spans) or not self.contributors:
             raise BadMessage(f"slice {self._index} has no chunk {chunk} of a mean")
-        shown: _Shown = await self._offload(self._show, chunk, spans[chunk], own, own_tree)
+        shown: _Shown = await self._offload(self._show, chunk, spans[chunk], own)
         return shown
 
-    def _show(self, chunk: int, span: Span, own: torch.Tensor, own_tree: Tree) -> _Shown:
-        roots, signatures, paths, chunks = [], [], [], []
+    def _show(self, chunk: int, span: Span, own: Own | None) -> _Shown:
+        commitments, signatures, paths, chunks = [], [], [], []
         for member in self.contributors:
             kept = self._kept.get(member)
-            tree = own_tree if kept is None else kept.tree
-            roots.append(tree.root)
+            if kept is not None:
+                values, tree = self._decoded(kept.pieces), kept.tree
+                commitments.append(kept.seal.commitment)
+            else:
+                assert own is not None, "only this member's own contribution has no seal"
+                values, tree, commitment = own
+                commitments.append(commitment.text)
             signatures.append("" if kept is None else kept.seal.signature)
             paths.append(tree.path(chunk))
-            values = own if kept is None else self._decoded(kept.pieces)
             chunks.append(byte_view(values[span.start : span.stop].contiguous()))
-        evidence = Evidence(roots=tuple(roots), signatures=tuple(signatures), paths=tuple(paths))
+        evidence = Evidence(
+            commitments=tuple(commitments), signatures=tuple(signatures), paths=tuple(paths)
+        )
         return _Shown(evidence, chunks)
 
     def _decoded(self, pieces: list[memoryview]) -> torch.Tensor:
@@ -306,19 +327,18 @@ class OwnedSlice:
             self.reduction.reject(member, str(error))
             return
         tree = Tree(leaves_of(values, self._place.numel()))
-        text = sealed_text(self._begin.round_id, self._index, seal.root)
+        text = sealed_text(self._group, self._index, seal.commitment)
         signed = self._verify(self._begin.members[member], text, signature_bytes(seal.signature))
-        if not signed or tree.root != seal.root:
+        commitment = Commitment.read(seal.commitment)
+        if not signed or commitment is None or tree.root != commitment.root:
             self.reduction.reject(member, "its contribution is not what it signed")
             return
         self._kept[member] = _Kept(pieces, tree, seal)
-        self.reduction.add(member, values)
+        self.reduction.add(member, values, commitment.norm)
 
-    def _close(
-        self, me: int, own: Callable[[int], torch.Tensor]
-    ) -> tuple[_Outbound, SliceMean | None]:
-        if me in self.reduction.awaited:
-            self.reduction.add(me, own(self._index))
+    def _close(self, me: int, own: Own | None) -> tuple[_Outbound, SliceMean | None]:
+        if me in self.reduction.awaited and own is not None:
+            self.reduction.add(me, own.values, own.commitment.norm)
         contributors, mean = self.reduction.close(self._place)
         self.contributors = contributors
         if mean is None:

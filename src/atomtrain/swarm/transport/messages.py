@@ -249,8 +249,9 @@ class Begin(Message, frozen=True, kw_only=True):
 class Contribution(Message, frozen=True, kw_only=True):
     """Opens a lane, by its number among those that the sender opens to the receiver; is answered.
 
-    `roots` commit the sender to what itself contributes to its own slices on the lane, before it
-    hears of anybody else's; empty where it has no weight.
+    `group` is the hash of the `Begin` that the sender has got: both must have the same. With
+    `commitments` it is bound to what itself contributes to its own slices on the lane, before it
+    hears of anybody else's; empty texts where it has no weight.
 
     After it both send the same: where a round has bases, those of their own slices; contributions
     to the other's slices, if they have a weight, each followed by its `Seal`; the means of their
@@ -262,13 +263,14 @@ class Contribution(Message, frozen=True, kw_only=True):
 
     round_id: Text
     lane: Count
-    roots: Texts
+    group: Text
+    commitments: Texts
 
 
 class Seal(Message, frozen=True, kw_only=True):
-    """After a contribution: the root of its tree of hashes, signed, so that it can be shown."""
+    """After a contribution: a commitment to it, signed, so that it can be shown."""
 
-    root: Text
+    commitment: Text
     signature: Text
 
 
@@ -308,12 +310,12 @@ class Audit(Message, frozen=True, kw_only=True):
 
 
 class Evidence(Message, frozen=True, kw_only=True):
-    """For a chunk: by contributor, what it has sealed, and the way from the chunk to that root.
+    """For a chunk: by contributor, what it has sealed, and the way from the chunk to its root.
 
     The chunks follow, float32, in the same order.
     """
 
-    roots: Texts
+    commitments: Texts
     signatures: Texts
     paths: Texts
 

@@ -15,6 +15,7 @@ from atomtrain.swarm.catchup.fetching import send_anchor
 from atomtrain.swarm.codecs.codec import codec_named
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.config import PROTOCOL
+from atomtrain.swarm.rounds.commitments import group_digest
 from atomtrain.swarm.rounds.exchange import Exchange
 from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.making import Made
@@ -38,6 +39,7 @@ from atomtrain.swarm.transport.messages import (
     Refused,
 )
 from atomtrain.swarm.transport.transport import Channel, LinkLost
+from tests.support.memory_network import unsigned, unverified
 from tests.support.swarm_virtual import InlineThread, SimulatedPeer, Simulation, run_virtual
 
 BEGIN = Begin(
@@ -50,13 +52,19 @@ async def nobody(peer_id: str) -> Channel:
     raise AssertionError(f"{peer_id} was not to be called")
 
 
+def opening(lane: int, begin: Begin = BEGIN) -> Contribution:
+    """Return what b opens a lane with, that carries no slice of its own."""
+    group = group_digest(begin)
+    return Contribution(round_id=begin.round_id, lane=lane, group=group, commitments=())
+
+
 def exchange_of_a(elements: int = 6, begin: Begin = BEGIN) -> Exchange:
     """Return a's part in the round."""
     anchor = Anchor(torch.zeros(elements), None, Stamp(0, 0, ""), Origin("", ()))
     snapshot = Snapshot(0, torch.ones(elements), anchor, weight=4, tokens_seen=4)
     setup = ExchangeSetup(
         peer_id="a", snapshot=snapshot, codec=codec_named("float32"), open=nobody,
-        offload=InlineThread().offload,
+        offload=InlineThread().offload, sign=unsigned, verify=unverified,
     )  # fmt: skip
     return Exchange(setup, begin)
 
@@ -75,7 +83,9 @@ def test_a_mean_of_who_has_no_weight_is_refused() -> None:
 def test_who_contributed_already_is_refused() -> None:
     async def scenario() -> None:
         exchange = exchange_of_a()
-        nothing = Contribution(round_id=BEGIN.round_id, lane=0, roots=())
+        nothing = Contribution(
+            round_id=BEGIN.round_id, lane=0, group=group_digest(BEGIN), commitments=()
+        )
         _, first = channel_pair("b", "a", 3.0)
         serving = asyncio.create_task(exchange.serve(first, nothing))
         await asyncio.sleep(0.1)
@@ -88,6 +98,19 @@ def test_who_contributed_already_is_refused() -> None:
     run_virtual(scenario)
 
 
+def test_members_that_were_told_of_different_groups_exchange_nothing() -> None:
+    """Else a leader that lies about weights would make an honest owner's mean look false."""
+
+    async def scenario() -> None:
+        exchange = exchange_of_a()
+        _, channel = channel_pair("b", "a", 3.0)
+        header = opening(0, replace(BEGIN, weights=(4, 8)))
+        with pytest.raises(BadMessage, match="another group"):
+            await exchange.serve(channel, header)
+
+    run_virtual(scenario)
+
+
 @pytest.mark.parametrize(
     ("caller", "lane", "why"),
     [("c", 0, "not in this round"), ("a", 0, "not in this round"), ("b", 99, "no lane 99")],
@@ -95,7 +118,9 @@ def test_who_contributed_already_is_refused() -> None:
 def test_who_does_not_belong_to_the_exchange_is_refused(caller: str, lane: int, why: str) -> None:
     async def scenario() -> None:
         _, channel = channel_pair(caller, "a", 3.0)
-        wrong = Contribution(round_id=BEGIN.round_id, lane=lane, roots=())
+        wrong = Contribution(
+            round_id=BEGIN.round_id, lane=lane, group=group_digest(BEGIN), commitments=()
+        )
         with pytest.raises(BadMessage, match=why):
             await exchange_of_a().serve(channel, wrong)
 

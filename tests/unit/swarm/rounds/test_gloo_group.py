@@ -19,6 +19,7 @@ from atomtrain.swarm.rounds.gloo import GlooExchange, KeptGroup, ProcessGroup
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Contribution
 from atomtrain.swarm.transport.transport import Channel
+from tests.support.memory_network import unsigned, unverified
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +77,8 @@ class _Round:
                 codec=codec_named("float32"),
                 open=self._opener(member.name),
                 offload=_offload,
+                sign=unsigned,
+                verify=unverified,
             )
             self.exchanges[member.name] = GlooExchange(
                 setup, begin, "127.0.0.1", _UPDATE, member.kept
@@ -206,7 +209,7 @@ def test_only_members_are_told_where_the_group_meets_and_by_the_first() -> None:
             channel = channel_pair(asked, who, 5.0)[0]
             with pytest.raises(BadMessage, match="does not meet anybody"):
                 await round_.exchanges[asked].serve(
-                    channel, Contribution(round_id="r", lane=0, roots=())
+                    channel, Contribution(round_id="r", lane=0, group="", commitments=())
                 )
 
     asyncio.run(check())

@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from atomtrain.swarm.rounds import auditor, exchange
+from atomtrain.swarm.rounds.commitments import committed
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from atomtrain.swarm.transport.messages import Contribution, Evidence, Mean, Message, Seal
 from atomtrain.swarm.transport.transport import Channel
@@ -86,19 +87,16 @@ def test_a_change_of_the_own_contribution_after_the_others_came_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The owner's own contribution makes its false mean right; but it named another one before."""
-    own_contribution = exchange.Exchange._own_contribution
-    calls: dict[tuple[str, int], int] = {}
+    header = auditor.Auditor.header
 
-    def changing(self: exchange.Exchange, index: int) -> torch.Tensor:
-        values = own_contribution(self, index)
-        place = self._begin.round_id, index
-        if self._setup.peer_id == LIAR:
-            calls[place] = calls.get(place, 0) + 1
-            if calls[place] > 1:  # the first one is what it commits itself to
-                values = values * -3
-        return values
+    async def naming_another(self: auditor.Auditor, lane: Any) -> Contribution:
+        said = await header(self, lane)
+        if self._setup.peer_id != LIAR:
+            return said
+        other = committed(torch.ones(100)).commitment.text
+        return replace(said, commitments=tuple(other for _ in said.commitments))
 
-    monkeypatch.setattr(exchange.Exchange, "_own_contribution", changing)
+    monkeypatch.setattr(auditor.Auditor, "header", naming_another)
     simulation = run()
     for name in HONEST:
         assert trusted(simulation)[name] == {*HONEST} - {name}
@@ -112,7 +110,7 @@ def test_nobody_contributes_to_a_slice_whose_owner_has_not_named_its_own(
 
     def heard_now(self: auditor.Auditor, lane: Any, header: Contribution) -> None:
         hear(self, lane, header)
-        heard.update((id(self), j) for j in self._their_roots)  # type: ignore[misc]
+        heard.update((id(self), j) for j in self._theirs)  # type: ignore[misc]
 
     def encoded(self: exchange.Exchange, piece: Any, index: int) -> Any:
         own = self._me * self._each <= index < (self._me + 1) * self._each
@@ -162,7 +160,7 @@ def test_who_seals_another_contribution_than_it_sends_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def change(seal: Seal) -> Seal:
-        return replace(seal, root="00" * 16)
+        return replace(seal, commitment=f"{'00' * 16} 1.0")
 
     monkeypatch.setattr(Channel, "send", spoiling(Seal, change))
     simulation = run(30.0)
