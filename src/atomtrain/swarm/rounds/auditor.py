@@ -121,6 +121,11 @@ class Auditor:
             showing.cancel()
         self._to_come[lane.member] -= 1
 
+    def convict(self, channel: Channel, why: str) -> BadMessage:
+        """Note what no honest owner does; return it as an error."""
+        self.lied[channel.remote] = why
+        return BadMessage(f"peer {channel.remote[-8:]}: {why}")
+
     async def _show(self, channel: Channel, lane: Lane, asked: Audit) -> None:
         if len(asked.slices) > 1 or len(asked.slices) != len(asked.chunks):
             raise BadMessage(f"an audit of {len(asked.slices)} slices at once")
@@ -156,5 +161,4 @@ class Auditor:
         )
         flaw = await self._setup.offload(claim.flaw, chunk, evidence, chunks, self._setup.verify)
         if flaw:
-            self.lied[channel.remote] = flaw
-            raise BadMessage(f"peer {channel.remote[-8:]}: {flaw}")
+            raise self.convict(channel, flaw)

@@ -306,12 +306,11 @@ class Exchange:
         header = await channel.receive(Mean, self._begin.exchange_s)
         if not header.contributors:
             return None
-        if not set(header.contributors) <= set(range(len(self._begin.members))):
-            raise BadMessage("a mean over members that are not in the group")
-        if len(set(header.contributors)) != len(header.contributors):
-            raise BadMessage("a mean that counts a member twice")
-        if not all(self._begin.weights[member] > 0 for member in header.contributors):
-            raise BadMessage("a mean that counts a member without weight")
+        counted, weights = header.contributors, self._begin.weights
+        if not set(counted) <= {member for member, weight in enumerate(weights) if weight > 0}:
+            raise self._auditor.convict(channel, "its mean is over members that cannot count")
+        if len(set(counted)) != len(counted):
+            raise self._auditor.convict(channel, "its mean counts a member twice")
         pieces, place = [], self._place(index)
         codec = mean_codec(self._setup.codec, self._begin, index, len(header.contributors))
         for start, stop in piece_spans(Span(0, place.numel())):

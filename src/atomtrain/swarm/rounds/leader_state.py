@@ -11,7 +11,8 @@ finds out from the membership records what happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -202,12 +203,35 @@ class LeaderRound:
         return best, {m: stamp for m, stamp in near.items() if top - stamp.version <= slack}
 
     def _decide(self) -> Outgoing:
+        """Commit the slices that all survivors hold alike.
+
+        If there is none, whoever holds least of what most hold is left out, as if it had died: it
+        must not be able to keep the others from averaging. Two thirds of the group remain.
+        """
         survivors = sorted(self._held)
-        columns = zip(*(self._held[member].digests for member in survivors), strict=True)
-        agreed = tuple(j for j, column in enumerate(columns) if column[0] and len(set(column)) == 1)
-        if not agreed:
-            return self._finish(Abandon(reason="no slice reached everybody"), survivors)
+        while not (agreed := self._alike(survivors)):
+            if 3 * (len(survivors) - 1) < 2 * len(self.group) or len(survivors) < 3:
+                abandon = Abandon(reason="no slice reached everybody" + self._why())
+                return self._finish(abandon, sorted(self._held))
+            odd = self._odd_one(survivors)
+            survivors.remove(odd)
+            self._refusals.setdefault(odd, "lacks what others hold")
         return self._finish(Commit(slices=agreed), survivors)
+
+    def _alike(self, members: Sequence[str]) -> tuple[int, ...]:
+        columns = zip(*(self._held[member].digests for member in members), strict=True)
+        return tuple(j for j, column in enumerate(columns) if column[0] and len(set(column)) == 1)
+
+    def _odd_one(self, members: Sequence[str]) -> str:
+        """Return the member that holds least of what most of these hold."""
+        columns = zip(*(self._held[member].digests for member in members), strict=True)
+        usual = [Counter(column).most_common(1)[0][0] for column in columns]
+
+        def shared(member: str) -> int:
+            digests = self._held[member].digests
+            return sum(bool(own) and own == most for own, most in zip(digests, usual, strict=True))
+
+        return min(members, key=shared)
 
     def _finish(self, result: Commit | Abandon, to: list[str]) -> Outgoing:
         self.phase = Phase.DONE

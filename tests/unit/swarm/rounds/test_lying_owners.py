@@ -10,10 +10,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from atomtrain.swarm.rounds import auditor, exchange
+from atomtrain.swarm.rounds import auditor, exchange, round_member
 from atomtrain.swarm.rounds.commitments import committed
 from atomtrain.swarm.rounds.owning import OwnedSlice
-from atomtrain.swarm.transport.messages import Contribution, Evidence, Mean, Message, Seal
+from atomtrain.swarm.transport.messages import Contribution, Evidence, Held, Mean, Message, Seal
 from atomtrain.swarm.transport.transport import Channel
 from tests.support.swarm_virtual import Simulation, run_virtual
 
@@ -190,3 +190,39 @@ def test_who_shows_something_else_or_nothing_has_no_mean_that_counts(
         assert hides or not peer.service.context.roster.trusts(LIAR)
         whole = [r for r in peer.reports if LIAR in r.contributors and not r.reason]
         assert not whole, "its slices are missing wherever it takes part"
+
+
+@pytest.mark.usefixtures("senders")
+@pytest.mark.parametrize("contributors", [(0, 0), (9,)], ids=["twice", "strangers"])
+def test_who_counts_members_that_cannot_count_is_left_out(
+    contributors: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(mean: Mean) -> Mean:
+        return replace(mean, contributors=contributors) if mean.contributors else mean
+
+    monkeypatch.setattr(Channel, "send", spoiling(Mean, change))
+    simulation = run()
+    assert simulation.check_means() > 20
+    for name in HONEST:
+        assert trusted(simulation)[name] == {*HONEST} - {name}
+
+
+@pytest.mark.usefixtures("senders")
+def test_who_says_that_it_holds_nothing_keeps_nobody_from_averaging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channel_of = round_member.RoundMember.__init__
+
+    def known(self: Any, context: Any, invite: Any, channel: Channel) -> None:
+        _ENDS[id(channel)] = context.peer_id
+        channel_of(self, context, invite, channel)
+
+    def nothing(held: Held) -> Held:
+        return Held(digests=("",) * len(held.digests))
+
+    monkeypatch.setattr(round_member.RoundMember, "__init__", known)
+    monkeypatch.setattr(Channel, "send", spoiling(Held, nothing))
+    simulation = run()
+    assert simulation.check_means() > 20
+    last = [report for name in HONEST for report in simulation.peers[name].reports[-8:]]
+    assert [report for report in last if {*HONEST} <= set(report.contributors)]
