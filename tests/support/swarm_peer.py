@@ -108,20 +108,20 @@ def follow_clocks(file: Path) -> None:
 
 def misbehave(kind: str) -> None:
     """Have this process do harm to rounds, or to its own files, from now on."""
-    from atomtrain.swarm.rounds.exchange import Exchange
+    from atomtrain.swarm.rounds.contributing import Contributions
     from atomtrain.swarm.rounds.owning import OwnedSlice
 
-    encode, own = Exchange._encode_change, OwnedSlice._encode
+    encode, own = Contributions.encode, OwnedSlice._encode
     kind, _, times = kind.partition(" times ")
     factor = float(times or 1e6)
     first: list[Any] = []
 
-    def corrupt(self: Exchange, *what: Any) -> Any:
+    def corrupt(self: Contributions, *what: Any) -> Any:
         encoded = encode(self, *what)
         spoilt = memoryview(bytearray(random.randbytes(len(encoded.data))))
         return encoded._replace(data=spoilt)
 
-    def replay(self: Exchange, *what: Any) -> Any:
+    def replay(self: Contributions, *what: Any) -> Any:
         encoded = encode(self, *what)
         first.append(encoded.data) if not first else None
         same = len(first[0]) == len(encoded.data)
@@ -131,9 +131,9 @@ def misbehave(kind: str) -> None:
         return own(self, contributors, mean * factor)
 
     if kind == "corrupt":
-        Exchange._encode_change = corrupt  # type: ignore[method-assign]
+        Contributions.encode = corrupt  # type: ignore[method-assign]
     elif kind == "replay":
-        Exchange._encode_change = replay  # type: ignore[method-assign]
+        Contributions.encode = replay  # type: ignore[method-assign]
     elif kind == "false mean":
         OwnedSlice._encode = false_mean  # type: ignore[method-assign]
     elif kind == "full disk":
@@ -178,7 +178,7 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
     """
     from atomtrain.swarm.anchors.anchor_store import AnchorStore
     from atomtrain.swarm.membership.deadlines import RoundTiming
-    from atomtrain.swarm.rounds.exchange import Exchange
+    from atomtrain.swarm.rounds.contributing import Contributions
     from atomtrain.swarm.rounds.leader_io import LeaderIO
     from atomtrain.swarm.rounds.owning import OwnedSlice
     from atomtrain.swarm.rounds.round_member import RoundMember
@@ -209,7 +209,7 @@ def fall_at(stage: str, happen: Callable[[], None], *, always: bool = False) -> 
     else:
         owner, name = {
             "invited": (RoundMember, "_enter"),
-            "contributing": (Exchange, "_encode_change"),
+            "contributing": (Contributions, "encode"),
             "reducing": (OwnedSlice, "_close"),
             "exchanged": (RoundTiming, "observe"),
             "merging": (AnchorStore, "merge"),

@@ -25,7 +25,7 @@ import torch
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Digest, Snapshot
 from atomtrain.swarm.codecs.codec import Codec, codec_named
-from atomtrain.swarm.rounds.exchange import Exchange
+from atomtrain.swarm.rounds.contributing import Contributions
 from atomtrain.swarm.transport.secure import SecureChannel
 
 _LOOP, _WORKERS = "atom-swarm", "atom-swarm-worker"
@@ -109,7 +109,7 @@ def _threads_s() -> dict[str, float]:
 
 
 _FEEDBACK = (
-    (Snapshot, "_with_residual"), (Exchange, "_keep_lost"), (AnchorStore, "_advance_residual"),
+    (Snapshot, "_with_residual"), (Contributions, "_keep_lost"), (AnchorStore, "_advance_residual"),
 )  # fmt: skip
 
 

@@ -22,7 +22,12 @@ from atombench.common import BenchmarkOptions, Result, description, progress
 from atombench.swarm.outer_swarm import Averaging, LocalSwarm, Poison, Task
 from atomtrain.swarm.anchors.updates import OVERLAP_WEIGHTS, outer_named
 from atomtrain.swarm.codecs.codec import Codec, codec_named, decode_span, encode_span, encoded_bytes
-from atomtrain.swarm.codecs.slices import Span, slice_spans, slices_per_member
+from atomtrain.swarm.codecs.slices import (
+    Span,
+    slice_spans,
+    slices_per_member,
+    streams_per_neighbour,
+)
 from atomtrain.swarm.membership.guards import Guard
 from atomtrain.swarm.rounds.audits import Claim
 from atomtrain.swarm.rounds.commitments import (
@@ -33,7 +38,7 @@ from atomtrain.swarm.rounds.commitments import (
     sealed_text,
 )
 from atomtrain.swarm.transport.identity import Identity, verify
-from atomtrain.swarm.transport.messages import Begin, Evidence
+from atomtrain.swarm.transport.messages import Begin, Evidence, Seal, encode
 
 _HUGE_CLAIM = 1_000_000
 _A_LITTLE = 1.0
@@ -143,14 +148,17 @@ class _Owned:
     codec: Codec
     guard: Guard
 
-    def audit(self, chunk: int) -> str:
-        """Return what a receiver of the mean finds."""
-        start, stop = chunk_spans(self.mean.numel())[chunk]
-        evidence = Evidence(
+    def evidence(self, chunk: int) -> Evidence:
+        """Return what is shown of a chunk beside its numbers."""
+        return Evidence(
             commitments=tuple(one.commitment.text for one in self.values),
             signatures=tuple(self.signatures),
             paths=tuple(one.tree.path(chunk) for one in self.values),
         )
+
+    def audit(self, chunk: int) -> str:
+        """Return what a receiver of the mean finds."""
+        start, stop = chunk_spans(self.mean.numel())[chunk]
         claim = Claim(
             begin=self.begin, owner=0, slice_index=0,
             owner_commitment=self.values[0].commitment.text,
@@ -158,7 +166,7 @@ class _Owned:
             codec=self.codec, guard=self.guard,
         )  # fmt: skip
         chunks = [one.values[start:stop].clone() for one in self.values]
-        return claim.flaw(chunk, evidence, chunks, verify)
+        return claim.flaw(chunk, self.evidence(chunk), chunks, verify)
 
 
 def _owned(setup: LiarsSetup, members: int, lie: Callable[[Tensor], Tensor]) -> _Owned:
@@ -231,20 +239,23 @@ def _costs(setup: LiarsSetup, members: int) -> Result:
     check_s = _time_s(lambda: verify(key.peer_id, b"x" * 80, key.sign(b"x" * 80))) - sign_s
     audit_s = _time_s(lambda: owned.audit(0))
     products_s = _time_s(lambda: float(torch.dot(first, second)))
-    decode_s = _time_s(lambda: _decoded(codec_named(setup.wire), first))
+    codec = codec_named(setup.wire)
+    pieces, out = encode_span(codec, first), torch.empty_like(first)
+    decode_s = _time_s(lambda: decode_span(codec, pieces, out))
     # Sealed are own slices, and contributions to all others; checked, others' to the own slices.
     sealed, checked = each + others * each, others * each
-    audits = 2 * others if each > 1 else others
+    audits = others * min(each, 2 * streams_per_neighbour(members, each))
     cpu_s = (
         sealed * seal_s + others * each * (sign_s + decode_s) + checked * (seal_s + check_s)
         + audits * audit_s + each * members * (members + 1) / 2 * products_s
     )  # fmt: skip
-    codec, span = codec_named(setup.wire), Span(0, setup.fragment_elements)
+    span = Span(0, setup.fragment_elements)
     share = others / members
     moved = share * sum(encoded_bytes(c, span) for c in (codec, codec.for_mean(members, 0)))
     start, stop = chunk_spans(elements)[0]
-    shown = 4 * (stop - start) + len(owned.signatures[0]) + len(owned.values[0].tree.path(0)) + 32
-    extra = audits * members * shown + others * each * 250
+    shown = members * 4 * (stop - start) + len(encode(owned.evidence(0)))
+    seal = Seal(commitment=owned.values[0].commitment.text, signature=owned.signatures[0])
+    extra = audits * shown + others * each * len(encode(seal))
     progress(
         f"{members} members: {cpu_s:.2f} s of processor time, {extra / moved:.2%} of the bytes"
     )

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from atomtrain.swarm.anchors.buffer_pool import exchange_memory, pooled_empty
-from atomtrain.swarm.codecs.codec import Codec, byte_view, decode_span, decoded, square_of
+from atomtrain.swarm.codecs.codec import Codec, byte_view, decode_span, square_of
 from atomtrain.swarm.codecs.slices import (
     Span,
     piece_spans,
@@ -28,7 +28,8 @@ from atomtrain.swarm.codecs.slices import (
 from atomtrain.swarm.membership.guards import JUDGED_ELEMENTS, bounded_weights
 from atomtrain.swarm.rounds.auditor import Auditor
 from atomtrain.swarm.rounds.bases import Bases
-from atomtrain.swarm.rounds.commitments import Commitment, Own, Tree, committed, leaves_of
+from atomtrain.swarm.rounds.commitments import Commitment, Tree
+from atomtrain.swarm.rounds.contributing import Contributions
 from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.lanes import Lane, Lanes
 from atomtrain.swarm.rounds.owning import (
@@ -46,18 +47,6 @@ from atomtrain.swarm.transport.messages import (
     Mean,
 )
 from atomtrain.swarm.transport.transport import Channel, LinkLost, begun
-
-
-class _Encoded(NamedTuple):
-    """A piece of a contribution as it travels."""
-
-    data: memoryview
-    square: float
-    """Sum of the squares of what was encoded."""
-    leaves: list[bytes]
-    """Hashes of what it decodes to."""
-    sent_square: float
-    """Sum of the squares of that."""
 
 
 class Exchange:
@@ -90,8 +79,9 @@ class Exchange:
         self._channels: list[Channel] = []
         first = self._me * self._each
         self._owned = {j: self._own(j) for j in range(first, first + self._each)}
-        self._own_kept: dict[int, asyncio.Future[Own]] = {}
-        self._auditor = Auditor(setup, begin, self._lanes, self._owned, self._own_of)
+        self._contributions = Contributions(setup, begin, self._spans, self._bases, self._memory)
+        own = self._contributions.own
+        self._auditor = Auditor(setup, begin, self._lanes, self._owned, own)
         self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
 
     def _own(self, index: int) -> OwnedSlice:
@@ -118,10 +108,9 @@ class Exchange:
                 *(self._exchange(lane) for lane in self._lanes.all),
             )
         finally:
-            # At once, not when circles of references are looked for: it is as much as a fragment.
             for one in owned.values():
                 one.forget()
-            self._own_kept.clear()
+            self._contributions.forget()
         for member in self._auditor.unproven:
             for index in range(member * self._each, (member + 1) * self._each):
                 self._means[index] = None
@@ -154,32 +143,7 @@ class Exchange:
         if self._bases is not None:
             await self._bases.own(index)
             owned.base_digest = self._bases.digests[index]
-        self._means[index] = await owned.reduce(self._me, await self._own_of(index))
-
-    async def _own_of(self, index: int) -> Own | None:
-        """Return this member's contribution to its own slice; None if it has no weight."""
-        if not self._begin.weights[self._me]:
-            return None
-        if index not in self._own_kept:
-            if self._bases is not None:
-                await self._bases.own(index)
-            making = self._setup.offload(lambda: committed(self._own_contribution(index)))
-            self._own_kept[index] = asyncio.ensure_future(making)
-        return await asyncio.shield(self._own_kept[index])
-
-    def _contribution(self, span: Span) -> torch.Tensor:
-        if self._bases is not None:
-            return self._bases.contribution(span)
-        out = self._memory.empty(4 * span.elements).view(torch.float32)
-        return self._setup.snapshot.contribution(span, out)
-
-    def _own_contribution(self, index: int) -> torch.Tensor:
-        """Return this member's contribution to its own slice, as others would have received it."""
-        span = self._spans[index]
-        if self._setup.snapshot.lost is None:
-            return self._contribution(span)
-        pieces = [self._encode_change(piece, index).data for piece in piece_spans(span)]
-        return decoded(self._setup.codec, pieces, span.elements)
+        self._means[index] = await owned.reduce(self._me, await self._contributions.own(index))
 
     async def _exchange(self, lane: Lane) -> None:
         """Send and receive what a lane carries; who is lost on it does not count any more."""
@@ -273,34 +237,13 @@ class Exchange:
             leaves: list[bytes] = []
             square = 0.0
             for piece in piece_spans(self._spans[index]):
-                encoded = await self._setup.offload(self._encode_change, piece, index)
+                encoded = await self._setup.offload(self._contributions.encode, piece, index)
                 self._own_square[index] += encoded.square
                 leaves += encoded.leaves
                 square += encoded.sent_square
                 await channel.send_bytes(encoded.data)
             commitment = Commitment(Tree(leaves).root, square**0.5)
             await channel.send(self._auditor.seal(index, commitment))
-
-    def _encode_change(self, piece: Span, index: int) -> _Encoded:
-        codec, snapshot = self._setup.codec, self._setup.snapshot
-        values = self._contribution(piece)
-        square = square_of(values) or 0.0
-        data = codec.encode(values)
-        sent, sent_square = values, square
-        if not codec.exact:
-            sent = torch.empty_like(values)
-            codec.decode(data, sent)
-            sent_square = square_of(sent) or 0.0
-        if snapshot.lost is not None:
-            self._keep_lost(values, sent, snapshot.lost[piece.start : piece.stop])
-        leaves = leaves_of(sent, self._spans[index].elements)
-        return _Encoded(data, square, leaves, sent_square)
-
-    def _keep_lost(self, values: torch.Tensor, sent: torch.Tensor, into: torch.Tensor) -> None:
-        """Write what encoding has lost of a piece."""
-        lost = torch.sub(values, sent, out=into)
-        if self._bases is not None:  # lost after the step: as a change it counts that much less
-            lost.div_(self._setup.update.gain)
 
     async def _receive_mean(self, channel: Channel, index: int) -> SliceMean | None:
         header = await channel.receive(Mean, self._begin.exchange_s)

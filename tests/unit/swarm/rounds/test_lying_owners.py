@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from atomtrain.swarm.rounds import auditor, exchange, round_member
+from atomtrain.swarm.rounds import auditor, contributing, exchange, round_member
 from atomtrain.swarm.rounds.commitments import committed
 from atomtrain.swarm.rounds.owning import OwnedSlice
 from atomtrain.swarm.transport.messages import Contribution, Evidence, Held, Mean, Message, Seal
@@ -105,20 +105,21 @@ def test_a_change_of_the_own_contribution_after_the_others_came_is_found(
 def test_nobody_contributes_to_a_slice_whose_owner_has_not_named_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heard: set[int] = set()
-    hear, encode = auditor.Auditor.hear, exchange.Exchange._encode_change
+    heard: set[tuple[int, int]] = set()
+    hear, encode = auditor.Auditor.hear, contributing.Contributions.encode
 
     def heard_now(self: auditor.Auditor, lane: Any, header: Contribution) -> None:
         hear(self, lane, header)
-        heard.update((id(self), j) for j in self._theirs)  # type: ignore[misc]
+        heard.update((id(self._setup), j) for j in self._theirs)
 
-    def encoded(self: exchange.Exchange, piece: Any, index: int) -> Any:
-        own = self._me * self._each <= index < (self._me + 1) * self._each
-        assert own or (id(self._auditor), index) in heard  # type: ignore[comparison-overlap]
+    def encoded(self: contributing.Contributions, piece: Any, index: int) -> Any:
+        assert (id(self._setup), index) in heard, (
+            "own contributions are encoded with codecs that lose"
+        )
         return encode(self, piece, index)
 
     monkeypatch.setattr(auditor.Auditor, "hear", heard_now)
-    monkeypatch.setattr(exchange.Exchange, "_encode_change", encoded)
+    monkeypatch.setattr(contributing.Contributions, "encode", encoded)
     assert run(20.0).check_means() > 5
     assert heard
 
