@@ -17,6 +17,7 @@ from atomtrain.errors import AtomError, ConfigError, RecipeFileError, nearest
 COMMANDS = {
     "train": "train a model, alone or with other peers",
     "init": "ask a few questions, look at the machine, and write a recipe",
+    "import": "turn a recipe of axolotl or LLaMA-Factory into one of ATOM",
     "schema": "print the JSON schema of recipe files",
     "plan": "say how a model would train on a machine, how fast, and what would be faster",
     "simulate": "say what many peers would reach on given links, with ATOM and as a pipeline",
@@ -35,6 +36,8 @@ COMMANDS = {
 }
 _PACKAGES = {"bench": "atombench", "simulate": "atomresearch"}
 """Commands that are of a package of their own."""
+_MODULES = {"import": "importing"}
+"""Commands whose name no module can have."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _USAGE = """usage: atom COMMAND [options]
@@ -108,7 +111,7 @@ def command_module(name: str) -> ModuleType:
             f"'atom {name}' is of a package of its own, which is not installed; in a clone of the "
             "project, run 'pip install -e research -e benchmarks'"
         )
-    return importlib.import_module(f"{package}.{name}")
+    return importlib.import_module(f"{package}.{_MODULES.get(name, name)}")
 
 
 def _hint(error: OSError) -> str:

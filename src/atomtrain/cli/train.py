@@ -10,17 +10,22 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from atomtrain.cli.parsing import COMPLAINT, complain, given_options, leaving_at_once, parser_of
 from atomtrain.errors import ConfigError
 from atomtrain.metrics.targets import parse_targets, require_packages
+from atomtrain.settings import flag_of
 from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.other_names import KINDS, translated
 from atomtrain.training.config.preflight import check_early
 
 LOG_FILE = "peer.log"
 RECIPE = "recipe"
+_OTHER = "other_"
+"""Begins where the parser keeps what stands under a name of another tool."""
 _STOPPED_AT_ONCE = "stopped at once: --resume goes on from the newest checkpoint, if there is one"
 ABOUT = "Train a model within a device budget, alone or with other peers."
 _EXAMPLES = """\
@@ -37,6 +42,12 @@ def run(arguments: Sequence[str]) -> int:
     options = options_of(arguments)
     require_packages(parse_targets(options.metrics))
     check_early(options)
+    if options.dry_run:
+        with leaving_at_once():
+            from atomtrain.training.tools.dry_run import dry_run
+
+        sys.stdout.write(dry_run(options))
+        return 0
     if options.n_peers > 1:
         return _run_peers(options)
     return _run_peer(options)
@@ -49,13 +60,44 @@ def options_of(arguments: Sequence[str]) -> TrainOptions:
         ConfigError: a mistake in the command line or in the recipe file.
     """
     parser = command_parser()
+    _add_other_names(parser)
     given = given_options(TrainOptions, parser, arguments)
+    others = {name: given.pop(_OTHER + name) for name in KINDS if _OTHER + name in given}
     recipe = given.pop(RECIPE, None)
     if recipe is None:
-        return TrainOptions(**given)
+        return TrainOptions(**_understood(others, given, {}))
     from atomtrain.training.config.recipe_files import options_with, read_recipe, recipe_path
 
-    return options_with(read_recipe(recipe_path(recipe)), given)
+    file = read_recipe(recipe_path(recipe))
+    if file.told:
+        complain(f"{file.path}: {file.told}")
+    return options_with(file, _understood(others, given, file.values))
+
+
+def _understood(
+    others: Mapping[str, Any], given: dict[str, Any], in_file: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a command line says, names of other tools included; say what they became."""
+    understood = translated(others, given, in_file)
+    if understood.line:
+        complain(understood.line)
+    return {**given, **understood.values}
+
+
+def _add_other_names(parser: argparse.ArgumentParser) -> None:
+    """Let a command line use the names of other tools; the help leaves them out."""
+    for name, kind in KINDS.items():
+        settings: dict[str, Any] = {"type": kind}
+        if kind is bool:
+            settings = {"nargs": "?", "const": True, "type": _truth}
+        flags = dict.fromkeys((flag_of(name), f"--{name}"))
+        parser.add_argument(*flags, dest=_OTHER + name, help=argparse.SUPPRESS, **settings)
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"true or false, not {text!r}")
+    return text.lower() == "true"
 
 
 def command_parser() -> argparse.ArgumentParser:

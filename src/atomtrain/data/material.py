@@ -28,6 +28,10 @@ class Batches(Protocol):
         """Return batch number `position`."""
         ...
 
+    def epoch(self, position: int) -> float:
+        """Return how many times the data were seen before this position."""
+        ...
+
 
 class Material(Protocol):
     """Text or examples as tokens."""
@@ -54,6 +58,10 @@ class _Divided(NamedTuple):
     def batch(self, position: int) -> Batch:
         """See `Batches`."""
         return divided_at(self.whole.batch(position), self.separator)
+
+    def epoch(self, position: int) -> float:
+        """See `Batches`."""
+        return self.whole.epoch(position)
 
 
 class TextMaterial(NamedTuple):

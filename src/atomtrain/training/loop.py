@@ -34,8 +34,28 @@ to be compared with one at the start."""
 _FINAL_SEQUENCES = 64
 _MOST_LOSS = 700.0
 """Beyond it a perplexity is no number any more."""
+_SLOW_STEPS = 2
+"""The first steps of a run, which make what later ones find: they say little of the time left."""
 _WAIT_S = 0.002
 _LEAVE_S = 20.0
+
+
+class Pace:
+    """Reckons the time left from the steps that a run has made, without its slow first ones."""
+
+    def __init__(self, step: int, now_s: float) -> None:
+        """`step` is the last one that is done, `now_s` a time on any clock."""
+        self._first = step
+        self._since, self._since_s = step, now_s
+
+    def left_s(self, step: int, steps: int, now_s: float) -> float:
+        """Return the seconds from `step` to `steps`; call it after each step."""
+        # Peers that step together may go back, all at once, if a step has done harm.
+        done = max(1, step - self._since)
+        left_s = (now_s - self._since_s) / done * (steps - step)
+        if self._since == self._first and step - self._first >= _SLOW_STEPS:
+            self._since, self._since_s = step, now_s
+        return left_s
 
 
 class Loop:
@@ -46,6 +66,7 @@ class Loop:
         self._stop = False
         self._started_s = time.monotonic()
         self._first_step = session.step
+        self._pace = Pace(session.step, self._started_s)
         self._told_step = 0
         self._shown = False
         self._members: dict[str, str] = {}
@@ -220,9 +241,6 @@ class Loop:
     def _log(self, loss: float, rounds: int | None) -> None:
         session, report = self._session, self._report()
         recipe, engine = session.recipe, session.engine
-        # Peers that step together may go back, all at once, if a step has done harm.
-        done = max(1, session.step - self._first_step)
-        elapsed_s = time.monotonic() - self._started_s
         self._last = (loss, self._last[1])
         self._events.emit(
             "step",
@@ -241,7 +259,7 @@ class Loop:
             learning_rate=recipe.learning_rate_at(session.step - 1),
             peers=len(self._members) + 1,
             round=rounds,
-            time_left_s=elapsed_s / done * (recipe.steps - session.step),
+            time_left_s=self._pace.left_s(session.step, recipe.steps, time.monotonic()),
         )
 
     def _evaluate(self, sequences: int) -> None:

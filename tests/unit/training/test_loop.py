@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from atomtrain.events import Event, EventLog
-from atomtrain.training.loop import Loop
+from atomtrain.training.loop import Loop, Pace
 from atomtrain.training.together.gradients import GradientFragments
 
 
@@ -184,3 +184,12 @@ def test_what_comes_every_third_step(
     course = Course(tmp_path, 3, boundaries)
     assert course.run() == "completed"
     assert (course.evaluated, course.saved) == (due, due)
+
+
+def test_the_time_left_does_not_count_the_slow_first_steps() -> None:
+    pace = Pace(10, now_s=100.0)
+    assert pace.left_s(11, 20, 130.0) == 30.0 * 9
+    assert pace.left_s(12, 20, 134.0) == 17.0 * 8
+    assert pace.left_s(13, 20, 136.0) == 2.0 * 7
+    assert pace.left_s(16, 20, 142.0) == 2.0 * 4
+    assert pace.left_s(20, 20, 150.0) == 0.0

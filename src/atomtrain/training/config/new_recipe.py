@@ -48,6 +48,8 @@ def new_recipe(options: TrainOptions) -> Recipe:
         "learning_rate": usual.learning_rate,
         "evaluate_every": max(1, steps // 8),
         "checkpoint_every": max(1, steps // 4),
+        "warmup_steps": max(1, min(50, steps // 10)),
+        "weight_decay": usual.weight_decay,
         **chosen(options, Recipe),
     }
     _check_objective(options)
@@ -56,8 +58,6 @@ def new_recipe(options: TrainOptions) -> Recipe:
             **settings,
             "model": name,
             "sizes": usual.sizes,
-            "warmup_steps": max(1, min(50, steps // 10)),
-            "weight_decay": usual.weight_decay,
             "local_steps": options.local_steps or 0,
             "lora": None if options.lora is None else parse_lora(options.lora),
         }

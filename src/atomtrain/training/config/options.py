@@ -8,6 +8,7 @@ from pathlib import Path
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
 from atomtrain.settings import (
+    MOST_COUNT,
     asked,
     check_fields,
     check_name,
@@ -31,6 +32,11 @@ _RUNS = Path("runs")
 def _check_dropout(flag: str, probability: float) -> None:
     if not 0 <= probability < 1:
         raise ConfigError(f"{flag} must be at least 0 and below 1, not {probability}")
+
+
+def _check_epochs(flag: str, epochs: float) -> None:
+    if not 0 < epochs < MOST_COUNT:
+        raise ConfigError(f"{flag} must be above 0 and at most {MOST_COUNT}, not {epochs}")
 
 
 def _check_metrics(_: str, targets: tuple[str, ...]) -> None:
@@ -74,7 +80,18 @@ class TrainOptions:
         check=count(most=1024),
     )
     resume: bool = option(False, "Continue from the newest checkpoint of --run.", "")
+    dry_run: bool = option(
+        False,
+        "Say what the run would be (data, plan, time, disk), and stop before the first step.",
+        "",
+    )
     steps: int | None = asked(Recipe, "steps")
+    epochs: float | None = option(
+        None,
+        "Passes over the data, instead of --steps; each peer makes them.",
+        "NUMBER",
+        check=_check_epochs,
+    )
     device: str = option(
         "auto",
         "auto, cpu (the host itself, nothing is copied), cuda, cuda:NUMBER, emulated or "
@@ -106,6 +123,8 @@ class TrainOptions:
     packing: bool = asked(Recipe, "packed", False)
     head_pieces: int | None = asked(Options, "head_pieces")
     learning_rate: float | None = asked(Recipe, "learning_rate")
+    warmup_steps: int | None = asked(Recipe, "warmup_steps")
+    weight_decay: float | None = asked(Recipe, "weight_decay")
     optimizer: str | None = asked(Recipe, "optimizer")
     precision: str | None = asked(Recipe, "precision")
     gradient_dtype: str | None = asked(Recipe, "gradient_dtype")
@@ -244,6 +263,10 @@ class TrainOptions:
 
             if on_disk_up_to(self.on_disk) and self.disk is None:
                 raise ConfigError(f"--on-disk {self.on_disk} needs a folder: --disk FOLDER")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError("--steps and --epochs contradict each other; give one of them")
+        if self.epochs is not None and (self.resume or self.join):
+            raise ConfigError("--epochs is for new runs; --resume and --join take --steps")
         if self.measured_rounds and self.local_steps is not None:
             raise ConfigError(
                 "--measured-rounds and --local-steps contradict each other; give one of them"

@@ -48,6 +48,11 @@ def check_norm(flag: str, norm: float) -> None:
         raise ConfigError(f"{flag} must be a norm, or 0 for no clipping, not {norm:g}")
 
 
+def _check_decay(flag: str, decay: float) -> None:
+    if not 0 <= decay < 1:
+        raise ConfigError(f"{flag} must be at least 0 and below 1, not {decay}")
+
+
 def _check_beta(flag: str, beta: float) -> None:
     if not 0 < beta < math.inf:
         raise ConfigError(f"{flag} must be above 0, such as 0.1, not {beta}")
@@ -111,9 +116,24 @@ class Recipe:
         on_resume=MAY_CHANGE,
         least=0,
     )
-    warmup_steps: int = field(metadata={"least": 0})
-    """Steps in which the learning rate rises linearly from 0."""
-    weight_decay: float = field(metadata={"least": 0})
+    warmup_steps: int = option(
+        MISSING,
+        "Steps in which the learning rate rises linearly from 0. Default: a tenth of all, 50 at "
+        "most.",
+        "N",
+        check=count(0),
+        on_resume=FIXED,
+        least=0,
+    )
+    weight_decay: float = option(
+        MISSING,
+        "What is taken off matrices each step, as a part of the learning rate. Default: 0.1, or 0 "
+        "for a model that was trained before.",
+        "NUMBER",
+        check=_check_decay,
+        on_resume=FIXED,
+        least=0,
+    )
     clip_norm: float = option(
         1.0,
         "Global norm to which gradients are clipped, exactly. 0: not at all, and no update waits "

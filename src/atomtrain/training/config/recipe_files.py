@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from atomtrain.errors import ConfigError, RecipeFileError, nearest
 from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.other_names import KINDS, translated
 
 READY_FOLDER = Path(__file__).parents[2] / "recipes"
 SUFFIXES = (".yaml", ".yml")
@@ -36,6 +37,8 @@ class RecipeFile(NamedTuple):
     """By the option's name, in the option's type."""
     lines: dict[str, int]
     """Where each value stands, counted from 1."""
+    told: str = ""
+    """What names of other tools were taken as, for the user."""
 
 
 def ready_recipes() -> dict[str, Path]:
@@ -72,6 +75,7 @@ def read_recipe(path: Path) -> RecipeFile:
     """
     hints = typing.get_type_hints(TrainOptions)
     values: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     lines: dict[str, int] = {}
     mistakes: list[str] = []
     for key, node in _entries(path):
@@ -80,25 +84,31 @@ def read_recipe(path: Path) -> RecipeFile:
             if name == _GONE:
                 _check_gone(str(key.value), node)
                 continue
-            if name not in hints:
+            if name not in hints and name not in KINDS:
                 names = [known.replace("_", "-") for known in hints]
                 raise ConfigError(f"there is no key {key.value!r}.{nearest(str(key.value), names)}")
             if name in lines:
                 raise ConfigError(f"{key.value} stands in line {lines[name]} already")
             lines[name] = line
-            value = _value(str(key.value), node, hints[name])
+            value = _value(str(key.value), node, hints.get(name) or KINDS[name])
         except ConfigError as error:
             mistakes.append(f"{path}:{line}: {error}")
             continue
         if value is not None:
-            values[name] = value
+            (values if name in hints else others)[name] = value
     if not lines and len(mistakes) >= _TEXT_MISTAKES:
         raise ConfigError(
             f"{path} is no recipe: no key in it is an option; to train on a text give --data {path}"
         )
+    try:
+        understood = translated(others, values)
+    except ConfigError as error:
+        line = lines.get(_about(str(error), others) or "", 1)
+        raise RecipeFileError([*mistakes, f"{path}:{line}: {error}"]) from error
     if mistakes:
         raise RecipeFileError(mistakes)
-    return RecipeFile(path, values, lines)
+    lines.update({ours: lines[name] for ours, name in understood.sources.items()})
+    return RecipeFile(path, {**values, **understood.values}, lines, understood.line)
 
 
 def options_with(recipe: RecipeFile, given: Mapping[str, Any]) -> TrainOptions:

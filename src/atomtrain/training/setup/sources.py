@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomtrain.checkpoint import Checkpoint, load_latest
-from atomtrain.data import Tokenizer, read_tokenizer
+from atomtrain.data import SamplerConfig, Tokenizer, read_tokenizer
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.models.making import make_outline
+from atomtrain.settings import MOST_COUNT
 from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
@@ -57,10 +59,30 @@ def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> 
         except BaseException:
             swarm.leave()
             raise
-    recipe = new_recipe(options)
+    source = _new(options, new_recipe(options))
+    if options.epochs is None:
+        return source
+    steps = _steps_of(options.epochs, source, name)
+    recipe = new_recipe(dataclasses.replace(options, epochs=None, steps=steps))
+    return dataclasses.replace(source, recipe=recipe)
+
+
+def _new(options: TrainOptions, recipe: Recipe) -> Source:
     if isinstance(recipe.sizes, HuggingFaceConfig):
         return _from_folder(options, recipe)
     return Source(recipe, read_text(options.data, recipe.sizes, None, packed=recipe.packed))
+
+
+def _steps_of(epochs: float, source: Source, name: str) -> int:
+    """Return the steps in which a peer sees its data so many times."""
+    recipe = source.recipe
+    config = SamplerConfig(
+        context_tokens=recipe.context, sequences=recipe.sequences, seed=recipe.seed
+    )
+    steps = math.ceil(epochs / source.text.material.sampler(config, name).epoch(1))
+    if steps > MOST_COUNT:
+        raise ConfigError(f"--epochs {epochs:g} would be {steps} steps; give fewer")
+    return steps
 
 
 def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:

@@ -1,0 +1,184 @@
+"""Recipes of axolotl and LLaMA-Factory, read as recipes of ATOM.
+
+What has no counterpart is listed, never dropped in silence. Nothing of a file is run or fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atomtrain.errors import ConfigError
+from atomtrain.training.config.other_names import KINDS, translated
+
+_PLANNED = "the plan decides this"
+_NEEDLESS = {
+    "adapter": "",
+    "bf16_full_eval": _PLANNED,
+    "deepspeed": "swapping takes its place",
+    "do_train": "",
+    "finetuning_type": "",
+    "logging_steps": "every step is logged",
+    "plot_loss": "the picture of the loss is always made",
+    "flash_attention": "attention is PyTorch's own",
+    "flash_attn": "attention is PyTorch's own",
+    "fsdp": "swapping takes its place",
+    "fsdp_config": "swapping takes its place",
+    "gradient_checkpointing": _PLANNED,
+    "gradient_checkpointing_kwargs": _PLANNED,
+    "overwrite_cache": "",
+    "overwrite_output_dir": "",
+    "preprocessing_num_workers": "",
+    "stage": "",
+    "template": "the model's own template is used",
+    "tokenizer_type": "the model's own tokenizer is used",
+    "model_type": "config.json says it",
+    "train_on_inputs": "the loss is on answers only",
+    "trust_remote_code": "code of a model's folder is never run",
+}
+"""Keys that need no counterpart, and why where it is worth a word."""
+_ADAPTERS = ("lora", "qlora")
+_OF_LORA = {
+    "lora_r": "r",
+    "lora_rank": "r",
+    "lora_alpha": "alpha",
+}
+_SAME: dict[str, type] = {
+    "learning_rate": float,
+    "weight_decay": float,
+    "warmup_steps": int,
+    "seed": int,
+    "packing": bool,
+}
+"""Keys that are called the same here, and their types."""
+_HANDLED = {
+    *_SAME,
+    *_OF_LORA,
+    *("use_dora", "peft_use_dora", "load_in_4bit", "load_in_8bit", "quantization_bit"),
+    *("lora_target", "lora_target_modules", "lora_target_linear", "lora_dropout"),
+    *("rl", "rl_beta", "pref_beta", "dpo_beta", "datasets", "dataset", "output_dir"),
+}
+
+
+class Imported(NamedTuple):
+    """What a recipe of another tool becomes."""
+
+    values: dict[str, Any]
+    """By the names of `atom train`'s options."""
+    left_out: list[str]
+    """One line for each key without a counterpart."""
+
+
+def imported(path: Path) -> Imported:
+    """Return what a recipe of another tool says.
+
+    Raises:
+        ConfigError: it cannot be read, or says something that cannot be.
+    """
+    said = _read(path)
+    left_out: list[str] = []
+    values = {name: _typed(path, name, said[name]) for name in _SAME if name in said}
+    values.update(_adapters(said, left_out))
+    values.update(_objective(said, left_out))
+    values.update(_data(said, left_out))
+    if "output_dir" in said:
+        values["directory"] = Path(str(said["output_dir"]))
+    if "warmup_ratio" in said and "max_steps" not in said:
+        left_out.append("warmup_ratio: a part of steps that nobody knows yet; see --warmup-steps")
+        del said["warmup_ratio"]
+    if "optimizer" in said:  # axolotl's word for it
+        said["optim"] = said.pop("optimizer")
+    others = {}
+    for name, value in said.items():
+        if name in KINDS:
+            others[name] = _typed(path, name, value)
+        elif name in _NEEDLESS:
+            left_out += [f"{name}: {_NEEDLESS[name]}"] if _NEEDLESS[name] and value else []
+        elif name not in _HANDLED:
+            left_out.append(f"{name}: {value!r} has no counterpart")
+    return Imported({**values, **translated(others, values).values}, left_out)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{path} cannot be read as YAML ({reason}); name a recipe") from error
+    if not isinstance(said, Mapping):
+        raise ConfigError(f"{path} is not a recipe: it has no 'key: value' lines")
+    return {str(key): value for key, value in said.items() if value is not None}
+
+
+def _typed(path: Path, name: str, value: Any) -> Any:
+    """Return a value in its type; YAML reads `2e-4` as text."""
+    kind = KINDS.get(name) or _SAME[name]
+    if kind is bool and value == "auto":
+        return False  # what the machine can do is found out anyway
+    try:
+        if (kind is bool) != isinstance(value, bool):
+            raise ValueError
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: {name} must be of type {kind.__name__}, not {value!r}; correct it there"
+        ) from error
+
+
+def _adapters(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
+    kind = said.get("adapter", said.get("finetuning_type"))
+    if kind is None or kind == "full":
+        return {}
+    if kind not in _ADAPTERS:
+        left_out.append(f"the adapter {kind!r} has no counterpart; ATOM has lora")
+        return {}
+    parts = [f"{ours}={said[name]}" for name, ours in _OF_LORA.items() if name in said]
+    targets = said.get("lora_target_modules", said.get("lora_target"))
+    if said.get("lora_target_linear") or targets in ("all", "all-linear"):
+        targets = None  # all of them is what is done anyway
+    if isinstance(targets, str):
+        targets = targets.split(",")
+    if targets:
+        parts.append("targets=" + "+".join(str(name).strip() for name in targets))
+    if said.get("use_dora") or said.get("peft_use_dora"):
+        parts.append("dora=true")
+    bits = said.get("quantization_bit") or (8 if said.get("load_in_8bit") else None)
+    if said.get("load_in_4bit") or (kind == "qlora" and bits is None):
+        bits = 4
+    if bits:
+        parts.append(f"bits={bits}")
+    if said.get("lora_dropout"):
+        left_out.append(f"lora_dropout: {said['lora_dropout']}: adapters have no dropout here")
+    return {"lora": ",".join(parts) or "r=8"}
+
+
+def _objective(said: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
+    kind = said.get("rl", said.get("stage", "sft"))
+    if kind in ("sft", "pt"):
+        return {}
+    if kind != "dpo":
+        left_out.append(f"the objective {kind!r} has no counterpart; ATOM has dpo")
+        return {}
+    beta = next((said[name] for name in ("rl_beta", "pref_beta", "dpo_beta") if name in said), None)
+    return {"objective": "dpo", **({} if beta is None else {"beta": float(beta)})}
+
+
+def _data(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
+    """Return the one file or data set that there is; others are told."""
+    if "dataset" in said:
+        left_out.append(
+            f"dataset: {said['dataset']!r} is a name of dataset_info.json; give its file with "
+            "--data"
+        )
+        return {}
+    sets = said.get("datasets")
+    if not sets:
+        return {}
+    paths = [part.get("path") if isinstance(part, Mapping) else part for part in sets]
+    if len(paths) > 1:
+        left_out.append(f"datasets: only one at a time can be trained on; left out: {paths[1:]}")
+    first = str(paths[0])
+    return {"data": first if Path(first).suffix or Path(first).exists() else f"datasets:{first}"}

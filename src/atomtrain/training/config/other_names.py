@@ -1,0 +1,198 @@
+"""What the options of other tools are called here, those of `transformers` above all.
+
+Who types `--per-device-train-batch-size 4` or `num_train_epochs: 3` means something that ATOM has
+under another name. It is translated, and the run says into what. Values that cannot be translated
+are refused, never passed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from atomtrain.errors import ConfigError, choices
+from atomtrain.settings import flag_of
+
+BATCH = ("batch_size", "per_device_train_batch_size", "micro_batch_size")
+"""Sequences of one forward call, as others call them."""
+ACCUMULATION = ("gradient_accumulation", "gradient_accumulation_steps")
+"""Forward calls of one step."""
+_SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+}
+_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "adamw_8bit": "adamw-int8",
+    "adamw_bnb_8bit": "adamw-int8",
+    "paged_adamw_8bit": "adamw-int8",
+    "sgd": "sgd",
+    "muon": "muon",
+}
+
+
+def _same(_: str, value: Any) -> Any:
+    return value
+
+
+def _one_in(table: Mapping[str, str]) -> Callable[[str, Any], str]:
+    def named(name: str, value: Any) -> str:
+        if value not in table:
+            raise ConfigError(f"{name} {value!r} is not known; choose {choices(value, table)}")
+        return table[value]
+
+    return named
+
+
+class Name(NamedTuple):
+    """One option under another name."""
+
+    ours: str
+    kind: type = int
+    """Of the value."""
+    convert: Callable[[str, Any], Any] = _same
+
+
+NAMES = {
+    "lr": Name("learning_rate", float),
+    "max_steps": Name("steps"),
+    "num_train_epochs": Name("epochs", float),
+    "num_epochs": Name("epochs", float),
+    "max_grad_norm": Name("clip_norm", float),
+    "eval_steps": Name("evaluate_every"),
+    "save_steps": Name("checkpoint_every"),
+    "max_length": Name("context"),
+    "max_seq_length": Name("context"),
+    "sequence_len": Name("context"),
+    "cutoff_len": Name("context"),
+    "model_name_or_path": Name("model", str),
+    "base_model": Name("model", str),
+    "sample_packing": Name("packing", bool),
+    "lr_scheduler": Name("schedule", str, _one_in(_SCHEDULES)),
+    "lr_scheduler_type": Name("schedule", str, _one_in(_SCHEDULES)),
+    "optim": Name("optimizer", str, _one_in(_OPTIMIZERS)),
+    "torch_compile": Name("compile", bool),
+}
+KINDS: dict[str, type] = {
+    **{name: known.kind for name, known in NAMES.items()},
+    **dict.fromkeys((*BATCH, *ACCUMULATION), int),
+    **{"warmup_ratio": float, "bf16": bool, "fp16": bool},
+}
+"""All names that are understood, and the types of their values."""
+
+
+class Translation(NamedTuple):
+    """What was understood."""
+
+    values: dict[str, Any]
+    """By the names of `atom train`'s options."""
+    sources: dict[str, str]
+    """Of each of them, the name that was given."""
+    line: str
+    """What to tell the user; empty if there was nothing to translate."""
+
+
+def translated(
+    said: Mapping[str, Any], known: Mapping[str, Any], below: Mapping[str, Any] | None = None
+) -> Translation:
+    """Return what options of other tools mean.
+
+    Args:
+        said: Values by names of `KINDS`.
+        known: What was given beside them under ATOM's own names.
+        below: What counts where nothing else is said, such as a file below a command line.
+
+    Raises:
+        ConfigError: a value that has no counterpart, or two names for one thing that differ.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def take(name: str, ours: str, value: Any) -> None:
+        before = {**known, **values}.get(ours, value)
+        if before != value:
+            other = flag_of(sources.get(ours, ours))
+            raise ConfigError(
+                f"{flag_of(name)} {said[name]} and {other} {before} contradict each other; give "
+                "one of them"
+            )
+        values[ours], sources[ours] = value, name
+
+    for name, value in said.items():
+        if name in NAMES:
+            take(name, NAMES[name].ours, NAMES[name].convert(flag_of(name), value))
+        elif name in ("bf16", "fp16") and value:
+            take(name, "precision", name)
+    all_known = {**(below or {}), **known}
+    for name, ours, value in _batches(said, all_known):
+        take(name, ours, value)
+    if "warmup_ratio" in said:
+        steps = {**all_known, **values}.get("steps")
+        take("warmup_ratio", "warmup_steps", _warmup(said["warmup_ratio"], steps))
+    return Translation(values, sources, _line(said, values))
+
+
+def _batches(said: Mapping[str, Any], known: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+    """Return what batch size and accumulation say of micro-batch and step."""
+    batch, often = _one_of(BATCH, said), _one_of(ACCUMULATION, said)
+    for name in (*BATCH, *ACCUMULATION):
+        if name in said and said[name] < 1:
+            raise ConfigError(f"{flag_of(name)} must be at least 1, not {said[name]}")
+    if batch is None and often is None:
+        return []
+    times = said[often] if often is not None else 1
+    if batch is not None:
+        found = [(batch, "micro_batch", said[batch])]
+        if often is not None or "sequences" not in known:
+            found.append((often or batch, "sequences", said[batch] * times))
+        return found
+    assert often is not None
+    if "micro_batch" in known:
+        return [(often, "sequences", known["micro_batch"] * times)]
+    if "sequences" not in known or known["sequences"] % times:
+        raise ConfigError(
+            f"{flag_of(often)} {times} needs the sequences of one forward call: give --micro-batch "
+            f"N too, or --sequences N that {times} divides"
+        )
+    return [(often, "micro_batch", known["sequences"] // times)]
+
+
+def _one_of(names: tuple[str, ...], said: Mapping[str, Any]) -> str | None:
+    """Return the one name that was given; several must agree."""
+    given = [name for name in names if name in said]
+    if len({said[name] for name in given}) > 1:
+        both = " and ".join(f"{flag_of(name)} {said[name]}" for name in given)
+        raise ConfigError(f"{both} contradict each other; give one of them")
+    return given[0] if given else None
+
+
+def _warmup(part: float, steps: int | None) -> int:
+    if not 0 <= part <= 1:
+        raise ConfigError(f"--warmup-ratio must be 0 to 1, not {part}")
+    if steps is None:
+        raise ConfigError(
+            f"--warmup-ratio {part} is a part of the steps, which are not known before the data "
+            "are read; give --warmup-steps N, or --steps N too"
+        )
+    return math.ceil(part * steps)
+
+
+def _line(said: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    if not said:
+        return ""
+    given = " ".join(_shown(name, value) for name, value in said.items())
+    taken = " ".join(_shown(name, value) for name, value in values.items())
+    return f"{given} is taken as {taken}" if taken else f"{given} changes nothing"
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag_of(name) if value else f"{flag_of(name)}=false"
+    return f"{flag_of(name)} {value:g}" if isinstance(value, float) else f"{flag_of(name)} {value}"

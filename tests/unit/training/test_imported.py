@@ -1,0 +1,121 @@
+"""Recipes of axolotl and LLaMA-Factory become recipes of ATOM; the rest is listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atomtrain.cli.main import main
+from atomtrain.errors import ConfigError
+from atomtrain.training.config.imported import imported
+from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.recipe_files import options_with, read_recipe
+
+AXOLOTL = """\
+base_model: org/model-1B
+load_in_4bit: true
+datasets:
+  - path: rows.jsonl
+    type: alpaca
+adapter: qlora
+sequence_len: 2048
+sample_packing: true
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_modules: [gate_proj, down_proj]
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+gradient_checkpointing: true
+warmup_steps: 10
+weight_decay: 0.0
+wandb_project:
+trust_remote_code: true
+special_tokens: {pad_token: end}
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: org/model-8B
+stage: dpo
+pref_beta: 0.2
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: dpo_en_demo
+cutoff_len: 1024
+output_dir: saves/dpo
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+max_steps: 200
+warmup_ratio: 0.1
+bf16: true
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "other.yml"
+    path.write_text(text)
+    return path
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    found = imported(written(tmp_path, AXOLOTL))
+    assert TrainOptions(**found.values) == TrainOptions(
+        model="org/model-1B", data="rows.jsonl", epochs=1.0, sequences=8, micro_batch=2,
+        context=2048, lora="r=32,alpha=16,targets=gate_proj+down_proj,bits=4", packing=True,
+        learning_rate=2e-4, warmup_steps=10, weight_decay=0.0, optimizer="adamw-int8",
+        schedule="cosine",
+    )  # fmt: skip
+    keys = [line.partition(":")[0] for line in found.left_out]
+    assert keys == ["lora_dropout", "gradient_checkpointing", "trust_remote_code", "special_tokens"]
+
+
+def test_llama_factory(tmp_path: Path) -> None:
+    found = imported(written(tmp_path, LLAMA_FACTORY))
+    assert TrainOptions(**found.values) == TrainOptions(
+        model="org/model-8B", objective="dpo", beta=0.2, lora="r=8", context=1024, steps=200,
+        directory=Path("saves/dpo"), sequences=8, micro_batch=1, learning_rate=5e-6,
+        warmup_steps=20, precision="bf16",
+    )  # fmt: skip
+    (line,) = found.left_out
+    assert "dpo_en_demo" in line
+    assert "--data" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [
+        ("- a\n", "is not a recipe"),
+        ("a: [1\n", "cannot be read as YAML"),
+        ("micro_batch_size: two\n", "micro_batch_size must be of type int, not 'two'"),
+        ("sample_packing: 3\n", "sample_packing must be of type bool, not 3"),
+        ("optimizer: lion\n", "'lion' is not known"),
+        ("!!python/object/apply:os.system ['true']\n", "cannot be read as YAML"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_line(tmp_path: Path, text: str, needed: str) -> None:
+    with pytest.raises(ConfigError, match=needed) as caught:
+        imported(written(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_writes_what_atom_train_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = written(tmp_path, AXOLOTL), tmp_path / "recipe.yaml"
+    assert main(["import", str(path), "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert f"start with: atom train {out}" in said.out
+    assert "left out: lora_dropout" in said.err
+    read = options_with(read_recipe(out), {})
+    assert read == TrainOptions(**imported(path).values)
+    assert main(["import", str(path), "--out", str(out)]) == 2
+    assert main(["import", str(tmp_path / "nowhere.yml")]) == 2
+    assert main(["import", str(path)]) == 0
+    assert "micro-batch: 2" in capsys.readouterr().out

@@ -1,0 +1,107 @@
+"""Options under the names of other tools: taken as what they mean, and the user is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atomtrain.cli.train import options_of
+from atomtrain.errors import ConfigError, RecipeFileError
+from atomtrain.training.config.other_names import translated
+from atomtrain.training.config.recipe_files import options_with, read_recipe
+
+
+def test_a_command_line_of_transformers_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    given = (
+        "--per_device_train_batch_size 4 --gradient-accumulation-steps 2 --lr 3e-4 --bf16 True "
+        "--optim adamw_bnb_8bit --max_steps 100 --warmup_ratio 0.03 --lr_scheduler_type linear "
+        "--max-grad-norm 0.5 --save_steps 50 --eval-steps 25"
+    )
+    options = options_of(given.split())
+    assert (options.micro_batch, options.sequences, options.steps) == (4, 8, 100)
+    assert (options.learning_rate, options.warmup_steps, options.schedule) == (3e-4, 3, "linear")
+    assert (options.precision, options.optimizer) == ("bf16", "adamw-int8")
+    assert (options.clip_norm, options.checkpoint_every, options.evaluate_every) == (0.5, 50, 25)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "--per-device-train-batch-size 4 --gradient-accumulation-steps 2" in told
+    assert "is taken as" in told
+    assert "--micro-batch 4 --sequences 8" in told
+
+
+def test_own_names_are_not_commented_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options_of(["--learning-rate", "1e-4", "--warmup-steps", "3"]).warmup_steps == 3
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "known", "expected"),
+    [
+        ({"batch_size": 4}, {}, {"micro_batch": 4, "sequences": 4}),
+        ({"batch_size": 4}, {"sequences": 12}, {"micro_batch": 4}),
+        ({"gradient_accumulation": 3}, {"sequences": 12}, {"micro_batch": 4}),
+        ({"gradient_accumulation": 3}, {"micro_batch": 2}, {"sequences": 6}),
+        ({"num_train_epochs": 3.0}, {}, {"epochs": 3.0}),
+        ({"fp16": True}, {}, {"precision": "fp16"}),
+        ({"bf16": False}, {}, {}),
+        ({"warmup_ratio": 0.101}, {"steps": 100}, {"warmup_steps": 11}),
+    ],
+)
+def test_what_names_mean_depends_on_what_else_is_known(
+    said: dict[str, Any], known: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert translated(said, known).values == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "known", "needed"),
+    [
+        ({"lr": 1.0}, {"learning_rate": 2.0}, "--lr 1.0 and --learning-rate 2.0 contradict"),
+        ({"batch_size": 2, "per_device_train_batch_size": 3}, {}, None),
+        ({"batch_size": 0}, {}, "--batch-size must be at least 1, not 0"),
+        ({"gradient_accumulation": 4}, {}, "--gradient-accumulation 4 needs"),
+        ({"gradient_accumulation": 4}, {"sequences": 6}, "--gradient-accumulation 4 needs"),
+        ({"batch_size": 4, "gradient_accumulation": 2}, {"sequences": 12}, "contradict"),
+        ({"warmup_ratio": 0.1}, {}, "--warmup-ratio 0.1 is a part of the steps"),
+        ({"warmup_ratio": 2.0}, {"steps": 5}, "must be 0 to 1"),
+        ({"bf16": True, "fp16": True}, {}, "contradict"),
+        ({"optim": "lion"}, {}, "--optim 'lion' is not known"),
+        ({"lr_scheduler_type": "cosin"}, {}, "Did you mean 'cosine'"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    said: dict[str, Any], known: dict[str, Any], needed: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=needed):
+        translated(said, known)
+
+
+def test_a_recipe_may_use_them_and_the_command_line_counts_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: tiny\nper_device_train_batch_size: 2\nmax-steps: 50\nsequences: 6\n")
+    recipe = read_recipe(path)
+    assert recipe.values == {"model": "tiny", "micro_batch": 2, "steps": 50, "sequences": 6}
+    assert recipe.lines["steps"] == 3
+    options = options_of([str(path), "--max-steps", "9", "--batch-size", "3"])
+    assert (options.steps, options.micro_batch, options.sequences) == (9, 3, 6)
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(" --")[0] for line in told] == [f"atom: {path}:", "atom:"]
+    path.write_text("model: tiny\nmax-steps: 0\n")
+    with pytest.raises(RecipeFileError, match=rf"{path}:2: --steps must be"):
+        options_with(read_recipe(path), {})
+    path.write_text("model: tiny\noptim: lion\n")
+    with pytest.raises(RecipeFileError, match=rf"{path}:2: --optim 'lion'"):
+        read_recipe(path)
+
+
+def test_steps_and_epochs_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="--steps and --epochs"):
+        options_of(["--steps", "3", "--epochs", "1"])
+    with pytest.raises(ConfigError, match="--epochs must be above 0"):
+        options_of(["--epochs", "0"])
+    with pytest.raises(ConfigError, match="--epochs is for new runs"):
+        options_of(["--epochs", "1", "--run", "mine", "--resume"])
