@@ -20,6 +20,7 @@ from atomtrain.engine.calibration.profiling import take_profile
 from atomtrain.engine.calibration.update_rates import measured_updates
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_devices
+from atomtrain.engine.devices.native import require_native
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.execution.compiled import TRACING, compiled, require_compilable
@@ -84,7 +85,7 @@ def swap(
         DiskError: `disk` cannot be used, or has too little space.
         AnalysisError: the model's layers cannot be found, or its head cannot be split.
         ConfigError: a device, size or example that cannot be used, or `precision="bf16"` with an
-            optimizer that keeps no masters.
+            optimizer that keeps no masters or on a GPU that only emulates it.
     """
     options = options or Options()
     if options.precision is None:
@@ -132,6 +133,8 @@ def _open(
     opened = devices[0]
     placement: Placement | None = None
     try:
+        for one in devices:
+            require_native(one, options.precision)
         traced = _traced(model, example, loss, layers, opened, check=options.check_model)
         inputs = traced.bind(example)
         chain = traced.chain

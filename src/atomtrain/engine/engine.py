@@ -305,9 +305,10 @@ class Engine:
         return self._state.layers()
 
     def fragment_ranges(self) -> list[tuple[int, int]]:
-        """Divide what is trained into fragments of whole layers, a few MB to 64 MB each.
+        """Divide what is trained into fragments of whole layers, a few MB to 64 MB of float32 each.
 
-        The result depends only on the model, so all peers of a run divide alike.
+        In elements the result depends only on the model, not on the type that it is computed in, so
+        all peers of a run divide alike.
 
         Returns:
             Byte ranges of the host's gradients, in order and without gaps. Where nothing is frozen
