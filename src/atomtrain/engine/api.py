@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from atomtrain.engine.devices.native import require_native
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.execution.compiled import TRACING, compiled, require_compilable
+from atomtrain.engine.execution.determinism import deterministic, told_plainly
 from atomtrain.engine.execution.multi_device import join
 from atomtrain.engine.options import Options
 from atomtrain.engine.planner import Planner, check_shared, machine_of_all, times_of_all
@@ -88,6 +90,26 @@ def swap(
             optimizer that keeps no masters or on a GPU that only emulates it.
     """
     options = options or Options()
+    with ExitStack() as undo:
+        if options.deterministic:
+            undo.enter_context(deterministic())
+        with told_plainly():
+            engine = _swap(model, example, optimizer, device_memory, device, loss, layers, options)
+        engine.end_with(undo.pop_all())
+    return engine
+
+
+def _swap(
+    model: nn.Module,
+    example: MicroBatch,
+    optimizer: OptimizerFactory,
+    device_memory: str | int | None,
+    device: str | Device | Sequence[str | Device],
+    loss: Loss | None,
+    layers: Sequence[str] | None,
+    options: Options,
+) -> Engine:
+    """Return the engine of a model that becomes what it is to be computed in."""
     if options.precision is None:
         return _open(model, example, optimizer, device_memory, device, loss, layers, options)
     narrowed = Narrowed(model, options.precision)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -247,6 +247,10 @@ class Engine:
         state lies on disk. Leaving a `with` block closes the engine.
         """
         self._core.close()
+
+    def end_with(self, undo: ExitStack) -> None:
+        """Close `undo` when the engine is closed, or forgotten."""
+        self._core.undo.push(undo)
 
     def __enter__(self) -> Self:
         return self
