@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.utils.deterministic  # not loaded by torch itself
@@ -19,6 +20,8 @@ import torch.utils.deterministic  # not loaded by torch itself
 from atomtrain.errors import ConfigError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FILLING: Any = torch.utils.deterministic
+"""Its flag is a property of the module, which type checkers do not see."""
 _FIXED_WORKSPACES = (":4096:8", ":16:8")
 """With these cuBLAS adds in the same order on each stream (its documentation, section 2.1.4)."""
 
@@ -38,11 +41,11 @@ class _Switch:
                 self._before = (
                     torch.are_deterministic_algorithms_enabled(),
                     torch.is_deterministic_algorithms_warn_only_enabled(),
-                    torch.utils.deterministic.fill_uninitialized_memory,
+                    _FILLING.fill_uninitialized_memory,
                 )
                 torch.use_deterministic_algorithms(True)
                 # The engine reads nothing that it has not written; filling would touch all memory.
-                torch.utils.deterministic.fill_uninitialized_memory = False
+                _FILLING.fill_uninitialized_memory = False
             self._users += 1
 
     def give_back(self) -> None:
@@ -52,7 +55,7 @@ class _Switch:
             if self._users == 0:
                 enabled, warns, fills = self._before
                 torch.use_deterministic_algorithms(enabled, warn_only=warns)
-                torch.utils.deterministic.fill_uninitialized_memory = fills
+                _FILLING.fill_uninitialized_memory = fills
 
 
 _SWITCH = _Switch()
