@@ -55,6 +55,14 @@ def _one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _plain_processor() -> Iterator[None]:
+    """Let `--precision auto` be float32 in this process, whatever the processor can do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("atomtrain.engine.devices.native._CPUINFO", Path(os.devnull))
+        yield
+
+
 @pytest.fixture
 def assumed_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assume the rates of layers and host, so that plans are quickly made and always the same."""

@@ -89,8 +89,8 @@ def trained(
     model, steps = untied_gpt(), batches(3)
     torch.manual_seed(2)
     with atomtrain.swap(
-        model, steps[0][0], optimizer=optimizer, device=device_with(inject, device, "64MiB"),
-        device_memory="64MiB",
+        model, steps[0][0], optimizer=optimizer, device=device_with(inject, device, "112MiB"),
+        device_memory="112MiB",
         options=atomtrain.Options(**{"micro_batches": 3, "host_layers": 0, **options}),
     ) as engine:  # fmt: skip
         for step in steps:
@@ -152,7 +152,7 @@ def test_a_budget_that_is_exceeded_says_what_to_do() -> None:
     batch = {"input_ids": ids, "labels": ids}
     options = atomtrain.Options(segments=4, host_layers=0, optimizer_on_device=False)
     with atomtrain.swap(
-        GPT(SMALL), batch, optimizer=adamw, device="cuda", device_memory="80MiB", options=options
+        GPT(SMALL), batch, optimizer=adamw, device="cuda", device_memory="128MiB", options=options
     ) as engine:
         engine.step([batch])
         torch.cuda.set_per_process_memory_fraction(

@@ -25,6 +25,7 @@ from atomtrain.planning.plan.plan import Request
 from atomtrain.planning.plan.schedule import training_visits
 from atomtrain.planning.search.batch_search import Analysis, Prospect, Workload
 from atomtrain.planning.search.search import least_budget_bytes, make_plan
+from atomtrain.training.config.optimizing import named_optimizer, precision_of
 from atomtrain.units import format_bytes, format_count
 from atomtrain.views.plans.place import compute_of
 from atomtrain.views.plans.report import Report, make_report
@@ -41,6 +42,9 @@ _STATE_BYTES = 16
 _LEANEST_BYTES = 8.0625
 """A bfloat16 parameter and its gradient (2 + 2), the rest of its exact master (2), two moments of 8
 bits (2.06)."""
+COMPARED = ("gpt3-6.7b",)
+_ROUNDPIPE = {"Qwen3-1.7B": 8881, "Llama-3.1-8B": 3142, "Qwen3-32B": 740}
+"""Tokens a second on one RTX 4090, as its README states them (arXiv 2604.27085)."""
 _SPARE_HOST = 1.1
 """Host memory beyond the state: for the system and the values kept for backward."""
 _LLAMA = {
@@ -64,10 +68,11 @@ def host_table() -> str:
 
 
 def _host_row(name: str) -> list[str]:
-    whole, lean = subject(name), subject(name).trained_with(_leanest, "bf16")
+    card = gpu("h100")
+    whole, lean = as_planned(name, card), subject(name).trained_with(_leanest, "bf16")
     cells = [name, format_count(whole.parameters)]
     for model, each_bytes in ((whole, _STATE_BYTES), (lean, _LEANEST_BYTES)):
-        report = report_of(model, gpu("h100"), "bf16" if model is lean else "fp32")
+        report = report_of(model, card, "bf16")
         cells.append(_decimal(each_bytes * model.parameters))
         if isinstance(report, PlanError):
             cells += ["-", "-"]
@@ -82,13 +87,44 @@ def _leanest(model: nn.Module) -> AdamW:
     return AdamW(decay_groups(model), state="int8", master="split")
 
 
+def as_planned(name: str, card: Gpu) -> Subject:
+    """Return a model as `atom plan` takes it: AdamW, in the precision of the GPU."""
+    precision = card.native_precision
+    return subject(name).trained_with(
+        lambda model: named_optimizer(model, "adamw", precision), precision_of(precision)
+    )
+
+
+def beside_table() -> str:
+    """Return what is predicted for a middling model, beside what another system has published."""
+    head = ("system", "GPU", "how", *COMPARED, *_ROUNDPIPE)
+    rows = []
+    for name in CARDS[1:]:
+        card = gpu(name)
+        speeds = [
+            "-" if isinstance(report, PlanError) else f"{report.prospect.tokens_per_s:,.0f}"
+            for report in (auto_report(model, card) for model in COMPARED)
+        ]
+        how = f"planned, {card.native_precision}"
+        rows.append(["ATOM", card.title, how, *speeds, *["-"] * len(_ROUNDPIPE)])
+    published = [f"{tokens_per_s:,}" for tokens_per_s in _ROUNDPIPE.values()]
+    link = "[RoundPipe](https://arxiv.org/abs/2604.27085)"
+    rows.append([link, "GeForce RTX 4090", "published", *["-"] * len(COMPARED), *published])
+    return table(head, rows)
+
+
+def auto_report(name: str, card: Gpu) -> Report | PlanError:
+    """Return what `atom plan` says of a model on a GPU, or why nothing fits."""
+    return report_of(as_planned(name, card), card, card.native_precision)
+
+
 def card_table(name: str) -> str:
     """Return the plans of all models on one GPU."""
     head = (
         "model", "host", "device peak", "segments", "tokens a step", "step", "tokens/s", "of peak",
         "bound by",
     )  # fmt: skip
-    return table(head, (plan_row(model, report_of(subject(model), gpu(name))) for model in GPT3))
+    return table(head, (plan_row(model, auto_report(model, gpu(name))) for model in GPT3))
 
 
 def plan_row(name: str, report: Report | PlanError) -> list[str]:
@@ -252,6 +288,7 @@ def _decimal(n_bytes: float) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "plans-beside": beside_table,
     "plans-host": host_table,
     **{f"plans-{name}": partial(card_table, name) for name in CARDS},
     "plans-treatments": treatment_table,

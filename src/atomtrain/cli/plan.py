@@ -18,9 +18,11 @@ from atomtrain.settings import (
     option,
 )
 from atomtrain.training.config.optimizing import (
+    AUTO,
     check_gradient_dtype,
     check_optimizer,
     check_precision,
+    check_precision_choice,
 )
 from atomtrain.training.config.preflight import (
     check_gpu_name,
@@ -95,7 +97,12 @@ class PlanOptions:
         "offload (to the host). Default: what is best for each.",
         "CHOICE",
     )
-    precision: str = option("fp32", "fp32, bf16 or fp16; both with exact float32 masters.", "TYPE")
+    precision: str = option(
+        AUTO,
+        "fp32, bf16 or fp16, the last two with exact float32 masters. Default: auto: bf16 where "
+        "the GPU has it in hardware, else fp16, else fp32.",
+        "TYPE",
+    )
     gradient_dtype: str | None = option(
         None, "float32: gradients of a model of 16 bits in 32. Default: as the parameters.", "TYPE"
     )
@@ -151,7 +158,7 @@ class PlanOptions:
                 f"--activations {self.activations!r} does not exist; choose "
                 f"{choices(str(self.activations), _ACTIVATIONS)}"
             )
-        if self.tf32 and self.precision != "fp32":
+        if self.tf32 and self.precision not in (AUTO, "fp32"):
             raise ConfigError("--tf32 is a way to multiply float32; leave it out with --precision")
         if self.tf32 and self.gpu is None:
             raise ConfigError("--tf32 needs --gpu NAME: this machine is measured as torch is set")
@@ -172,7 +179,9 @@ def run(arguments: Sequence[str]) -> int:
         check_gpu_name(options.gpu)
     check_gradient_dtype(options.gradient_dtype)
     check_optimizer(options.optimizer)
-    check_precision(options.precision, options.optimizer)
+    check_precision_choice(options.precision)
+    if options.precision != AUTO:
+        check_precision(options.precision, options.optimizer)
     with leaving_at_once():
         from atomtrain.engine.calibration.profiling import crowding_warning
         from atomtrain.models.lora_config import parse_lora
@@ -192,6 +201,7 @@ def run(arguments: Sequence[str]) -> int:
     # What can be refused is refused before the model is analysed.
     for name in ("save", "picture", "trace"):
         require_writable(getattr(options, name), f"--{name}")
+    options = _resolved(options)
     place = _place(options)
     if options.disk is not None:
         machine = _with_disk(place.machine, options.disk, again=options.profile_again)
@@ -235,6 +245,24 @@ def run(arguments: Sequence[str]) -> int:
     text = json.dumps(report.to_json(), allow_nan=False) if options.json else plan_text(report)
     sys.stdout.write(text.rstrip("\n") + "\n")
     return 0
+
+
+def _resolved(options: PlanOptions) -> PlanOptions:
+    """Return the options with the precision that `auto` stands for.
+
+    Raises:
+        ConfigError: the optimizer, or how gradients are kept, cannot be with it.
+    """
+    from atomtrain.engine.devices.native import native_precision
+    from atomtrain.planning.catalogue import gpu
+
+    if options.precision != AUTO:
+        return options
+    here = options.gpu is None
+    precision = native_precision("auto") if here else gpu(str(options.gpu)).native_precision
+    options = dataclasses.replace(options, precision="fp32" if options.tf32 else precision)
+    check_precision(options.precision, options.optimizer)
+    return options
 
 
 def _place(options: PlanOptions) -> Place:

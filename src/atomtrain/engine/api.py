@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from atomtrain.engine.calibration.profiling import take_profile
 from atomtrain.engine.calibration.update_rates import measured_updates
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_devices
+from atomtrain.engine.devices.native import require_native
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.engine_base import EngineCore
 from atomtrain.engine.execution.compiled import TRACING, compiled, require_compilable
+from atomtrain.engine.execution.determinism import deterministic, told_plainly
 from atomtrain.engine.execution.multi_device import join
 from atomtrain.engine.options import Options
 from atomtrain.engine.planner import Planner, check_shared, machine_of_all, times_of_all
@@ -84,9 +87,29 @@ def swap(
         DiskError: `disk` cannot be used, or has too little space.
         AnalysisError: the model's layers cannot be found, or its head cannot be split.
         ConfigError: a device, size or example that cannot be used, or `precision="bf16"` with an
-            optimizer that keeps no masters.
+            optimizer that keeps no masters or on a GPU that only emulates it.
     """
     options = options or Options()
+    with ExitStack() as undo:
+        if options.deterministic:
+            undo.enter_context(deterministic())
+        with told_plainly():
+            engine = _swap(model, example, optimizer, device_memory, device, loss, layers, options)
+        engine.end_with(undo.pop_all())
+    return engine
+
+
+def _swap(
+    model: nn.Module,
+    example: MicroBatch,
+    optimizer: OptimizerFactory,
+    device_memory: str | int | None,
+    device: str | Device | Sequence[str | Device],
+    loss: Loss | None,
+    layers: Sequence[str] | None,
+    options: Options,
+) -> Engine:
+    """Return the engine of a model that becomes what it is to be computed in."""
     if options.precision is None:
         return _open(model, example, optimizer, device_memory, device, loss, layers, options)
     narrowed = Narrowed(model, options.precision)
@@ -132,6 +155,8 @@ def _open(
     opened = devices[0]
     placement: Placement | None = None
     try:
+        for one in devices:
+            require_native(one, options.precision)
         traced = _traced(model, example, loss, layers, opened, check=options.check_model)
         inputs = traced.bind(example)
         chain = traced.chain

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -248,6 +248,10 @@ class Engine:
         """
         self._core.close()
 
+    def end_with(self, undo: ExitStack) -> None:
+        """Close `undo` when the engine is closed, or forgotten."""
+        self._core.undo.push(undo)
+
     def __enter__(self) -> Self:
         return self
 
@@ -305,9 +309,10 @@ class Engine:
         return self._state.layers()
 
     def fragment_ranges(self) -> list[tuple[int, int]]:
-        """Divide what is trained into fragments of whole layers, a few MB to 64 MB each.
+        """Divide what is trained into fragments of whole layers, a few MB to 64 MB of float32 each.
 
-        The result depends only on the model, so all peers of a run divide alike.
+        In elements the result depends only on the model, not on the type that it is computed in, so
+        all peers of a run divide alike.
 
         Returns:
             Byte ranges of the host's gradients, in order and without gaps. Where nothing is frozen

@@ -6,6 +6,7 @@ everything that would read the model refuses.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from atomtrain.engine.devices.tracing import Record
+from atomtrain.engine.execution.determinism import told_plainly
 from atomtrain.engine.execution.executor import Executor
 from atomtrain.engine.execution.multi_device import (
     Member,
@@ -79,8 +81,10 @@ class EngineCore:
         """The parameters' values; call `synchronize` before."""
         self._broken: BaseException | None = None
         self.closed = False
+        self.undo = contextlib.ExitStack()
+        """What ends with the engine: it is closed when the engine is, or forgotten."""
         # Also when the caller forgets: a thread inside torch must not outlive the interpreter.
-        self._release = weakref.finalize(self, _release, updates, members, shared)
+        self._release = weakref.finalize(self, _release, updates, members, shared, self.undo)
         try:
             self.executor: Executor | MultiDeviceExecutor | None = self._execute(plan)
         except BaseException:
@@ -244,13 +248,26 @@ class EngineCore:
     def guarded(self) -> Iterator[None]:
         """Remember a failure: half a step has run, so nothing after it would be right."""
         try:
-            yield
+            with told_plainly():
+                yield
         except BaseException as error:
             self._broken = error
             raise
 
 
-def _release(updates: Updates, members: Sequence[Member], shared: SharedByDevices | None) -> None:
+def _release(
+    updates: Updates,
+    members: Sequence[Member],
+    shared: SharedByDevices | None,
+    undo: contextlib.ExitStack,
+) -> None:
+    with undo:
+        _release_all(updates, members, shared)
+
+
+def _release_all(
+    updates: Updates, members: Sequence[Member], shared: SharedByDevices | None
+) -> None:
     if shared is not None:
         shared.pool.shutdown()
     updates.close()

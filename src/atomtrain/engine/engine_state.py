@@ -90,9 +90,13 @@ def _check_shapes(name: str, parameter: Tensor, values: Mapping[str, Any]) -> No
             )
 
 
-def fragment_ranges(layout: Layout) -> list[tuple[int, int]]:
-    """Divide an arena into byte ranges of whole layers, in order and without gaps."""
-    most_bytes = min(_LARGEST_BYTES, -(-layout.total_bytes // _LEAST_FRAGMENTS))
+def fragment_ranges(layout: Layout, each_bytes: int) -> list[tuple[int, int]]:
+    """Divide an arena into byte ranges of whole layers, in order and without gaps.
+
+    Parameters of `each_bytes` are divided as float32 are.
+    """
+    largest_bytes = _LARGEST_BYTES * each_bytes // _FLOAT32_BYTES
+    most_bytes = min(largest_bytes, -(-layout.total_bytes // _LEAST_FRAGMENTS))
     ends = [stop for _, stop in layout.layers] + [s.stop_bytes for s in layout.shared]
     ranges: list[tuple[int, int]] = []
     start = last = 0
@@ -241,7 +245,7 @@ class EngineState:
 
     def fragment_ranges(self) -> list[tuple[int, int]]:
         """See `Engine.fragment_ranges`."""
-        return fragment_ranges(self._core.store.layout.gradients)
+        return fragment_ranges(self._core.store.layout.gradients, self.element_bytes)
 
     @contextmanager
     def fragment(self, start_bytes: int, stop_bytes: int) -> Iterator[Tensor]:

@@ -97,6 +97,14 @@ class Options:
         "C++ compiler (g++ or clang++). The last bits of the result differ from those without it.",
         "",
     )
+    deterministic: bool = option(
+        False,
+        "Choose GPU kernels that give the same bits in each run; slower, and models with an "
+        "operation that has none are refused.",
+        "",
+    )
+    """Turns `torch.use_deterministic_algorithms` on for the whole process until the engine is
+    closed. On the processor training has the same bits in each run in any case."""
     profile: bool | Literal["again"] = True
     """Measure this machine and the model's layers for a few seconds (once; then they are in the
     user's cache); `"again"` forgets what the cache has. `False`: a GPU's rates come from the

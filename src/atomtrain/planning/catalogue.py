@@ -86,6 +86,13 @@ class Gpu:
     """What drivers call it."""
     note: str = ""
 
+    @property
+    def native_precision(self) -> str:
+        """The precision with the highest peak: `bf16`, else `fp16`, where it is above `fp32`."""
+        single = self.flops_per_s["fp32"]
+        faster = (name for name in ("bf16", "fp16") if self.flops_per_s.get(name, 0.0) > single)
+        return next(faster, "fp32")
+
     def peak_flops_per_s(self, dtype: str) -> float:
         """Return the peak for a data type.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from atomtrain.engine.devices.native import tf32_hint
 from atomtrain.events import EventLog
 from atomtrain.models.making import parameter_count
 from atomtrain.training.setup.setup import Session
@@ -26,6 +27,7 @@ def announce(session: Session, events: EventLog) -> None:
         model=session.recipe.model,
         device=engine.device_name,
         device_memory_bytes=engine.device.memory_bytes,
+        precision=session.recipe.precision,
         parameters=parameter_count(session.model),
         state_bytes=engine.state_bytes,
         steps=session.recipe.steps,
@@ -38,6 +40,8 @@ def announce(session: Session, events: EventLog) -> None:
     if session.text.skipped is not None:
         skipped = session.text.skipped_rows
         events.emit("warning", message=session.text.skipped, skipped_rows=skipped)
+    if hint := tf32_hint(engine.device, session.recipe.precision):
+        events.emit("warning", message=hint)
     tell_plan(engine, events)
 
 

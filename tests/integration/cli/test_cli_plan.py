@@ -98,8 +98,30 @@ def test_what_the_user_fixes_is_kept(output: Output) -> None:
     assert found["machine"]["host_memory_bytes"] == 2 << 30
 
 
+@pytest.mark.parametrize(
+    ("card", "precision"), [("h100", "bf16"), ("v100", "fp16"), ("gtx-1080-ti", "fp32")]
+)
+def test_auto_is_what_the_planned_gpu_computes_fastest(
+    output: Output, card: str, precision: str
+) -> None:
+    text = output("tiny", "--gpu", card, *STEP)
+    assert f"({precision} products)" in text.splitlines()[0]
+    found, asked = (
+        json.loads(output("tiny", "--gpu", card, *STEP, "--json", *more))
+        for more in ((), ("--precision", precision))
+    )
+    assert found["dtype"] == precision
+    assert found == asked
+
+
+def test_auto_is_refused_where_the_optimizer_cannot_be(complaint: Output) -> None:
+    text = complaint("tiny", "--gpu", "gtx-1080-ti", *STEP, "--optimizer", "adamw-split")
+    assert "precision fp32 has none that can be split" in text
+
+
 def test_tf32_is_faster_where_the_gpu_has_it(output: Output) -> None:
-    plain = json.loads(output("tiny", "--gpu", "h100", "--json", *STEP))
+    exact = ("--precision", "fp32")
+    plain = json.loads(output("tiny", "--gpu", "h100", "--json", *STEP, *exact))
     fast = json.loads(output("tiny", "--gpu", "h100", "--json", *STEP, "--tf32"))
     assert fast["peak_flops_per_s"] > plain["peak_flops_per_s"]
     assert fast["plan"]["compute_s"] <= plain["plan"]["compute_s"]

@@ -82,7 +82,7 @@ def test_the_page_of_plans_has_a_row_for_each_model_and_gpu() -> None:
         rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()]
         assert [row for row in rows if row.startswith("gpt3")] == list(GPT3)
     name = "gpt3-small"
-    row = plan_tables.plan_row(name, plan_tables.report_of(subject(name), gpu("h100")))
+    row = plan_tables.plan_row(name, plan_tables.auto_report(name, gpu("h100")))
     assert f"| {' | '.join(row)} |\n" in TEXTS["plans"], "run python -m atombench.pages plans"
 
 

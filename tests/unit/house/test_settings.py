@@ -79,8 +79,18 @@ OTHERS = {
 
 def test_what_is_fixed_is_refused_on_resuming() -> None:
     fixed = {f.name for f in dataclasses.fields(Recipe) if f.metadata.get("on_resume") == FIXED}
-    assert fixed == set(OTHERS)
+    assert fixed | {"precision"} == set(OTHERS)
     recipe = new_recipe(TrainOptions(model="tiny"))
     for name, other in OTHERS.items():
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .*contradicts here"):
             amended(recipe, TrainOptions(**{name: other}), "here")  # type: ignore[arg-type]
+
+
+def test_who_joins_may_compute_in_another_precision_and_nothing_else() -> None:
+    recipe = new_recipe(TrainOptions(model="tiny", precision="fp32"))
+    found = amended(recipe, TrainOptions(precision="fp16"), "here", joins=True)
+    assert found == dataclasses.replace(recipe, precision="fp16")
+    for name in set(OTHERS) - {"precision"}:
+        given = TrainOptions(**{name: OTHERS[name]})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="contradicts here"):
+            amended(recipe, given, "here", joins=True)

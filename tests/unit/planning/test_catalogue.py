@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -166,3 +167,14 @@ def test_the_page_shows_the_catalogue_as_it_is() -> None:
     page = (ROOT / "docs/hardware.md").read_text(encoding="utf-8")
     for name in (*GPUS, *HOSTS):
         assert f"`{name}`" in page
+
+
+def test_the_native_precision_is_the_one_with_the_highest_peak() -> None:
+    """Where two have the same, bfloat16: its loss needs no scale."""
+    found = {name: card.native_precision for name, card in GPUS.items()}
+    assert {name for name, precision in found.items() if precision != "bf16"} == {
+        "gtx-1080-ti", "v100",
+    }  # fmt: skip
+    assert (found["gtx-1080-ti"], found["v100"]) == ("fp32", "fp16")
+    slow = dataclasses.replace(GPUS["h100"], flops_per_s={"fp32": 2.0, "fp16": 1.0, "bf16": 2.0})
+    assert slow.native_precision == "fp32"

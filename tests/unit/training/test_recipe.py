@@ -122,3 +122,32 @@ def test_options_survive_the_way_to_a_peer_process() -> None:
     again = parse(TrainOptions, arguments_of(options), prog="p", about="", examples="")
     assert again.join == options.join
     assert (again.prompt, again.resume, again.learning_rate) == ("-- and so", True, 1e-3)
+
+
+@pytest.mark.parametrize("native", ["fp32", "bf16", "fp16"])
+def test_a_recipe_holds_the_precision_that_auto_stands_for(
+    native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "atomtrain.engine.devices.native.native_precision", lambda d: asked.append(d) or native
+    )
+    for options in (TrainOptions(device="cpu"), TrainOptions(device="cpu", precision="auto")):
+        assert new_recipe(options).precision == native
+    assert asked == ["cpu", "cpu"]
+    assert new_recipe(TrainOptions(precision="fp32")).precision == "fp32"
+    averaged = TrainOptions(run="r", average="gradient", target_batch_tokens=64)
+    assert new_recipe(averaged).precision == "fp32", "gradients are averaged in float32"
+
+
+def test_auto_keeps_what_a_run_has() -> None:
+    recipe = new_recipe(TrainOptions(model="tiny", precision="bf16"))
+    for joins in (True, False):
+        assert amended(recipe, TrainOptions(precision="auto"), "here", joins=joins) == recipe
+        assert amended(recipe, TrainOptions(), "here", joins=joins) == recipe
+
+
+def test_no_recipe_says_auto() -> None:
+    data = new_recipe(TrainOptions()).to_json()
+    with pytest.raises(CheckpointError, match="no precision 'auto'"):
+        Recipe.from_json({**data, "precision": "auto"})

@@ -162,7 +162,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradient -= ctx.label_smoothing / weight.shape[0]
             index, inside = _places(labels, start, stop)
             share = inside[:, None].to(gradient.dtype) * (ctx.label_smoothing - 1)
-            gradient.scatter_add_(1, index, share)
+            # One element of each row: no two threads add to the same, as `scatter_add_` may.
+            gradient.scatter_(1, index, gradient.gather(1, index) + share)
             gradient *= scale
             del logits
             if d_bias is not None:

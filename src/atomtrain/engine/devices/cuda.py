@@ -30,9 +30,9 @@ _PIECE_BYTES = 32 << 20
 """About a millisecond of the link. A copy engine serves streams in turns, copy by copy."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all GPUs, since several may load from one copy."""
-_CUBLAS_WORKSPACE = ":4096:2:16:8"
-"""Small and the same everywhere: two buffers of 4 MiB, eight of 16 KiB. On Hopper and Blackwell
-PyTorch would take 32 MiB."""
+_CUBLAS_WORKSPACE = ":4096:8"
+"""The same everywhere: eight buffers of 4 MiB, what PyTorch takes on Hopper, and with which cuBLAS
+adds in the same order each time."""
 _COMPUTING_THREADS = 2
 """The caller's, and autograd's for backward: each has a handle of cuBLAS with its own workspace."""
 _BESIDE_BYTES = 8 << 20
@@ -111,6 +111,12 @@ def _order(event: Event, stream: torch.cuda.Stream) -> None:
         event.order(stream)
     else:
         event.wait()
+
+
+def library_bytes() -> int:
+    """Return what libraries keep of a GPU's budget; from now on cuBLAS's workspace is that."""
+    # Read when cuBLAS is first used.
+    return workspace_bytes(os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE))
 
 
 def workspace_bytes(config: str) -> int:
@@ -193,9 +199,7 @@ class CudaDevice:
         # Enforced below. The allocator reserves blocks of 2 to 20 MiB that it fills only
         # partly, so what it may reserve is a little more than what may be in use.
         self._cap_bytes = min(total_bytes, memory_bytes + _ROUNDING_BYTES)
-        # Read when cuBLAS is first used.
-        config = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
-        self.reserved_bytes = workspace_bytes(config)
+        self.reserved_bytes = library_bytes()
         torch.cuda.init()
         self.generator = torch.cuda.default_generators[index]
         self.load: Stream = _CudaStream("load", self.torch_device, inject)

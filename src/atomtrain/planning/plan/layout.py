@@ -14,11 +14,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from torch import Tensor
+
 from atomtrain.analysis.layers.chain import Chain
 
-ALIGNMENT_BYTES = 256
+ALIGNMENT_BYTES = 128
 """Enough for every vector unit and for CUDA's copies; equal alignment also keeps CPU kernels on
 the same code path as ordinary allocations, which bit-equality needs."""
+_ALIGNMENT_ELEMENTS = 64
+"""So that trainable parameters of 16 bits have the same places, in elements, as those of float32:
+peers that compute in either divide the model alike."""
 
 
 class Piece(NamedTuple):
@@ -63,12 +68,12 @@ class Layout:
                     continue
                 if id(parameter) not in self.offsets and len(chain.users[id(parameter)]) == 1:
                     self.offsets[id(parameter)], self.block_of[id(parameter)] = cursor, index
-                    cursor += _aligned(parameter.numel() * parameter.element_size())
+                    cursor += _aligned_bytes(parameter)
             self.layers.append((start, cursor))
         for parameter in chain.parameters:
             users = chain.users[id(parameter)]
             if len(users) > 1:
-                n_bytes = _aligned(parameter.numel() * parameter.element_size())
+                n_bytes = _aligned_bytes(parameter)
                 if trainable and not parameter.requires_grad:
                     n_bytes = 0
                 else:
@@ -171,5 +176,7 @@ class Layout:
         return sum(self.block_bytes(block) for block in blocks if block not in resident)
 
 
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _aligned_bytes(parameter: Tensor) -> int:
+    """Return the bytes of a parameter and of what it is padded with."""
+    unit = max(ALIGNMENT_BYTES, _ALIGNMENT_ELEMENTS * parameter.element_size())
+    return -(-parameter.nbytes // unit) * unit

@@ -17,9 +17,9 @@ from atomtrain.models.hugging_face import (
 from atomtrain.models.lora_config import parse_lora
 from atomtrain.models.making import Sizes
 from atomtrain.settings import chosen
-from atomtrain.training.config.optimizing import named_optimizer, train_alike
+from atomtrain.training.config.optimizing import AUTO, named_optimizer, train_alike
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import FIXED, MAY_CHANGE, OBJECTIVES, Recipe
+from atomtrain.training.config.recipe import EACH_PEER, FIXED, MAY_CHANGE, OBJECTIVES, Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +51,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
         "warmup_steps": max(1, min(50, steps // 10)),
         "weight_decay": usual.weight_decay,
         **chosen(options, Recipe),
+        "precision": _precision(options),
     }
     _check_objective(options)
     return Recipe(
@@ -62,6 +63,16 @@ def new_recipe(options: TrainOptions) -> Recipe:
             "lora": None if options.lora is None else parse_lora(options.lora),
         }
     )
+
+
+def _precision(options: TrainOptions) -> str:
+    """Return what the user chose, or what the device computes fast."""
+    from atomtrain.engine.devices.native import native_precision
+
+    if options.precision not in (None, AUTO):
+        return str(options.precision)
+    # Gradients are averaged in float32 only.
+    return "fp32" if options.average == "gradient" else native_precision(options.device)
 
 
 def _check_objective(options: TrainOptions) -> None:
@@ -142,17 +153,21 @@ def _usual_of_folder(options: TrainOptions) -> _Usual:
     return _Usual(sizes, context, rate, weight_decay=0.0)
 
 
-def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
+def amended(recipe: Recipe, options: TrainOptions, source: str, *, joins: bool = False) -> Recipe:
     """Return a recipe that was read from `source`, with the options that may differ.
 
-    The optimizer may change to one that gives the same bits, with masters split or whole.
+    The optimizer may change to one that gives the same bits, with masters split or whole. Who
+    `joins` may compute in another precision: peers exchange float32.
 
     Raises:
         ConfigError: an option contradicts what is fixed: model, its sizes, objective, optimizer,
             precision, or the seed.
     """
+    if options.precision == AUTO:
+        options = dataclasses.replace(options, precision=None)
+    own = _on_resume(EACH_PEER)
     fixed = {"dropout": recipe.sizes.dropout, "vocabulary": recipe.sizes.vocabulary}
-    fixed |= {name: getattr(recipe, name) for name in _on_resume(FIXED)}
+    fixed |= {name: getattr(recipe, name) for name in _on_resume(FIXED) + own * (not joins)}
     for field, value in fixed.items():
         given = getattr(options, field)
         if field == "model" and given is not None:
@@ -169,7 +184,7 @@ def amended(recipe: Recipe, options: TrainOptions, source: str) -> Recipe:
             )
     changes = {
         name: getattr(options, name)
-        for name in (*_on_resume(MAY_CHANGE), "optimizer")
+        for name in (*_on_resume(MAY_CHANGE), *own, "optimizer")
         if getattr(options, name) is not None
     }
     if options.measured_rounds:

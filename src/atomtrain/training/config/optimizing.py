@@ -5,6 +5,7 @@ What is imported here knows names only: mistakes are told before torch is there.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atomtrain.errors import ConfigError, nearest
@@ -24,6 +25,8 @@ _FORMATS = {
 }
 """Format of the moments by AdamW's name."""
 _SGD_MOMENTUM = 0.9
+AUTO = "auto"
+"""Stands for the precision that the device computes fast; no recipe holds it."""
 _PARAMETER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """By precision; of a gradient too."""
 _WIDER_GRADIENT_BYTES = 2
@@ -53,23 +56,27 @@ def check_optimizer(name: str) -> None:
         )
 
 
-def check_precision_name(name: str) -> None:
-    """Raise a `ConfigError` if there is no precision of this name."""
-    if name not in _PARAMETER_BYTES:
-        raise ConfigError(
-            f"there is no precision {name!r}.{nearest(name, _PARAMETER_BYTES)} "
-            f"Precisions: {', '.join(_PARAMETER_BYTES)}"
-        )
+def check_precision_choice(name: str) -> None:
+    """Raise a `ConfigError` if a user cannot choose this precision."""
+    _check_precision_name(name, (AUTO, *_PARAMETER_BYTES))
 
 
 def check_precision(precision: str, optimizer: str) -> None:
     """Raise a `ConfigError` if there is no such precision, or not with this optimizer."""
-    check_precision_name(precision)
+    _check_precision_name(precision, _PARAMETER_BYTES)
     if precision != "bf16" and optimizer in _SPLITS:
         raise ConfigError(
             f"the optimizer {optimizer!r} splits float32 masters into bfloat16 and a rest, and "
             f"precision {precision} has none that can be split; choose precision bf16, or the "
             f"optimizer {_SPLITS[optimizer]!r}"
+        )
+
+
+def _check_precision_name(name: str, allowed: Collection[str]) -> None:
+    if name not in allowed:
+        raise ConfigError(
+            f"there is no precision {name!r}.{nearest(name, allowed)} "
+            f"Precisions: {', '.join(allowed)}"
         )
 
 

@@ -213,6 +213,7 @@ class TrainOptions:
         "",
     )
     compile: bool = asked(Options, "compile", False)
+    deterministic: bool = asked(Options, "deterministic", False)
     trace: Path | None = option(
         None,
         "Write what each stream did in the last step, beside what the plan predicted, as a trace "

@@ -20,14 +20,15 @@ from atomtrain.training.config.optimizing import (
     check_gradient_dtype,
     check_optimizer,
     check_precision,
-    check_precision_name,
+    check_precision_choice,
 )
 
 if TYPE_CHECKING:
     from atomtrain.models.making import Sizes
 
 FORMAT = 1
-FIXED, MAY_CHANGE = "fixed", "may change"
+FIXED, MAY_CHANGE, EACH_PEER = "fixed", "may change", "each peer's own"
+"""What who resumes or joins may say of a field; of the last kind only who joins may."""
 OBJECTIVES = ("next-token", "dpo")
 _MOST = 2**63 - 1
 
@@ -204,10 +205,11 @@ class Recipe:
     precision: str = option(
         "fp32",
         "fp32, or bf16 or fp16: 16 bits on the link and in compute, with exact float32 masters on"
-        " the host; with fp16 the loss is scaled. Default: fp32.",
+        " the host; with fp16 the loss is scaled. Who joins may choose another than the founder's."
+        " Default: auto: bf16 where the device has it in hardware, fp16 on older GPUs, else fp32.",
         "NAME",
-        check=_named(check_precision_name),
-        on_resume=FIXED,
+        check=_named(check_precision_choice),
+        on_resume=EACH_PEER,
     )
     gradient_dtype: str | None = option(
         None,
@@ -332,7 +334,7 @@ def check_spending(clip_norm: float, precision: str, *, averaged: bool = False) 
     if clip_norm:
         waits = f"for the norm to which they are clipped, {clip_norm:g}; give --clip-norm 0"
     elif precision == "fp16":
-        waits = "till none has overflowed, with --precision fp16; choose bf16"
+        waits = "till none has overflowed, with --precision fp16; choose bf16 or fp32"
     elif averaged:
         waits = "for those of other peers; choose --average local"
     if waits is not None:

@@ -29,7 +29,7 @@ from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.objective import MicroBatch, Objective
 from atomtrain.units import format_bytes, format_count, parse_bytes
 
-_SMALL_BUDGETS = {"demo": ("40MiB", "96MiB"), "tiny": ("8MiB", "64MiB")}
+_SMALL_BUDGETS = {"demo": ("40MiB", "144MiB"), "tiny": ("8MiB", "112MiB")}
 """Default budgets that make small models larger than their device: emulated, and CUDA, whose
 libraries take a workspace of their own."""
 _MOST_TOKENS_A_MICRO_BATCH = 4096

@@ -19,6 +19,7 @@ from atomtrain.data.material import Batches
 from atomtrain.engine.api import swap
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_devices
+from atomtrain.engine.devices.native import require_native
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.execution.compiled import require_compilable
 from atomtrain.engine.options import Options
@@ -170,6 +171,8 @@ def _assemble(
     try:
         if options.compile:
             require_compilable(devices[0])
+        for device in devices:
+            require_native(device, recipe.precision)
         check_devices(len(devices), recipe)
         fit = _fit(options, source, outline, devices, objective)
         check_micro_batch(fit.micro_batch, recipe)

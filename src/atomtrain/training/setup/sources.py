@@ -200,7 +200,7 @@ def _joined(options: TrainOptions, swarm: Swarm) -> Source:
     payload, run = swarm.manifest.payload, swarm.manifest.run
     with _as_founder_says(run):
         said = Recipe.from_json(payload["recipe"])
-    recipe = amended(said, options, f"the run {run!r}")
+    recipe = amended(said, options, f"the run {run!r}", joins=True)
     with _as_founder_says(run):
         tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
     weights = _base_of(recipe, options.model, None)

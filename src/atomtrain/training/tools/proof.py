@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from atomtrain.engine.api import swap
+from atomtrain.engine.devices.cuda import library_bytes
 from atomtrain.engine.options import Options
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.units import parse_bytes
@@ -100,7 +100,8 @@ def prove(
     Args:
         steps: Optimizer steps of each.
         device: As for `swap`.
-        device_memory: Budget; `None` is a quarter of the training state.
+        device_memory: Budget; `None` is a quarter of the training state, and on a GPU what
+            libraries take.
         subject: Another model.
 
     Raises:
@@ -112,13 +113,17 @@ def prove(
     resident = copy.deepcopy(swapped)
     parameters = sum(p.numel() for p in swapped.parameters())
     state_bytes = _STATE_BYTES * parameters
-    budget = state_bytes // 4 if device_memory is None else parse_bytes(device_memory, "budget")
+    budget = _usual_budget(device, state_bytes)
+    if device_memory is not None:
+        budget = parse_bytes(device_memory, "budget")
     data = subject.steps(steps)
     engine = swap(
         swapped, data[0][0], optimizer=_optimizer, device=device, device_memory=budget,
-        options=Options(micro_batches=subject.micro_batches, clip_norm=None),
+        options=Options(
+            micro_batches=subject.micro_batches, clip_norm=None, deterministic=True
+        ),
     )  # fmt: skip
-    with engine, _deterministic():
+    with engine:  # ordinary training, too, is to find the kernels that it chooses
         swapped_losses = [engine.step(step) for step in data]
         engine.synchronize()
         last = engine.last
@@ -143,6 +148,11 @@ def prove(
         resident_hash=_hash(theirs),
         differing=tuple(name for name in theirs if not torch.equal(ours[name], theirs[name])),
     )
+
+
+def _usual_budget(device: str, state_bytes: int) -> int:
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return state_bytes // 4 + (library_bytes() if on_gpu else 0)
 
 
 def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -178,18 +188,6 @@ def _resident(
             on_device.load_state_dict(model.state_dict())
         history.append(sum(losses) / len(losses))
     return history
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Have a GPU take kernels that give the same bits each time, where it has some."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _hash(parameters: Mapping[str, Tensor]) -> str:

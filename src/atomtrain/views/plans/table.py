@@ -84,8 +84,8 @@ def host_names(found: Prospect) -> list[str]:
 
 
 def _title(report: Report) -> str:
-    here = " (this machine)"
-    how = here if report.setting.card is None else f" ({report.setting.dtype} products)"
+    where = "this machine, " if report.setting.card is None else ""
+    how = f" ({where}{report.setting.dtype} products)"
     devices = report.prospect.devices
     count = "" if devices == 1 else f"{devices} x "
     return f"{report.model} on {count}{report.prospect.machine.name}{how}: predicted"

@@ -153,6 +153,7 @@ def _started_line(event: Event) -> str:
         tag(parameters, "{} parameters"),
         tag(words(event, "device"), "device {}"),
         tag(size(event, "device_memory_bytes"), "device memory {}"),
+        tag(words(event, "precision"), "precision {}"),
         tag(size(event, "state_bytes"), "model state {}"),
         tag(count(event, "steps"), "{} steps"),
         tag(tokens, "{} tokens a step"),
