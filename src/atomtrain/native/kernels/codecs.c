@@ -8,6 +8,9 @@ Loops are simple, and have no calls, so that compilers turn them into vector ins
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 enum { BLOCK = 256, SPARSE_BLOCK = 4096, KEPT = SPARSE_BLOCK / 32, SCALE_BYTES = 4 };
 
@@ -45,19 +48,33 @@ static inline float load(const uint8_t *data) {
     return value;
 }
 
+/* Magnitudes have the order of these integers. */
+static inline int32_t size_of(float value) { return (int32_t)(bits_of(value) & 0x7fffffff); }
+
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Magnitudes are compared as integers, which have the same order. */
+/* Returns a bit for each of at most 32 values: whether its size reaches the limit. */
+static inline uint32_t reaching_bits(const float *values, int64_t n, int32_t limit) {
+    uint32_t bits = 0;
+    if (n == 32)
+        for (int i = 0; i < 32; i++) /* a known number, for vector instructions */
+            bits |= (uint32_t)(size_of(values[i]) >= limit) << i;
+    else
+        for (int64_t i = 0; i < n; i++)
+            bits |= (uint32_t)(size_of(values[i]) >= limit) << i;
+    return bits;
+}
+
 static float largest_magnitude(const float *values, int64_t n) {
     int32_t most = 0;
     for (int64_t i = 0; i < n; i++) {
-        int32_t size = (int32_t)(bits_of(values[i]) & 0x7fffffff);
+        int32_t size = size_of(values[i]);
         most = size > most ? size : most;
     }
     return float_of((uint32_t)most);
 }
 
-/* Writes at most SPARSE_BLOCK values that are known to be elsewhere than `sent`. */
+/* `decoded` is not `sent`, which may be the values. */
 static void tell(const float *values, const float *decoded, int64_t n, float *sent, float *lost) {
     if (lost)
         for (int64_t i = 0; i < n; i++)
@@ -86,21 +103,40 @@ static inline float from_half(uint16_t half) {
     return float_of(found | (uint32_t)(half & 0x8000u) << 16);
 }
 
+static void to_halves(const float *values, int64_t n, float divisor, uint16_t *halves) {
+    int64_t i = 0;
+#ifdef __F16C__ /* has instructions that do the same */
+    for (; i + 8 <= n; i += 8) {
+        __m256 unit = _mm256_div_ps(_mm256_loadu_ps(values + i), _mm256_set1_ps(divisor));
+        _mm_storeu_si128((__m128i *)(halves + i), _mm256_cvtps_ph(unit, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; i < n; i++)
+        halves[i] = to_half(values[i] / divisor);
+}
+
+static void from_halves(const uint16_t *halves, int64_t n, float scale, float *out) {
+    int64_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= n; i += 8) {
+        __m256 unit = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + i)));
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(unit, _mm256_set1_ps(scale)));
+    }
+#endif
+    for (; i < n; i++)
+        out[i] = from_half(halves[i]) * scale;
+}
+
 void atom_half_encode(const float *values, int64_t n, uint8_t *data, float *sent) {
     float scale = largest_magnitude(values, n), divisor = scale > 0 ? scale : 1.0f;
     memcpy(data, &scale, SCALE_BYTES);
     for (int64_t start = 0; start < n; start += BLOCK) {
         int64_t count = least(BLOCK, n - start);
         uint16_t halves[BLOCK];
-        float decoded[BLOCK];
-        for (int64_t i = 0; i < count; i++)
-            halves[i] = to_half(values[start + i] / divisor);
+        to_halves(values + start, count, divisor, halves);
         memcpy(data + SCALE_BYTES + 2 * start, halves, (size_t)count * 2);
-        if (!sent)
-            continue;
-        for (int64_t i = 0; i < count; i++)
-            decoded[i] = from_half(halves[i]) * scale;
-        memcpy(sent + start, decoded, (size_t)count * sizeof *sent);
+        if (sent)
+            from_halves(halves, count, scale, sent + start);
     }
 }
 
@@ -110,8 +146,7 @@ void atom_half_decode(const uint8_t *data, int64_t n, float *out) {
         int64_t count = least(BLOCK, n - start);
         uint16_t halves[BLOCK];
         memcpy(halves, data + SCALE_BYTES + 2 * start, (size_t)count * 2);
-        for (int64_t i = 0; i < count; i++)
-            out[start + i] = from_half(halves[i]) * scale;
+        from_halves(halves, count, scale, out + start);
     }
 }
 
@@ -204,60 +239,75 @@ void atom_blocks_decode(const uint8_t *data, int64_t n, int64_t bits, float *out
 
 /* ---- top-k: two magnitudes a block, positions of 12 bits, codes of 2 bits ---- */
 
-/* Returns the largest number that at least `count` of the sizes reach, or a smaller one that the
-same sizes reach. It is found bit by bit, from the highest. */
-static int32_t threshold(const int32_t *sizes, int64_t width, int64_t count) {
-    int32_t found = 0;
-    for (int32_t bit = 1 << 30; bit; bit >>= 1) {
-        int32_t tried = found | bit, reach = 0;
-        for (int64_t i = 0; i < width; i++)
-            reach += sizes[i] >= tried;
-        if (reach >= count)
-            found = tried;
-        if (reach == count)
-            break;
-    }
-    return found;
+static int64_t above(const float *values, int64_t n, int32_t limit) {
+    int32_t count = 0;
+    for (int64_t i = 0; i < n; i++)
+        count += size_of(values[i]) > limit;
+    return count;
 }
 
-/* Writes the positions of the `count` largest, rising; of equal ones the earlier count. */
-static void select_largest(const int32_t *sizes, int64_t width, int64_t count, int32_t *chosen) {
-    int32_t found[SPARSE_BLOCK], limit = threshold(sizes, width, count);
-    int64_t reach = 0, above = 0, kept = 0;
-    for (int64_t i = 0; i < width; i++) {
-        found[reach] = (int32_t)i;
-        reach += sizes[i] >= limit;
-        above += sizes[i] > limit;
+/* Lifts the limit bit by bit, from the highest, while at least `count` of the values reach it.
+Stops where at most `enough` do; returns the bit to go on with. */
+static int32_t lift(const float *values, int64_t n, int64_t count, int64_t enough, int32_t bit,
+                    int32_t *limit) {
+    for (int64_t reach = n; bit && reach > enough; bit >>= 1) {
+        int64_t tried = above(values, n, (*limit | bit) - 1);
+        if (tried >= count) {
+            *limit |= bit;
+            reach = tried;
+        }
     }
-    int64_t equals = reach == count ? reach - above : count - above;
-    for (int64_t i = 0; i < reach; i++) {
-        int equal = sizes[found[i]] == limit;
-        if (equal && !equals)
+    return bit;
+}
+
+/* Writes the `count` values of largest size, and their positions, rising; of equal ones the
+earlier count. First few values are left that it can be, then these are looked at closely. */
+static void select_largest(const float *values, int64_t width, int64_t count, uint16_t *chosen,
+                           float *picked) {
+    uint16_t found[SPARSE_BLOCK];
+    float reach[SPARSE_BLOCK];
+    int32_t limit = 0, bit = lift(values, width, count, 4 * count, 1 << 30, &limit);
+    int64_t n = 0, kept = 0;
+    for (int64_t start = 0; start < width; start += 32) {
+        uint32_t bits = reaching_bits(values + start, least(32, width - start), limit);
+        for (; bits; bits &= bits - 1, n++) {
+            found[n] = (uint16_t)(start + __builtin_ctz(bits));
+            reach[n] = values[found[n]];
+        }
+    }
+    lift(reach, n, count, count, bit, &limit);
+    int64_t equals = count - above(reach, n, limit);
+    for (int64_t i = 0; kept < count; i++) {
+        int32_t size = size_of(reach[i]);
+        if (size < limit || (size == limit && equals-- <= 0))
             continue;
-        equals -= equal;
-        chosen[kept++] = found[i];
+        chosen[kept] = found[i];
+        picked[kept++] = reach[i];
     }
 }
 
 /* Writes the means of the sizes up to their mean, and above it; sums in order, in double. */
-static void two_levels(const float *sizes, int64_t count, float *levels, uint8_t *above) {
+static void two_levels(const float *picked, int64_t count, float *levels, uint8_t *large) {
     double sum = 0.0, sums[2] = {0.0, 0.0};
-    int64_t counts[2] = {0, 0};
+    int64_t high = 0;
     for (int64_t i = 0; i < count; i++)
-        sum += sizes[i];
+        sum += fabsf(picked[i]);
     double mean = sum / (double)count;
     for (int64_t i = 0; i < count; i++) {
-        above[i] = sizes[i] > mean;
-        sums[above[i]] += sizes[i];
-        counts[above[i]]++;
+        double size = fabsf(picked[i]);
+        large[i] = size > mean;
+        high += large[i];
+        sums[0] += large[i] ? 0.0 : size;
+        sums[1] += large[i] ? size : 0.0;
     }
     for (int i = 0; i < 2; i++) {
-        levels[i] = counts[i] ? (float)(sums[i] / (double)counts[i]) : 0.0f;
+        int64_t those = i ? high : count - high;
+        levels[i] = those ? (float)(sums[i] / (double)those) : 0.0f;
         levels[i] = levels[i] < LEAST_SCALE ? 0.0f : levels[i];
     }
 }
 
-static void pack_12_bits(const int32_t *positions, int64_t count, uint8_t *data) {
+static void pack_12_bits(const uint16_t *positions, int64_t count, uint8_t *data) {
     for (int64_t i = 0; i < count; i += 2, data += 3) {
         int32_t first = positions[i], second = i + 1 < count ? positions[i + 1] : 0;
         data[0] = (uint8_t)first;
@@ -266,41 +316,37 @@ static void pack_12_bits(const int32_t *positions, int64_t count, uint8_t *data)
     }
 }
 
+/* There are zeros behind the codes, up to a multiple of four. */
 static void pack_2_bits(const uint8_t *codes, int64_t count, uint8_t *data) {
-    memset(data, 0, (size_t)(count + 3) / 4);
-    for (int64_t i = 0; i < count; i++)
-        data[i / 4] |= (uint8_t)(codes[i] << i % 4 * 2);
+    for (int64_t i = 0; i < (count + 3) / 4; i++, codes += 4)
+        data[i] = (uint8_t)(codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6);
 }
 
 static void largest_of_block(const float *values, int64_t width, uint8_t *scales,
                              uint8_t *positions, uint8_t *data, float *sent, float *lost) {
     int64_t count = (width + 31) / 32;
-    int32_t sizes[SPARSE_BLOCK], chosen[KEPT];
-    float picked[KEPT], magnitudes[KEPT], levels[2];
-    uint8_t codes[KEPT];
-    for (int64_t i = 0; i < width; i++)
-        sizes[i] = (int32_t)(bits_of(values[i]) & 0x7fffffff);
-    select_largest(sizes, width, count, chosen);
-    for (int64_t i = 0; i < count; i++) {
-        picked[i] = values[chosen[i]];
-        magnitudes[i] = float_of((uint32_t)sizes[chosen[i]]);
-    }
-    two_levels(magnitudes, count, levels, codes);
-    memcpy(scales, levels, sizeof levels);
+    uint16_t chosen[KEPT];
+    uint8_t codes[KEPT] = {0};
+    float picked[KEPT], levels[4];
+    select_largest(values, width, count, chosen, picked);
+    two_levels(picked, count, levels, codes);
+    memcpy(scales, levels, 2 * SCALE_BYTES);
+    levels[2] = -levels[0];
+    levels[3] = -levels[1];
+    for (int64_t i = 0; i < count; i++)
+        codes[i] = (uint8_t)(codes[i] + 2 * (picked[i] < 0));
     pack_12_bits(chosen, count, positions);
+    pack_2_bits(codes, count, data);
     if (lost)
         memcpy(lost, values, (size_t)width * sizeof *lost);
     if (sent)
         memset(sent, 0, (size_t)width * sizeof *sent);
     for (int64_t i = 0; i < count; i++) {
-        float level = levels[codes[i]], value = picked[i] < 0 ? -level : level;
-        codes[i] = (uint8_t)(codes[i] + 2 * (picked[i] < 0));
         if (lost)
-            lost[chosen[i]] = picked[i] - value;
+            lost[chosen[i]] = picked[i] - levels[codes[i]];
         if (sent)
-            sent[chosen[i]] = value;
+            sent[chosen[i]] = levels[codes[i]];
     }
-    pack_2_bits(codes, count, data);
 }
 
 void atom_largest_encode(const float *values, int64_t rows, int64_t width, uint8_t *scales,
@@ -346,10 +392,7 @@ int64_t atom_sparse_gather(const float *values, int64_t n, uint8_t *there, float
                            int64_t most) {
     int64_t found = 0;
     for (int64_t start = 0; start < n; start += 32) {
-        int64_t count = least(32, n - start);
-        uint32_t bits = 0;
-        for (int64_t i = 0; i < count; i++)
-            bits |= (uint32_t)(values[start + i] != 0) << i;
+        uint32_t bits = reaching_bits(values + start, least(32, n - start), 1);
         for (int i = 0; i < 4; i++)
             there[start / 8 + i] = (uint8_t)(bits >> 8 * i);
         for (; bits; bits &= bits - 1, found++)

@@ -45,7 +45,8 @@ def uniform(elements: int, keys: tuple[int, int]) -> torch.Tensor:
     return ((x ^ x >> 16) >> 8).float().mul_(2.0**-24)
 
 
-def _keys(seed: int) -> tuple[int, int]:
+def keys_of(seed: int) -> tuple[int, int]:
+    """Return the keys of a seed: the first eight bytes of the hash of its digits."""
     digest = hashlib.sha256(str(seed).encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
@@ -154,7 +155,7 @@ class BlockCodec(LossyCodec):
         self.feedback = seed is None
         self._bits = bits
         self._most = (1 << (bits - 1)) - 1
-        self._keys = None if seed is None else _keys(seed)
+        self._keys = None if seed is None else keys_of(seed)
 
     def encoded_bytes(self, elements: int) -> int:
         """Return the bytes of the scales and of the integers."""

@@ -44,21 +44,32 @@ class LossyCodec(ABC):
         residual: torch.Tensor | None = None,
     ) -> memoryview:
         """Return the bytes of finite `values`; see `Codec`."""
-        assert residual is None or self.feedback, "nobody carries on what this codec loses"
-        values, core = values.contiguous(), library.core()
         out = torch.empty(self.encoded_bytes(values.numel()), dtype=torch.uint8)
+        self.encode_into(out, values.contiguous(), sent, residual)
+        return byte_view(out)
+
+    def encode_into(
+        self,
+        out: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """Write the bytes of contiguous `values` to `out`, 1-D uint8 of their number."""
+        assert residual is None or self.feedback, "nobody carries on what this codec loses"
+        core = library.core()
         if core is not None:
             self._encode_compiled(core, values, out, sent, residual)
-            return byte_view(out)
+            return
         self._encode(values, out)
-        if sent is not None or residual is not None:
-            decoded = torch.empty_like(values)
-            self.decode(byte_view(out), decoded)
-            if residual is not None:
-                torch.sub(values, decoded, out=residual)
-            if sent is not None:
-                sent.copy_(decoded)
-        return byte_view(out)
+        if not values.numel() or (sent is None and residual is None):
+            return
+        decoded = torch.empty_like(values)
+        self.decode(byte_view(out), decoded)
+        if residual is not None:
+            torch.sub(values, decoded, out=residual)
+        if sent is not None:
+            sent.copy_(decoded)
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:

@@ -153,7 +153,7 @@ class SparseMeanCodec(LossyCodec):
         room[: found.numel()] = found
         packed = np.packbits(there.numpy(), bitorder="little")
         out[:bits].zero_()[: packed.size] = torch.from_numpy(packed)
-        out[bits:] = torch.frombuffer(self._values.encode(room), dtype=torch.uint8)
+        self._values.encode_into(out[bits:], room)
 
     def _encode_compiled(
         self,
@@ -168,7 +168,7 @@ class SparseMeanCodec(LossyCodec):
         there, most = address(out), ctypes.c_int64(room.numel())
         found = core.atom_sparse_gather(address(values), elements, there, address(room), most)
         assert found <= room.numel(), "more values than the contributions can name"
-        out[bits:] = torch.frombuffer(self._values.encode(room, sent=room), dtype=torch.uint8)
+        self._values.encode_into(out[bits:], room, sent=room)
         if sent is not None:
             core.atom_sparse_scatter(there, elements, address(room), place(sent))
 
