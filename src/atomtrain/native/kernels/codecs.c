@@ -404,9 +404,9 @@ int64_t atom_sparse_gather(const float *values, int64_t n, uint8_t *there, float
 
 /* `room` holds as many values as there are bits, none of them beyond the elements. */
 void atom_sparse_scatter(const uint8_t *there, int64_t n, const float *room, float *out) {
-    memset(out, 0, (size_t)n * sizeof *out);
     for (int64_t start = 0; start < n; start += 32) {
         uint32_t bits = 0;
+        memset(out + start, 0, (size_t)least(32, n - start) * sizeof *out);
         for (int i = 0; i < 4; i++)
             bits |= (uint32_t)there[start / 8 + i] << 8 * i;
         for (; bits; bits &= bits - 1)
