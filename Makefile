@@ -3,7 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml
+PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml \
+	hatch_build.py $(wildcard src/atomtrain/native/build.py src/atomtrain/native/kernels/*)
 CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 

@@ -98,6 +98,9 @@ REGISTRY: dict[str, Benchmark] = {
     "swarm": Benchmark(
         "atombench.swarm.swarm", "training slowed down by averaging in the background"
     ),
+    "codecs": Benchmark(
+        "atombench.swarm.codecs", "wire formats on one core, compiled and with PyTorch"
+    ),
     "liars": Benchmark(
         "atombench.swarm.liars", "what liars do to a swarm's loss, and what the defences cost"
     ),

@@ -25,7 +25,6 @@ import torch
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Digest, Snapshot
 from atomtrain.swarm.codecs.codec import Codec, codec_named
-from atomtrain.swarm.rounds.contributing import Contributions
 from atomtrain.swarm.transport.secure import SecureChannel
 
 _LOOP, _WORKERS = "atom-swarm", "atom-swarm-worker"
@@ -108,9 +107,7 @@ def _threads_s() -> dict[str, float]:
     return found
 
 
-_FEEDBACK = (
-    (Snapshot, "_with_residual"), (Contributions, "_keep_lost"), (AnchorStore, "_advance_residual"),
-)  # fmt: skip
+_FEEDBACK = ((Snapshot, "_with_residual"), (AnchorStore, "_advance_residual"))
 
 
 class CodecTime:
@@ -170,9 +167,14 @@ class TimedCodec:
         self._encode = costs.timed("encode", codec.encode)
         self._decode = costs.timed("decode", codec.decode)
 
-    def encode(self, values: torch.Tensor) -> memoryview:
-        """Return the bytes of `values`."""
-        data: memoryview = self._encode(values)
+    def encode(
+        self,
+        values: torch.Tensor,
+        sent: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> memoryview:
+        """Return the bytes of `values`; write what they decode to, and what is lost."""
+        data: memoryview = self._encode(values, sent, residual)
         return data
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:

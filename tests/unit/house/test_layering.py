@@ -53,12 +53,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         for name, rooms in below("atomtrain.engine", ENGINE).items()
     },
     "atomtrain.engine": ENGINES | PLANNED | ANALYSED,
-    "atomtrain.optimizers": set(),
+    "atomtrain.native": set(),
+    "atomtrain.optimizers": {"atomtrain.native"},
     "atomtrain.models": ANALYSED,
     "atomtrain.data": set(),
     "atomtrain.checkpoint": set(),
     "atomtrain.metrics": set(),
     **below("atomtrain.swarm", SWARM),
+    "atomtrain.swarm.codecs": {"atomtrain.swarm.transport", "atomtrain.native"},
     "atomtrain.swarm": SWARMS,
     "atomtrain.views": set(),
     "atomtrain.views.plans": ENGINES | PLANNED | ANALYSED | LIGHT,
@@ -81,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "atomtrain": {"atomtrain.engine", "atomtrain.training.trainer"},
     "atomtrain.cli": {"atomtrain"} | TRAINING | VIEWS | ENGINES | PLANNED | LIGHT | SWARMS,
 }
-PURE = sorted(ANALYSED | PLANNED | ENGINES | {"atomtrain.optimizers"})
+PURE = sorted(ANALYSED | PLANNED | ENGINES | {"atomtrain.native", "atomtrain.optimizers"})
 
 
 def folder_of(room: str) -> Path:

@@ -25,7 +25,8 @@ from typing import Protocol
 
 import torch
 
-from atomtrain.swarm.codecs.dense import BlockCodec, Float16Codec, Float32Codec, byte_view
+from atomtrain.swarm.codecs.dense import BlockCodec, Float16Codec, Float32Codec
+from atomtrain.swarm.codecs.lossy import byte_view
 from atomtrain.swarm.codecs.names import check_codec_name
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.codecs.sparse import TopKCodec
@@ -44,15 +45,24 @@ class Codec(Protocol):
         """Return the exact number of bytes of an encoded piece."""
         ...
 
-    def encode(self, values: torch.Tensor) -> memoryview:
-        """Return the bytes of `values`, which must be finite and not change from now on."""
+    def encode(
+        self,
+        values: torch.Tensor,
+        sent: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> memoryview:
+        """Return the bytes of `values`, which must be finite and not change from now on.
+
+        What they decode to is written to `sent`, which may be `values`, and what encoding loses to
+        `residual`, which may not: 1-D contiguous float32. Only codecs with feedback take that.
+        """
         ...
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Write the values of `data` to `out`; `data` has `encoded_bytes(len(out))` bytes.
 
         Raises:
-            BadMessage: `encode` cannot have made it.
+            BadMessage: `encode` cannot have made it; `out` is undefined.
         """
         ...
 
@@ -90,9 +100,12 @@ def encoded_bytes(codec: Codec, span: Span) -> int:
     return sum(codec.encoded_bytes(piece.elements) for piece in piece_spans(span))
 
 
-def encode_span(codec: Codec, values: torch.Tensor) -> list[memoryview]:
-    """Return the encoded pieces of one slice's values."""
-    return [codec.encode(values[a:b]) for a, b in piece_spans(Span(0, values.numel()))]
+def encode_span(
+    codec: Codec, values: torch.Tensor, sent: torch.Tensor | None = None
+) -> list[memoryview]:
+    """Return the encoded pieces of one slice's values; write what they decode to to `sent`."""
+    spans = piece_spans(Span(0, values.numel()))
+    return [codec.encode(values[a:b], None if sent is None else sent[a:b]) for a, b in spans]
 
 
 def decoded(codec: Codec, pieces: Sequence[memoryview], elements: int) -> torch.Tensor:

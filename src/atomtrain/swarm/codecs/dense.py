@@ -4,36 +4,51 @@ Integers have 8 or 4 bits an element, and one float32 scale for each block of 25
 of n elements: ceil(n / 256) scales, then n bytes, or ceil(n / 2) bytes with two elements each, the
 earlier one in the low half. An element is `scale * q`: one product of exactly represented numbers,
 so that every machine decodes the same bits.
+
+Compiled kernels and PyTorch make the same bytes. Rounding to the nearest goes to even numbers where
+two are as near. Rounding at random adds a number in [0, 1) to the quotient, both float32, and
+rounds down; `uniform` says which number it is.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+
 import torch
 
+from atomtrain.native import library
+from atomtrain.native.library import address
+from atomtrain.swarm.codecs.lossy import (
+    LEAST_SCALE,
+    SCALE_BYTES,
+    LossyCodec,
+    byte_view,
+    check_scales,
+    encoded,
+    place,
+)
 from atomtrain.swarm.codecs.names import FLOAT16, FLOAT32
-from atomtrain.swarm.transport.messages import BadMessage
 
-SCALE_BYTES = 4
-"""Bytes of a float32 scale."""
 BLOCK_ELEMENTS = 256
-_LEAST_SCALE = 2.0**-126
-"""The smallest normal float32: below it, processors that flush subnormals would disagree."""
+_LOW_32_BITS = 0xFFFFFFFF
 
 
-def byte_view(values: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, not a copy."""
-    return values.view(torch.uint8).numpy().data
+def uniform(elements: int, keys: tuple[int, int]) -> torch.Tensor:
+    """Return a float32 in [0, 1) for each position: a hash of it and of two keys of 32 bits.
 
-
-def check_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales that came off the wire.
-
-    Raises:
-        BadMessage: one is infinite, NaN, negative, or so large that values would overflow.
+    All is modulo 2**32; 24 bits of the result count.
     """
-    if not bool(((scales >= 0) & (scales <= 1e36)).all()):
-        raise BadMessage("a scale that is not finite, negative, or above 1e36")
-    return scales
+    x = torch.arange(elements).add_(keys[0]).bitwise_and_(_LOW_32_BITS)
+    x = ((x ^ x >> 16) * 0x7FEB352D) & _LOW_32_BITS
+    x = (((x ^ x >> 15) + keys[1]) * 0x846CA68B) & _LOW_32_BITS
+    return ((x ^ x >> 16) >> 8).float().mul_(2.0**-24)
+
+
+def keys_of(seed: int) -> tuple[int, int]:
+    """Return the keys of a seed: the first eight bytes of the hash of its digits."""
+    digest = hashlib.sha256(str(seed).encode()).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 class Float32Codec:
@@ -47,14 +62,22 @@ class Float32Codec:
         """Return four bytes per element."""
         return 4 * elements
 
-    def encode(self, values: torch.Tensor) -> memoryview:
+    def encode(
+        self,
+        values: torch.Tensor,
+        sent: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> memoryview:
         """Return the values' bytes."""
+        assert residual is None, "nothing is lost"
+        if sent is not None:
+            sent.copy_(values)
         return byte_view(values.contiguous())
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Copy the values."""
         if out.numel():
-            out.copy_(torch.frombuffer(data, dtype=torch.float32))
+            out.copy_(encoded(data, 4 * out.numel()).view(torch.float32))
 
     def for_mean(self, contributors: int, seed: int) -> Float32Codec:
         """Return itself: means travel as contributions do."""
@@ -65,7 +88,7 @@ class Float32Codec:
         return torch.zeros_like(decoded)
 
 
-class Float16Codec:
+class Float16Codec(LossyCodec):
     """Half the bytes: float16 of the values divided by the piece's largest magnitude.
 
     The scale, a float32 before the values, keeps small changes out of float16's coarse subnormal
@@ -74,26 +97,35 @@ class Float16Codec:
     """
 
     name = FLOAT16
-    feedback = False
-    exact = False
 
     def encoded_bytes(self, elements: int) -> int:
         """Return the scale's four bytes and two per element."""
         return SCALE_BYTES + 2 * elements
 
-    def encode(self, values: torch.Tensor) -> memoryview:
-        """Return scale and scaled values."""
-        out = torch.empty(self.encoded_bytes(values.numel()), dtype=torch.uint8)
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         scale = values.abs().amax() if values.numel() else torch.zeros(())
         out[:SCALE_BYTES].view(torch.float32).copy_(scale)
         body = out[SCALE_BYTES:].view(torch.float16)
         body.copy_(values / scale if scale > 0 else values)
-        return byte_view(out)
+
+    def _encode_compiled(
+        self,
+        core: ctypes.CDLL,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        sent: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> None:
+        count = ctypes.c_int64(values.numel())
+        core.atom_half_encode(address(values), count, address(out), place(sent))
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Write value times scale."""
-        raw = torch.frombuffer(data, dtype=torch.uint8)
+        raw, core = encoded(data, self.encoded_bytes(out.numel())), library.core()
         scale = check_scales(raw[:SCALE_BYTES].view(torch.float32))
+        if core is not None:
+            core.atom_half_decode(address(raw), ctypes.c_int64(out.numel()), place(out))
+            return
         out.copy_(raw[SCALE_BYTES:].view(torch.float16))
         out.mul_(scale)
 
@@ -108,7 +140,7 @@ class Float16Codec:
         return size.mul_(2.0**-10).add_(largest * 2.0**-23)
 
 
-class BlockCodec:
+class BlockCodec(LossyCodec):
     """Signed integers of 8 or 4 bits: 8.125 or 4.125 bits an element.
 
     Rounds to the nearest, or, given a seed, up or down at random with an expectation that is
@@ -121,32 +153,41 @@ class BlockCodec:
         assert bits in (4, 8), bits
         self.name = f"int{bits}"
         self.feedback = seed is None
-        self.exact = False
         self._bits = bits
         self._most = (1 << (bits - 1)) - 1
-        self._random = None if seed is None else torch.Generator().manual_seed(seed)
+        self._keys = None if seed is None else keys_of(seed)
 
     def encoded_bytes(self, elements: int) -> int:
         """Return the bytes of the scales and of the integers."""
         return SCALE_BYTES * _blocks(elements) + (elements * self._bits + 7) // 8
 
-    def encode(self, values: torch.Tensor) -> memoryview:
-        """Return scales and integers of finite `values`."""
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         elements = values.numel()
-        out = torch.empty(self.encoded_bytes(elements), dtype=torch.uint8)
         rows = _padded(values, BLOCK_ELEMENTS).view(-1, BLOCK_ELEMENTS)
         scales = rows.abs().amax(dim=1) / self._most if elements else torch.empty(0)
-        scales[scales < _LEAST_SCALE] = 0.0
+        scales[scales < LEAST_SCALE] = 0.0
         body = _blocks(elements) * SCALE_BYTES
         out[:body].view(torch.float32).copy_(scales)
         units = rows / torch.where(scales > 0, scales, torch.inf).unsqueeze(1)
-        if self._random is None:
+        if self._keys is None:
             units.round_()
         else:
-            units.add_(torch.rand(units.shape, generator=self._random)).floor_()
+            units.add_(uniform(rows.numel(), self._keys).view_as(units)).floor_()
         whole = units.clamp_(-self._most, self._most).view(-1)[:elements].to(torch.int8)
         out[body:].copy_(whole.view(torch.uint8) if self._bits == 8 else _pack_halves(whole))
-        return byte_view(out)
+
+    def _encode_compiled(
+        self,
+        core: ctypes.CDLL,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        sent: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> None:
+        keys = None if self._keys is None else (ctypes.c_uint32 * 2)(*self._keys)
+        sizes = ctypes.c_int64(values.numel()), ctypes.c_int64(self._bits)
+        where = address(out), place(sent), place(residual)
+        core.atom_blocks_encode(address(values), *sizes, keys, *where)
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Write integer times scale.
@@ -154,12 +195,16 @@ class BlockCodec:
         Raises:
             BadMessage: a scale that `encode` does not make.
         """
-        elements = out.numel()
+        elements, core = out.numel(), library.core()
         if not elements:
             return
-        raw = torch.frombuffer(data, dtype=torch.uint8)
+        raw = encoded(data, self.encoded_bytes(elements))
         body = _blocks(elements) * SCALE_BYTES
         scales = check_scales(raw[:body].view(torch.float32))
+        if core is not None:
+            sizes = ctypes.c_int64(elements), ctypes.c_int64(self._bits)
+            core.atom_blocks_decode(address(raw), *sizes, place(out))
+            return
         whole = raw[body:]
         out.copy_(whole.view(torch.int8) if self._bits == 8 else _unpack_halves(whole)[:elements])
         full = elements - elements % BLOCK_ELEMENTS
@@ -173,7 +218,7 @@ class BlockCodec:
     def error(self, decoded: torch.Tensor) -> torch.Tensor:
         """Return a unit of each element's block, whose largest is as many units as there are."""
         rows = _padded(decoded.abs(), BLOCK_ELEMENTS).view(-1, BLOCK_ELEMENTS)
-        units = rows.amax(dim=1, keepdim=True) / (self._most - 1) + _LEAST_SCALE
+        units = rows.amax(dim=1, keepdim=True) / (self._most - 1) + LEAST_SCALE
         return units.expand_as(rows).reshape(-1)[: decoded.numel()]
 
 

@@ -8,11 +8,23 @@ the non-zero ones with 8 bits each.
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from atomtrain.swarm.codecs.dense import SCALE_BYTES, BlockCodec, byte_view, check_scales
+from atomtrain.native import library
+from atomtrain.native.library import address
+from atomtrain.swarm.codecs.dense import BlockCodec
+from atomtrain.swarm.codecs.lossy import (
+    LEAST_SCALE,
+    SCALE_BYTES,
+    LossyCodec,
+    check_scales,
+    encoded,
+    place,
+)
 from atomtrain.swarm.codecs.names import TOPK
 from atomtrain.swarm.transport.messages import BadMessage
 
@@ -35,7 +47,7 @@ class _Layout(NamedTuple):
     stop: int
 
 
-class TopKCodec:
+class TopKCodec(LossyCodec):
     """The largest elements of each block; what is not sent is left to error feedback.
 
     None of the four values is zero: where a block has fewer changes than are sent, a few elements
@@ -44,7 +56,6 @@ class TopKCodec:
 
     name = TOPK
     feedback = True
-    exact = False
 
     def encoded_bytes(self, elements: int) -> int:
         """Return 232 bytes for each block of 4096, and those of the rest."""
@@ -53,9 +64,7 @@ class TopKCodec:
             stop = _layout(stop, rows, width).stop
         return stop
 
-    def encode(self, values: torch.Tensor) -> memoryview:
-        """Return magnitudes, positions and values of the largest elements of finite `values`."""
-        out = torch.empty(self.encoded_bytes(values.numel()), dtype=torch.uint8)
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         stop = 0
         for start, rows, width in _groups(values.numel()):
             layout = _layout(stop, rows, width)
@@ -66,7 +75,23 @@ class TopKCodec:
             out[layout.positions : layout.values] = _pack_12_bits(positions).view(-1)
             out[layout.values : layout.stop] = _pack_2_bits(codes).view(-1)
             stop = layout.stop
-        return byte_view(out)
+
+    def _encode_compiled(
+        self,
+        core: ctypes.CDLL,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        sent: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> None:
+        stop = 0
+        for start, rows, width in _groups(values.numel()):
+            layout = _layout(stop, rows, width)
+            sizes = ctypes.c_int64(rows), ctypes.c_int64(width)
+            parts = (address(out[at:]) for at in layout[:3])
+            to = (place(None if each is None else each[start:]) for each in (sent, residual))
+            core.atom_largest_encode(address(values[start:]), *sizes, *parts, *to)
+            stop = layout.stop
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Write the elements that were sent, and zeros.
@@ -74,22 +99,22 @@ class TopKCodec:
         Raises:
             BadMessage: magnitudes or positions that `encode` does not make.
         """
-        out.zero_()
         if not out.numel():
             return
-        raw = torch.frombuffer(data, dtype=torch.uint8)
-        stop = 0
+        raw = encoded(data, self.encoded_bytes(out.numel()))
+        stop, core = 0, library.core()
         for start, rows, width in _groups(out.numel()):
             layout = _layout(stop, rows, width)
-            count = -(-width // ONE_IN)
-            scales = check_scales(raw[layout.start : layout.positions].view(torch.float32))
-            positions = _unpack_12_bits(raw[layout.positions : layout.values].view(rows, -1), count)
-            codes = _unpack_2_bits(raw[layout.values : layout.stop].view(rows, -1), count)
-            if int(positions[:, -1].max()) >= width or not bool((positions.diff(dim=1) > 0).all()):
-                raise BadMessage("positions that do not rise, or lie outside their block")
-            levels = torch.cat((scales.view(rows, 2), -scales.view(rows, 2)), dim=1)
+            check_scales(raw[layout.start : layout.positions].view(torch.float32))
             blocks = out[start : start + rows * width].view(rows, width)
-            blocks.scatter_(1, positions, levels.gather(1, codes))
+            if core is None:
+                rising = _decode(raw, layout, blocks)
+            else:
+                sizes = ctypes.c_int64(rows), ctypes.c_int64(width)
+                parts = (address(raw[at:]) for at in layout[:3])
+                rising = not core.atom_largest_decode(*parts, *sizes, place(blocks))
+            if not rising:
+                raise BadMessage("positions that do not rise, or lie outside their block")
             stop = layout.stop
 
     def for_mean(self, contributors: int, seed: int) -> BlockCodec | SparseMeanCodec:
@@ -103,15 +128,13 @@ class TopKCodec:
         return torch.full_like(decoded, torch.inf)
 
 
-class SparseMeanCodec:
+class SparseMeanCodec(LossyCodec):
     """A bit for each element, then 8-bit integers for those that are not zero.
 
     Has room for all that `contributors` contributions of `TopKCodec` can name.
     """
 
     name = "sparse-mean"
-    feedback = False
-    exact = False
 
     def __init__(self, contributors: int, seed: int) -> None:
         """`seed` is that of the random rounding."""
@@ -122,18 +145,32 @@ class SparseMeanCodec:
         """Return the bytes of the bits, in units of four, and of the values."""
         return _bit_bytes(elements) + self._values.encoded_bytes(self._room(elements))
 
-    def encode(self, values: torch.Tensor) -> memoryview:
-        """Return bits and values; at most as many may be other than zero as there is room for."""
-        elements = values.numel()
-        out = torch.empty(self.encoded_bytes(elements), dtype=torch.uint8)
-        there = values != 0
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        there, bits = values != 0, _bit_bytes(values.numel())
+        room = torch.zeros(self._room(values.numel()))
         found = values[there]
-        room = torch.zeros(self._room(elements))
+        assert found.numel() <= room.numel(), "more values than the contributions can name"
         room[: found.numel()] = found
-        bits = _bit_bytes(elements)
-        out[:bits] = _pack_bits(there, bits)
-        out[bits:] = torch.frombuffer(self._values.encode(room), dtype=torch.uint8)
-        return byte_view(out)
+        packed = np.packbits(there.numpy(), bitorder="little")
+        out[:bits].zero_()[: packed.size] = torch.from_numpy(packed)
+        self._values.encode_into(out[bits:], room)
+
+    def _encode_compiled(
+        self,
+        core: ctypes.CDLL,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        sent: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> None:
+        elements, bits = ctypes.c_int64(values.numel()), _bit_bytes(values.numel())
+        room = torch.zeros(self._room(values.numel()))
+        there, most = address(out), ctypes.c_int64(room.numel())
+        found = core.atom_sparse_gather(address(values), elements, there, address(room), most)
+        assert found <= room.numel(), "more values than the contributions can name"
+        self._values.encode_into(out[bits:], room, sent=room)
+        if sent is not None:
+            core.atom_sparse_scatter(there, elements, address(room), place(sent))
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Write the values where they belong, and zeros.
@@ -141,17 +178,22 @@ class SparseMeanCodec:
         Raises:
             BadMessage: more values than there is room for, or scales that are not finite.
         """
-        out.zero_()
-        if not out.numel():
+        elements, core = out.numel(), library.core()
+        if not elements:
             return
-        bits = _bit_bytes(out.numel())
-        there = _unpack_bits(torch.frombuffer(data, dtype=torch.uint8)[:bits])
-        count = int(there.sum())
-        room = torch.empty(self._room(out.numel()))
-        if count > room.numel() or bool(there[out.numel() :].any()):
+        raw, bits = encoded(data, self.encoded_bytes(elements)), _bit_bytes(elements)
+        there = int.from_bytes(memoryview(data)[:bits], "little")
+        count, room = there.bit_count(), torch.empty(self._room(elements))
+        if count > room.numel() or there >> elements:
             raise BadMessage(f"a sparse mean with {count} values; allowed are {room.numel()}")
         self._values.decode(memoryview(data)[bits:], room)
-        out[there[: out.numel()]] = room[:count]
+        if core is not None:
+            sizes = ctypes.c_int64(elements)
+            core.atom_sparse_scatter(address(raw), sizes, address(room), place(out))
+            return
+        named = np.unpackbits(raw[:bits].numpy(), count=elements, bitorder="little")
+        out.zero_()
+        out[torch.from_numpy(named).bool()] = room[:count]
 
     def for_mean(self, contributors: int, seed: int) -> SparseMeanCodec:
         """Return the format for a mean of so many."""
@@ -181,22 +223,40 @@ def _layout(start: int, rows: int, width: int) -> _Layout:
 
 
 def _largest(blocks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return two magnitudes for each block, and of its largest the positions, rising, and codes.
-
-    The magnitudes are the means of the larger and of the smaller ones, divided at their mean.
-    """
-    magnitudes = blocks.abs()
-    positions = torch.topk(magnitudes, count, dim=1, sorted=False).indices.sort(dim=1).values
+    """Return two magnitudes for each block, and of its largest the positions, rising, and codes."""
+    sizes = blocks.abs().view(torch.int32).to(torch.int64)  # in the order of the magnitudes
+    width = blocks.shape[1]
+    ranks = sizes * BLOCK_ELEMENTS + torch.arange(width - 1, -1, -1)  # no two are equal
+    positions = torch.topk(ranks, count, dim=1, sorted=False).indices.sort(dim=1).values
     values = blocks.gather(1, positions)
-    most = magnitudes.amax(dim=1, keepdim=True)
-    sizes = values.abs() / torch.where(most > 0, most, 1.0)  # their sum cannot overflow
-    large = sizes > sizes.mean(dim=1, keepdim=True)
-    few, many = sizes * ~large, sizes * large
-    low = few.sum(dim=1) / (~large).sum(dim=1).clamp_min(1)
-    high = many.sum(dim=1) / large.sum(dim=1).clamp_min(1)
-    levels = torch.stack((low, high), dim=1) * most
-    levels[levels < 2.0**-126] = 0.0  # as in BlockCodec
+    wide = values.abs().double()
+    large = wide > _sum_in_order(wide) / count
+    low = _sum_in_order(wide * ~large) / (~large).sum(dim=1, keepdim=True).clamp_min(1)
+    high = _sum_in_order(wide * large) / large.sum(dim=1, keepdim=True).clamp_min(1)
+    levels = torch.cat((low, high), dim=1).float()
+    levels[levels < LEAST_SCALE] = 0.0  # as in BlockCodec
     return levels, positions, large.to(torch.uint8) + 2 * (values < 0).to(torch.uint8)
+
+
+def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(rows[:, :1])
+    for column in rows.split(1, dim=1):
+        total += column
+    return total
+
+
+def _decode(raw: torch.Tensor, layout: _Layout, blocks: torch.Tensor) -> bool:
+    """Write a group's elements that were sent, and zeros; say whether positions are right."""
+    rows, width = blocks.shape
+    count = -(-width // ONE_IN)
+    scales = raw[layout.start : layout.positions].view(torch.float32).view(rows, 2)
+    positions = _unpack_12_bits(raw[layout.positions : layout.values].view(rows, -1), count)
+    codes = _unpack_2_bits(raw[layout.values : layout.stop].view(rows, -1), count)
+    if int(positions[:, -1].max()) >= width or not bool((positions.diff(dim=1) > 0).all()):
+        return False
+    levels = torch.cat((scales, -scales), dim=1)
+    blocks.zero_().scatter_(1, positions, levels.gather(1, codes))
+    return True
 
 
 def _pack_12_bits(positions: torch.Tensor) -> torch.Tensor:
@@ -225,16 +285,3 @@ def _unpack_2_bits(raw: torch.Tensor, count: int) -> torch.Tensor:
 
 def _bit_bytes(elements: int) -> int:
     return 4 * -(-elements // 32)  # scales follow, which lie at multiples of four
-
-
-def _pack_bits(there: torch.Tensor, count_bytes: int) -> torch.Tensor:
-    padded = torch.nn.functional.pad(there.to(torch.uint8), (0, 8 * count_bytes - there.numel()))
-    eight = padded.view(-1, 8)
-    packed = eight[:, 0].clone()
-    for shift in range(1, 8):
-        packed |= eight[:, shift] << shift
-    return packed
-
-
-def _unpack_bits(raw: torch.Tensor) -> torch.Tensor:
-    return torch.stack([raw >> shift & 1 for shift in range(8)], dim=1).view(-1).bool()

@@ -144,8 +144,8 @@ class Bases:
 
     def _encode(self, index: int) -> list[memoryview]:
         start, stop = self._spans[index]
-        pieces = encode_span(self._codec, self._snapshot.anchor.values[start:stop])
-        decode_span(self._codec, pieces, self.values[start:stop])
+        anchor = self._snapshot.anchor.values[start:stop]
+        pieces = encode_span(self._codec, anchor, sent=self.values[start:stop])
         self.digests[index] = _digest(pieces)
         return pieces
 

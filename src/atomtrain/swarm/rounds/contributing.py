@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from atomtrain.swarm.anchors.buffer_pool import BufferPool
-from atomtrain.swarm.codecs.codec import decoded, square_of
+from atomtrain.swarm.codecs.codec import square_of
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.rounds.bases import Bases
 from atomtrain.swarm.rounds.commitments import Own, committed, leaves_of
@@ -66,18 +66,11 @@ class Contributions:
 
         May run on a worker.
         """
-        codec, snapshot = self._setup.codec, self._setup.snapshot
         values = self._values(piece)
         square = square_of(values) or 0.0
-        data = codec.encode(values)
-        sent, sent_square = values, square
-        if not codec.exact:
-            sent = torch.empty_like(values)
-            codec.decode(data, sent)
-            sent_square = square_of(sent) or 0.0
-        if snapshot.lost is not None:
-            self._keep_lost(values, sent, snapshot.lost[piece.start : piece.stop])
-        return Encoded(data, square, leaves_of(sent, self._spans[index].elements), sent_square)
+        data = self._encode(values, piece)
+        sent_square = square if self._setup.codec.exact else square_of(values) or 0.0
+        return Encoded(data, square, leaves_of(values, self._spans[index].elements), sent_square)
 
     async def _made(self, index: int) -> Own:
         if self._bases is not None:
@@ -88,10 +81,11 @@ class Contributions:
     def _make(self, index: int) -> Own:
         """Make the own contribution as others would have received it."""
         span = self._spans[index]
-        if self._setup.snapshot.lost is None:
-            return committed(self._values(span))
-        pieces = [self.encode(piece, index).data for piece in piece_spans(span)]
-        return committed(decoded(self._setup.codec, pieces, span.elements))
+        values = self._values(span)
+        if self._setup.snapshot.lost is not None:
+            for piece in piece_spans(span):
+                self._encode(values[piece.start - span.start : piece.stop - span.start], piece)
+        return committed(values)
 
     def _values(self, span: Span) -> torch.Tensor:
         if self._bases is not None:
@@ -99,7 +93,12 @@ class Contributions:
         out = self._memory.empty(4 * span.elements).view(torch.float32)
         return self._setup.snapshot.contribution(span, out)
 
-    def _keep_lost(self, values: torch.Tensor, sent: torch.Tensor, into: torch.Tensor) -> None:
-        lost = torch.sub(values, sent, out=into)
-        if self._bases is not None:  # lost after the step: as a change it counts that much less
-            lost.div_(self._setup.update.gain)
+    def _encode(self, values: torch.Tensor, piece: Span) -> memoryview:
+        """Return the bytes of values, which become what these decode to; keep what is lost."""
+        codec, lost = self._setup.codec, self._setup.snapshot.lost
+        if lost is not None:
+            lost = lost[piece.start : piece.stop]
+        data = codec.encode(values, None if codec.exact else values, lost)
+        if lost is not None and self._bases is not None:
+            lost.div_(self._setup.update.gain)  # lost after the step: as a change it counts less
+        return data

@@ -21,7 +21,6 @@ from atomtrain.swarm.anchors.buffer_pool import BufferPool
 from atomtrain.swarm.codecs.codec import (
     Codec,
     byte_view,
-    decode_span,
     decoded,
     encode_span,
     square_of,
@@ -352,9 +351,8 @@ class OwnedSlice:
         self, contributors: tuple[int, ...], mean: torch.Tensor
     ) -> tuple[list[memoryview], SliceMean]:
         codec = mean_codec(self._codec, self._begin, self._index, len(contributors))
-        pieces = encode_span(codec, mean)
-        if not codec.exact:
-            decode_span(codec, pieces, mean)  # the owner, too, applies what travels
+        # The owner, too, applies what travels.
+        pieces = encode_span(codec, mean, sent=None if codec.exact else mean)
         digest = mean_digest(contributors, pieces, self.base_digest)
         square = square_of(mean)
         square = math.inf if square is None else square

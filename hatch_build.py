@@ -1,0 +1,30 @@
+"""Compiles the core while the package is built; without a compiler the package has none."""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class CompiledCore(BuildHookInterface):
+    """Adds the libraries to the wheel, which is then one for this kind of machine."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and name what was made; an editable install finds it beside the sources."""
+        path = Path(self.root, "src/atomtrain/native/build.py")
+        spec = importlib.util.spec_from_file_location("atom_native_build", path)
+        native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native)
+        try:
+            made = native.build()
+        except native.BuildError as error:
+            self.app.display_warning(f"atomtrain is built without its compiled core: {error}")
+            return
+        build_data["pure_python"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"
+        build_data["artifacts"] += [str(made_path.relative_to(self.root)) for made_path in made]

@@ -1,0 +1,76 @@
+"""The compiled core is built, found and refused as it should be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atomtrain.native import build, library
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    build.build(tmp_path)
+    return tmp_path
+
+
+def test_every_level_is_built_and_this_processors_is_loaded(built: Path) -> None:
+    assert {path.name for path in built.iterdir()} == {
+        build.library_path(level).name for level in build.levels()
+    }
+    found, reason = library.load(built)
+    assert found is not None
+    assert not reason
+
+
+def test_the_installed_core_is_of_these_sources() -> None:
+    assert library.core() is not None, "run `python -m atomtrain.native.build`"
+
+
+def test_without_a_library_the_reason_says_what_to_do(tmp_path: Path) -> None:
+    found, reason = library.load(tmp_path)
+    assert found is None
+    assert "python -m atomtrain.native.build" in reason
+
+
+def test_a_damaged_library_is_not_used(built: Path) -> None:
+    for path in built.iterdir():
+        path.write_bytes(b"no library")
+    found, reason = library.load(built)
+    assert found is None
+    assert "cannot be loaded" in reason
+
+
+def test_a_library_of_other_sources_is_not_used(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "fingerprint", lambda: "another")
+    found, reason = library.load(built)
+    assert found is None
+    assert "not of these sources" in reason
+
+
+def test_without_a_compiler_building_says_so(tmp_path: Path) -> None:
+    """The file alone: what builds the package has nothing else of it yet."""
+    done = subprocess.run(
+        [sys.executable, "-I", build.__file__],
+        env={**os.environ, "PATH": str(tmp_path), "CC": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "no C compiler was found" in done.stderr
+
+
+def test_what_the_compiler_says_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-include", "there-is-no-such-file.h"))
+    with pytest.raises(build.BuildError, match=r"there-is-no-such-file\.h"):
+        build.build(tmp_path)
+    assert not list(tmp_path.iterdir())
