@@ -26,7 +26,6 @@ from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import companding, masters, randomness
 from atomtrain.optimizers.companding import BLOCK
 from atomtrain.optimizers.masters import narrowed, scratch, wide_buffers, widened
-from atomtrain.optimizers.randomness import SLICE as SLICE
 
 BYTES_PER_PARAMETER = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 * (1 + 4 / BLOCK)}
 """Bytes of both moments of one parameter, by format."""
@@ -40,6 +39,7 @@ _DTYPES: dict[str, dict[str, torch.dtype]] = {
         "exp_avg_sq_scale": torch.float32,
     },
 }
+SLICE = randomness.SLICE
 _FIRST, _SECOND = 1, 2
 _UPPER_HALF = -(1 << 16)
 """The bits of a float32 that bfloat16 keeps."""
