@@ -71,6 +71,10 @@ class AdamW(HostOptimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
 
+    def path_of(self, parameter: Tensor) -> str:
+        """Return who updates a parameter that has a gradient now: `compiled` or `torch`."""
+        return PATHS.name(parameter, self._group_of(parameter), self.scaling)
+
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
         return part_bytes(parameter, group["state"])
 

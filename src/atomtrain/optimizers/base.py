@@ -122,6 +122,10 @@ class HostOptimizer(torch.optim.Optimizer):
             parts[masters.KEYS[master]] = int(masters.MASTER_BYTES[master]) * parameter.numel()
         return parts
 
+    def path_of(self, parameter: Tensor) -> str:
+        """Return who updates a parameter that has a gradient now: `compiled` or `torch`."""
+        return "torch"
+
     def scratch_bytes(self, *, on_gpu: bool = False) -> int:
         """Return the bytes of scratch memory that updates need, beside the state; `on_gpu` more is
         updated at once."""

@@ -93,6 +93,12 @@ class Paths:
         use = self.compiled_for(parameter, gradient.dtype, group)
         return self._compiled if use else self._torch
 
+    def name(self, parameter: Tensor, group: dict[str, Any], scaling: Scaling) -> str:
+        """Return the name of what `choose` returns: `compiled` or `torch`."""
+        gradient = parameter if parameter.grad is None else parameter.grad
+        chosen = self.choose(parameter, gradient, group, scaling)
+        return "compiled" if chosen is self._compiled else "torch"
+
     def compiled_for(
         self, parameter: Tensor, gradient_dtype: torch.dtype, group: dict[str, Any]
     ) -> bool:

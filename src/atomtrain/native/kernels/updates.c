@@ -55,6 +55,43 @@ INLINE void load_gradient(const struct parameter *p, int64_t at, int n, float *r
     }
 }
 
+#define LOWER 0xFFFFu
+#define UPPER 0xFFFF0000u
+
+/* Words of two elements of 16 bits. */
+INLINE uint32_t word(const uint16_t *from, int index) {
+    uint32_t value;
+    memcpy(&value, from + 2 * index, sizeof value);
+    return value;
+}
+
+INLINE void set_word(uint16_t *to, int index, uint32_t value) {
+    memcpy(to + 2 * index, &value, sizeof value);
+}
+
+/* A whole block's gradient, even elements apart from odd ones. */
+INLINE void load_gradient_pairs(const struct parameter *p, int64_t at, float *restrict even,
+                                float *restrict odd) {
+    if (p->gradient_kind != BFLOAT16_GRADIENT) {
+        float all[BLOCK];
+        load_gradient(p, at, BLOCK, all);
+        for (int i = 0; i < BLOCK / 2; i++) even[i] = all[2 * i];
+        for (int i = 0; i < BLOCK / 2; i++) odd[i] = all[2 * i + 1];
+        return;
+    }
+    const uint16_t *in = (const uint16_t *)p->gradient + at;
+    const float by = p->coefficient, factor = p->factor;
+    for (int i = 0; i < BLOCK / 2; i++) {
+        float low = float_of(word(in, i) << 16), high = float_of(word(in, i) & UPPER);
+        if (p->clipped) {
+            low = from_bfloat16(to_bfloat16(low * by));
+            high = from_bfloat16(to_bfloat16(high * by));
+        }
+        even[i] = low * factor;
+        odd[i] = high * factor;
+    }
+}
+
 INLINE void load_values(const struct parameter *p, int64_t at, int n, float *restrict out) {
     if (p->values_kind == BFLOAT16_SPLIT) {
         const uint16_t *stream = (const uint16_t *)p->values + at;
@@ -149,6 +186,20 @@ INLINE uint16_t to_bfloat16_at_random(float value, uint16_t random) {
     return (uint16_t)((bits_of(value) + random) >> 16);
 }
 
+/* AdamW's arithmetic for one element; returns the new value. */
+INLINE float adamw_element(const struct adamw *a, float value, float gradient, float *first,
+                           float *second, int tail) {
+    /* As PyTorch interpolates: from the nearer end. */
+    const int near = fabsf(a->weight1) < 0.5f;
+    const float weight = near ? a->weight1 : a->weight1 - 1.0f;
+    *first = multiply_add(weight, gradient - *first, near ? *first : gradient);
+    float square = a->weight2 * gradient;
+    *second = tail ? multiply_add(*second, a->beta2, square * gradient)
+                   : multiply_add(square, gradient, *second * a->beta2);
+    float denominator = sqrtf(*second) / a->root_correction + a->eps;
+    return value * a->keep + -a->step * *first / denominator;
+}
+
 /* Update elements `from` to `to` of a block, of which the memory begins at `at`; `values`, `moments`
    and `tail` are constants wherever this is used. */
 INLINE void adamw(const struct parameter *p, const struct adamw *a, struct random r,
@@ -161,9 +212,6 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
     uint16_t *restrict second16 = (uint16_t *)p->second + at;
     const uint16_t *restrict random1 = moments == BFLOAT16_MOMENTS ? r.first : 0;
     const uint16_t *restrict random2 = moments == BFLOAT16_MOMENTS ? r.second : 0;
-    /* As PyTorch interpolates: from the nearer end. */
-    const int near = fabsf(a->weight1) < 0.5f;
-    const float weight = near ? a->weight1 : a->weight1 - 1.0f, step = -a->step;
     INDEPENDENT
     for (int i = from; i < to; i++) {
         float value = values == BFLOAT16_SPLIT ? joined(stream[i], rest[i]) : wide[i];
@@ -173,13 +221,7 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
         float second = moments == FLOAT32_MOMENTS    ? second32[i]
                        : moments == BFLOAT16_MOMENTS ? from_bfloat16(second16[i])
                                                      : w->second[i];
-        float gradient = w->gradient[i];
-        first = multiply_add(weight, gradient - first, near ? first : gradient);
-        float square = a->weight2 * gradient;
-        second = tail ? multiply_add(second, a->beta2, square * gradient)
-                      : multiply_add(square, gradient, second * a->beta2);
-        float denominator = sqrtf(second) / a->root_correction + a->eps;
-        value = value * a->keep + step * first / denominator;
+        value = adamw_element(a, value, w->gradient[i], &first, &second, tail);
         if (values == BFLOAT16_SPLIT) {
             stream[i] = to_stream(value);
             rest[i] = (uint16_t)bits_of(value);
@@ -201,14 +243,66 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
     }
 }
 
+/* The same for a whole block where all is of 16 bits: each word has an even element in its lower
+   half and an odd one in its upper half, so nothing has to be widened, packed or shuffled. */
+INLINE void adamw_pairs(const struct parameter *p, const struct adamw *a, struct random r,
+                        int64_t at) {
+    float even[BLOCK / 2], odd[BLOCK / 2];
+    uint16_t *streams = (uint16_t *)p->values + at, *rests = (uint16_t *)p->master + at;
+    uint16_t *firsts = (uint16_t *)p->first + at, *seconds = (uint16_t *)p->second + at;
+    load_gradient_pairs(p, at, even, odd);
+    INDEPENDENT
+    for (int i = 0; i < BLOCK / 2; i++) {
+        uint32_t stream = word(streams, i), rest = word(rests, i);
+        uint32_t first = word(firsts, i), second = word(seconds, i);
+        uint32_t random1 = word(r.first, i), random2 = word(r.second, i);
+        float value0 = float_of((stream << 16) + (uint32_t)((int32_t)(rest << 16) >> 16));
+        float value1 = float_of((stream & UPPER) + (uint32_t)((int32_t)rest >> 16));
+        float first0 = float_of(first << 16), first1 = float_of(first & UPPER);
+        float second0 = float_of(second << 16), second1 = float_of(second & UPPER);
+        value0 = adamw_element(a, value0, even[i], &first0, &second0, 0);
+        value1 = adamw_element(a, value1, odd[i], &first1, &second1, 0);
+        uint32_t bits0 = bits_of(value0), bits1 = bits_of(value1);
+        set_word(streams, i, (bits0 + 0x8000) >> 16 | ((bits1 + 0x8000) & UPPER));
+        set_word(rests, i, (bits0 & LOWER) | bits1 << 16);
+        set_word(firsts, i, (bits_of(first0) + (random1 & LOWER)) >> 16 |
+                                ((bits_of(first1) + (random1 >> 16)) & UPPER));
+        set_word(seconds, i, (bits_of(second0) + (random2 & LOWER)) >> 16 |
+                                 ((bits_of(second1) + (random2 >> 16)) & UPPER));
+    }
+}
+
 /* Narrow moments pass through scratch that is filled up to whole vectors. */
 INLINE int whole_vectors(const struct parameter *p, int64_t at, int n) {
     const int64_t stop = p->count - p->count % VECTOR;
     return p->moments_kind == FLOAT32_MOMENTS && at + n > stop ? (int)(stop - at) : n;
 }
 
+/* Ask for memory some blocks ahead: the processor's own prefetching stops at each page. */
+INLINE void fetch(const void *memory, int64_t at, int bytes) {
+    const char *ahead = (const char *)memory + (at + 4 * BLOCK) * bytes;
+    for (int line = 0; line < BLOCK * bytes; line += 64) __builtin_prefetch(ahead + line);
+}
+
+INLINE void fetch_block(const struct parameter *p, int64_t at, int values, int moments) {
+    const int each = moments == FLOAT32_MOMENTS ? 4 : moments == BFLOAT16_MOMENTS ? 2 : 1;
+    fetch(p->values, at, values == FLOAT32_VALUES ? 4 : 2);
+    if (values != FLOAT32_VALUES) fetch(p->master, at, values == BFLOAT16_SPLIT ? 2 : 4);
+    fetch(p->first, at, each);
+    fetch(p->second, at, each);
+    if (p->gradient_kind == FLOAT32_GRADIENT)
+        fetch(p->gradient, at, 4);
+    else
+        fetch(p->gradient, at, 2);
+}
+
 INLINE void adamw_block(const struct parameter *p, const struct adamw *a, struct random r,
                         int64_t at, int n, int values, int moments) {
+    if (n == BLOCK) fetch_block(p, at, values, moments);
+    if (n == BLOCK && values == BFLOAT16_SPLIT && moments == BFLOAT16_MOMENTS) {
+        adamw_pairs(p, a, r, at);
+        return;
+    }
     struct wide w;
     const int whole = n == BLOCK ? n : whole_vectors(p, at, n);
     int8_t *first = (int8_t *)p->first + at, *second = (int8_t *)p->second + at;
