@@ -28,11 +28,11 @@ INLINE float float_of(uint32_t bits) {
 
 INLINE float from_bfloat16(uint16_t narrow) { return float_of((uint32_t)narrow << 16); }
 
-/* Nearest, ties to even. */
-INLINE uint16_t to_bfloat16(float value) {
+/* The nearest bfloat16, ties to even. NaN must have come from a bfloat16: then its lower half is
+   zero, and it stays what it is. */
+INLINE float nearest_bfloat16(float value) {
     uint32_t bits = bits_of(value);
-    uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+    return float_of((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
 }
 
 /* Nearest, ties away from zero: what streams of masters are. */

@@ -43,7 +43,7 @@ INLINE void load_gradient(const struct parameter *p, int64_t at, int n, float *r
     if (p->gradient_kind == BFLOAT16_GRADIENT) {
         if (p->clipped)
             for (int i = 0; i < n; i++)
-                out[i] = from_bfloat16(to_bfloat16(from_bfloat16(in[i]) * by)) * factor;
+                out[i] = nearest_bfloat16(from_bfloat16(in[i]) * by) * factor;
         else
             for (int i = 0; i < n; i++) out[i] = from_bfloat16(in[i]) * factor;
     } else {
@@ -84,8 +84,8 @@ INLINE void load_gradient_pairs(const struct parameter *p, int64_t at, float *re
     for (int i = 0; i < BLOCK / 2; i++) {
         float low = float_of(word(in, i) << 16), high = float_of(word(in, i) & UPPER);
         if (p->clipped) {
-            low = from_bfloat16(to_bfloat16(low * by));
-            high = from_bfloat16(to_bfloat16(high * by));
+            low = nearest_bfloat16(low * by);
+            high = nearest_bfloat16(high * by);
         }
         even[i] = low * factor;
         odd[i] = high * factor;
