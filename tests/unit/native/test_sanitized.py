@@ -30,6 +30,8 @@ class Slices(ctypes.Structure):
 beyond = 2 if len(sys.argv) > 2 else 0
 for count, values, gradient, moments, clipped in itertools.product(
         (1, 7, 127, 128, 300, 1031), range(4), range(3), range(3), (0, 1)):
+    if values == 0 and gradient:
+        continue
     made = []
     def new(n_bytes, byte=0x11):
         made.append(libc.malloc(n_bytes))
@@ -37,7 +39,7 @@ for count, values, gradient, moments, clipped in itertools.product(
         return made[-1]
     width, each = (4, 2, 2, 2)[values], (4, 2, 1)[moments]
     memory = Parameter(
-        count + beyond, values, gradient, moments, clipped, 0.5, 0.5, new(width * count),
+        count + beyond, values, gradient, moments, clipped, 0.5, 0.5 if values else 1, new(width * count),
         new((2 if values == 2 else 4) * count), new((4, 2, 2)[gradient] * count),
         new(each * count), new(each * count), new(4 * -(-count // 128)), new(4 * -(-count // 128)))
     numbers = (f * 7)(0.99, 0.1, 0.999, 0.001, 0.1, 1e-8, 1e-3)

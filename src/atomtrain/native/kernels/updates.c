@@ -212,6 +212,8 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
     uint16_t *restrict second16 = (uint16_t *)p->second + at;
     const uint16_t *restrict random1 = moments == BFLOAT16_MOMENTS ? r.first : 0;
     const uint16_t *restrict random2 = moments == BFLOAT16_MOMENTS ? r.second : 0;
+    const float *restrict gradient32 = (const float *)p->gradient + at;
+    const float by = p->clipped ? p->coefficient : 1.0f;
     INDEPENDENT
     for (int i = from; i < to; i++) {
         float value = values == BFLOAT16_SPLIT ? joined(stream[i], rest[i]) : wide[i];
@@ -221,7 +223,8 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
         float second = moments == FLOAT32_MOMENTS    ? second32[i]
                        : moments == BFLOAT16_MOMENTS ? from_bfloat16(second16[i])
                                                      : w->second[i];
-        value = adamw_element(a, value, w->gradient[i], &first, &second, tail);
+        float gradient = values == FLOAT32_VALUES ? gradient32[i] * by : w->gradient[i];
+        value = adamw_element(a, value, gradient, &first, &second, tail);
         if (values == BFLOAT16_SPLIT) {
             stream[i] = to_stream(value);
             rest[i] = (uint16_t)bits_of(value);
@@ -306,7 +309,7 @@ INLINE void adamw_block(const struct parameter *p, const struct adamw *a, struct
     struct wide w;
     const int whole = n == BLOCK ? n : whole_vectors(p, at, n);
     int8_t *first = (int8_t *)p->first + at, *second = (int8_t *)p->second + at;
-    load_gradient(p, at, n, w.gradient);
+    if (values != FLOAT32_VALUES) load_gradient(p, at, n, w.gradient);
     if (moments == INT8_MOMENTS) {
         decode_first(first, p->first_scale[at / BLOCK], n, w.first);
         decode_second(second, p->second_scale[at / BLOCK], n, w.second);

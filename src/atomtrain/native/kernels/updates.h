@@ -10,7 +10,8 @@ enum values { FLOAT32_VALUES, BFLOAT16_WHOLE, BFLOAT16_SPLIT, FLOAT16_WHOLE };
 enum gradients { FLOAT32_GRADIENT, BFLOAT16_GRADIENT, FLOAT16_GRADIENT };
 enum moments { FLOAT32_MOMENTS, BFLOAT16_MOMENTS, INT8_MOMENTS };
 
-/* A parameter in memory, and what belongs to it; all contiguous, of `count` elements. */
+/* A parameter in memory, and what belongs to it; all contiguous, of `count` elements. Float32 values
+   have float32 gradients and the factor 1. */
 struct parameter {
     int64_t count;
     int32_t values_kind, gradient_kind, moments_kind;
