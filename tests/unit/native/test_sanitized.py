@@ -40,7 +40,8 @@ for count, values, gradient, moments, clipped in itertools.product(
     width, each = (4, 2, 2, 2)[values], (4, 2, 1)[moments]
     memory = Parameter(
         count + beyond, values, gradient, moments, clipped, 0.5, 0.5 if values else 1,
-        new(width * count), new((2 if values == 2 else 4) * count), new((4, 2, 2)[gradient] * count),
+        new(width * count), new((2 if values == 2 else 4) * count),
+        new((4, 2, 2)[gradient] * count),
         new(each * count), new(each * count), new(4 * -(-count // 128)), new(4 * -(-count // 128)))
     numbers = (f * 7)(0.99, 0.1, 0.999, 0.001, 0.1, 1e-8, 1e-3)
     slices = -(-count // 256)
