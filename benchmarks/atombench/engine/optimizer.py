@@ -14,6 +14,11 @@ What counts as fair here:
 - *Interleaved*: in each round every optimizer makes one step and the copies run once, in an order
   that turns from round to round; a share compares a step with the copies of its own round, and
   the median over rounds is reported.
+- *Fused*: `share_of_fused` compares parameters a second with `torch.optim.AdamW(fused=True)` on
+  float32 parameters, in the same round.
+- *Clipped*: names that end so read each gradient times a coefficient below 1, rounded to its own
+  type. `clipped_over_unclipped` is the time of such an update over the same one without; the norm
+  is not in it.
 - *Out of cache*: all tensors together are much larger than the processor's caches.
 """
 
@@ -34,6 +39,10 @@ from atomtrain.optimizers import BYTES_PER_PARAMETER, MASTER_BYTES, SGD, AdamW, 
 
 _PASSES = 3
 """Over what is of the parameter's size: it is read and written, its gradient is read."""
+_COEFFICIENT = 0.75
+"""Exact in bfloat16; often repeated, it leaves gradients that a rewriting update makes small."""
+_CLIPPED = "-clipped"
+_FUSED = "torch-adamw-fused"
 _MEASURED = "adamw"
 """The optimizer whose numbers stand at the top of the result."""
 
@@ -72,6 +81,8 @@ class _Candidate(NamedTuple):
     """Update no more than so many: enough for one that takes seconds. `None` is all."""
     dtype: torch.dtype = torch.float32
     """Of parameters and gradients."""
+    clips: bool = False
+    """Whether gradients are clipped on the way."""
 
     @property
     def moved_bytes(self) -> float:
@@ -79,13 +90,20 @@ class _Candidate(NamedTuple):
         return _PASSES * self.dtype.itemsize + 2 * self.state_bytes
 
 
-def _of_streams(state: str, master: str) -> _Candidate:
+def _of_streams(state: str, master: str, *, clips: bool = False) -> _Candidate:
     """Return the AdamW of bfloat16 parameters with masters."""
     return _Candidate(
-        lambda p: AdamW(p, state=state, master=master),
+        lambda p: _clipping(AdamW(p, state=state, master=master), clips),
         BYTES_PER_PARAMETER[state] + MASTER_BYTES[master],
         dtype=torch.bfloat16,
+        clips=clips,
     )
+
+
+def _clipping(optimizer: AdamW, clips: bool) -> AdamW:
+    if clips:
+        optimizer.clip_coefficient = torch.tensor(_COEFFICIENT)
+    return optimizer
 
 
 _CANDIDATES: dict[str, _Candidate] = {
@@ -99,9 +117,15 @@ _CANDIDATES: dict[str, _Candidate] = {
     "bf16-adamw-bfloat16": _of_streams("bfloat16", "float32"),
     "bf16-adamw-bfloat16-split": _of_streams("bfloat16", "split"),
     "bf16-adamw-int8": _of_streams("int8", "split"),
+    f"adamw{_CLIPPED}": _Candidate(
+        lambda p: _clipping(AdamW(p), True), BYTES_PER_PARAMETER["float32"], clips=True
+    ),
+    f"bf16-adamw{_CLIPPED}": _of_streams("float32", "float32", clips=True),
+    f"bf16-adamw-bfloat16-split{_CLIPPED}": _of_streams("bfloat16", "split", clips=True),
+    f"bf16-adamw-int8{_CLIPPED}": _of_streams("int8", "split", clips=True),
     "muon": _Candidate(lambda p: Muon([{"params": p, "algorithm": "muon"}]), 4.0, 1),
     "sgd-momentum": _Candidate(lambda p: SGD(p, lr=1e-3, momentum=0.9), 4.0),
-    "torch-adamw-fused": _Candidate(lambda p: torch.optim.AdamW(p, fused=True), 8.0),
+    _FUSED: _Candidate(lambda p: torch.optim.AdamW(p, fused=True), 8.0),
     "torch-adamw-foreach": _Candidate(lambda p: torch.optim.AdamW(p, foreach=True), 8.0),
 }
 
@@ -118,7 +142,7 @@ def run(options: BenchmarkOptions, setup: OptimizerSetup | None = None) -> Resul
     load_average = os.getloadavg()[0]
     times_s = _measure(setup)
     copies_s = times_s.pop("copy")
-    rows = {name: _row(name, setup, times_s[name], copies_s) for name in times_s}
+    rows = {name: _row(name, setup, times_s, copies_s) for name in times_s}
     return {
         "parameters_per_s": rows[_MEASURED]["parameters_per_s"],
         "copy_bytes_per_s": _copied_bytes(setup) / statistics.median(copies_s),
@@ -133,8 +157,10 @@ def run(options: BenchmarkOptions, setup: OptimizerSetup | None = None) -> Resul
     }
 
 
-def _row(name: str, setup: OptimizerSetup, steps_s: list[float], copies_s: list[float]) -> Result:
-    candidate = _CANDIDATES[name]
+def _row(
+    name: str, setup: OptimizerSetup, times_s: dict[str, list[float]], copies_s: list[float]
+) -> Result:
+    candidate, steps_s = _CANDIDATES[name], times_s[name]
     parameters = setup.rows * setup.columns * _matrices(candidate, setup)
     moved_bytes = candidate.moved_bytes * parameters
     shares = [
@@ -142,14 +168,33 @@ def _row(name: str, setup: OptimizerSetup, steps_s: list[float], copies_s: list[
         for copy_s, step_s in zip(copies_s, steps_s, strict=True)
     ]
     step_s = statistics.median(steps_s)
-    return {
+    fused = setup.parameters / parameters
+    row = {
         "step_s": step_s,
+        "path": _path(candidate),
         "parameters_per_s": parameters / step_s,
         "share_of_copy_bound": statistics.median(shares),
+        "share_of_fused": _median_ratio(times_s[_FUSED], steps_s) / fused,
         "state_bytes_per_parameter": candidate.state_bytes,
         "moved_bytes_per_parameter": candidate.moved_bytes,
         "parameters": parameters,
     }
+    if candidate.clips:
+        unclipped_s = times_s[name.removesuffix(_CLIPPED)]
+        row["clipped_over_unclipped"] = _median_ratio(steps_s, unclipped_s)
+    return row
+
+
+def _median_ratio(over: list[float], under: list[float]) -> float:
+    """Return the median over rounds of one time over the other of the same round."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def _path(candidate: _Candidate) -> str:
+    """Return who does the arithmetic: the compiled core, or PyTorch."""
+    parameter = _parameter(torch.zeros(1, 1), torch.zeros(1, 1), candidate.dtype)
+    optimizer = candidate.make([parameter])
+    return optimizer.path_of(parameter) if isinstance(optimizer, AdamW | SGD) else "torch"
 
 
 def _measure(setup: OptimizerSetup) -> dict[str, list[float]]:

@@ -70,12 +70,15 @@ def compiler() -> list[str]:
     raise BuildError("no C compiler was found (cc, gcc or clang; the variable CC names another)")
 
 
-def build(folder: Path = HERE, extra: Sequence[str] = ()) -> list[Path]:
+def build(
+    folder: Path = HERE, extra: Sequence[str] = (), only: Sequence[str] | None = None
+) -> list[Path]:
     """Compile the kernels; return the libraries.
 
     Args:
         folder: Where they are put, each by renaming, so that nobody ever loads half of one.
         extra: More flags of the compiler, such as those of a sanitizer.
+        only: Of these levels; `None` is all.
 
     Raises:
         BuildError: there is no compiler, or it failed; what it said is in the message.
@@ -83,7 +86,7 @@ def build(folder: Path = HERE, extra: Sequence[str] = ()) -> list[Path]:
     command = compiler()
     sources = [str(path) for path in sorted(KERNELS.glob("*.c"))]
     made = []
-    for level in levels():
+    for level in levels() if only is None else only:
         target = library_path(level, folder)
         part = target.with_name(f"{target.name}.{os.getpid()}")
         define = f'-DATOM_SOURCES="{fingerprint()}"'

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from atomtrain.optimizers import masters
+from atomtrain.optimizers import compiled, masters, moments
 from atomtrain.optimizers.base import HostOptimizer, check_adamw_group
-from atomtrain.optimizers.moments import (
-    adamw_update,
-    check_state,
-    new_state,
-    part_bytes,
-    scratch_bytes,
-)
+from atomtrain.optimizers.moments import check_state, new_state, part_bytes
+from atomtrain.optimizers.paths import Paths
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -74,7 +69,11 @@ class AdamW(HostOptimizer):
         check_adamw_group(group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        update_one(self.state, parameter, gradient, group, self.gradient_factor)
+        PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
+
+    def path_of(self, parameter: Tensor) -> str:
+        """Return who updates a parameter that has a gradient now: `compiled` or `torch`."""
+        return PATHS.name(parameter, self._group_of(parameter), self.scaling)
 
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
         return part_bytes(parameter, group["state"])
@@ -83,18 +82,27 @@ class AdamW(HostOptimizer):
         return scratch_bytes(parameter, group, on_gpu=on_gpu)
 
 
-def update_one(
-    states: MutableMapping[Tensor, dict[str, Any]],
-    parameter: Tensor,
-    gradient: Tensor,
-    group: dict[str, Any],
-    gradient_factor: float = 1.0,
-) -> None:
-    """Make the state of a parameter if there is none, check it, and update by AdamW."""
-    state = states[parameter]
+def scratch_bytes(parameter: Tensor, group: dict[str, Any], *, on_gpu: bool) -> int:
+    """Return the scratch that updating a parameter needs: none by the compiled core."""
+    if not on_gpu and PATHS.compiled_for(parameter, parameter.dtype, group):
+        return 0
+    return moments.scratch_bytes(parameter, group, on_gpu=on_gpu)
+
+
+def _prepare(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     if parameter.dtype in masters.STREAMS:
         masters.stored_master(state, parameter, group["master"])
     if "step" not in state:
         state.update(new_state(parameter, group["state"]))
-    check_state(state, group["state"])
-    adamw_update(parameter, gradient, state, group, gradient_factor)
+    check_state(state, parameter, group["state"])
+    return {}
+
+
+PATHS = Paths(
+    _prepare,
+    moments.adamw_update,
+    compiled.adamw_update,
+    kind="state",
+    fused=lambda group: group["state"] == "float32",
+)
+"""Also of what `Muon` leaves to AdamW."""

@@ -14,6 +14,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.optimizers import masters
 from atomtrain.optimizers.masters import STREAMS, check_master, check_stream, free_scratch
 from atomtrain.optimizers.moments import check_format
+from atomtrain.optimizers.paths import Scaling
 
 _DTYPES = (torch.float32, *STREAMS)
 _UNKNOWN = ("maximize", "amsgrad")
@@ -31,6 +32,18 @@ class HostOptimizer(torch.optim.Optimizer):
     gradient_factor = 1.0
     """What gradients of parameters with masters are multiplied by, as float32, before they are
     used: where the loss was scaled, its inverse."""
+    clip_coefficient: Tensor | None = None
+    """What gradients are multiplied by before that, in their own type, a single number: the bits of
+    `torch.nn.utils.clip_grad_norm_` without its pass over memory. `None` is 1. Gradients may be
+    overwritten then."""
+
+    @property
+    def scaling(self) -> Scaling:
+        """What gradients are multiplied by in the next step."""
+        coefficient = self.clip_coefficient
+        if coefficient is not None and float(coefficient) == 1.0:
+            coefficient = None
+        return Scaling(self.gradient_factor, coefficient)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; it may have its own value of every argument of the constructor.
@@ -61,7 +74,7 @@ class HostOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, check_gradient(parameter.grad), group)
+                    self._update(parameter, check_gradient(parameter, parameter.grad), group)
         return loss
 
     @torch.no_grad()
@@ -108,6 +121,10 @@ class HostOptimizer(torch.optim.Optimizer):
             master = group["master"]
             parts[masters.KEYS[master]] = int(masters.MASTER_BYTES[master]) * parameter.numel()
         return parts
+
+    def path_of(self, parameter: Tensor) -> str:
+        """Return who updates a parameter that has a gradient now: `compiled` or `torch`."""
+        return "torch"
 
     def scratch_bytes(self, *, on_gpu: bool = False) -> int:
         """Return the bytes of scratch memory that updates need, beside the state; `on_gpu` more is
@@ -238,8 +255,19 @@ def check_saved_groups(groups: Iterable[Mapping[str, Any]]) -> None:
                 )
 
 
-def check_gradient(gradient: Tensor) -> Tensor:
-    """Return a gradient as contiguous memory, or raise a `ConfigError` if it is sparse."""
+def check_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient as contiguous memory.
+
+    Raises:
+        ConfigError: it is sparse, or of a type or shape that cannot update the parameter.
+    """
     if gradient.is_sparse:
         raise ConfigError("a gradient is sparse; use nn.Embedding(..., sparse=False)")
+    allowed = _DTYPES if parameter.dtype in STREAMS else (torch.float32,)
+    if gradient.shape != parameter.shape or gradient.dtype not in allowed:
+        raise ConfigError(
+            f"a gradient of shape {list(gradient.shape)} and {gradient.dtype} cannot update a "
+            f"parameter of shape {list(parameter.shape)} and {parameter.dtype}; give it the "
+            "parameter's own shape and type"
+        )
     return gradient.contiguous()

@@ -17,8 +17,6 @@ root below a 256th of the block's largest is raised to it, which only makes the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,14 +26,6 @@ BLOCK = 128
 """Elements that share a scale."""
 _TINY = 1.2e-38
 """Least normal float32: below it, precision is of no use to an update."""
-
-
-# Two operations that torch has for gradients and losses, here for what they compute in one pass.
-_square_of_difference: Any = torch.ops.aten.mse_loss.out
-_where_positive: Any = torch.ops.aten.leaky_relu_backward.grad_input
-"""Of `y` and `x`: `y` where `x > 0`, else `y` times a number."""
-_EACH = 0
-"""For losses: of each element, not their sum."""
 
 
 class Buffer:
@@ -75,8 +65,7 @@ def decode_first(codes: Tensor, scales: Tensor, out: Buffer, spare: Buffer) -> N
 def decode_second(codes: Tensor, scales: Tensor, out: Buffer) -> None:
     """Write the second moment into `out`; arguments as for `decode_first`."""
     out.used.copy_(codes)
-    minus = out.all.new_full((1,), -129.0).expand_as(out.all)
-    _square_of_difference(out.all, minus, _EACH, out=out.all)
+    out.all.add_(129.0).square_()
     _scale(out, scales, 256.0)
 
 
@@ -95,8 +84,7 @@ def encode_first(
     torch.abs(values.all, out=spare.all)
     torch.amax(spare.rows, 1, out=scales)
     spare.all.sqrt_()
-    # The root with the value's sign; `copysign` takes twice as long.
-    _where_positive(spare.all, values.all, -1.0, False, grad_input=values.all)
+    torch.copysign(spare.all, values.all, out=values.all)
     _round(values, scales, 127.0, fractions, spare)
     codes.copy_(spare.low)  # modulo 256
 

@@ -8,22 +8,24 @@
 
 The arithmetic is float32 always, in torch's fused kernel. Narrow moments, gradients and split
 masters pass through float32 scratch part by part, small enough to stay in the processor's cache.
+On a CPU the compiled core does all that in one pass (`compiled`). What is here defines its bits,
+and does the work where there is no core, and on GPUs.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import companding, masters, randomness
 from atomtrain.optimizers.companding import BLOCK
 from atomtrain.optimizers.masters import narrowed, scratch, wide_buffers, widened
-from atomtrain.optimizers.randomness import SLICE
 
 BYTES_PER_PARAMETER = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 * (1 + 4 / BLOCK)}
 """Bytes of both moments of one parameter, by format."""
@@ -37,6 +39,7 @@ _DTYPES: dict[str, dict[str, torch.dtype]] = {
         "exp_avg_sq_scale": torch.float32,
     },
 }
+SLICE = randomness.SLICE
 _FIRST, _SECOND = 1, 2
 _UPPER_HALF = -(1 << 16)
 """The bits of a float32 that bfloat16 keeps."""
@@ -44,6 +47,8 @@ HOST_PASS = 1 << 18
 """Elements that pass through scratch at once on the host; divides `SLICE`. More take more memory
 and leave the cache, fewer spend the time on calls. No bit depends on it. A GPU takes whole slices,
 since there each call counts."""
+_VECTOR = 16
+"""Elements of a float32 vector of any processor, or several."""
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
@@ -77,8 +82,9 @@ def part_bytes(parameter: Tensor, kind: str) -> dict[str, int]:
     }
 
 
-def check_state(state: dict[str, Any], kind: str) -> None:
-    """Raise a `ConfigError` if a loaded state is not of this format."""
+def check_state(state: dict[str, Any], parameter: Tensor, kind: str) -> None:
+    """Raise a `ConfigError` if a loaded state is not of this format, or of another parameter."""
+    blocks = -(-parameter.numel() // BLOCK)
     for key, dtype in _DTYPES[kind].items():
         found = getattr(state.get(key), "dtype", None)
         if found is not dtype:
@@ -86,6 +92,22 @@ def check_state(state: dict[str, Any], kind: str) -> None:
                 f"the optimizer state has {key} as {found}, state={kind!r} needs {dtype}; continue "
                 "with the state= that it was saved with"
             )
+        check_place(state, key, (blocks,) if key.endswith("_scale") else parameter.shape, parameter)
+
+
+def check_place(state: dict[str, Any], key: str, shape: Sequence[int], parameter: Tensor) -> None:
+    """Raise a `ConfigError` if a tensor of the state is not where an update can write it."""
+    found = state[key]
+    if found.shape != tuple(shape) or found.device != parameter.device:
+        raise ConfigError(
+            f"the optimizer state has {key} of shape {list(found.shape)} on {found.device}; this "
+            f"parameter needs {list(shape)} on {parameter.device}: continue with its own state"
+        )
+    if not found.is_contiguous():
+        raise ConfigError(
+            f"the optimizer state has {key} of shape {list(shape)} that is not contiguous in "
+            "memory; make it so with .contiguous()"
+        )
 
 
 def adamw_update(
@@ -94,19 +116,23 @@ def adamw_update(
     state: dict[str, Any],
     group: dict[str, Any],
     gradient_factor: float = 1.0,
+    coefficient: Tensor | None = None,
 ) -> None:
     """Update a parameter and its state by one step of AdamW (Loshchilov and Hutter 2019).
 
     Args:
         parameter: Contiguous, float32 or the bfloat16 stream of a master; updated in place.
-        gradient: Contiguous, of the same shape, type and device; read only.
+        gradient: Contiguous, of the same shape and device; overwritten if it is clipped.
         state: As of `new_state`, with the master of a bfloat16 parameter; updated in place.
         group: With `lr`, `betas`, `eps`, `weight_decay`, `state` and `seed`; with `master` for
             bfloat16 parameters.
         gradient_factor: What the gradient of a stream is multiplied by, in float32.
+        coefficient: What it is multiplied by before that, in its own type; `None` is 1.
     """
     kind: str = group["state"]
     state["step"] += 1
+    if coefficient is not None:
+        gradient.mul_(coefficient)
     kernel = _kernel(group, _on(parameter.device, state["step"]))
     streamed = parameter.dtype in masters.STREAMS
     if kind == "float32" and not streamed:
@@ -115,13 +141,15 @@ def adamw_update(
     flat, flat_gradient = parameter.view(-1), gradient.view(-1)
     factor = gradient_factor if streamed else 1.0
     stored = [state[masters.KEYS[group["master"]]].view(-1)] if streamed else []
-    starts = range(0, flat.numel(), SLICE)
+    begins = range(0, flat.numel(), SLICE)
     # With float32 nothing is rounded at random.
-    salts = [0] * len(starts) if kind == "float32" else _salts(flat_gradient, factor)
+    drawn = [0] * len(begins) if kind == "float32" else salts(flat_gradient, factor)
+    if kind != "float32" and flat.device.type == "cpu":
+        kernel = _in_whole_vectors(kernel)
     update = _UPDATES[kind]
     at_once = min(HOST_PASS, SLICE) if flat.device.type == "cpu" else SLICE
     space = _Space(kind, flat.device)
-    for begin, salt in zip(starts, salts, strict=True):
+    for begin, salt in zip(begins, drawn, strict=True):
         part = slice(begin, begin + SLICE)
         whole = [flat[part], flat_gradient[part], *(master[part] for master in stored)]
         split = zip(*(tensor.split(at_once) for tensor in whole), strict=True)
@@ -165,15 +193,31 @@ def _random_passes(
     return zip(*(numbers.split(at_once) for numbers in both), strict=True)
 
 
-def _salts(gradient: Tensor, factor: float) -> list[int]:
+def salts(gradient: Tensor, factor: float, coefficient: Tensor | None = None) -> list[int]:
     """Return the bits of each slice's first gradient, as float32 and multiplied.
 
     They keep parameters of one size from sharing their random numbers, without naming or numbering
     parameters. A GPU has done all that it was given before the host knows them, so all are asked
     for at once.
     """
-    first = gradient[::SLICE].float()
+    first = gradient[::SLICE]
+    first = (first if coefficient is None else first.clone().mul_(coefficient)).float()
     return (first if factor == 1.0 else first * factor).view(torch.int32).tolist()
+
+
+def starts(seed: int, step: int, drawn: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where the random numbers of both moments begin, for each slice.
+
+    Args:
+        seed: Of the optimizer.
+        step: Of the parameter, from 1.
+        drawn: What `salts` returned.
+    """
+    begins = (index * SLICE for index in range(len(drawn)))
+    return [
+        (randomness.start(*words, _FIRST), randomness.start(*words, _SECOND))
+        for words in ((seed, step, begin, salt) for begin, salt in zip(begins, drawn, strict=True))
+    ]
 
 
 def _on(device: torch.device, step: Tensor) -> Tensor:
@@ -199,6 +243,26 @@ def _kernel(group: dict[str, Any], step: Tensor) -> Kernel:
             [parameter], [gradient], [first], [second], [], [step],
             amsgrad=False, maximize=False, **numbers,
         )  # fmt: skip
+
+    return update
+
+
+def _in_whole_vectors(kernel: Kernel) -> Kernel:
+    """Return a kernel whose bits do not depend on how many elements a processor's vectors have.
+
+    Elements that fill no vector are computed in another way. Here they come in a vector filled up.
+    """
+
+    def update(*tensors: Tensor) -> None:
+        count = tensors[0].numel()
+        whole = count - count % _VECTOR
+        kernel(*(tensor[:whole] for tensor in tensors))
+        if whole == count:
+            return
+        ends = [pad(tensor[whole:], (0, _VECTOR - count % _VECTOR)) for tensor in tensors]
+        kernel(*ends)
+        for index in (0, 2, 3):  # all but the gradient
+            tensors[index][whole:].copy_(ends[index][: count - whole])
 
     return update
 

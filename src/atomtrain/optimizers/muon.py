@@ -11,10 +11,10 @@ from torch import Tensor
 
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import masters
-from atomtrain.optimizers.adamw import update_one
+from atomtrain.optimizers.adamw import PATHS, scratch_bytes
 from atomtrain.optimizers.base import HostOptimizer, check_adamw_group, check_momentum, check_rates
 from atomtrain.optimizers.masters import wide_buffers
-from atomtrain.optimizers.moments import part_bytes, scratch_bytes
+from atomtrain.optimizers.moments import part_bytes
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -116,16 +116,19 @@ class Muon(HostOptimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if group["algorithm"] == "adamw":
-            update_one(self.state, parameter, gradient, group, self.gradient_factor)
+            PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
             return
+        scaling = self.scaling
+        if scaling.coefficient is not None:
+            gradient.mul_(scaling.coefficient)
         state = self.state[parameter]
         if parameter.dtype not in masters.STREAMS:
             _update_matrix(parameter, gradient, state, group)
             return
         stored = masters.stored_master(state, parameter, group["master"])
         values, wide = masters.read(parameter, stored), gradient.float()
-        if self.gradient_factor != 1.0:
-            wide = wide * self.gradient_factor
+        if scaling.factor != 1.0:
+            wide = wide * scaling.factor
         _update_matrix(values, wide, state, group)
         masters.write(parameter, stored, values)
 

@@ -52,8 +52,8 @@ def offsets(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
         `[count]` int32, uniform in 0 to 65535: less than a unit in the last place of bfloat16, so
         that cutting off afterwards leaves a value that bfloat16 holds exactly. Read only.
     """
-    start = hashed(*words) % _STARTS
-    return _offsets_on(device)[start : start + count]
+    begin = start(*words)
+    return _offsets_on(device)[begin : begin + count]
 
 
 def fractions(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
@@ -69,8 +69,26 @@ def fractions(count: int, *words: int, device: torch.device = _HOST) -> Tensor:
         from either end, so that a whole number which is off by rounding errors still becomes
         itself. Read only.
     """
-    start = hashed(*words) % _STARTS
-    return _fractions_on(device)[start : start + count]
+    begin = start(*words)
+    return _fractions_on(device)[begin : begin + count]
+
+
+def start(*words: int) -> int:
+    """Return where in the table the numbers that depend on these words begin."""
+    return hashed(*words) % _STARTS
+
+
+@functools.cache
+def compact(kind: str) -> Tensor:
+    """Return the whole table for the compiled core, of moments in `bfloat16` or `int8`.
+
+    Returns:
+        `[n]` of 16 bits without sign, though int16 is what they are called: `offsets`, or which of
+        the 4096 parts `fractions` are the middle of.
+    """
+    table = _table()
+    words = table >> np.uint64(48) if kind == "bfloat16" else table & np.uint64(0xFFF)
+    return torch.from_numpy(words.astype(np.uint16).view(np.int16))
 
 
 @functools.cache

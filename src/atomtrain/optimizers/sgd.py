@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from atomtrain.errors import ConfigError
-from atomtrain.optimizers import masters, moments
+from atomtrain.optimizers import compiled, masters, moments
 from atomtrain.optimizers.base import HostOptimizer, check_momentum, check_rates
 from atomtrain.optimizers.masters import narrowed, wide_buffers, widened
+from atomtrain.optimizers.paths import Paths
 from atomtrain.optimizers.randomness import SLICE
 
 _MOMENTUM = "momentum_buffer"
@@ -77,34 +78,29 @@ class SGD(HostOptimizer):
             )
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        streamed = parameter.dtype in masters.STREAMS
-        stored = [masters.stored_master(state, parameter, group["master"])] if streamed else []
-        first = state.get(_MOMENTUM) is None
-        momentum = _momentum(parameter, state, group)
-        if not streamed:
-            _step(parameter, gradient, momentum, group, first=first)
-            return
-        whole = [parameter, gradient, *stored, *momentum]
-        at_once = moments.HOST_PASS if parameter.device.type == "cpu" else SLICE
-        passes = (tensor.view(-1).split(at_once) for tensor in whole)
-        for stream, narrow, master, *some in zip(*passes, strict=True):
-            values, wide = widened(stream, narrow, master, self.gradient_factor)
-            _step(values, wide, some, group, first=first)
-            narrowed(stream, master, values, wide)
+        PATHS.update(parameter, gradient, self.state[parameter], group, self.scaling)
+
+    def path_of(self, parameter: Tensor) -> str:
+        """Return who updates a parameter that has a gradient now: `compiled` or `torch`."""
+        return PATHS.name(parameter, self._group_of(parameter), self.scaling)
 
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, int]:
         return {_MOMENTUM: 4 * parameter.numel()} if group["momentum"] else {}
 
     def _scratch_bytes(self, parameter: Tensor, group: dict[str, Any], *, on_gpu: bool) -> int:
+        if not on_gpu and PATHS.compiled_for(parameter, parameter.dtype, group):
+            return 0
         count = min(SLICE if on_gpu else moments.HOST_PASS, parameter.numel())
         return 4 * wide_buffers(parameter, group["master"]) * count
 
 
-def _momentum(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> list[Tensor]:
-    """Return the momentum in a list, which is empty if there is none; made if it was not."""
+def _prepare(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    """Make what there is not yet of a state, and check it; return whether it is the first step."""
+    first = state.get(_MOMENTUM) is None
+    if parameter.dtype in masters.STREAMS:
+        masters.stored_master(state, parameter, group["master"])
     if not group["momentum"]:
-        return []
+        return {"first": first}
     if state.get(_MOMENTUM) is None and not set(state) - {*masters.KEYS.values(), _MOMENTUM}:
         state[_MOMENTUM] = torch.zeros(
             parameter.shape, dtype=torch.float32, device=parameter.device
@@ -114,7 +110,37 @@ def _momentum(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -
             "the optimizer state has no float32 momentum_buffer; continue with the optimizer that "
             "it was saved with"
         )
-    return [state[_MOMENTUM]]
+    moments.check_place(state, _MOMENTUM, parameter.shape, parameter)
+    return {"first": first}
+
+
+def torch_update(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    gradient_factor: float = 1.0,
+    coefficient: Tensor | None = None,
+    *,
+    first: bool,
+) -> None:
+    """Update a parameter and its state by one step; arguments as of `moments.adamw_update`.
+
+    `first` says that it is the first step: then the momentum is the gradient.
+    """
+    if coefficient is not None:
+        gradient.mul_(coefficient)
+    momentum = [state[_MOMENTUM]] if group["momentum"] else []
+    if parameter.dtype not in masters.STREAMS:
+        _step(parameter, gradient, momentum, group, first=first)
+        return
+    whole = [parameter, gradient, state[masters.KEYS[group["master"]]], *momentum]
+    at_once = moments.HOST_PASS if parameter.device.type == "cpu" else SLICE
+    passes = (tensor.view(-1).split(at_once) for tensor in whole)
+    for stream, narrow, master, *some in zip(*passes, strict=True):
+        values, wide = widened(stream, narrow, master, gradient_factor)
+        _step(values, wide, some, group, first=first)
+        narrowed(stream, master, values, wide)
 
 
 def _step(
@@ -126,3 +152,8 @@ def _step(
         weight_decay=group["weight_decay"], nesterov=group["nesterov"], maximize=False,
         is_first_step=first,
     )  # fmt: skip
+
+
+PATHS = Paths(
+    _prepare, torch_update, compiled.sgd_update, kind="nesterov", fused=lambda group: True
+)

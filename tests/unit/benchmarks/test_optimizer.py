@@ -25,9 +25,17 @@ def test_the_result_has_the_contracts_keys() -> None:
     rows: dict[str, dict[str, Any]] = result["optimizers"]
     assert set(rows) == set(_CANDIDATES)
     for row in rows.values():
-        assert min(row.values()) > 0
+        assert min(value for key, value in row.items() if key != "path") > 0
         assert row["parameters_per_s"] == pytest.approx(row["parameters"] / row["step_s"])
     assert [name for name, row in rows.items() if row["parameters"] < 2048] == ["muon"]
+    assert rows["torch-adamw-fused"]["share_of_fused"] == 1
+    clipped = [name for name, row in rows.items() if "clipped_over_unclipped" in row]
+    assert clipped == [name for name in rows if name.endswith("-clipped")]
+    assert {name for name, row in rows.items() if row["path"] == "compiled"} == {
+        name
+        for name in rows
+        if name in clipped or name.startswith("bf16-") or name in ("adamw-bfloat16", "adamw-int8")
+    }
     assert result["share_of_copy_bound"] == rows["adamw"]["share_of_copy_bound"]
 
 

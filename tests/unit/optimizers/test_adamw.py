@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
+from atomtrain.native import library
 from atomtrain.optimizers import BYTES_PER_PARAMETER, AdamW, decay_groups, randomness
 from atomtrain.optimizers.companding import BLOCK
 from atomtrain.optimizers.moments import SLICE
@@ -402,6 +403,7 @@ def test_scratch_grows_with_what_it_is_used_for(state: str) -> None:
 def test_how_much_passes_through_scratch_at_once_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch, state: str, master: str | None
 ) -> None:
+    monkeypatch.setattr(library, "core", lambda: None)
     whole, parts = [parameters([(SLICE + 700,)]) for _ in range(2)]
     options = {} if master is None else {"master": master}
     with torch.no_grad():
@@ -420,18 +422,22 @@ def test_how_much_passes_through_scratch_at_once_changes_no_bit(
     assert all(same_bits(*pair) for pair in zip(whole, parts, strict=True))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_slices_are_rounded_by_the_bits_of_their_own_first_gradients(
-    monkeypatch: pytest.MonkeyPatch, factor: float
+    monkeypatch: pytest.MonkeyPatch, factor: float, compiled: bool
 ) -> None:
     seen: list[tuple[int, ...]] = []
-    offsets = randomness.offsets
+    start = randomness.start
 
-    def note(count: int, *words: int, **where: Any) -> Tensor:
+    def note(*words: int) -> int:
         seen.append(words)
-        return offsets(count, *words, **where)
+        return start(*words)
 
-    monkeypatch.setattr(randomness, "offsets", note)
+    if not compiled:
+        monkeypatch.setattr(library, "core", lambda: None)
+    AdamW([nn.Parameter(torch.zeros(1).bfloat16())], state="bfloat16").scratch_bytes()  # tries both
+    monkeypatch.setattr(randomness, "start", note)
     for name in ("SLICE", "HOST_PASS"):
         monkeypatch.setattr(f"atomtrain.optimizers.moments.{name}", 64)
     parameter = nn.Parameter(torch.randn(150).bfloat16())

@@ -43,6 +43,13 @@ class ScalesGradients(Protocol):
     gradient_factor: float
 
 
+@runtime_checkable
+class ClipsGradients(Protocol):
+    """An optimizer that multiplies gradients by a number, in their own type, as it reads them."""
+
+    clip_coefficient: Tensor | None
+
+
 def optimizer_of(chain: Chain, factory: OptimizerFactory) -> torch.optim.Optimizer:
     """Return what the factory makes of all trainable parameters (host tensors).
 

@@ -22,7 +22,7 @@ from atomtrain.engine.state.precision import LossScale
 from atomtrain.engine.state.store import HostStore
 from atomtrain.engine.updates.grad_clipping import Decision, GradClipping
 from atomtrain.engine.updates.gradient_tracker import GradientTracker
-from atomtrain.engine.updates.optimizer import ScalesGradients, worker_for
+from atomtrain.engine.updates.optimizer import ClipsGradients, ScalesGradients, worker_for
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.shape import Layers
 
@@ -285,12 +285,16 @@ class Updates:
                 return
             if isinstance(worker, ScalesGradients):
                 worker.gradient_factor = decision.factor
+            # Others have their gradients rewritten, which is one more pass over memory.
+            rewrite = decision.coefficient
+            if isinstance(worker, ClipsGradients):
+                worker.clip_coefficient, rewrite = rewrite, None
             for group in worker.param_groups:
                 group.update(hyperparameters[group["_group"]])
             for parameter in members:
                 gradient = self._store.gradient(parameter) if id(parameter) in touched else None
-                if gradient is not None and decision.coefficient is not None:
-                    gradient.mul_(decision.coefficient)
+                if gradient is not None and rewrite is not None:
+                    gradient.mul_(rewrite)
                 parameter.grad = gradient
             with self._guard:
                 worker.step()

@@ -1,0 +1,78 @@
+"""Threads that share one update: each takes one range of the elements.
+
+What limits scaling is memory: an update moves 16 to 40 bytes an element and computes little, so a
+few cores take all that memory gives. Ranges are as few as threads, since after each the interpreter
+lock is taken again, and whoever launches work for the device may hold it for milliseconds. Threads
+that wait sleep.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+LEAST_ELEMENTS = 1 << 16
+"""Fewer are not worth a thread."""
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+def run(job: Callable[[int, int], None], count: int, multiple: int) -> None:
+    """Do a job for all elements, in ranges, with as many threads as `threads` says; waits for all.
+
+    Args:
+        job: Called with begin and end of a range; no result may depend on how ranges are cut.
+        count: Elements.
+        multiple: Of which each range's begin is one.
+    """
+    ranges = divided(count, multiple, threads())
+    if not ranges:
+        return
+    others = [_executor().submit(job, *some) for some in ranges[1:]]
+    try:
+        job(*ranges[0])
+    finally:  # memory must stay until nobody writes it
+        for other in others:
+            other.result()
+
+
+def divided(count: int, multiple: int, parts: int) -> list[tuple[int, int]]:
+    """Return at most so many ranges of about one size, none of few elements unless it is alone."""
+    parts = max(1, min(parts, count // LEAST_ELEMENTS))
+    each = -(-count // (parts * multiple)) * multiple
+    return [(begin, min(begin + each, count)) for begin in range(0, count, each or 1)]
+
+
+def threads() -> int:
+    """Return how many threads share an update: the physical cores that the process may use, at most
+    as many as PyTorch uses. Where there are more than two, one is left to whoever launches work."""
+    cores = physical_cores(frozenset(_allowed()))
+    return max(1, min(cores - 1 if cores > 2 else cores, torch.get_num_threads()))
+
+
+@functools.cache
+def physical_cores(logical: frozenset[int]) -> int:
+    """Return how many physical cores these logical ones are; all of them where nothing tells."""
+    try:
+        return len({Path(_SIBLINGS.format(core)).read_text() for core in logical})
+    except OSError:
+        return max(1, len(logical))
+
+
+def _allowed() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+@functools.cache
+def _executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="atom-native")
+
+
+if hasattr(os, "register_at_fork"):  # a child has no threads of its parent
+    os.register_at_fork(after_in_child=_executor.cache_clear)

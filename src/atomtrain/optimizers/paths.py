@@ -1,0 +1,164 @@
+"""Which way an update goes: by the compiled core, or by PyTorch where the core cannot be had.
+
+Both give the same bits. Before the core is used for a format the first time, it is tried beside
+PyTorch; where a bit differs (another PyTorch may compute otherwise), PyTorch does the work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomtrain.native import library
+from atomtrain.optimizers.masters import STREAMS
+
+_LOG = logging.getLogger(__name__)
+_TRIED_ELEMENTS = 1 << 10 | 13
+"""Some blocks, and an end that fills neither a block nor a vector."""
+_TRIED_STEPS = 3
+_GROUP = {
+    **{"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.1, "seed": 7},
+    **{"momentum": 0.9, "dampening": 0.25, "nesterov": False},
+}
+Prepare = Callable[[dict[str, Any], Tensor, dict[str, Any]], dict[str, Any]]
+"""Called with state, parameter and group; makes and checks the state of a parameter. Returns what
+else an update is called with."""
+Update = Callable[..., None]
+"""Called with parameter, gradient, state, group, factor, coefficient, and what `Prepare` said."""
+
+
+class Scaling(NamedTuple):
+    """What gradients are multiplied by on their way into an update."""
+
+    factor: float = 1.0
+    """Of parameters with masters, in float32; after the coefficient."""
+    coefficient: Tensor | None = None
+    """A single number; the product is rounded to the gradient's own type. `None` is 1."""
+
+
+class Paths:
+    """Both ways of one optimizer's update."""
+
+    def __init__(
+        self,
+        prepare: Prepare,
+        torch_update: Update,
+        compiled_update: Update,
+        kind: str,
+        fused: Callable[[dict[str, Any]], bool],
+    ) -> None:
+        """Take over both ways.
+
+        Args:
+            prepare: Of this optimizer.
+            torch_update: Of PyTorch operations.
+            compiled_update: Of the compiled core.
+            kind: What of a group the arithmetic depends on, beside types.
+            fused: Returns whether PyTorch's own kernel updates float32 parameters of a group in
+                one pass, so that the core is of use only to clip.
+        """
+        self._prepare = prepare
+        self._torch, self._compiled = torch_update, compiled_update
+        self._kind, self._fused = kind, fused
+        self._equal: dict[tuple[Any, ...], bool] = {}
+
+    def update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        scaling: Scaling,
+    ) -> None:
+        """Make the state of a parameter if there is none, check it, and update.
+
+        Raises:
+            ConfigError: the state is not that of the parameter and the group.
+        """
+        more = self._prepare(state, parameter, group)
+        update = self.choose(parameter, gradient, group, scaling)
+        update(parameter, gradient, state, group, *scaling, **more)
+
+    def choose(
+        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], scaling: Scaling
+    ) -> Update:
+        """Return the way that one update goes."""
+        alone = parameter.dtype is torch.float32 and self._fused(group)
+        if alone and scaling.coefficient is None:
+            return self._torch
+        use = self.compiled_for(parameter, gradient.dtype, group)
+        return self._compiled if use else self._torch
+
+    def name(self, parameter: Tensor, group: dict[str, Any], scaling: Scaling) -> str:
+        """Return the name of what `choose` returns: `compiled` or `torch`."""
+        gradient = parameter if parameter.grad is None else parameter.grad
+        chosen = self.choose(parameter, gradient, group, scaling)
+        return "compiled" if chosen is self._compiled else "torch"
+
+    def compiled_for(
+        self, parameter: Tensor, gradient_dtype: torch.dtype, group: dict[str, Any]
+    ) -> bool:
+        """Return whether the core can update a parameter, and gives the bits of PyTorch."""
+        if parameter.device.type not in ("cpu", "meta") or library.core() is None:
+            return False
+        master = group["master"] if parameter.dtype in STREAMS else None
+        kind = (parameter.dtype, master, gradient_dtype, group[self._kind])
+        if kind not in self._equal:
+            # Noted first: a second thread that comes meanwhile takes PyTorch's way, which is right.
+            self._equal[kind] = False
+            self._equal[kind] = self._try(*kind)
+        return self._equal[kind]
+
+    def _try(
+        self, dtype: torch.dtype, master: str | None, gradient_dtype: torch.dtype, kind: object
+    ) -> bool:
+        """Return whether some steps of both ways give the same bits."""
+        group = {**_GROUP, self._kind: kind, "master": master}
+        drawn = torch.Generator().manual_seed(1)
+        start = torch.randn(_TRIED_ELEMENTS, generator=drawn)
+        coefficient = torch.tensor(0.7)
+        ends: list[list[Tensor]] = []
+        gradients = [
+            _with_extremes(torch.randn(_TRIED_ELEMENTS, generator=drawn)).to(gradient_dtype)
+            for _ in range(_TRIED_STEPS)
+        ]
+        for update in (self._torch, self._compiled):
+            parameter = start.to(dtype, copy=True)
+            state: dict[str, Any] = {}
+            for gradient in gradients:
+                more = self._prepare(state, parameter, group)
+                update(parameter, gradient.clone(), state, group, 0.5, coefficient, **more)
+            ends.append([parameter, *(state[key] for key in sorted(state))])
+        if all(same_bits(one, other) for one, other in zip(*ends, strict=True)):
+            return True
+        _LOG.warning(
+            "updates of %s parameters with %s %s run on PyTorch, which is slower: the compiled "
+            "core gives other bits than this PyTorch (%s)",
+            *(dtype, kind, self._kind, torch.__version__),
+        )
+        return False
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors have the same bits; all NaN are one."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.is_floating_point():
+        nan = left.isnan()
+        if not torch.equal(nan, right.isnan()):
+            return False
+        left, right = left.masked_fill(nan, 0), right.masked_fill(nan, 0)
+    pair = (t.contiguous().view(-1).view(torch.uint8) for t in (left, right))
+    return torch.equal(*pair)
+
+
+def _with_extremes(values: Tensor) -> Tensor:
+    """Return gradients of all magnitudes, a block of zeros, and blocks with what is not finite."""
+    values = values * 10.0 ** torch.linspace(-20, 2, values.numel())
+    values[128:256] = 0
+    values[300], values[400], values[-1] = torch.inf, torch.nan, -torch.inf
+    return values
