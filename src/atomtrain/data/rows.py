@@ -19,7 +19,9 @@ from atomtrain.errors import DataError
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", *_DELIMITERS, ".parquet")
-_LONGEST_CELL = 2**31 - 1
+_MOST_CHARACTERS = 16 << 20
+"""Of a row."""
+_MOST_LIST_BYTES = 256 << 20
 _COMPANIONS = ("readme", "license", "dataset_info", "metadata")
 """Beginnings of the names of files that lie beside rows and are none."""
 _GLOB_SIGNS = frozenset("*?[")
@@ -112,6 +114,11 @@ def _is_array(file: Path) -> bool:
 
 def _array(file: Path) -> Iterator[Row]:
     """Yield the rows of one JSON list, which is in memory as a whole."""
+    if file.stat().st_size > _MOST_LIST_BYTES:
+        raise DataError(
+            f"{file} is one JSON list of more than {_MOST_LIST_BYTES >> 20} MiB, which memory "
+            "would hold as a whole; write one object a line (.jsonl)"
+        )
     with _told(file):
         text = file.read_text(encoding="utf-8-sig")
     try:
@@ -128,10 +135,15 @@ def _array(file: Path) -> Iterator[Row]:
 
 def _lines(file: Path) -> Iterator[Row]:
     with _told(file), file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(_MOST_CHARACTERS + 1), ""), 1):
             if not line.strip():
                 continue
             place = f"{file}:{number}"
+            if len(line) > _MOST_CHARACTERS:
+                raise DataError(
+                    f"{place}: longer than {_MOST_CHARACTERS >> 20} million characters; each line "
+                    "must be one example: divide it, or give running text (.txt)"
+                )
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -144,7 +156,7 @@ def _lines(file: Path) -> Iterator[Row]:
 
 
 def _cells(file: Path, delimiter: str) -> Iterator[Row]:
-    csv.field_size_limit(_LONGEST_CELL)  # a cell may be a whole document
+    csv.field_size_limit(_MOST_CHARACTERS)  # a cell may be a whole document
     with _told(file), file.open(encoding="utf-8-sig", newline="") as lines:
         found = csv.reader(lines, delimiter=delimiter, strict=True)
         try:

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NoReturn
+
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from atomtrain.errors import ConfigError
 
@@ -172,32 +175,63 @@ def _check_size(key: str, value: Any, what: str, least: int, most: int) -> None:
             )
 
 
+@contextmanager
+def parts_within(most: int, what: str) -> Iterator[None]:
+    """Refuse to make a model of more than `most` modules, before it takes long or much memory.
+
+    Raises:
+        ConfigError: it has more.
+    """
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > most:
+            raise ConfigError(
+                f"{what} describes a model of more than {most} parts; give a configuration that "
+                "fits the weights, and one model's"
+            )
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 class _FetchError(FileNotFoundError):
     """Of this kind, since transformers takes it for a kernel that is not there: it goes without."""
 
 
 @contextmanager
 def confined() -> Iterator[None]:
-    """Have transformers fetch nothing: no file of a hub, and no kernel, cached ones included.
+    """Have transformers fetch nothing and say nothing: what is wrong is told in one line.
+
+    No file of a hub is fetched, and no kernel, cached ones included.
 
     Some of its models ask for compiled kernels of their own accord (RWKV on a GPU): they are
     computed by torch. The package `kernels` and the hub's settings are as before afterwards.
     """
     from huggingface_hub import constants
     from transformers.integrations import hub_kernels  # asks once whether `kernels` is installed
+    from transformers.utils import logging
 
-    offline = constants.HF_HUB_OFFLINE
+    offline, said = constants.HF_HUB_OFFLINE, logging.get_verbosity()
     package = sys.modules.get(_KERNELS, _ABSENT)
     fetching = {name: getattr(hub_kernels, name, _ABSENT) for name in _FETCHING}
     constants.HF_HUB_OFFLINE = True
+    logging.set_verbosity(logging.CRITICAL)
     sys.modules[_KERNELS] = None  # type: ignore[assignment]  # `import kernels` fails
     for name, function in fetching.items():
         if function is not _ABSENT:
             setattr(hub_kernels, name, _refuse)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         constants.HF_HUB_OFFLINE = offline
+        logging.set_verbosity(said)
         if package is _ABSENT:
             del sys.modules[_KERNELS]
         else:

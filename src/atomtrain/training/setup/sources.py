@@ -14,7 +14,6 @@ from atomtrain.checkpoint import Checkpoint, load_latest
 from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
-from atomtrain.models.making import make_outline
 from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
@@ -84,7 +83,7 @@ def _text(data: str | None, recipe: Recipe, tokenizer: Tokenizer) -> Text:
 
 def _weights_in(folder: Path, recipe: Recipe) -> Weights:
     assert isinstance(recipe.sizes, HuggingFaceConfig)
-    weights = Weights(folder, make_outline(recipe.sizes))
+    weights = Weights(folder, recipe.sizes)
     weights.seed = recipe.seed
     return weights
 

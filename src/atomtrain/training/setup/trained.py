@@ -10,7 +10,6 @@ from torch import nn
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.models.hugging_face import CONFIG_FILE, build, read_config
-from atomtrain.models.making import make_outline
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.state import model_of, recipe_of
@@ -40,7 +39,7 @@ def open_trained(path: Path) -> Trained:
     if (path / CONFIG_FILE).is_file():
         sizes = read_config(path)
         tokenizer = read_tokenizer(path)
-        weights = Weights(path, make_outline(sizes))
+        weights = Weights(path, sizes)
         model = build(sizes, str(path))
         weights.fill(model)
         return Trained(model.eval(), tokenizer, sizes.context or _USUAL_CONTEXT, None)
