@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from atomtrain.data.named import is_named, named_rows
 from atomtrain.errors import DataError
@@ -21,7 +21,8 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", *_DELIMITERS, ".parquet")
 _MOST_CHARACTERS = 16 << 20
 """Of a row."""
-_MOST_LIST_BYTES = 256 << 20
+_READ_CHARACTERS = 1 << 20
+_JSON_BLANKS = " \t\r\n"
 _COMPANIONS = ("readme", "license", "dataset_info", "metadata")
 """Beginnings of the names of files that lie beside rows and are none."""
 _GLOB_SIGNS = frozenset("*?[")
@@ -113,24 +114,86 @@ def _is_array(file: Path) -> bool:
 
 
 def _array(file: Path) -> Iterator[Row]:
-    """Yield the rows of one JSON list, which is in memory as a whole."""
-    if file.stat().st_size > _MOST_LIST_BYTES:
-        raise DataError(
-            f"{file} is one JSON list of more than {_MOST_LIST_BYTES >> 20} MiB, which memory "
-            "would hold as a whole; write one object a line (.jsonl)"
-        )
-    with _told(file):
-        text = file.read_text(encoding="utf-8-sig")
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{file}: not JSON ({error}); it must be one list of objects, or one object a line"
-        ) from error
-    for number, values in enumerate(rows, 1):
-        if not isinstance(values, dict):
-            raise DataError(f"{file}: row {number} is not a JSON object; each must be one")
-        yield Row(f"{file}: row {number}", values)
+    """Yield the rows of one JSON list, some in memory at a time."""
+    number = 1
+    with _told(file), file.open(encoding="utf-8-sig") as stream:
+        rest = _JsonList(stream)
+        try:
+            ended = rest.sign("[") and rest.sign("]")
+            while not ended:
+                values = rest.value()
+                if not isinstance(values, dict):
+                    raise DataError(f"{file}: row {number} is not a JSON object; each must be one")
+                yield Row(f"{file}: row {number}", values)
+                number, ended = number + 1, rest.sign(",]") == "]"
+            if not rest.is_over():
+                raise ValueError("more follows behind the list")
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, UnicodeDecodeError):
+                raise
+            raise DataError(
+                f"{file}: row {number} is not JSON, or has more than {_MOST_CHARACTERS >> 20} "
+                f"million characters ({error}); the file must be one list of objects, or one "
+                "object a line"
+            ) from error
+
+
+class _JsonList:
+    """Reads a JSON list piece by piece."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._text, self._at = stream, "", 0
+        self._decoder = json.JSONDecoder()
+
+    def sign(self, known: str) -> str:
+        """Return the next sign if it is one of these; `""` where a list may end and does not.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        found = "" if self.is_over() else self._text[self._at]
+        if found and found in known:
+            self._at += 1
+            return found
+        if known == "]":
+            return ""
+        raise ValueError(f"{' or '.join(known)} is missing")
+
+    def value(self) -> Any:
+        """Return the next value.
+
+        Raises:
+            ValueError: it is not JSON.
+            RecursionError: it is nested too deep.
+        """
+        self.is_over()
+        while True:
+            try:
+                value, self._at = self._decoder.raw_decode(self._text, self._at)
+            except (ValueError, RecursionError):  # perhaps it is only cut off
+                if not self._read():
+                    raise
+            else:
+                return value
+
+    def is_over(self) -> bool:
+        """Return whether nothing follows but white space, which is passed over."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in _JSON_BLANKS:
+                    return False
+                self._at += 1
+            if not self._read():
+                return True
+
+    def _read(self) -> bool:
+        """Read more; return whether there was some, and a row may still be as large."""
+        self._text, self._at = self._text[self._at :], 0
+        if len(self._text) > _MOST_CHARACTERS:
+            return False
+        more = self._stream.read(max(_READ_CHARACTERS, len(self._text)))
+        self._text += more
+        return bool(more)
 
 
 def _lines(file: Path) -> Iterator[Row]:
