@@ -62,7 +62,11 @@ _SIZES = {
     "n_heads", "d_model", "head_dim", "num_key_value_heads", "max_position_embeddings",
     "n_positions", "n_ctx", "moe_intermediate_size", "ffn_dim", "embedding_size",
 }  # fmt: skip
-_MOST_LAYERS = 4096
+_EXPERT_COUNTS = {
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts",
+    "num_experts_per_tok", "num_routed_experts",
+}  # fmt: skip
+_MOST_LAYERS, _MOST_EXPERTS = 4096, 16384
 _MOST = 1 << 31
 _DEEPEST = 16
 _FETCHING = ("get_kernel", "get_kernel_hub")
@@ -148,6 +152,8 @@ def _check(key: str, value: Any, what: str) -> None:
         )
     elif key in _LAYERS:
         _check_size(key, value, what, 0, _MOST_LAYERS)
+    elif key in _EXPERT_COUNTS:
+        _check_size(key, value, what, 0, _MOST_EXPERTS)
     elif key in _SIZES:
         _check_size(key, value, what, 0 if key != "vocab_size" else 1, _MOST)
 
@@ -172,6 +178,22 @@ def _check_size(key: str, value: Any, what: str, least: int, most: int) -> None:
             raise ConfigError(
                 f"{what} says {key} {str(one)[:40]!r}; it must be a whole number from {least} to "
                 f"{most}: correct it"
+            )
+
+
+def check_layers(stored: Mapping[str, Any], most: int, what: str) -> None:
+    """Refuse a configuration with more layers than there are tensors.
+
+    Raises:
+        ConfigError: it has.
+    """
+    for key, value in stored.items():
+        if isinstance(value, Mapping):
+            check_layers(value, most, what)
+        elif key in _LAYERS and isinstance(value, int) and value > most:
+            raise ConfigError(
+                f"config.json says {key} {value}, and the weights in {what} are {most} tensors; "
+                "both must be of one model"
             )
 
 

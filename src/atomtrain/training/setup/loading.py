@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from atomtrain.engine.engine import Engine
-from atomtrain.models.confined import parts_within
+from atomtrain.models.confined import check_layers, parts_within
+from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.lora import adapted_layers
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weight_files import WeightFiles
@@ -25,13 +26,16 @@ class Weights:
 
         Raises:
             DataError: it has not.
-            ConfigError: the model has far more parts than there are tensors.
+            ConfigError: the model has more layers, or far more parts, than there are tensors.
         """
         self.folder = folder
         self.seed = 0
         """Seed of adapters that begin with the weights."""
         self._files = WeightFiles(folder)
-        with parts_within(_PARTS_A_TENSOR * len(self._files.entries) + _MORE_PARTS, str(folder)):
+        count = len(self._files.entries)
+        if isinstance(sizes, HuggingFaceConfig):
+            check_layers(sizes.config, count, str(folder))
+        with parts_within(_PARTS_A_TENSOR * count + _MORE_PARTS, str(folder)):
             self.outline = make_outline(sizes)
             """The model without memory."""
         self._sources = match_weights(self.outline, self._files)
