@@ -67,7 +67,7 @@ class Told(NamedTuple):
         return [line for line in self.errors.splitlines() if not line.startswith("reading ")]
 
 
-def told(place: Path, *arguments: str) -> Told:
+def told(place: Path, *arguments: str, most_s: float = MOST_S) -> Told:
     """Run `atom ARGUMENTS` within an empty folder `place` of its own."""
     place.mkdir(parents=True, exist_ok=True)
     stub = place / "stub"
@@ -76,20 +76,20 @@ def told(place: Path, *arguments: str) -> Told:
         **environment, "HOSTILE_MARK": str(stub / "mark"), "XDG_CACHE_HOME": str(place / "cache"),
         "HF_HOME": str(place / "hub"),
     }  # fmt: skip
-    order = json.dumps([arguments, str(stub), MOST_S, MOST_BYTES])
+    order = json.dumps([arguments, str(stub), most_s, MOST_BYTES])
     done = forks.run(
-        [sys.executable, "-c", _PROGRAM, order], 60.0, env=environment, cwd=str(place)
+        [sys.executable, "-c", _PROGRAM, order], most_s + 60.0, env=environment, cwd=str(place)
     )
     code, took_s, peak_bytes = json.loads(done.stdout.splitlines()[-1])
     file = stub / "mark"
     return Told(code, done.stderr, took_s, peak_bytes, file.read_text() if file.exists() else "")
 
 
-def refused(place: Path, *arguments: str) -> str:
+def refused(place: Path, *arguments: str, most_s: float = MOST_S) -> str:
     """Run a command that must end in one line and exit code 2, soon and small; return the line."""
-    found = told(place, *arguments)
+    found = told(place, *arguments, most_s=most_s)
     assert found.mark == "", "nothing is fetched, and nothing is run"
-    assert found.took_s < MOST_S, found
+    assert found.took_s < most_s, found
     assert found.peak_bytes < MOST_BYTES, found
     assert (found.code, len(found.errors.splitlines())) == (2, 1), found.errors[-3000:]
     assert found.errors.startswith("atom: "), found.errors

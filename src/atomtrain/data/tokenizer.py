@@ -123,6 +123,18 @@ class Tokenizer:
             ) from error
         return cls(backend, separator)
 
+    def check_room(self, rows: int, what: str) -> None:
+        """Refuse to be used with a model whose embedding has fewer rows than there are tokens.
+
+        Raises:
+            DataError: it has.
+        """
+        if self.vocabulary > rows:
+            raise DataError(
+                f"the tokenizer in {what} has {self.vocabulary} tokens, the model has room for "
+                f"{rows}; both must be of one model"
+            )
+
     def to_json(self) -> str:
         """Return the content of a `tokenizer.json` file."""
         return self._backend.to_str()

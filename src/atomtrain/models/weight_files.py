@@ -7,6 +7,7 @@ https://huggingface.co/docs/safetensors.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -223,7 +224,8 @@ def read_header(file: Path) -> dict[str, Entry]:
         stop = max((e.start + e.size_bytes for e in entries.values()), default=body)
         if stop > size_bytes:
             raise ValueError(f"{stop} bytes were written, {size_bytes} are there")
-        if sum(e.size_bytes for e in entries.values()) > size_bytes - body:
+        places = sorted((e.start, e.start + e.size_bytes) for e in entries.values())
+        if any(end > start for (_, end), (start, _) in itertools.pairwise(places)):
             raise ValueError("tensors lie in the same place")
         return entries
     except OSError as error:

@@ -68,11 +68,7 @@ def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:
     assert isinstance(recipe.sizes, HuggingFaceConfig)
     folder = model_folder(options.model)
     tokenizer = read_tokenizer(folder)
-    if tokenizer.vocabulary > recipe.sizes.vocabulary:
-        raise DataError(
-            f"the tokenizer in {folder} has {tokenizer.vocabulary} tokens, the model has room for "
-            f"{recipe.sizes.vocabulary}; both must be of one model"
-        )
+    tokenizer.check_room(recipe.sizes.vocabulary, str(folder))
     weights = _weights_in(folder, recipe)
     return Source(recipe, _text(options.data, recipe, tokenizer), weights=weights)
 
@@ -180,6 +176,7 @@ def _joined(options: TrainOptions, swarm: Swarm) -> Source:
     recipe = amended(said, options, f"the run {run!r}")
     with _as_founder_says(run):
         tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
+        tokenizer.check_room(recipe.sizes.vocabulary, "the manifest")
     weights = _base_of(recipe, options.model, None)
     text = _text(options.data, recipe, tokenizer)
     return Source(recipe, text, None, swarm, weights)
