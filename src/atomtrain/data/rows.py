@@ -69,6 +69,8 @@ def read_rows(spec: str) -> Iterator[Row]:
         yield from itertools.starmap(Row, named_rows(spec))
         return
     for file in _files(spec):
+        if file.exists() and not file.is_file():  # whoever reads a pipe may wait for ever
+            raise DataError(f"{file} is neither a file nor a folder; write its content to a file")
         suffix = file.suffix.lower()
         if suffix == ".parquet":
             yield from _parquet(file)

@@ -61,11 +61,11 @@ class Tokenizer:
             DataError: it does not, or takes steps that no published tokenizer takes.
         """
         self._growth = checked_growth(backend)
-        number = backend.token_to_id(separator)
+        number = backend.token_to_id(separator) if isinstance(separator, str) else None
         if number is None:
             raise DataError(
                 f"the tokenizer has no token {separator!r} to put between documents; "
-                f"name one that it has.{nearest(separator, backend.get_vocab())}"
+                f"name one that it has.{nearest(str(separator), backend.get_vocab())}"
             )
         backend.encode_special_tokens = True
         backend.no_truncation()
