@@ -121,7 +121,7 @@ def _array(file: Path) -> Iterator[Row]:
     with _told(file), file.open(encoding="utf-8-sig") as stream:
         rest = _JsonList(stream)
         try:
-            ended = rest.sign("[") and rest.sign("]")
+            ended = rest.sign("[") == "[" and rest.sign("]") == "]"
             while not ended:
                 values = rest.value()
                 if not isinstance(values, dict):

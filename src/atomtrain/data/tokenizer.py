@@ -178,7 +178,6 @@ class Tokenizer:
         """Return the text; bytes that are no whole character become replacement characters."""
         return self._backend.decode(list(numbers), skip_special_tokens=False)
 
-
     def _encoded(self, text: str) -> Any:
         most = _MOST_CHARACTERS // self._growth
         if len(text) > most:

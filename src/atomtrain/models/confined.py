@@ -16,6 +16,7 @@ still look for on a hub is refused.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import warnings
@@ -237,13 +238,13 @@ def confined() -> Iterator[None]:
     """
     from huggingface_hub import constants
     from transformers.integrations import hub_kernels  # asks once whether `kernels` is installed
-    from transformers.utils import logging
+    from transformers.utils.logging import get_verbosity, set_verbosity
 
-    offline, said = constants.HF_HUB_OFFLINE, logging.get_verbosity()
+    offline, said = constants.HF_HUB_OFFLINE, get_verbosity()
     package = sys.modules.get(_KERNELS, _ABSENT)
     fetching = {name: getattr(hub_kernels, name, _ABSENT) for name in _FETCHING}
     constants.HF_HUB_OFFLINE = True
-    logging.set_verbosity(logging.CRITICAL)
+    set_verbosity(logging.CRITICAL)
     sys.modules[_KERNELS] = None  # type: ignore[assignment]  # `import kernels` fails
     for name, function in fetching.items():
         if function is not _ABSENT:
@@ -253,7 +254,7 @@ def confined() -> Iterator[None]:
             yield
     finally:
         constants.HF_HUB_OFFLINE = offline
-        logging.set_verbosity(said)
+        set_verbosity(said)
         if package is _ABSENT:
             del sys.modules[_KERNELS]
         else:

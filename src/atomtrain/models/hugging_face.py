@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, DataError, nearest
+from atomtrain.files import read_small
 from atomtrain.models.confined import (
     check_made,
     check_names,
@@ -28,7 +29,6 @@ from atomtrain.models.confined import (
     numbers_of,
     parts_within,
 )
-from atomtrain.files import read_small
 from atomtrain.models.gpt_config import PRESETS
 from atomtrain.models.weight_files import files_of
 

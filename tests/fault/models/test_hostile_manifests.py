@@ -19,6 +19,8 @@ from tests.support.mutators import nested
 from tests.support.swarm_configs import swarm_config
 
 pytest.importorskip("transformers")
+JOINED_S = 20.0
+"""With two peers that meet."""
 Payload = dict[str, Any]
 HF = {"config": LLAMA, "vocabulary": 300, "context": 128, "width": 32, "files": {}}
 LARGE = {**LLAMA, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
@@ -97,6 +99,6 @@ def test_what_a_founder_says_is_refused(name: str, text: Path, tmp_path: Path) -
     with founded(payload, (10,)) as address:
         line = refused(
             tmp_path, "train", "--join", address, "--host", "127.0.0.1", "--data", str(text),
-            "--plain", "--threads", "1", "--device", "cpu", most_s=30.0,
+            "--plain", "--threads", "1", "--device", "cpu", most_s=JOINED_S,
         )  # fmt: skip
     assert expected in line

@@ -149,7 +149,14 @@ def test_weights_are_refused(name: str, honest: Path, text: Path, tmp_path: Path
     lines = [
         refused(tmp_path, "evaluate", str(folder), "--data", str(text), "--context", "16"),
         refused(
-            tmp_path, "train", "--model", str(folder), "--data", str(text), *TRAIN, *SOON,
+            tmp_path,
+            "train",
+            "--model",
+            str(folder),
+            "--data",
+            str(text),
+            *TRAIN,
+            *SOON,
             most_s=PREPARED_S,
         ),
     ]
@@ -200,7 +207,9 @@ TOKENIZERS: dict[str, Change] = {
     "steps without end": step("normalizer", *[{"type": "NFKC"}] * 10_000),
     "pattern of groups": step("pre_tokenizer", split("(a+)+$"), {"type": "ByteLevel"}),
     "pattern of choices": step("pre_tokenizer", split("(a|a|[a-z ])*[0-9]"), {"type": "ByteLevel"}),
-    "pattern of powers": step("pre_tokenizer", split(r"\w*\w*\w*\w*\w*\w*;"), {"type": "ByteLevel"}),
+    "pattern of powers": step(
+        "pre_tokenizer", split(r"\w*\w*\w*\w*\w*\w*;"), {"type": "ByteLevel"}
+    ),
     "pattern of itself": step("pre_tokenizer", split(r"(?<a>a\g<a>?b)")),
     "broken pattern": step("pre_tokenizer", split("(((")),
     "words without end": edit(
@@ -221,7 +230,9 @@ TOKENIZERS: dict[str, Change] = {
         TOKENIZER, model={"type": "Unigram", "unk_id": 7, "vocab": [["a", 0.0]]}
     ),
     **{f"damaged {seed}": damage(TOKENIZER, seed) for seed in range(4)},
-    **{f"swapped {key}": swapped(TOKENIZER, key, 1) for key in ("model", "added_tokens", "decoder")},
+    **{
+        f"swapped {key}": swapped(TOKENIZER, key, 1) for key in ("model", "added_tokens", "decoder")
+    },
 }
 
 
