@@ -37,15 +37,16 @@ def checked_growth(backend: Backend) -> int:
     if getattr(backend.model, "max_input_chars_per_word", 0) > _MOST_WORD:
         raise DataError(_told(f"looks for words of more than {_MOST_WORD} characters"))
     growth = 1.0
-    for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder):
+    parts = {"normalizer": 1, "pre_tokenizer": 1, "decoder": 0}  # the last one is not for texts
+    for name, counts in parts.items():
+        part = getattr(backend, name)
         steps = [] if part is None else list(_steps(json.loads(part.__getstate__())))
         if len(steps) > _MOST_STEPS:
             raise DataError(_told(f"has {len(steps)} steps, at most {_MOST_STEPS} are taken"))
         for step in steps:
             if isinstance(pattern := step.get("pattern"), dict) and "Regex" in pattern:
                 check_pattern(pattern["Regex"])
-            if part is not backend.decoder:
-                growth *= _growth(step)
+            growth *= _growth(step) ** counts
     if growth > _MOST_GROWTH:
         raise DataError(_told(f"makes texts up to {growth:.3g} times longer"))
     return round(growth)

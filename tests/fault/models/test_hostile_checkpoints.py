@@ -1,4 +1,4 @@
-"""Checkpoints from a stranger end in one line, soon and small, also if their checksums are right."""
+"""Checkpoints from a stranger end in one line, soon and small, whatever their checksums say."""
 
 from __future__ import annotations
 
