@@ -6,7 +6,11 @@ The command line prints the message of an `AtomError` on one line and exits with
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable
+
+_MOST_NAMES, _LONGEST_NAME = 10_000, 200
+"""Looked at to find a near one: a stranger's names may be many and long."""
 
 
 class AtomError(Exception):
@@ -71,7 +75,8 @@ def reason_of(error: BaseException) -> str:
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the allowed name nearest to `given`, or `""`."""
-    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    names = [name for name in itertools.islice(allowed, _MOST_NAMES) if len(name) <= _LONGEST_NAME]
+    close = difflib.get_close_matches(given[:_LONGEST_NAME], names, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -31,7 +31,6 @@ from atomtrain.models.hugging_face import (
     read_config,
     require_transformers,
 )
-from atomtrain.models.making import make_outline
 from atomtrain.training.config.new_recipe import make_optimizer, new_recipe
 from atomtrain.training.config.optimizing import precision_of
 from atomtrain.training.config.options import TrainOptions
@@ -127,8 +126,7 @@ def _engine(folder: Path, precision: str, layers: int | None = None) -> Engine:
     if layers is not None:
         sizes.config["num_hidden_layers"] = layers
     recipe = new_recipe(TrainOptions(model=str(folder), precision=precision, context=16))
-    outline = make_outline(sizes)
-    weights = Weights(folder, outline) if layers is None else None
+    weights = Weights(folder, sizes) if layers is None else None
     model = build(sizes)
     objective = NextToken()
     ids = torch.zeros((1, 16), dtype=torch.int64)

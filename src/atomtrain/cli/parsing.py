@@ -28,6 +28,8 @@ _OURS = (
     ("^argument (.*): invalid float value: (.*)", r"\1 takes a number, not \2"),
 )
 """What argparse says, and what it means to somebody who knows nothing of Python."""
+_LONGEST_LINE = 4000
+"""Characters that are shown of what others may have written."""
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -154,7 +156,10 @@ def shown(text: str) -> str:
 
 def complain(message: str) -> None:
     """Print one line on standard error; what peers or files say cannot steer the terminal."""
-    sys.stderr.write(f"{COMPLAINT}{shown(' '.join(str(message).split()))}\n")
+    line = " ".join(str(message).split())
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[:_LONGEST_LINE]} [...]"
+    sys.stderr.write(f"{COMPLAINT}{shown(line)}\n")
 
 
 @contextmanager

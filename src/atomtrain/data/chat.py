@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from atomtrain.data.bounded import bounded
 from atomtrain.data.dialogues import (
     Dialogue,
     Message,
@@ -19,6 +20,10 @@ from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+_MOST_S, _MORE_BYTES = 2.0, 512 << 20
+"""For one text; usual are milliseconds and some kilobytes."""
 
 
 class Example(NamedTuple):
@@ -38,11 +43,14 @@ class ChatTemplate:
         """Find the template in `chat_template.jinja` or `tokenizer_config.json`, by content."""
         try:
             config = json.loads(files.get("tokenizer_config.json", "{}"))
-        except ValueError:
+        except (ValueError, RecursionError):
+            config = {}
+        if not isinstance(config, dict):
             config = {}
         found = files.get("chat_template.jinja") or config.get("chat_template")
         if isinstance(found, list):  # several by name
-            found = next((t["template"] for t in found if t.get("name") == "default"), None)
+            named = [each for each in found if isinstance(each, dict)]
+            found = next((t.get("template") for t in named if t.get("name") == "default"), None)
         self.text: str | None = found if isinstance(found, str) else None
         self._tokens = {name: _content(config.get(name)) for name in _SPECIAL}
 
@@ -61,14 +69,16 @@ class ChatTemplate:
 
         render: Any = render_jinja_template
         try:
-            rendered, _ = render(
-                [list(messages)],
-                chat_template=self.text,
-                add_generation_prompt=prompt,
-                **{name: token for name, token in self._tokens.items() if token is not None},
-            )
+            _check_powers(self.text)
+            with bounded("<template>", _MOST_S, _MORE_BYTES):
+                rendered, _ = render(
+                    [list(messages)],
+                    chat_template=self.text,
+                    add_generation_prompt=prompt,
+                    **{name: token for name, token in self._tokens.items() if token is not None},
+                )
         except Exception as error:  # whatever the template raises
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise DataError(f"the chat template refuses it ({reason})") from error
         return str(rendered[0])
 
@@ -132,6 +142,14 @@ class Encoder:
                 "cannot be told what is an answer; give such dialogues with one answer each"
             )
         return len(before), len(after)
+
+
+def _check_powers(template: str) -> None:
+    """Refuse `**`: a power of whole numbers is one operation, which nothing interrupts."""
+    from jinja2 import Environment
+
+    if any(sign == "**" for _, kind, sign in Environment().lex(template) if kind == "operator"):
+        raise DataError("it raises to a power")
 
 
 def _content(token: Any) -> str | None:

@@ -12,14 +12,17 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from atomtrain.data.named import is_named, named_rows
 from atomtrain.errors import DataError
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", *_DELIMITERS, ".parquet")
-_LONGEST_CELL = 2**31 - 1
+_MOST_CHARACTERS = 16 << 20
+"""Of a row."""
+_READ_CHARACTERS = 1 << 20
+_JSON_BLANKS = " \t\r\n"
 _COMPANIONS = ("readme", "license", "dataset_info", "metadata")
 """Beginnings of the names of files that lie beside rows and are none."""
 _GLOB_SIGNS = frozenset("*?[")
@@ -66,6 +69,8 @@ def read_rows(spec: str) -> Iterator[Row]:
         yield from itertools.starmap(Row, named_rows(spec))
         return
     for file in _files(spec):
+        if file.exists() and not file.is_file():  # whoever reads a pipe may wait for ever
+            raise DataError(f"{file} is neither a file nor a folder; write its content to a file")
         suffix = file.suffix.lower()
         if suffix == ".parquet":
             yield from _parquet(file)
@@ -111,27 +116,99 @@ def _is_array(file: Path) -> bool:
 
 
 def _array(file: Path) -> Iterator[Row]:
-    """Yield the rows of one JSON list, which is in memory as a whole."""
-    with _told(file):
-        text = file.read_text(encoding="utf-8-sig")
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{file}: not JSON ({error}); it must be one list of objects, or one object a line"
-        ) from error
-    for number, values in enumerate(rows, 1):
-        if not isinstance(values, dict):
-            raise DataError(f"{file}: row {number} is not a JSON object; each must be one")
-        yield Row(f"{file}: row {number}", values)
+    """Yield the rows of one JSON list, some in memory at a time."""
+    number = 1
+    with _told(file), file.open(encoding="utf-8-sig") as stream:
+        rest = _JsonList(stream)
+        try:
+            ended = rest.sign("[") == "[" and rest.sign("]") == "]"
+            while not ended:
+                values = rest.value()
+                if not isinstance(values, dict):
+                    raise DataError(f"{file}: row {number} is not a JSON object; each must be one")
+                yield Row(f"{file}: row {number}", values)
+                number, ended = number + 1, rest.sign(",]") == "]"
+            if not rest.is_over():
+                raise ValueError("more follows behind the list")
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, UnicodeDecodeError):
+                raise
+            raise DataError(
+                f"{file}: row {number} is not JSON, or has more than {_MOST_CHARACTERS >> 20} "
+                f"million characters ({error}); the file must be one list of objects, or one "
+                "object a line"
+            ) from error
+
+
+class _JsonList:
+    """Reads a JSON list piece by piece."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._text, self._at = stream, "", 0
+        self._decoder = json.JSONDecoder()
+
+    def sign(self, known: str) -> str:
+        """Return the next sign if it is one of these; `""` where a list may end and does not.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        found = "" if self.is_over() else self._text[self._at]
+        if found and found in known:
+            self._at += 1
+            return found
+        if known == "]":
+            return ""
+        raise ValueError(f"{' or '.join(known)} is missing")
+
+    def value(self) -> Any:
+        """Return the next value.
+
+        Raises:
+            ValueError: it is not JSON.
+            RecursionError: it is nested too deep.
+        """
+        self.is_over()
+        while True:
+            try:
+                value, self._at = self._decoder.raw_decode(self._text, self._at)
+            except (ValueError, RecursionError):  # perhaps it is only cut off
+                if not self._read():
+                    raise
+            else:
+                return value
+
+    def is_over(self) -> bool:
+        """Return whether nothing follows but white space, which is passed over."""
+        while True:
+            while self._at < len(self._text):
+                if self._text[self._at] not in _JSON_BLANKS:
+                    return False
+                self._at += 1
+            if not self._read():
+                return True
+
+    def _read(self) -> bool:
+        """Read more; return whether there was some, and a row may still be as large."""
+        self._text, self._at = self._text[self._at :], 0
+        if len(self._text) > _MOST_CHARACTERS:
+            return False
+        more = self._stream.read(max(_READ_CHARACTERS, len(self._text)))
+        self._text += more
+        return bool(more)
 
 
 def _lines(file: Path) -> Iterator[Row]:
     with _told(file), file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(_MOST_CHARACTERS + 1), ""), 1):
             if not line.strip():
                 continue
             place = f"{file}:{number}"
+            if len(line) > _MOST_CHARACTERS:
+                raise DataError(
+                    f"{place}: longer than {_MOST_CHARACTERS >> 20} million characters; each line "
+                    "must be one example: divide it, or give running text (.txt)"
+                )
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -144,7 +221,7 @@ def _lines(file: Path) -> Iterator[Row]:
 
 
 def _cells(file: Path, delimiter: str) -> Iterator[Row]:
-    csv.field_size_limit(_LONGEST_CELL)  # a cell may be a whole document
+    csv.field_size_limit(_MOST_CHARACTERS)  # a cell may be a whole document
     with _told(file), file.open(encoding="utf-8-sig", newline="") as lines:
         found = csv.reader(lines, delimiter=delimiter, strict=True)
         try:

@@ -6,11 +6,13 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atomtrain.errors import DataError, nearest
+from atomtrain.data.tokenizer_check import checked_growth
+from atomtrain.errors import DataError, nearest, reason_of
+from atomtrain.files import read_small
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 SEPARATOR = "<|endoftext|>"
 DEFAULT_VOCABULARY = 4096
 MIN_VOCABULARY = 257  # every byte, and the separator
+_MOST_CHARACTERS = 8 << 20
+"""Of a text that is encoded at once: its tokens take a hundred times its bytes."""
+_MOST_BYTES = 128 << 20
+"""Of a tokenizer's file; the largest that is known takes 33 MiB."""
 _OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 _VOCABULARY_FILES = (
     "merges.txt", "added_tokens.json", "special_tokens_map.json", "sentencepiece.bpe.model",
@@ -52,13 +58,14 @@ class Tokenizer:
         """Wrap `backend`, whose vocabulary must hold `separator`.
 
         Raises:
-            DataError: it does not.
+            DataError: it does not, or takes steps that no published tokenizer takes.
         """
-        number = backend.token_to_id(separator)
+        self._growth = checked_growth(backend)
+        number = backend.token_to_id(separator) if isinstance(separator, str) else None
         if number is None:
             raise DataError(
                 f"the tokenizer has no token {separator!r} to put between documents; "
-                f"name one that it has.{nearest(separator, backend.get_vocab())}"
+                f"name one that it has.{nearest(str(separator), backend.get_vocab())}"
             )
         backend.encode_special_tokens = True
         backend.no_truncation()
@@ -116,6 +123,18 @@ class Tokenizer:
             ) from error
         return cls(backend, separator)
 
+    def check_room(self, rows: int, what: str) -> None:
+        """Refuse to be used with a model whose embedding has fewer rows than there are tokens.
+
+        Raises:
+            DataError: it has.
+        """
+        if self.vocabulary > rows:
+            raise DataError(
+                f"the tokenizer in {what} has {self.vocabulary} tokens, the model has room for "
+                f"{rows}; both must be of one model"
+            )
+
     def to_json(self) -> str:
         """Return the content of a `tokenizer.json` file."""
         return self._backend.to_str()
@@ -126,26 +145,58 @@ class Tokenizer:
         return hashlib.sha256(f"{self.separator} {self.to_json()}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token numbers of `text`; never the separator."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        """Return the token numbers of `text`; never the separator.
+
+        Raises:
+            DataError: it is longer than can be held as tokens at once, or cannot be encoded.
+        """
+        numbers: list[int] = self._encoded(text).ids
+        return numbers
 
     def encode_marked(self, text: str) -> Marked:
         """Return the tokens of a text in which special tokens are written out, as by a template."""
         self._backend.encode_special_tokens = False
         try:
-            encoding = self._backend.encode(text, add_special_tokens=False)
+            encoding = self._encoded(text)
         finally:
             self._backend.encode_special_tokens = True
         return Marked(encoding.ids, [start for start, _ in encoding.offsets])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token numbers of each text, using all cores."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        step = max(1, len(texts) // self._growth)
+        return [
+            encoding.ids
+            for first in range(0, len(texts), step)
+            for encoding in _told_of(
+                self._backend.encode_batch_fast,
+                list(texts[first : first + step]),
+            )
+        ]
 
     def decode(self, numbers: Sequence[int]) -> str:
         """Return the text; bytes that are no whole character become replacement characters."""
         return self._backend.decode(list(numbers), skip_special_tokens=False)
+
+    def _encoded(self, text: str) -> Any:
+        most = _MOST_CHARACTERS // self._growth
+        if len(text) > most:
+            raise DataError(
+                f"a text of {len(text)} characters is too long to be one example, at most {most} "
+                "are taken; divide it, or give it as running text (.txt)"
+            )
+        return _told_of(self._backend.encode, text)
+
+
+def _told_of(encode: Callable[..., Any], what: Any) -> Any:
+    """Encode, or say that the tokenizer cannot."""
+    try:
+        return encode(what, add_special_tokens=False)
+    except Exception as error:  # the library raises nothing more specific
+        raise DataError(
+            f"the tokenizer cannot encode a text ({reason_of(error)}); copy the one that the "
+            "model was trained with"
+        ) from error
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -156,7 +207,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """
     file = folder / "tokenizer.json"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_small(file, _MOST_BYTES)
     except FileNotFoundError:
         text = _converted(folder)
     except (OSError, ValueError) as error:
@@ -200,10 +251,12 @@ def _copy_vocabulary(folder: Path, target: Path) -> None:
     """
     for name in (*_OLDER_FILES, *_VOCABULARY_FILES):
         if (folder / name).is_file():
+            if (folder / name).stat().st_size > _MOST_BYTES:
+                raise ValueError(f"{name} is larger than {_MOST_BYTES >> 20} MiB")
             shutil.copyfile(folder / name, target / name)
     for name, known in (("tokenizer_config.json", _SETTINGS), ("config.json", _KINDS)):
         try:
-            stored = json.loads((folder / name).read_text(encoding="utf-8"))
+            stored = json.loads(read_small(folder / name))
         except FileNotFoundError:
             continue
         kept = {key: value for key, value in stored.items() if key in known}
@@ -213,9 +266,11 @@ def _copy_vocabulary(folder: Path, target: Path) -> None:
 def _end_of_text(folder: Path) -> str | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
-        except (OSError, ValueError, AttributeError):
+            value = json.loads(read_small(folder / name)).get("eos_token")
+        except FileNotFoundError:
             continue
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise DataError(f"{folder / name} cannot be read ({error}); restore it") from error
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str) and value:

@@ -16,12 +16,16 @@ still look for on a hub is refused.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NoReturn
+
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from atomtrain.errors import ConfigError
 
@@ -59,7 +63,11 @@ _SIZES = {
     "n_heads", "d_model", "head_dim", "num_key_value_heads", "max_position_embeddings",
     "n_positions", "n_ctx", "moe_intermediate_size", "ffn_dim", "embedding_size",
 }  # fmt: skip
-_MOST_LAYERS = 4096
+_EXPERT_COUNTS = {
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts",
+    "num_experts_per_tok", "num_routed_experts",
+}  # fmt: skip
+_MOST_LAYERS, _MOST_EXPERTS = 4096, 16384
 _MOST = 1 << 31
 _DEEPEST = 16
 _FETCHING = ("get_kernel", "get_kernel_hub")
@@ -145,6 +153,8 @@ def _check(key: str, value: Any, what: str) -> None:
         )
     elif key in _LAYERS:
         _check_size(key, value, what, 0, _MOST_LAYERS)
+    elif key in _EXPERT_COUNTS:
+        _check_size(key, value, what, 0, _MOST_EXPERTS)
     elif key in _SIZES:
         _check_size(key, value, what, 0 if key != "vocab_size" else 1, _MOST)
 
@@ -172,32 +182,79 @@ def _check_size(key: str, value: Any, what: str, least: int, most: int) -> None:
             )
 
 
+def check_layers(stored: Mapping[str, Any], most: int, what: str) -> None:
+    """Refuse a configuration with more layers than there are tensors.
+
+    Raises:
+        ConfigError: it has.
+    """
+    for key, value in stored.items():
+        if isinstance(value, Mapping):
+            check_layers(value, most, what)
+        elif key in _LAYERS and isinstance(value, int) and value > most:
+            raise ConfigError(
+                f"config.json says {key} {value}, and the weights in {what} are {most} tensors; "
+                "both must be of one model"
+            )
+
+
+@contextmanager
+def parts_within(most: int, what: str) -> Iterator[None]:
+    """Refuse to make a model of more than `most` modules, before it takes long or much memory.
+
+    Raises:
+        ConfigError: it has more.
+    """
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > most:
+            raise ConfigError(
+                f"{what} describes a model of more than {most} parts; give a configuration that "
+                "fits the weights, and one model's"
+            )
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 class _FetchError(FileNotFoundError):
     """Of this kind, since transformers takes it for a kernel that is not there: it goes without."""
 
 
 @contextmanager
 def confined() -> Iterator[None]:
-    """Have transformers fetch nothing: no file of a hub, and no kernel, cached ones included.
+    """Have transformers fetch nothing and say nothing: what is wrong is told in one line.
+
+    No file of a hub is fetched, and no kernel, cached ones included.
 
     Some of its models ask for compiled kernels of their own accord (RWKV on a GPU): they are
     computed by torch. The package `kernels` and the hub's settings are as before afterwards.
     """
     from huggingface_hub import constants
     from transformers.integrations import hub_kernels  # asks once whether `kernels` is installed
+    from transformers.utils.logging import get_verbosity, set_verbosity
 
-    offline = constants.HF_HUB_OFFLINE
+    offline, said = constants.HF_HUB_OFFLINE, get_verbosity()
     package = sys.modules.get(_KERNELS, _ABSENT)
     fetching = {name: getattr(hub_kernels, name, _ABSENT) for name in _FETCHING}
     constants.HF_HUB_OFFLINE = True
+    set_verbosity(logging.CRITICAL)
     sys.modules[_KERNELS] = None  # type: ignore[assignment]  # `import kernels` fails
     for name, function in fetching.items():
         if function is not _ABSENT:
             setattr(hub_kernels, name, _refuse)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         constants.HF_HUB_OFFLINE = offline
+        set_verbosity(said)
         if package is _ABSENT:
             del sys.modules[_KERNELS]
         else:

@@ -6,6 +6,7 @@ that join and runs that are resumed need no folder.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -19,7 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, DataError, nearest
-from atomtrain.models.confined import check_made, check_names, checked_config, confined, numbers_of
+from atomtrain.files import read_small
+from atomtrain.models.confined import (
+    check_made,
+    check_names,
+    checked_config,
+    confined,
+    numbers_of,
+    parts_within,
+)
 from atomtrain.models.gpt_config import PRESETS
 from atomtrain.models.weight_files import files_of
 
@@ -39,7 +48,8 @@ _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
 _USUAL_WIDTH = 1024
 """Where a configuration tells no width: it only decides the default learning rate."""
 _LONGEST_REASON = 200
-_MOST_CONFIG_BYTES = 16 << 20
+_MOST_PARTS = 1 << 16
+"""Modules of a model; those of the largest have some thousands."""
 _MOST_NUMBER = 1 << 31
 
 
@@ -168,11 +178,9 @@ def read_config(source: Path) -> HuggingFaceConfig:
     files = {}
     for name in CARRIED_FILES:
         path = file.parent / name
-        if source.is_dir() and path.is_file():
-            try:
-                files[name] = path.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{path} cannot be read ({error}); restore it") from error
+        if source.is_dir():
+            with contextlib.suppress(FileNotFoundError):
+                files[name] = _read(path)
     auto = _auto_config(stored, str(file))
     text = auto.get_text_config()
     vocabulary = _first_number(text, ("vocab_size",))
@@ -263,7 +271,7 @@ def _check_kind(kind: object, what: str) -> None:
 @contextmanager
 def _making(what: str) -> Iterator[None]:
     try:
-        with confined():
+        with confined(), parts_within(_MOST_PARTS, what):
             yield
     except AtomError:
         raise
@@ -333,11 +341,16 @@ def _give_memory(model: nn.Module) -> None:
             module._parameters[name] = made[id(parameter)]
 
 
+def _read(file: Path) -> str:
+    try:
+        return read_small(file)
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read ({error}); restore it") from error
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        if file.stat().st_size > _MOST_CONFIG_BYTES:
-            raise ConfigError(f"{file} is larger than 16 MiB; give a Hugging Face config.json")
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored = json.loads(_read(file))
     except ConfigError:
         raise
     except RecursionError:

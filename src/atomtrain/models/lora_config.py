@@ -15,6 +15,7 @@ from atomtrain.errors import ConfigError, nearest
 ALL_LINEAR = "all-linear"
 BITS = (8, 4)
 """Of a frozen matrix that is held narrow."""
+_MOST_RANK = 1 << 16
 _EXAMPLE = "r=8,alpha=16,targets=q_proj+v_proj"
 
 
@@ -34,11 +35,13 @@ class LoraConfig:
     """Hold the adapted matrices in 8 or 4 bits; `None`: as they are."""
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ConfigError(f"--lora r={self.r} must be at least 1, such as {_EXAMPLE}")
+        if not 1 <= self.r <= _MOST_RANK:
+            raise ConfigError(
+                f"--lora r={self.r} must be from 1 to {_MOST_RANK}, such as {_EXAMPLE}"
+            )
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise ConfigError(f"--lora alpha={self.alpha} must be above 0, such as {_EXAMPLE}")
-        if not self.targets or not all(self.targets):
+        if not self.targets or not all(isinstance(t, str) and t for t in self.targets):
             raise ConfigError(f"--lora targets= names nothing; give some, such as {_EXAMPLE}")
         if self.bits is not None and self.bits not in BITS:
             raise ConfigError(f"--lora bits={self.bits} must be 8 or 4")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atomtrain.errors import AnalysisError
+from atomtrain.errors import AnalysisError, reason_of
 from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build, build_random
@@ -44,8 +44,14 @@ def make_model(sizes: Sizes, lora: LoraConfig | None = None) -> nn.Module:
 
     Raises:
         ConfigError: the adapters' targets are not there.
+        AnalysisError: no memory is large enough for it.
     """
-    model = build(sizes) if isinstance(sizes, HuggingFaceConfig) else GPT(sizes)
+    try:
+        model = build(sizes) if isinstance(sizes, HuggingFaceConfig) else GPT(sizes)
+    except RuntimeError as error:
+        raise AnalysisError(
+            f"the model cannot be made ({reason_of(error)}); choose a smaller one"
+        ) from error
     return model if lora is None else add_adapters(model, lora)
 
 

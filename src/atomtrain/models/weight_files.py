@@ -7,6 +7,7 @@ https://huggingface.co/docs/safetensors.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from atomtrain.errors import DataError, nearest
+from atomtrain.errors import DataError, nearest, reason_of
+from atomtrain.files import read_small
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,7 +36,9 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_HEADER_MOST_BYTES = 100 << 20
+_HEADER_MOST_BYTES = 32 << 20
+"""Of a header or an index: a model of 10^12 parameters takes 15 MiB."""
+_MOST_DIMENSIONS = 16
 _SLICE_BYTES = 2 << 20
 """Bytes that are read and converted at once where types differ."""
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -94,7 +98,8 @@ class WeightFiles:
             target: On the CPU, contiguous, of the tensor's shape.
 
         Raises:
-            DataError: no such tensor, another shape, or the file cannot be read.
+            DataError: no such tensor, another shape, a value that is not finite, or the file
+                cannot be read.
         """
         entry = self._entry(name)
         if entry.shape != tuple(target.shape):
@@ -108,16 +113,19 @@ class WeightFiles:
         try:
             with entry.file.open("rb", buffering=0) as stream:
                 stream.seek(entry.start)
-                if entry.dtype == target.dtype:
-                    _read_exactly(stream, flat)
-                    return
                 step = _SLICE_BYTES // entry.dtype.itemsize
                 scratch = torch.empty(min(step, flat.numel()), dtype=entry.dtype)
                 for first in range(0, flat.numel(), step):
                     part = flat[first : first + step]
-                    read = scratch[: part.numel()]
+                    read = part if entry.dtype == part.dtype else scratch[: part.numel()]
                     _read_exactly(stream, read)
-                    part.copy_(read)
+                    if not is_finite(read):
+                        raise DataError(
+                            f"{entry.file} holds {name!r} with values that are not numbers "
+                            "(NaN or infinite); its weights are damaged: give a whole copy"
+                        )
+                    if read is not part:
+                        part.copy_(read)
         except OSError as error:
             raise DataError(f"{entry.file} cannot be read ({error.strerror or error})") from error
 
@@ -136,6 +144,13 @@ class WeightFiles:
                 f"the weights in {self.folder} have no tensor {name!r}."
                 f"{nearest(name, self.entries)}"
             ) from None
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all of a tensor's values are numbers; a sum tells of nearly all that it is."""
+    if not tensor.is_floating_point():
+        return True
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
 def is_float(entry: Entry) -> bool:
@@ -175,11 +190,11 @@ def files_of(folder: Path) -> list[Path]:
 
 def _read_index(index: Path) -> list[Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_small(index, _HEADER_MOST_BYTES))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{index} is not the index of a model's weights ({error!r}); download it again"
+            f"{index} is not the index of a model's weights ({reason_of(error)}); download it again"
         ) from error
     if not names:
         raise DataError(f"{index} names no file; download the model again")
@@ -209,6 +224,9 @@ def read_header(file: Path) -> dict[str, Entry]:
         stop = max((e.start + e.size_bytes for e in entries.values()), default=body)
         if stop > size_bytes:
             raise ValueError(f"{stop} bytes were written, {size_bytes} are there")
+        places = sorted((e.start, e.start + e.size_bytes) for e in entries.values())
+        if any(end > start for (_, end), (start, _) in itertools.pairwise(places)):
+            raise ValueError("tensors lie in the same place")
         return entries
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror})") from error
@@ -222,6 +240,8 @@ def _entry(file: Path, body: int, value: dict[str, Any]) -> Entry:
     kind, shape = value["dtype"], tuple(int(size) for size in value["shape"])
     if kind not in DTYPES:
         raise ValueError(f"a tensor is of type {kind}; known are {', '.join(DTYPES)}")
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor has {len(shape)} dimensions")
     first, last = (int(offset) for offset in value["data_offsets"])
     entry = Entry(file, DTYPES[kind], shape, body + first)
     if first < 0 or min(shape, default=0) < 0 or last - first != entry.size_bytes:

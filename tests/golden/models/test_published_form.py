@@ -15,7 +15,6 @@ from atomtrain.checkpoint import open_checkpoint
 from atomtrain.cli.main import main
 from atomtrain.errors import DataError
 from atomtrain.models.hugging_face import build, read_config
-from atomtrain.models.making import make_outline
 from atomtrain.models.weight_files import WeightFiles
 from atomtrain.training.setup.loading import Weights
 from tests.support.hugging_face_models import MIXTURES, saved_tensors, write_model, write_text
@@ -51,7 +50,7 @@ def test_what_is_read_is_what_transformers_loads(kind: str, original: bool, tmp_
         model.save_pretrained(tmp_path / "model", save_original_format=False)
     expected = loaded(tmp_path / "model").state_dict()
     sizes = read_config(tmp_path / "model")
-    weights = Weights(tmp_path / "model", make_outline(sizes))
+    weights = Weights(tmp_path / "model", sizes)
     empty = build(sizes)
     for parameter in empty.parameters():
         parameter.data.fill_(float("nan"))
@@ -107,7 +106,7 @@ def test_memory_holds_the_pieces_of_one_parameter(
     """Counted in what the files' reader gave and is still alive."""
     write_model(tmp_path, MIXTURES["mixtral"], shard="20KB")
     sizes = read_config(tmp_path)
-    weights, empty = Weights(tmp_path, make_outline(sizes)), build(sizes)
+    weights, empty = Weights(tmp_path, sizes), build(sizes)
     alive: dict[int, int] = {}
     peaks: list[int] = []
     read = WeightFiles.read
@@ -131,7 +130,7 @@ def test_loading_peaks_at_a_tenth_above_the_model(tmp_path: Path) -> None:
     """Every storage counts, what is assembled too; layers enough that one is a small part."""
     write_model(tmp_path, {**MIXTURES["mixtral"], "num_hidden_layers": 24}, shard="20KB")
     sizes = read_config(tmp_path)
-    weights, empty = Weights(tmp_path, make_outline(sizes)), build(sizes)
+    weights, empty = Weights(tmp_path, sizes), build(sizes)
     held = sum(parameter.nbytes for parameter in empty.parameters())
     largest = max(p.nbytes for name, p in empty.named_parameters() if "experts" in name)
     with StorageTracker() as tracker:
@@ -152,7 +151,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     gone = next(name for name in sorted(whole) if ".experts.2.w1" in name)
     save_file({name: tensor for name, tensor in whole.items() if name != gone}, file)
     with pytest.raises(DataError) as refused:
-        Weights(tmp_path, make_outline(read_config(tmp_path)))
+        Weights(tmp_path, read_config(tmp_path))
     said = str(refused.value)
     assert f"lack {gone!r}, of which 'model.layers." in said
     assert said.endswith("Give a complete copy of the model")

@@ -432,3 +432,19 @@ def test_answers_of_a_pair_stay_together() -> None:
         Examples(made[:2], "pairs", together=2)
     few = Examples(made[2:6], "pairs", together=2)
     assert (few.train.count, few.held_out.count) == (2, 2)
+
+
+def test_a_json_list_is_read_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atomtrain.data.rows._READ_CHARACTERS", 3)
+    rows = [{"text": "a]b" * n, "n": [n, {"m": "\u00fc"}]} for n in range(20)]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows, indent=1) + "\n ")
+    assert [row.values for row in read_rows(str(file))] == rows
+    file.write_text(" [ ] ")
+    assert list(read_rows(str(file))) == []
+    for wrong in ('[{"a": 1} {"a": 2}]', '[{"a": 1}', '[{"a": 1}] x', "[,]", '[{"a": 1},]'):
+        file.write_text(wrong)
+        with pytest.raises(DataError, match=r"row \d is not JSON"):
+            list(read_rows(str(file)))

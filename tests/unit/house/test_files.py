@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from atomtrain.errors import ConfigError
-from atomtrain.files import replacing
+from atomtrain.files import read_small, replacing
 from atomtrain.views.plans import files as reported
 
 
@@ -47,3 +48,24 @@ def test_what_a_command_cannot_write_is_told_as_a_mistake(tmp_path: Path) -> Non
         with told, reported.replacing(path) as temporary:
             temporary.write_text("text")
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_small_file_of_a_stranger_is_read_or_refused(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "1"
+    blobs.mkdir()
+    folder.mkdir(parents=True)
+    (blobs / "a").write_text("ü")
+    (folder / "a").symlink_to("../../blobs/a")
+    assert read_small(folder / "a") == "ü"
+    (tmp_path / "secret").write_text("x")
+    (folder / "b").symlink_to("../../secret")
+    with pytest.raises(ValueError, match="outside of its folder"):
+        read_small(folder / "b")
+    (folder / "c").write_text("x" * 100)
+    assert read_small(folder / "c", 100)
+    with pytest.raises(ValueError, match="larger than"):
+        read_small(folder / "c", 99)
+    os.mkfifo(folder / "d")
+    for name in ("d", "nowhere"):
+        with pytest.raises(FileNotFoundError):
+            read_small(folder / name)

@@ -131,7 +131,7 @@ def test_a_checkpoint_names_no_model_of_a_hub(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     recipe = new_recipe(TrainOptions(model="tiny"))
-    adapted = dataclasses.replace(recipe, lora=LoraConfig(r=2))
+    adapted = dataclasses.replace(recipe, sizes=HuggingFaceConfig(**SIZES), lora=LoraConfig(r=2))
     with pytest.raises(ConfigError, match="evil-org/evil, which is not there any more"):
         _base_of(adapted, None, "evil-org/evil")
 

@@ -31,6 +31,8 @@ FIXED, MAY_CHANGE, EACH_PEER = "fixed", "may change", "each peer's own"
 """What who resumes or joins may say of a field; of the last kind only who joins may."""
 OBJECTIVES = ("next-token", "dpo")
 _MOST = 2**63 - 1
+_MOST_CONTEXT, _MOST_SEQUENCES = 1 << 31, 1 << 20
+_PLAIN = {"str": str, "bool": bool}
 
 
 def _named(check: Callable[[str], object]) -> Check:
@@ -97,7 +99,7 @@ class Recipe:
         MISSING,
         "Sequences of one step.",
         "N",
-        check=count(most=1 << 20),
+        check=count(most=_MOST_SEQUENCES),
         on_resume=MAY_CHANGE,
         least=1,
     )
@@ -271,6 +273,8 @@ class Recipe:
         """Refuse what no run has: a recipe may come from a founder."""
         for declared in dataclasses.fields(self):
             least, number = declared.metadata.get("least"), getattr(self, declared.name)
+            if declared.type in _PLAIN and not isinstance(number, _PLAIN[str(declared.type)]):
+                raise ConfigError(f"{declared.name} must be a {declared.type}, not {number!r:.40}")
             if least is None:
                 continue
             given = str(number)[:40]
@@ -284,6 +288,15 @@ class Recipe:
                 raise ConfigError(f"{declared.name} must be a number from 0 on, not {given}")
 
     def _check_objective(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"--objective takes {' or '.join(OBJECTIVES)}, not {self.objective}")
+        if self.lora is not None and not hasattr(self.sizes, "config"):
+            raise ConfigError("--lora adapts a trained model; the recipe has one that begins anew")
+        if self.context > _MOST_CONTEXT or self.sequences > _MOST_SEQUENCES:
+            raise ConfigError(
+                f"a sequence has at most {_MOST_CONTEXT} tokens, a step {_MOST_SEQUENCES} "
+                f"sequences; not {self.context} and {self.sequences}"
+            )
         if not self.in_pairs:
             return
         if self.sequences % 2:

@@ -14,7 +14,6 @@ from atomtrain.errors import CheckpointError
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
 from atomtrain.models.lora import ADAPTER_PARTS, merged
 from atomtrain.models.lora_config import LoraConfig
-from atomtrain.models.making import make_outline
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
 
@@ -42,8 +41,8 @@ class Adapters:
                 "there any more; put it there again"
             )
         self.sizes = recipe.sizes
-        outline = make_outline(recipe.sizes)
-        self.weights = Weights(self.folder, outline)
+        self.weights = Weights(self.folder, recipe.sizes)
+        outline = self.weights.outline
         self.outline = {**dict(outline.named_parameters()), **dict(outline.named_buffers())}
         """The frozen model's tensors without data, those that its files have."""
         self.outline = {name: self.outline[name] for name in self.weights.names}

@@ -59,7 +59,7 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
     kind = recipe.precision, recipe.gradient_dtype
     spent = options.spend_gradients
     each_bytes = host_bytes_per_parameter(recipe.optimizer, *kind, spent=spent)
-    trained = frozen_bytes = 0
+    trained, frozen_bytes = 0, sum(buffer.nbytes for buffer in outline.buffers())
     for parameter in outline.parameters():
         if parameter.requires_grad:
             trained += parameter.numel()
@@ -80,6 +80,21 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
             f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
             f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters, "
             f"--disk FOLDER{next(would_fit, '')}"
+        )
+
+
+def check_resident(outline: nn.Module, what: str) -> None:
+    """Refuse a model whose parameters and buffers memory cannot hold as a whole.
+
+    Raises:
+        PlanError: says what it needs and what is there.
+    """
+    needed_bytes = sum(tensor.nbytes for tensor in (*outline.parameters(), *outline.buffers()))
+    if needed_bytes > host_memory_bytes():
+        raise PlanError(
+            f"the model in {what} takes {format_bytes(needed_bytes)} of memory, "
+            f"{format_bytes(host_memory_bytes())} are there; give a smaller model, or use "
+            "another machine"
         )
 
 

@@ -7,25 +7,38 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from atomtrain.engine.engine import Engine
+from atomtrain.models.confined import check_layers, parts_within
+from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.lora import adapted_layers
+from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weight_files import WeightFiles
 from atomtrain.models.weight_names import match_weights
+
+_PARTS_A_TENSOR, _MORE_PARTS = 16, 1000
+"""Of a model, modules without a tensor of their own included; fewer than two is usual."""
 
 
 class Weights:
     """Files that were found to fit a model."""
 
-    def __init__(self, folder: Path, outline: nn.Module) -> None:
+    def __init__(self, folder: Path, sizes: Sizes) -> None:
         """Check that `folder` has all weights of the model without adapters; reads headers only.
 
         Raises:
             DataError: it has not.
+            ConfigError: the model has more layers, or far more parts, than there are tensors.
         """
         self.folder = folder
         self.seed = 0
         """Seed of adapters that begin with the weights."""
         self._files = WeightFiles(folder)
-        self._sources = match_weights(outline, self._files)
+        count = len(self._files.entries)
+        if isinstance(sizes, HuggingFaceConfig):
+            check_layers(sizes.config, count, str(folder))
+        with parts_within(_PARTS_A_TENSOR * count + _MORE_PARTS, str(folder)):
+            self.outline = make_outline(sizes)
+            """The model without memory."""
+        self._sources = match_weights(self.outline, self._files)
 
     @property
     def names(self) -> list[str]:

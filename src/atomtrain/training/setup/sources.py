@@ -15,7 +15,6 @@ from atomtrain.checkpoint import Checkpoint, load_latest
 from atomtrain.data import SamplerConfig, Tokenizer, read_tokenizer
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
-from atomtrain.models.making import make_outline
 from atomtrain.settings import MOST_COUNT
 from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.config.new_recipe import amended, new_recipe
@@ -91,11 +90,7 @@ def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:
     assert isinstance(recipe.sizes, HuggingFaceConfig)
     folder = model_folder(options.model)
     tokenizer = read_tokenizer(folder)
-    if tokenizer.vocabulary > recipe.sizes.vocabulary:
-        raise DataError(
-            f"the tokenizer in {folder} has {tokenizer.vocabulary} tokens, the model has room for "
-            f"{recipe.sizes.vocabulary}; both must be of one model"
-        )
+    tokenizer.check_room(recipe.sizes.vocabulary, str(folder))
     weights = _weights_in(folder, recipe)
     return Source(recipe, _text(options.data, recipe, tokenizer), weights=weights)
 
@@ -106,7 +101,7 @@ def _text(data: str | None, recipe: Recipe, tokenizer: Tokenizer) -> Text:
 
 def _weights_in(folder: Path, recipe: Recipe) -> Weights:
     assert isinstance(recipe.sizes, HuggingFaceConfig)
-    weights = Weights(folder, make_outline(recipe.sizes))
+    weights = Weights(folder, recipe.sizes)
     weights.seed = recipe.seed
     return weights
 
@@ -203,6 +198,7 @@ def _joined(options: TrainOptions, swarm: Swarm) -> Source:
     recipe = amended(said, options, f"the run {run!r}", joins=True)
     with _as_founder_says(run):
         tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
+        tokenizer.check_room(recipe.sizes.vocabulary, "the manifest")
     weights = _base_of(recipe, options.model, None)
     text = _text(options.data, recipe, tokenizer)
     return Source(recipe, text, None, swarm, weights)

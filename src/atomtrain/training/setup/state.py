@@ -14,6 +14,7 @@ from atomtrain.engine.engine import Engine
 from atomtrain.errors import CheckpointError
 from atomtrain.models import make_empty
 from atomtrain.models.lora import adapted_layers
+from atomtrain.models.weight_files import is_finite
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.adapters import merged_model
 
@@ -116,8 +117,13 @@ def _fill(
 def _check(
     targets: Mapping[str, Tensor], name: str, tensor: Tensor, checkpoint: Checkpoint
 ) -> None:
-    """Check that the model has a tensor of this name and shape."""
+    """Check that the model has a tensor of this name and shape, and that it is finite."""
     target = targets.get(name)
+    if not is_finite(tensor):
+        raise CheckpointError(
+            f"{checkpoint.path} holds {name!r} with values that are not numbers (NaN or "
+            "infinite); give an earlier checkpoint"
+        )
     if target is None or target.shape != tensor.shape:
         has = "no such parameter" if target is None else f"shape {list(target.shape)}"
         raise CheckpointError(
@@ -146,7 +152,9 @@ def recipe_of(checkpoint: Checkpoint) -> tuple[Recipe, Tokenizer]:
         raise CheckpointError(
             f"{checkpoint.path} has no {error}; it was not written by 'atom train'"
         ) from error
-    return recipe, Tokenizer.from_json(text, separator)
+    tokenizer = Tokenizer.from_json(text, separator)
+    tokenizer.check_room(recipe.sizes.vocabulary, str(checkpoint.path))
+    return recipe, tokenizer
 
 
 def model_of(checkpoint: Checkpoint) -> tuple[nn.Module, Tokenizer]:

@@ -12,6 +12,7 @@ from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.models.hugging_face import CONFIG_FILE, build, read_config
 from atomtrain.models.making import make_outline
 from atomtrain.training.config.recipe import Recipe
+from atomtrain.training.setup.budgets import check_resident
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.state import model_of, recipe_of
 
@@ -40,11 +41,14 @@ def open_trained(path: Path) -> Trained:
     if (path / CONFIG_FILE).is_file():
         sizes = read_config(path)
         tokenizer = read_tokenizer(path)
-        weights = Weights(path, make_outline(sizes))
+        tokenizer.check_room(sizes.vocabulary, str(path))
+        weights = Weights(path, sizes)
+        check_resident(weights.outline, str(path))
         model = build(sizes, str(path))
         weights.fill(model)
         return Trained(model.eval(), tokenizer, sizes.context or _USUAL_CONTEXT, None)
     checkpoint = open_checkpoint(path)
     recipe, _ = recipe_of(checkpoint)
+    check_resident(make_outline(recipe.sizes), str(path))
     model, tokenizer = model_of(checkpoint)
     return Trained(model, tokenizer, recipe.sizes.context or recipe.context, recipe)

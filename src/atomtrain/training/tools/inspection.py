@@ -71,7 +71,9 @@ def _known_of(model: str) -> tuple[Sizes, Tokenizer | None]:
     if not is_hugging_face(model):
         return preset(model), None
     folder = model_folder(model, weights=False)
-    return read_config(folder), read_tokenizer(folder)
+    sizes, tokenizer = read_config(folder), read_tokenizer(folder)
+    tokenizer.check_room(sizes.vocabulary, str(folder))
+    return sizes, tokenizer
 
 
 def _pairs(
