@@ -109,6 +109,17 @@ def test_another_link_or_number_of_threads_is_another_machine(
     assert machine_key(device) != key
 
 
+def test_updates_by_another_core_or_by_none_are_measured_anew(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = machine_key(device)
+    with monkeypatch.context() as patched:
+        patched.setattr(profile_cache, "core", lambda: None)
+        assert machine_key(device) != key
+    monkeypatch.setattr(profile_cache, "fingerprint", lambda: "another")
+    assert machine_key(device) != key
+
+
 def test_layers_that_compute_alike_have_one_key() -> None:
     chain, costs, _ = parts(small_gpt(4))
     keys = [

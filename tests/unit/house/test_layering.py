@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{name: rooms | ANALYSED for name, rooms in below("atomtrain.planning", PLANNING).items()},
     "atomtrain.planning": PLANNED | ANALYSED,
     **{
-        name: rooms | PLANNED | ANALYSED
+        name: rooms | PLANNED | ANALYSED | {"atomtrain.native"}
         for name, rooms in below("atomtrain.engine", ENGINE).items()
     },
     "atomtrain.engine": ENGINES | PLANNED | ANALYSED,

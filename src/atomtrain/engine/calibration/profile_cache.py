@@ -29,6 +29,8 @@ from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import AtomError
 from atomtrain.files import default_cache, replacing
+from atomtrain.native.build import fingerprint
+from atomtrain.native.library import core
 from atomtrain.planning.plan.machine import Machine
 
 VERSION = 11
@@ -63,6 +65,7 @@ def machine_key(device: Device) -> dict[str, Any]:
         "cuda": torch.version.cuda if on_gpu else None,
         "capability": list(torch.cuda.get_device_capability(device.torch_device)) if on_gpu else [],
         "precision": torch.get_float32_matmul_precision(),
+        "core": fingerprint() if core() is not None else None,
     }
 
 
