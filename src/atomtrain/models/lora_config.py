@@ -37,7 +37,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.r <= _MOST_RANK:
             raise ConfigError(
-                f"--lora r={self.r} must be from 1 to {_MOST_RANK}, such as {_EXAMPLE}"
+                f"--lora r={self.r} must be at least 1 and at most {_MOST_RANK}, such as {_EXAMPLE}"
             )
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise ConfigError(f"--lora alpha={self.alpha} must be above 0, such as {_EXAMPLE}")
