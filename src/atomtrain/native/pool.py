@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -36,8 +36,9 @@ def run(job: Callable[[int, int], None], count: int, multiple: int) -> None:
     try:
         job(*ranges[0])
     finally:  # memory must stay until nobody writes it
-        for other in others:
-            other.result()
+        wait(others)
+    for other in others:
+        other.result()
 
 
 def divided(count: int, multiple: int, parts: int) -> list[tuple[int, int]]:

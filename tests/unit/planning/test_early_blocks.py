@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from atomtrain.planning import Layout, Request, make_plan
+from atomtrain.planning.plan.layout import ALIGNMENT_BYTES
 from atomtrain.planning.search.search import least_budget_bytes
 from tests.unit.planning.test_search import Kind, Problem, build
 
@@ -32,9 +33,9 @@ def test_pieces_follow_each_other_and_are_of_whole_units() -> None:
         assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
         assert pieces[-1][1] == layout.block_bytes(block)
         assert pieces[last_user - first][1] == layout.block_bytes(block)
-        assert all(at % 256 == 0 for piece in pieces for at in piece)
+        assert all(at % ALIGNMENT_BYTES == 0 for piece in pieces for at in piece)
         sizes = [stop - start for start, stop in pieces[: last_user - first + 1]]
-        assert max(sizes) - min(sizes) <= 256
+        assert max(sizes) - min(sizes) <= ALIGNMENT_BYTES
 
 
 def test_a_large_head_comes_early_where_no_memory_is_left_for_larger_segments() -> None:
