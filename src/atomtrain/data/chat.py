@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -69,7 +70,8 @@ class ChatTemplate:
 
         render: Any = render_jinja_template
         try:
-            _check_powers(self.text)
+            if _has_powers(self.text):
+                raise DataError("it raises to a power")
             with bounded("<template>", _MOST_S, _MORE_BYTES):
                 rendered, _ = render(
                     [list(messages)],
@@ -144,12 +146,13 @@ class Encoder:
         return len(before), len(after)
 
 
-def _check_powers(template: str) -> None:
-    """Refuse `**`: a power of whole numbers is one operation, which nothing interrupts."""
+@functools.lru_cache(maxsize=8)
+def _has_powers(template: str) -> bool:
+    """Say whether there is `**`: a power of whole numbers is one operation, which nothing
+    interrupts."""
     from jinja2 import Environment
 
-    if any(sign == "**" for _, kind, sign in Environment().lex(template) if kind == "operator"):
-        raise DataError("it raises to a power")
+    return any(sign == "**" for _, kind, sign in Environment().lex(template) if kind == "operator")
 
 
 def _content(token: Any) -> str | None:

@@ -95,6 +95,8 @@ def test_llama_factory(tmp_path: Path) -> None:
         ("a: [1\n", "cannot be read as YAML"),
         ("micro_batch_size: two\n", "micro_batch_size must be of type int, not 'two'"),
         ("sample_packing: 3\n", "sample_packing must be of type bool, not 3"),
+        ("a: &a [1, 1]\nb: &b [*a, *a]\nlora_r: [*b, *b]\n", "has aliases"),
+        ("# " + "x" * (1 << 20), "larger than 1 MiB"),
         ("optimizer: lion\n", "'lion' is not known"),
         ("!!python/object/apply:os.system ['true']\n", "cannot be read as YAML"),
     ],

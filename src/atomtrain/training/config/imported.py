@@ -38,6 +38,7 @@ _NEEDLESS = {
     "trust_remote_code": "code of a model's folder is never run",
 }
 """Keys that need no counterpart, and why where it is worth a word."""
+_MOST_BYTES = 1 << 20
 _ADAPTERS = ("lora", "qlora")
 _OF_LORA = {
     "lora_r": "r",
@@ -104,7 +105,13 @@ def _read(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > _MOST_BYTES:
+            raise ConfigError(f"{path} is not a recipe: it is larger than 1 MiB")
+        text = path.read_text(encoding="utf-8")
+        # A few lines of aliases of aliases can stand for more than any memory holds.
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ConfigError(f"{path} has aliases (*name); write out what they stand for")
+        said = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(f"{path} cannot be read as YAML ({reason}); name a recipe") from error
