@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     import torch
 
     from atomtrain.models.sampling import sample
-    from atomtrain.training.setup.trained import open_trained
+    from atomtrain.training.setup.state import open_trained
 
     model, tokenizer, context, _ = open_trained(options.checkpoint)
     generator = torch.Generator().manual_seed(options.seed)

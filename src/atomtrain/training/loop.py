@@ -17,13 +17,17 @@ from atomtrain.data.sampler import joined
 from atomtrain.engine.engine_base import StepReport
 from atomtrain.errors import DiskError, StreamError
 from atomtrain.events import EventLog
-from atomtrain.training.run_events import announce, tell_rounds, trace_last_step
-from atomtrain.training.samples import tell_samples
-from atomtrain.training.seeds import seed_of
+from atomtrain.training.run_events import (
+    SwarmFile,
+    announce,
+    seed_of,
+    tell_rounds,
+    tell_samples,
+    trace_last_step,
+)
 from atomtrain.training.setup.saving import newest, save_session
 from atomtrain.training.setup.setup import Session
 from atomtrain.training.together.gradients import GradientFragments
-from atomtrain.training.together.swarm_file import SwarmFile
 from atomtrain.views.runs.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.views.runs.picture import loss_picture
 from atomtrain.views.runs.plan_event import tell_timeline

@@ -1,20 +1,34 @@
-"""What a run tells of itself beside its steps: how it begins, rounds, a trace of its end."""
+"""What a run tells of itself beside its steps: how it begins, peers, rounds, samples, its end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from atomtrain.engine.devices.native import tf32_hint
 from atomtrain.events import EventLog
+from atomtrain.files import replacing
 from atomtrain.models.making import parameter_count
+from atomtrain.models.sampling import sample
 from atomtrain.training.setup.setup import Session
 from atomtrain.training.together.peering import pasted_address
 from atomtrain.views.plans.trace import Account, write_trace
+from atomtrain.views.runs.files import SWARM_FILE
 from atomtrain.views.runs.plan_event import tell_plan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from atomtrain.swarm import RoundReport, Swarm
+    from atomtrain.swarm.membership.records import PeerStatus
 
 
 def announce(session: Session, events: EventLog) -> None:
@@ -85,3 +99,72 @@ def trace_last_step(session: Session) -> None:
         "measured_step_s": engine.last.step_s,
     }
     write_trace(path, accounts, about)
+
+
+_TOKENS = 60
+_SAMPLE_S = 20.0
+_SAMPLES = 3
+
+
+def tell_samples(session: Session, events: EventLog) -> None:
+    """Generate a few sentences with the model on the host; stops soon after twenty seconds."""
+    session.engine.synchronize()
+    session.model.eval()
+    # Peers that end together have one and the same model: let each say something else.
+    seed = seed_of(session.recipe.seed, session.name, "samples")
+    generator = torch.Generator().manual_seed(seed)
+    tokenizer = session.text.tokenizer
+    prompt = torch.tensor(tokenizer.encode(session.options.prompt) or [tokenizer.separator])
+    context = session.recipe.sizes.context or session.recipe.context
+    deadline_s = time.monotonic() + _SAMPLE_S
+    for _ in range(_SAMPLES):
+        ids: list[int] = []
+        for token in sample(session.model, prompt, 0.8, generator, context):
+            if token == tokenizer.separator or len(ids) == _TOKENS:
+                break
+            ids.append(token)
+            if time.monotonic() > deadline_s:
+                break
+        text = tokenizer.decode(ids)
+        events.emit("sample", prompt=session.options.prompt, text=text)
+        if time.monotonic() > deadline_s:
+            break
+    session.model.train()
+
+
+def seed_of(run_seed: int, peer: str, what: object) -> int:
+    """Return the seed of what one peer draws, such as a step's dropout: a pure function of all."""
+    key = f"{run_seed}/{peer}/{what}".encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
+
+
+_INTERVAL_S = 0.8
+_MOST_SHARE = 0.01
+"""Of the time may go into writing, also in a swarm of thousands."""
+
+
+class SwarmFile:
+    """Writes the table of peers into a peer's folder, not too often."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = folder / SWARM_FILE
+        self._clock = clock
+        self._due_s = 0.0
+
+    def update(self, peers: Callable[[], Sequence[PeerStatus]]) -> bool:
+        """Write what `peers` returns if it is time to; return whether it was.
+
+        A disk that is full costs views the table, not the run.
+        """
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return False
+        table = {
+            "time_s": time.time(),
+            "peers": [dataclasses.asdict(peer) for peer in peers()],
+        }
+        with contextlib.suppress(OSError), replacing(self._path) as temporary:
+            temporary.write_text(json.dumps(table), encoding="utf-8")
+        took_s = self._clock() - now_s
+        self._due_s = now_s + max(_INTERVAL_S, took_s / _MOST_SHARE)
+        return True

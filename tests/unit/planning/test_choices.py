@@ -13,7 +13,7 @@ from atomtrain.analysis import chain_of, layer_costs
 from atomtrain.errors import PlanError
 from atomtrain.models import GPT, preset
 from atomtrain.planning import Layout
-from atomtrain.planning.cost.workspace import Workspaces
+from atomtrain.planning.cost.visit_memory import Workspaces
 from atomtrain.planning.plan.updating import two_moments
 from tests.unit.planning.test_plan import EXAMPLE, machine, plan
 

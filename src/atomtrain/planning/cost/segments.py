@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from atomtrain.analysis.costs.costs import ChainCosts
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.planning.cost.saved import Saved, SavedTensors
-from atomtrain.planning.cost.visit_memory import SegmentBytes
-from atomtrain.planning.cost.workspace import Workspaces
+from atomtrain.planning.cost.visit_memory import SegmentBytes, Workspaces
 from atomtrain.planning.plan.layout import Layout
 
 Array = NDArray[np.float64]

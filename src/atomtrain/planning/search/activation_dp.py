@@ -39,7 +39,6 @@ from atomtrain.planning.search.activation_budget import (
     Saving,
 )
 from atomtrain.planning.search.dp_state import SLACK, Clocks
-from atomtrain.planning.search.lower_bounds import Rest
 from atomtrain.planning.search.pareto_front import (
     ABOVE,
     AHEAD,
@@ -48,6 +47,7 @@ from atomtrain.planning.search.pareto_front import (
     LABEL,
     ROOM,
     Pending,
+    Rest,
     Ways,
     Whole,
     add,

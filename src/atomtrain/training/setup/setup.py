@@ -46,12 +46,11 @@ from atomtrain.training.setup.budgets import (
     example_of,
     find_fit,
 )
-from atomtrain.training.setup.model_check import check_model
+from atomtrain.training.setup.model_check import check_model, check_separation
 from atomtrain.training.setup.objective import Objective
 from atomtrain.training.setup.objectives import objective_of
 from atomtrain.training.setup.preference import PreferredAnswer
 from atomtrain.training.setup.references import with_references
-from atomtrain.training.setup.separation import check_separation
 from atomtrain.training.setup.sources import Source, averages_gradients, find_source
 from atomtrain.training.setup.state import restore, swarm_tensors
 from atomtrain.training.setup.texts import Text, own_text

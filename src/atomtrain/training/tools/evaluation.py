@@ -18,8 +18,8 @@ from atomtrain.models.hugging_face import CONFIG_FILE, HuggingFaceConfig, read_c
 from atomtrain.models.making import Sizes
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
 from atomtrain.training.setup.preference import PreferredAnswer, sums_of
+from atomtrain.training.setup.state import Trained, open_trained
 from atomtrain.training.setup.texts import Text, has_pairs, read_text
-from atomtrain.training.setup.trained import Trained, open_trained
 
 _log = logging.getLogger("atomtrain.training")
 _USUAL_CONTEXT = 1024

@@ -23,10 +23,9 @@ from atomtrain.events import EventLog
 from atomtrain.optimizers import AdamW, decay_groups
 from atomtrain.training.config.optimizing import precision_of
 from atomtrain.training.setup.state import loss_scale_of, restore, shards_of
-from atomtrain.training.trainer.callbacks import Callback, Course, Progress
+from atomtrain.training.trainer.callbacks import Callback, Course, Progress, tell_start, tell_step
 from atomtrain.training.trainer.collating import names_in_forward, only, stacked, tokens_in
 from atomtrain.training.trainer.trainer_arguments import EPOCH, TrainerArguments, arguments_from
-from atomtrain.training.trainer.trainer_events import tell_start, tell_step
 from atomtrain.views.runs.files import EVENTS_FILE
 from atomtrain.views.runs.notebook import History, PlanView
 from atomtrain.views.runs.plan_event import tell_timeline

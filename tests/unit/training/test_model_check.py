@@ -11,8 +11,8 @@ from torch import nn
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_outline
 from atomtrain.models.making import narrow_models, parameter_count
-from atomtrain.training.setup import separation
-from atomtrain.training.setup.separation import check_separation
+from atomtrain.training.setup import model_check
+from atomtrain.training.setup.model_check import check_separation
 from tests.support.hugging_face_models import LLAMA
 
 pytest.importorskip("transformers")
@@ -118,7 +118,7 @@ def test_a_small_model_is_tried_as_it_is() -> None:
 
 
 def test_what_cannot_be_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(separation, "narrow_models", lambda *_: [])
+    monkeypatch.setattr(model_check, "narrow_models", lambda *_: [])
     with pytest.raises(ConfigError, match="too large, and a narrower one cannot be built"):
         check(SMALL)
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         (1.0, "does not react to other tokens"),
         (float("nan"), "not finite"),
     ):
-        monkeypatch.setattr(separation, "narrow_models", lambda *_, v=value: [Broken(v)])
+        monkeypatch.setattr(model_check, "narrow_models", lambda *_, v=value: [Broken(v)])
         with pytest.raises(ConfigError, match=reason):
             check(SMALL)
 
