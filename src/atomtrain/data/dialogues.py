@@ -68,7 +68,7 @@ def understand(row: Row) -> Dialogue | Plain:
     if is_pair(row):
         raise DataError(
             f"{row.place}: is a pair of answers (chosen and rejected); learn from such with "
-            "--objective dpo, and from no other rows beside them"
+            "--objective dpo, simpo or orpo, and from no other rows beside them"
         )
     if values.get("messages") is not None:
         return _answered(row, "messages", _messages(row, "messages"))
@@ -111,8 +111,8 @@ def understand_pair(row: Row) -> Pair:
     if "chosen" not in row.values or "rejected" not in row.values:
         keys = ", ".join(map(repr, row.values)) or "nothing"
         raise DataError(
-            f"{row.place}: has {keys}; --objective dpo needs chosen and rejected, and usually "
-            "prompt, in every row"
+            f"{row.place}: has {keys}; answers are compared in rows that all have chosen and "
+            "rejected, and usually prompt"
         )
     chosen, rejected = (_preferred(row, key) for key in ("chosen", "rejected"))
     if type(chosen) is not type(rejected):

@@ -1,4 +1,4 @@
-"""Learning from pairs of answers: the published formula, swapped as resident, bit for bit."""
+"""Learning from pairs of answers: the published formulas, swapped as resident, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,22 @@ from atomtrain.models.lora import adapted_layers, add_adapters
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.optimizers import AdamW
 from atomtrain.training.setup.objective import IGNORED
-from atomtrain.training.setup.preference import PreferredAnswer, sums_of
+from atomtrain.training.setup.preference import (
+    DirectPreference,
+    OddsRatio,
+    PreferredAnswer,
+    SimplePreference,
+    sums_of,
+)
 from tests.support.hugging_face_models import UNTIED, VOCABULARY, write_model
 
 pytest.importorskip("transformers")
 BETA = 0.3
+OBJECTIVES = {
+    "dpo": DirectPreference(BETA),
+    "simpo": SimplePreference(2.0, 0.7),
+    "orpo": OddsRatio(BETA),
+}
 ROWS, CONTEXT, MICRO_BATCH = 8, 12, 4
 
 
@@ -45,9 +56,8 @@ def batch_of(generator: torch.Generator) -> Batch:
     return Batch(ids[:, :-1].contiguous(), labels, said)
 
 
-def steps() -> list[list[dict[str, Tensor]]]:
+def steps(objective: PreferredAnswer) -> list[list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(2)
-    objective = PreferredAnswer(BETA)
     return [objective.micro_batches(batch_of(generator), MICRO_BATCH) for _ in range(3)]
 
 
@@ -70,7 +80,7 @@ def test_loss_and_rewards_are_those_of_the_published_formula() -> None:
     expected = -F.logsigmoid(BETA * ratios).mean()
     rewards = BETA * (chosen - of_chosen), BETA * (rejected - of_rejected)
 
-    objective = PreferredAnswer(BETA)
+    objective = DirectPreference(BETA)
     micro_batches = objective.micro_batches(batch, ROWS)
     with objective.listening() as heard:
         loss = objective.loss(Output(logits), micro_batches[0])
@@ -87,6 +97,40 @@ def test_loss_and_rewards_are_those_of_the_published_formula() -> None:
     assert 0 < numbers["reward_accuracy"] < 1
     objective.loss(Output(logits), micro_batches[0])
     assert len(heard) == 1, "nobody listens any more"
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_losses_without_a_reference_are_those_of_their_papers(name: str) -> None:
+    """In float64, written as Meng et al. 2024, equation 6, and Hong et al. 2024, 3 to 7, do."""
+    batch = batch_of(torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(ROWS, CONTEXT, VOCABULARY, generator=generator, requires_grad=True)
+    mean = sums(logits.double(), batch.labels) / (batch.labels != IGNORED).sum(1)
+    chosen, rejected = mean[0::2], mean[1::2]
+    if name == "simpo":
+        leads = 2.0 * (chosen - rejected)
+        expected = -torch.log(torch.sigmoid(leads - 0.7))
+    else:
+        odds_c, odds_r = (p / (1 - p) for p in (chosen.exp(), rejected.exp()))
+        leads = torch.log(odds_c / odds_r)
+        expected = -chosen - BETA * torch.log(torch.sigmoid(leads))
+    objective = OBJECTIVES[name]
+    micro_batches = objective.micro_batches(batch, ROWS)
+    with objective.listening() as heard:
+        loss = objective.loss(Output(logits), micro_batches[0])
+    assert float(loss) == pytest.approx(float(expected.mean()), abs=1e-6)
+    found, wanted = (torch.autograd.grad(value, logits)[0] for value in (loss, expected.mean()))
+    torch.testing.assert_close(found, wanted)
+    numbers = objective.numbers(heard, micro_batches)
+    assert numbers["reward_margin"] == pytest.approx(float(leads.detach().mean()), abs=1e-6)
+    assert numbers["reward_accuracy"] == float((leads > 0).float().mean())
+
+
+def test_odds_of_a_certain_answer_are_finite() -> None:
+    said = torch.tensor([0.0, -200.0], requires_grad=True)
+    loss = OBJECTIVES["orpo"].losses(said, None).sum()
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, said)[0].isfinite().all()
 
 
 def model_in(folder: Path, lora: LoraConfig | None) -> Any:
@@ -112,18 +156,22 @@ LORA = LoraConfig(r=4, alpha=8.0)
 
 @pytest.mark.usefixtures("assumed_times")
 @pytest.mark.parametrize(
-    ("lora", "memory"), [(None, "280KiB"), (None, "1MiB"), (LORA, "280KiB")],
-    ids=["swapped", "resident", "adapters"],
+    ("name", "lora", "memory"),
+    [
+        ("dpo", None, "280KiB"), ("dpo", None, "1MiB"), ("dpo", LORA, "280KiB"),
+        ("simpo", None, "280KiB"), ("orpo", None, "280KiB"),
+    ],
+    ids=["swapped", "resident", "adapters", "simpo", "orpo"],
 )  # fmt: skip
 def test_swapped_training_is_resident_training_bit_for_bit(
-    lora: LoraConfig | None, memory: str, tmp_path: Path
+    name: str, lora: LoraConfig | None, memory: str, tmp_path: Path
 ) -> None:
     write_model(tmp_path, UNTIED)
     expected, model = (model_in(tmp_path, lora) for _ in range(2))
-    objective = PreferredAnswer(BETA)
+    objective = OBJECTIVES[name]
     optimizer = AdamW([p for p in expected.parameters() if p.requires_grad], lr=1e-2)
     losses, told = [], []
-    for micro_batches in steps():
+    for micro_batches in steps(objective):
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         with objective.listening() as heard:
@@ -137,14 +185,14 @@ def test_swapped_training_is_resident_training_bit_for_bit(
     assert losses[-1] != losses[0]
     with swap(
         model,
-        steps()[0][0],
+        steps(objective)[0][0],
         optimizer=lambda parameters: AdamW(parameters, lr=1e-2),
         device="emulated",
         device_memory=memory,
         loss=objective.loss,
         options=Options(micro_batches=ROWS // MICRO_BATCH),
     ) as engine:
-        for micro_batches, loss, numbers in zip(steps(), losses, told, strict=True):
+        for micro_batches, loss, numbers in zip(steps(objective), losses, told, strict=True):
             with objective.listening() as heard:
                 assert engine.step(micro_batches) == loss
             assert objective.numbers(heard, micro_batches) == numbers
@@ -153,23 +201,26 @@ def test_swapped_training_is_resident_training_bit_for_bit(
         with objective.listening() as heard:
             engine.evaluate(micro_batches)
         engine.synchronize()
-        for name, parameter in expected.named_parameters():
-            assert torch.equal(model.get_parameter(name), parameter), name
+        for each, parameter in expected.named_parameters():
+            assert torch.equal(model.get_parameter(each), parameter), each
     with torch.no_grad():
         model.eval()
-        said = [sums(model(b["input_ids"]).logits, b["targets"]) for b in micro_batches]
-    torch.testing.assert_close(sums_of(heard), torch.cat(said))
+        said = torch.cat([sums(model(b["input_ids"]).logits, b["targets"]) for b in micro_batches])
+    if name != "dpo":
+        said /= torch.cat([(b["targets"] != IGNORED).sum(1) for b in micro_batches])
+    torch.testing.assert_close(sums_of(heard), said)
 
 
 @pytest.mark.usefixtures("assumed_times")
-def test_the_head_in_pieces_says_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_head_in_pieces_says_the_same(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, UNTIED)
     results = []
-    objective = PreferredAnswer(BETA)
+    objective = OBJECTIVES[name]
     for pieces in (None, 3):
         with swap(
             model_in(tmp_path, None),
-            steps()[0][0],
+            steps(objective)[0][0],
             optimizer=lambda parameters: AdamW(parameters, lr=1e-3),
             device="emulated",
             device_memory="1MiB",
@@ -177,10 +228,10 @@ def test_the_head_in_pieces_says_the_same(tmp_path: Path) -> None:
             options=Options(micro_batches=ROWS // MICRO_BATCH, head_pieces=pieces),
         ) as engine:
             with objective.listening() as heard:
-                losses = [engine.step(micro_batches) for micro_batches in steps()]
+                losses = [engine.step(micro_batches) for micro_batches in steps(objective)]
             results.append((losses, sums_of(heard), engine.state_dict()))
     (one, said, state), (other, again, states) = results
     assert other == pytest.approx(one, rel=1e-5)
     torch.testing.assert_close(again, said)
-    for name, tensor in state.items():
-        torch.testing.assert_close(states[name], tensor, rtol=1e-4, atol=1e-5)
+    for each, tensor in state.items():
+        torch.testing.assert_close(states[each], tensor, rtol=1e-4, atol=1e-5)

@@ -78,7 +78,7 @@ def test_the_better_answer_becomes_the_preferred_one(
     assert main(["evaluate", "runs/mine/peer-0"]) == 0
     assert "preferred       100.0% of 2 pairs" in capsys.readouterr().out
     assert main(["evaluate", "model", "--data", "pairs.jsonl"]) == 2
-    assert "model is no such run" in capsys.readouterr().err
+    assert "model is not one" in capsys.readouterr().err
     assert main(["export", "runs/mine/peer-0", "exported"]) == 0
 
     def refuse(*_: Any) -> None:
@@ -94,6 +94,28 @@ def test_the_better_answer_becomes_the_preferred_one(
     assert main(["train", "mine.yaml", "--run", "two", "--steps", "1", *OPTIONS]) == 0
     saved = open_checkpoint(Path("runs/two/peer-0")).meta["recipe"]
     assert (saved["objective"], saved["beta"]) == ("dpo", 2.0)
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_some_objectives_need_no_reference(
+    name: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = train("mine", "--steps", "6", "--objective", name)
+    first, last = (kinds(events, "evaluation")[n] for n in (0, -1))
+    assert last["loss"] < first["loss"]
+    assert last["reward_margin"] > first["reward_margin"]
+    folder = place / "runs" / "mine" / "peer-0"
+    assert not (folder / REFERENCES_FILE).exists()
+    recipe = open_checkpoint(folder).meta["recipe"]
+    assert (recipe["beta"], recipe["gamma"]) == ({"simpo": 2.0, "orpo": 0.1}[name], 1.0)
+    shutil.rmtree(place / "model")  # nobody asks for it again
+    train("mine", "--resume", "--steps", "7")
+    capsys.readouterr()
+    assert main(["evaluate", "runs/mine/peer-0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    again = kinds(list(read_events(folder / "events.jsonl")), "evaluation")[-1]
+    assert found["loss"] == pytest.approx(again["loss"], abs=1e-5)
+    assert found["reward_margin"] == pytest.approx(again["reward_margin"], abs=1e-5)
 
 
 @pytest.mark.parametrize("more", [(), ("--lora", "r=4,alpha=8,bits=8")], ids=["whole", "adapters"])
@@ -131,12 +153,14 @@ MISTAKES = {
     "odd": (["--sequences", "7", "--micro-batch", "1"], "--sequences 7 is odd"),
     "odd micro-batch": (["--micro-batch", "1"], "--micro-batch 1 is odd"),
     "packed": (["--packing"], "every answer has its own"),
-    "unknown": (["--objective", "ppo"], "choose next-token or dpo"),
+    "unknown": (["--objective", "ppo"], "choose next-token, dpo, simpo or orpo"),
     "beta": (["--beta", "0"], "--beta must be above 0"),
     "beta alone": (["--objective", "next-token", "--beta", "1"], "--beta belongs to"),
+    "gamma alone": (["--gamma", "1"], "--gamma belongs to --objective simpo"),
+    "gamma": (["--objective", "simpo", "--gamma", "-1"], "--gamma must be at least 0"),
     "not said": (["--objective", "next-token"], "pairs.jsonl:1: is a pair of answers"),
     "preset": (["--model", "tiny"], "name its folder with --model"),
-    "no pairs": (["--data", "chats.jsonl"], "chats.jsonl:1: has 'text'; --objective dpo needs"),
+    "no pairs": (["--data", "chats.jsonl"], "chats.jsonl:1: has 'text'; answers are compared"),
     "text": (["--data", "book.txt"], "book.txt is running text"),
 }
 

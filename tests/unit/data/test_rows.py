@@ -385,8 +385,8 @@ def test_pairs_have_both_answers_behind_the_prompt(values: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"prompt": "x", "completion": "y"}, "has 'prompt', 'completion'; --objective dpo needs"),
-        ({"prompt": "x", "chosen": "y"}, "needs chosen and rejected"),
+        ({"prompt": "x", "completion": "y"}, "has 'prompt', 'completion'; answers are compared"),
+        ({"prompt": "x", "chosen": "y"}, "rows that all have chosen and"),
         ({"prompt": [USER], "chosen": "y", "rejected": "z"}, "'chosen' must be one as well"),
         ({"chosen": [ANSWER], "rejected": "z"}, "must both be texts, or both lists"),
         ({"chosen": 1, "rejected": 2}, "'chosen' must be a list of messages"),

@@ -73,7 +73,7 @@ def test_what_is_declared_with_a_help_text_can_be_given_to_train(owner: type) ->
 OTHERS = {
     "model": "demo", "context": 8, "clip_norm": 0.5, "seed": 3, "optimizer": "muon",
     "precision": "bf16", "gradient_dtype": "float32", "lora": "r=2", "objective": "dpo",
-    "beta": 0.2, "warmup_steps": 7, "weight_decay": 0.3,
+    "beta": 0.2, "gamma": 0.5, "warmup_steps": 7, "weight_decay": 0.3,
 }  # fmt: skip
 
 

@@ -89,6 +89,29 @@ def test_llama_factory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "objective", "beta", "gamma"),
+    [
+        ("base_model: org/m\nrl: orpo\norpo_alpha: 0.2\n", "orpo", 0.2, None),
+        ("base_model: org/m\nrl: simpo\nrl_beta: 2.5\nsimpo_gamma: 0.5\n", "simpo", 2.5, 0.5),
+        (
+            "model_name_or_path: org/m\nstage: dpo\npref_loss: simpo\nsimpo_gamma: 1\n",
+            "simpo", None, 1.0,
+        ),
+        ("model_name_or_path: org/m\nstage: dpo\npref_loss: ipo\n", None, None, None),
+    ],
+    ids=["axolotl orpo", "axolotl simpo", "llama-factory simpo", "llama-factory ipo"],
+)  # fmt: skip
+def test_objectives_of_pairs(
+    text: str, objective: str | None, beta: float | None, gamma: float | None, tmp_path: Path
+) -> None:
+    found = imported(written(tmp_path, text))
+    options = TrainOptions(**found.values)
+    assert (options.objective, options.beta, options.gamma) == (objective, beta, gamma)
+    told = [line for line in found.left_out if "objective" in line]
+    assert bool(told) == (objective is None)
+
+
+@pytest.mark.parametrize(
     ("text", "needed"),
     [
         ("- a\n", "is not a recipe"),

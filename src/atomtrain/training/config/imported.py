@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from atomtrain.errors import ConfigError
 from atomtrain.training.config.other_names import KINDS, translated
+from atomtrain.training.config.recipe import PREFERENCES
 
 _PLANNED = "the plan decides this"
 _NEEDLESS = {
@@ -53,12 +54,14 @@ _SAME: dict[str, type] = {
     "packing": bool,
 }
 """Keys that are called the same here, and their types."""
+_BETAS = ("rl_beta", "pref_beta", "dpo_beta", "orpo_alpha")
 _HANDLED = {
     *_SAME,
     *_OF_LORA,
     *("use_dora", "peft_use_dora", "load_in_4bit", "load_in_8bit", "quantization_bit"),
     *("lora_target", "lora_target_modules", "lora_target_linear", "lora_dropout"),
-    *("rl", "rl_beta", "pref_beta", "dpo_beta", "datasets", "dataset", "output_dir"),
+    *("rl", "pref_loss", "simpo_gamma", "datasets", "dataset", "output_dir"),
+    *_BETAS,
 }
 
 
@@ -166,11 +169,18 @@ def _objective(said: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
     kind = said.get("rl", said.get("stage", "sft"))
     if kind in ("sft", "pt"):
         return {}
-    if kind != "dpo":
-        left_out.append(f"the objective {kind!r} has no counterpart; ATOM has dpo")
+    if kind == "dpo":
+        loss = said.get("pref_loss", "sigmoid")
+        kind = "dpo" if loss == "sigmoid" else loss
+    if kind not in PREFERENCES:
+        left_out.append(
+            f"the objective {kind!r} has no counterpart; ATOM has {', '.join(PREFERENCES)}"
+        )
         return {}
-    beta = next((said[name] for name in ("rl_beta", "pref_beta", "dpo_beta") if name in said), None)
-    return {"objective": "dpo", **({} if beta is None else {"beta": float(beta)})}
+    beta = next((said[name] for name in _BETAS if name in said), None)
+    gamma = said.get("simpo_gamma") if kind == "simpo" else None
+    numbers = {"beta": beta, "gamma": gamma}
+    return {"objective": kind, **{k: float(v) for k, v in numbers.items() if v is not None}}
 
 
 def _data(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:

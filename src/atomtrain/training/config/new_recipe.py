@@ -19,7 +19,14 @@ from atomtrain.models.making import Sizes
 from atomtrain.settings import chosen
 from atomtrain.training.config.optimizing import AUTO, named_optimizer, train_alike
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import EACH_PEER, FIXED, MAY_CHANGE, OBJECTIVES, Recipe
+from atomtrain.training.config.recipe import (
+    EACH_PEER,
+    FIXED,
+    MAY_CHANGE,
+    OBJECTIVES,
+    PREFERENCES,
+    Recipe,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +34,11 @@ if TYPE_CHECKING:
 
 _FINE_TUNING_CONTEXT = 1024
 _SMALL = ("demo", "tiny")
+_SLOWER = {"dpo": 20, "simpo": 20, "orpo": 4}
+"""Where fine-tuning takes a rate of 2e-5, DPO and SimPO take about 1e-6 (Rafailov et al. 2023,
+appendix B; Meng et al. 2024, appendix B) and ORPO 5e-6 (Hong et al. 2024, appendix C)."""
+_SIMPO_BETA = 2.0
+"""The least of those that Meng et al. 2024 use."""
 """Models that train in minutes on two CPU cores; with little text, more small steps do better."""
 
 
@@ -50,6 +62,7 @@ def new_recipe(options: TrainOptions) -> Recipe:
         "checkpoint_every": max(1, steps // 4),
         "warmup_steps": max(1, min(50, steps // 10)),
         "weight_decay": usual.weight_decay,
+        **({"beta": _SIMPO_BETA} if options.objective == "simpo" else {}),
         **chosen(options, Recipe),
         "precision": _precision(options),
     }
@@ -77,12 +90,17 @@ def _precision(options: TrainOptions) -> str:
 
 def _check_objective(options: TrainOptions) -> None:
     objective = options.objective or OBJECTIVES[0]
-    if objective == "dpo" and not _is_folder(options.model):
+    if objective in PREFERENCES and not _is_folder(options.model):
         raise ConfigError(
-            "--objective dpo teaches a trained model what to prefer; name its folder with --model"
+            f"--objective {objective} teaches a trained model what to prefer; name its folder with "
+            "--model"
         )
-    if objective != "dpo" and options.beta is not None:
-        raise ConfigError("--beta belongs to --objective dpo; give both, or leave it out")
+    if objective not in PREFERENCES and options.beta is not None:
+        raise ConfigError(
+            f"--beta belongs to --objective {' or '.join(PREFERENCES)}; give both, or leave it out"
+        )
+    if objective != "simpo" and options.gamma is not None:
+        raise ConfigError("--gamma belongs to --objective simpo; give both, or leave it out")
 
 
 def model_name(model: str | None) -> str:
@@ -148,8 +166,7 @@ def _usual_of_folder(options: TrainOptions) -> _Usual:
     # What was learnt is to be kept: rates are those usual in fine-tuning, 2e-5 at 4096 wide.
     # Adapters begin at nothing, and take ten times as much (Hu et al. 2021, table 11).
     rate = min(1e-4, 2e-5 * 4096 / sizes.width) * (1 if options.lora is None else 10)
-    if options.objective == "dpo":
-        rate /= 20  # 1e-6 where fine-tuning takes 2e-5 (Rafailov et al. 2023, appendix B)
+    rate /= _SLOWER.get(options.objective or "", 1)
     return _Usual(sizes, context, rate, weight_decay=0.0)
 
 

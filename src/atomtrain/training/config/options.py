@@ -120,6 +120,7 @@ class TrainOptions:
     lora: str | None = asked(Recipe, "lora")
     objective: str | None = asked(Recipe, "objective")
     beta: float | None = asked(Recipe, "beta")
+    gamma: float | None = asked(Recipe, "gamma")
     packing: bool = asked(Recipe, "packed", False)
     head_pieces: int | None = asked(Options, "head_pieces")
     learning_rate: float | None = asked(Recipe, "learning_rate")

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 FIXED, MAY_CHANGE, EACH_PEER = "fixed", "may change", "each peer's own"
 """What who resumes or joins may say of a field; of the last kind only who joins may."""
-OBJECTIVES = ("next-token", "dpo")
+OBJECTIVES = ("next-token", "dpo", "simpo", "orpo")
+PREFERENCES = OBJECTIVES[1:]
+"""Those that learn from pairs of answers."""
 _MOST = 2**63 - 1
 _MOST_CONTEXT, _MOST_SEQUENCES = 1 << 31, 1 << 20
 _PLAIN = {"str": str, "bool": bool}
@@ -59,6 +61,11 @@ def _check_decay(flag: str, decay: float) -> None:
 def _check_beta(flag: str, beta: float) -> None:
     if not 0 < beta < math.inf:
         raise ConfigError(f"{flag} must be above 0, such as 0.1, not {beta}")
+
+
+def _check_gamma(flag: str, gamma: float) -> None:
+    if not 0 <= gamma < math.inf:
+        raise ConfigError(f"{flag} must be at least 0, such as 1, not {gamma}")
 
 
 def _check_gradient_dtype(flag: str, name: str) -> None:
@@ -223,17 +230,27 @@ class Recipe:
     )
     objective: str = option(
         OBJECTIVES[0],
-        "What is learnt: next-token, or dpo: to prefer the better of two answers (rows with "
-        "chosen and rejected). Default: next-token.",
+        "What is learnt: next-token, or to prefer the better of two answers (rows with chosen and "
+        "rejected): dpo, simpo or orpo. Default: next-token.",
         "NAME",
         check=one_of(OBJECTIVES),
         on_resume=FIXED,
     )
     beta: float = option(
         0.1,
-        "With --objective dpo: how strongly the model is held to what it was. Default: 0.1.",
+        "With --objective dpo: how strongly the model is held to what it was; with simpo: how much "
+        "a difference of two answers counts; with orpo: the weight of the preference beside the "
+        "next token. Default: 0.1, with simpo 2.",
         "NUMBER",
         check=_check_beta,
+        on_resume=FIXED,
+        least=0,
+    )
+    gamma: float = option(
+        1.0,
+        "With --objective simpo: the reward by which the better answer is to lead. Default: 1.",
+        "NUMBER",
+        check=_check_gamma,
         on_resume=FIXED,
         least=0,
     )
@@ -249,6 +266,11 @@ class Recipe:
     @property
     def in_pairs(self) -> bool:
         """Whether sequences come in twos: a better and another answer."""
+        return self.objective in PREFERENCES
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with the model as it was before the first step."""
         return self.objective == "dpo"
 
     @property
@@ -301,13 +323,13 @@ class Recipe:
             return
         if self.sequences % 2:
             raise ConfigError(
-                f"--sequences {self.sequences} is odd, but with --objective dpo every pair takes "
-                "two; give an even number"
+                f"--sequences {self.sequences} is odd, but with --objective {self.objective} every "
+                "pair takes two; give an even number"
             )
         if self.packed:
             raise ConfigError(
-                "--packing puts several rows into one sequence, but with --objective dpo every "
-                "answer has its own; leave it out"
+                "--packing puts several rows into one sequence, but with --objective "
+                f"{self.objective} every answer has its own; leave it out"
             )
 
     def to_json(self) -> dict[str, Any]:

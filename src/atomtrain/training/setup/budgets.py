@@ -111,8 +111,8 @@ def check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
         )
     if recipe.in_pairs and micro_batch % 2:
         raise ConfigError(
-            f"--micro-batch {micro_batch} is odd, but with --objective dpo every pair takes two "
-            "sequences; give an even divisor"
+            f"--micro-batch {micro_batch} is odd, but with --objective {recipe.objective} every "
+            "pair takes two sequences; give an even divisor"
         )
 
 
@@ -124,7 +124,8 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     """
     if devices > 1 and recipe.in_pairs:
         raise ConfigError(
-            "--objective dpo compares pairs one micro-batch after the other; give one --device"
+            f"--objective {recipe.objective} compares pairs one micro-batch after the other; give "
+            "one --device"
         )
 
 

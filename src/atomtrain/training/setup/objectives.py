@@ -5,11 +5,25 @@ from __future__ import annotations
 from atomtrain.models import HuggingFaceConfig
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.objective import NextToken, Objective, OwnLoss
-from atomtrain.training.setup.preference import PreferredAnswer
+from atomtrain.training.setup.preference import (
+    DirectPreference,
+    OddsRatio,
+    PreferredAnswer,
+    SimplePreference,
+)
 
 
 def objective_of(recipe: Recipe) -> Objective:
     """Return what a recipe's model learns from batches."""
     if recipe.in_pairs:
-        return PreferredAnswer(recipe.beta)
+        return preference_of(recipe)
     return NextToken() if isinstance(recipe.sizes, HuggingFaceConfig) else OwnLoss()
+
+
+def preference_of(recipe: Recipe) -> PreferredAnswer:
+    """Return the loss of a recipe that learns from pairs of answers."""
+    if recipe.has_reference:
+        return DirectPreference(recipe.beta)
+    if recipe.objective == "orpo":
+        return OddsRatio(recipe.beta)
+    return SimplePreference(recipe.beta, recipe.gamma)

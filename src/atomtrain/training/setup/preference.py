@@ -1,17 +1,22 @@
-"""Direct preference optimization: of two answers, the better one is to become the more probable.
+"""Of two answers, the better one is to become the more probable: three losses.
 
-Rafailov et al. 2023 (arXiv 2305.18290), equation 7. With `s` the sum of the logarithms of an
-answer's probabilities, `r` the same of the reference model, and `c`, `j` for chosen and rejected:
+With `s` the sum of the logarithms of an answer's probabilities, `r` the same of the model as it
+was before, `a` the mean of the logarithms, and `c`, `j` for chosen and rejected:
 
-    rewards   beta * (s_c - r_c),  beta * (s_j - r_j)
-    margin    beta * ((s_c - s_j) - (r_c - r_j)), the difference of the two
-    loss      -log(sigmoid(margin)), the mean over pairs
+    dpo    margin = beta ((s_c - r_c) - (s_j - r_j))         loss = -log sigmoid(margin)
+    simpo  margin = beta (a_c - a_j)                         loss = -log sigmoid(margin - gamma)
+    orpo   margin = log odds(e^a_c) - log odds(e^a_j)        loss = -a_c - beta log sigmoid(margin)
+
+with odds(p) = p / (1 - p). A loss is the mean over pairs. Sources: Rafailov et al. 2023 (arXiv
+2305.18290), equation 7; Meng et al. 2024 (arXiv 2405.14734), equation 6; Hong et al. 2024 (arXiv
+2403.07691), equations 6 and 7.
 
 Only `cross_entropy` touches the logits, so that the head can compute it in pieces.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,53 +28,55 @@ from torch import Tensor
 from atomtrain.data import Batch
 from atomtrain.training.setup.objective import IGNORED, MicroBatch, Said, rows_of
 
+_MOST_MEAN = -1e-6
+"""Nats: an answer that is certain has infinite odds."""
 
-class PreferredAnswer:
+
+class PreferredAnswer(ABC):
     """The loss of pairs of answers: rows `2 i` and `2 i + 1` of a micro-batch."""
 
     together = 2
 
-    def __init__(self, beta: float) -> None:
-        self._beta = beta
+    def __init__(self) -> None:
         self._heard: list[Said] | None = None
+
+    @abstractmethod
+    def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """Return `[B / 2]`, nats: by how much each chosen answer leads.
+
+        Args:
+            said: `[B]`, what the model says of each answer: `s`, or `a`.
+            reference: `[B]`, the sums `r`; `None` where the loss takes none.
+        """
+
+    @abstractmethod
+    def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """Return `[B / 2]`, nats; arguments as of `margins`."""
+
+    def _of_answers(self, log_probabilities: Tensor, counted: Tensor) -> Tensor:
+        """Return the means `a`, `[B]`, of `[B, T]` both; what does not count is 0."""
+        return log_probabilities.sum(1) / counted.sum(1).clamp(min=1)
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean loss of a micro-batch's pairs, 0-d float32."""
         logits, targets = output.logits.flatten(0, 1).float(), batch["targets"]
         losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
-        said = -losses.view(targets.shape).sum(1)  # [B]
+        said = self._of_answers(-losses.view(targets.shape), targets != IGNORED)
         # Costs are found with tensors without data.
         if self._heard is not None and type(said) is Tensor:
             self._heard.append(_kept(said))
-        return -F.logsigmoid(self.margins(said, batch["reference"])).mean()
-
-    def margins(self, said: Tensor, reference: Tensor) -> Tensor:
-        """Return `[B / 2]`, nats: the reward of each chosen answer less that of the other one.
-
-        Args:
-            said: `[B]`, the sums `s`.
-            reference: `[B]`, the sums `r`.
-        """
-        chosen, rejected = (said - reference).view(-1, 2).unbind(1)
-        return self._beta * (chosen - rejected)
+        return self.losses(said, batch.get("reference")).mean()
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
-        """See `Objective`; a batch without references is compared with zeros."""
-        reference = batch.reference
-        if reference is None:
-            reference = torch.zeros(len(batch.inputs))
+        """See `Objective`."""
         return [
-            {
-                "input_ids": batch.inputs[part],
-                "targets": batch.labels[part],
-                "reference": reference[part],
-            }
+            {"input_ids": batch.inputs[part], "targets": batch.labels[part]}
             for part in rows_of(batch, sequences)
         ]
 
     @contextmanager
     def listening(self) -> Iterator[list[Said]]:
-        """Yield a list that gets the sums `s` of each micro-batch's rows, in order."""
+        """Yield a list that gets what is said of each micro-batch's rows, in order."""
         heard: list[Said] = []
         self._heard = heard
         try:
@@ -86,12 +93,76 @@ class PreferredAnswer:
             heard: What `listening` gave.
             micro_batches: Those that were computed meanwhile.
         """
-        reference = torch.cat([batch["reference"] for batch in micro_batches])
-        margins = self.margins(sums_of(heard), reference)
+        references = [batch["reference"] for batch in micro_batches if "reference" in batch]
+        margins = self.margins(sums_of(heard), torch.cat(references) if references else None)
         return {
             "reward_accuracy": float((margins > 0).float().mean()),
             "reward_margin": float(margins.mean()),
         }
+
+
+class DirectPreference(PreferredAnswer):
+    """Direct preference optimization (DPO): the only one with a reference."""
+
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self._beta = beta
+
+    def _of_answers(self, log_probabilities: Tensor, counted: Tensor) -> Tensor:
+        return log_probabilities.sum(1)
+
+    def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """See `PreferredAnswer`."""
+        assert reference is not None
+        chosen, rejected = (said - reference).view(-1, 2).unbind(1)
+        return self._beta * (chosen - rejected)
+
+    def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """See `PreferredAnswer`."""
+        return -F.logsigmoid(self.margins(said, reference))
+
+    def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
+        """See `Objective`; a batch without references is compared with zeros."""
+        reference = batch.reference
+        if reference is None:
+            reference = torch.zeros(len(batch.inputs))
+        parts = zip(super().micro_batches(batch, sequences), rows_of(batch, sequences), strict=True)
+        return [{**entries, "reference": reference[part]} for entries, part in parts]
+
+
+class SimplePreference(PreferredAnswer):
+    """SimPO: means over an answer's tokens need no reference, and no answer wins by its length."""
+
+    def __init__(self, beta: float, gamma: float) -> None:
+        super().__init__()
+        self._beta, self._gamma = beta, gamma
+
+    def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """See `PreferredAnswer`."""
+        chosen, rejected = said.view(-1, 2).unbind(1)
+        return self._beta * (chosen - rejected)
+
+    def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """See `PreferredAnswer`."""
+        return -F.logsigmoid(self.margins(said, reference) - self._gamma)
+
+
+class OddsRatio(PreferredAnswer):
+    """ORPO: fine-tuning on the chosen answer, and its odds against the other one's."""
+
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self._beta = beta
+
+    def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """See `PreferredAnswer`."""
+        mean = said.clamp(max=_MOST_MEAN)
+        chosen, rejected = (mean - torch.log(-torch.expm1(mean))).view(-1, 2).unbind(1)
+        return chosen - rejected
+
+    def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """See `PreferredAnswer`."""
+        return -said.view(-1, 2)[:, 0] - self._beta * F.logsigmoid(self.margins(said, reference))
 
 
 def sums_of(heard: Sequence[Said]) -> Tensor:

@@ -21,7 +21,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.files import replacing
 from atomtrain.training.config.folders import make_directory
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.training.setup.preference import PreferredAnswer, sums_of
+from atomtrain.training.setup.preference import DirectPreference, sums_of
 from atomtrain.training.setup.texts import Text
 from atomtrain.units import format_seconds
 
@@ -36,7 +36,7 @@ _TELL_S = 10.0
 def with_references(
     text: Text,
     engine: Engine,
-    objective: PreferredAnswer,
+    objective: DirectPreference,
     micro_batch: int,
     recipe: Recipe,
     directory: Path,
@@ -74,7 +74,7 @@ class _Asked:
     def __init__(
         self,
         engine: Engine,
-        objective: PreferredAnswer,
+        objective: DirectPreference,
         micro_batch: int,
         total: int,
         tell: Callable[[str], None],

@@ -49,7 +49,7 @@ from atomtrain.training.setup.budgets import (
 from atomtrain.training.setup.model_check import check_model, check_separation
 from atomtrain.training.setup.objective import Objective
 from atomtrain.training.setup.objectives import objective_of
-from atomtrain.training.setup.preference import PreferredAnswer
+from atomtrain.training.setup.preference import DirectPreference
 from atomtrain.training.setup.references import with_references
 from atomtrain.training.setup.sources import Source, averages_gradients, find_source
 from atomtrain.training.setup.state import restore, swarm_tensors
@@ -190,7 +190,7 @@ def _assemble(
         if source.weights is not None and source.checkpoint is None:
             example = example_of(recipe, fit.micro_batch, objective)
             check_model(engine, recipe, options, objective, example, tell)
-        if isinstance(objective, PreferredAnswer):  # the model is as it was before it learns
+        if isinstance(objective, DirectPreference):  # the model is as it was before it learns
             text = with_references(
                 text, engine, objective, fit.micro_batch, recipe, directory, tell
             )

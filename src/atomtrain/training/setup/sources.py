@@ -114,7 +114,7 @@ def _base_of(recipe: Recipe, given: str | None, known: str | None) -> Weights | 
     Raises:
         ConfigError: the folder is not there, or was not named.
     """
-    if recipe.lora is None and not recipe.in_pairs:
+    if recipe.lora is None and not recipe.has_reference:
         return None
     if given is None and known is None:
         what = "adapters of" if recipe.lora is not None else "the preferences of"

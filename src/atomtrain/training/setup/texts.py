@@ -107,8 +107,9 @@ def read_text(
     if not has_rows(data):
         if pairs:
             raise DataError(
-                f"{data or 'the demo corpus'} is running text; --objective dpo needs rows with "
-                f"chosen and rejected: name files with --data that end in {', '.join(SUFFIXES)}"
+                f"{data or 'the demo corpus'} is running text; answers to compare are in rows "
+                "with chosen and rejected: name files with --data that end in "
+                f"{', '.join(SUFFIXES)}"
             )
         return _running(data, read_corpus(data), sizes, tokenizer, packed)
     assert data is not None

@@ -16,7 +16,9 @@ from atomtrain.data.examples import IGNORED
 from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import CONFIG_FILE, HuggingFaceConfig, read_config
 from atomtrain.models.making import Sizes
+from atomtrain.training.config.recipe import PREFERENCES
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
+from atomtrain.training.setup.objectives import preference_of
 from atomtrain.training.setup.preference import PreferredAnswer, sums_of
 from atomtrain.training.setup.state import Trained, open_trained
 from atomtrain.training.setup.texts import Text, has_pairs, read_text
@@ -109,23 +111,18 @@ def _judged(
     recipe = trained.recipe
     if recipe is None or not recipe.in_pairs:
         raise ConfigError(
-            f"{data} has pairs of answers, which are judged beside the model that a run with "
-            f"--objective dpo began with; {path} is no such run: name other --data"
+            f"{data} has pairs of answers, which only a run with --objective "
+            f"{' or '.join(PREFERENCES)} can judge; {path} is not one: name other --data"
         )
     text = read_text(data, recipe.sizes, trained.tokenizer, pairs=True)
     _warn_of(text)
-    objective = PreferredAnswer(recipe.beta)
+    objective = preference_of(recipe)
     batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
     said = _said(objective, trained.model, batches)
-    folder = Path(str(open_checkpoint(path).meta.get("model_folder")))
-    if not folder.is_dir():
-        raise ConfigError(
-            f"the run of {path} began with the model in {folder}, which is not there any more; "
-            "put it there again"
-        )
-    margins = objective.margins(said, _said(objective, open_trained(folder).model, batches))
+    reference = _said(objective, _began_with(path), batches) if recipe.has_reference else None
+    margins = objective.margins(said, reference)
     return PairEvaluation(
-        float(-F.logsigmoid(margins).mean()),
+        float(objective.losses(said, reference).mean()),
         float((margins > 0).float().mean()),
         float(margins.mean()),
         len(margins),
@@ -133,8 +130,19 @@ def _judged(
     )
 
 
+def _began_with(path: Path) -> Any:
+    """Return the model that a checkpoint's run began with."""
+    folder = Path(str(open_checkpoint(path).meta.get("model_folder")))
+    if not folder.is_dir():
+        raise ConfigError(
+            f"the run of {path} began with the model in {folder}, which is not there any more; "
+            "put it there again"
+        )
+    return open_trained(folder).model
+
+
 def _said(objective: PreferredAnswer, model: Any, batches: list[Batch]) -> torch.Tensor:
-    """Return `[2 * batches]`: the sum of the logarithms of each answer's probabilities."""
+    """Return `[2 * batches]`: what the objective hears of each answer."""
     with torch.no_grad(), objective.listening() as heard:
         for batch in batches:
             [micro_batch] = objective.micro_batches(batch, len(batch.inputs))
