@@ -1,6 +1,7 @@
 """Low-rank adapters beside frozen linear layers, as the package `peft` names and computes them.
 
-LoRA (Hu et al. 2021): `y = W x + b + alpha/r * B A x` with `A [r, I]` and `B [O, r]` trained. DoRA
+LoRA (Hu et al. 2021): `y = W x + b + alpha/r * B A x` with `A [r, I]` and `B [O, r]` trained, and
+dropout on the adapter's `x` if wanted; rsLoRA divides by the root of `r`. DoRA
 (Liu et al. 2024) also trains the length `m [O]` of the adapted matrix's rows:
 `y = m / |W + alpha/r B A| * (W x + alpha/r B A x) + b`, where the rows' norms get no gradient.
 """
@@ -43,6 +44,7 @@ class LoraLinear(nn.Module):
         made: dict[str, Any] = {"bias": False, "device": like.device, "dtype": like.dtype}
         self.lora_A = nn.Linear(inputs, config.r, **made)
         self.lora_B = nn.Linear(config.r, outputs, **made)
+        self.lora_dropout = nn.Dropout(config.dropout) if config.dropout else None
         self.lora_magnitude_vector: nn.Parameter | None = None
         if config.dora:
             self.lora_magnitude_vector = nn.Parameter(like.new_empty(outputs))
@@ -52,7 +54,8 @@ class LoraLinear(nn.Module):
             product = F.linear(inputs, self.weight)
         else:
             product = quantised_linear(inputs, self.codes, self.scales)
-        out: Tensor = product + self.lora_B(self.lora_A(inputs)) * self.scale
+        adapted = inputs if self.lora_dropout is None else self.lora_dropout(inputs)
+        out: Tensor = product + self.lora_B(self.lora_A(adapted)) * self.scale
         if self.lora_magnitude_vector is not None:
             out = out * (self.lora_magnitude_vector / self._norms())
         return out if self.bias is None else out + self.bias

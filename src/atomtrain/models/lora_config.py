@@ -26,11 +26,15 @@ class LoraConfig:
     r: int = 8
     """Rank of the adapters."""
     alpha: float = 16.0
-    """The adapter's output is multiplied by `alpha / r`."""
+    """The adapter's output is multiplied by `alpha / r`, or with `rslora` by `alpha / sqrt(r)`."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Last names of the linear layers to adapt, or `all-linear`: all but the head."""
     dora: bool = False
     """Train the length of the adapted matrix's rows as well."""
+    rslora: bool = False
+    """Let the adapter's output not shrink with a larger rank (Kalajdzievski 2023)."""
+    dropout: float = 0.0
+    """Share of the adapter's inputs that training leaves out."""
     bits: int | None = None
     """Hold the adapted matrices in 8 or 4 bits; `None`: as they are."""
 
@@ -43,13 +47,20 @@ class LoraConfig:
             raise ConfigError(f"--lora alpha={self.alpha} must be above 0, such as {_EXAMPLE}")
         if not self.targets or not all(isinstance(t, str) and t for t in self.targets):
             raise ConfigError(f"--lora targets= names nothing; give some, such as {_EXAMPLE}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"--lora dropout={self.dropout} must be at least 0 and below 1")
+        if self.dropout and self.dora:
+            raise ConfigError(
+                "--lora dora=true takes no dropout: the length of a row is that of the whole "
+                "matrix; leave one of them out"
+            )
         if self.bits is not None and self.bits not in BITS:
             raise ConfigError(f"--lora bits={self.bits} must be 8 or 4")
 
     @property
     def scale(self) -> float:
         """By what an adapter's output is multiplied."""
-        return self.alpha / self.r
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoraConfig:
@@ -82,10 +93,13 @@ def parse_lora(text: str) -> LoraConfig:
     return LoraConfig(**values)
 
 
+_FLAG = {"true": True, "false": False}.__getitem__
 _VALUES: dict[str, Any] = {
     "r": int,
     "alpha": float,
     "bits": int,
-    "dora": {"true": True, "false": False}.__getitem__,
+    "dora": _FLAG,
+    "rslora": _FLAG,
+    "dropout": float,
     "targets": lambda value: tuple(value.split("+")),
 }

@@ -24,6 +24,7 @@ from atomtrain.optimizers import AdamW
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.training.setup.objective import NextToken
 from tests.support.hugging_face_models import UNTIED, saved_tensors, write_model, write_text
+from tests.support.reference import train as resident
 
 pytest.importorskip("transformers")
 
@@ -64,6 +65,7 @@ def steps(model: Any) -> list[list[dict[str, torch.Tensor]]]:
 KINDS = {
     "lora": LoraConfig(r=4, alpha=8.0),
     "dora": LoraConfig(r=4, alpha=8.0, targets=("q_proj", "down_proj"), dora=True),
+    "dropout": LoraConfig(r=4, alpha=8.0, dropout=0.3, rslora=True),
     "8 bits": LoraConfig(r=4, alpha=8.0, bits=8),
     "4 bits, dora": LoraConfig(r=4, alpha=8.0, bits=4, dora=True),
 }
@@ -78,12 +80,13 @@ def test_swapped_adapters_are_resident_ones_bit_for_bit(
     expected, model = (adapted(tmp_path, KINDS[kind]) for _ in range(2))
     objective = NextToken()
     optimizer = AdamW([p for p in expected.parameters() if p.requires_grad], lr=1e-2)
-    for micro_batches in steps(expected):
-        optimizer.zero_grad(set_to_none=True)
-        for batch in micro_batches:
-            loss = objective.loss(expected(batch["input_ids"]), batch)
-            (loss / len(micro_batches)).backward()
-        optimizer.step()
+    torch.manual_seed(4)
+
+    def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return objective.loss(model(batch["input_ids"]), batch)
+
+    losses = resident(expected, steps(expected), optimizer, loss_of)
+    torch.manual_seed(4)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     with swap(
         model,
@@ -94,8 +97,7 @@ def test_swapped_adapters_are_resident_ones_bit_for_bit(
         loss=objective.loss,
         options=Options(micro_batches=2, optimizer_on_device=False if tight else None),
     ) as engine:
-        for micro_batches in steps(model):
-            engine.step(micro_batches)
+        assert [engine.step(micro_batches) for micro_batches in steps(model)] == losses
         engine.synchronize()
         store = engine._core.store
         trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -180,7 +182,41 @@ def train(folder: Path, text: Path, run: str, *more: str) -> Path:
     return Path("runs") / run / "peer-0"
 
 
-@pytest.mark.parametrize("kind", ["r=4,alpha=8", "r=4,alpha=8,dora=true,targets=q_proj+up_proj"])
+def test_dropout_and_scale_are_those_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    write_model(tmp_path, UNTIED)
+    ours = adapted(tmp_path, KINDS["dropout"])
+    asked = peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.3, use_rslora=True,
+        target_modules=sorted({name.rpartition(".")[2] for name in adapted_layers(ours)}),
+    )  # fmt: skip
+    plain = build(read_config(tmp_path))
+    values = ours.state_dict()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(values[name])
+    theirs = peft.get_peft_model(plain, asked)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                known = name.removeprefix("base_model.model.").replace(".default", "")
+                parameter.copy_(values[known])
+    ids = torch.arange(24).view(2, 12)
+    found = []
+    for model in (ours.train(), theirs.train()):
+        torch.manual_seed(5)
+        found.append(model(ids).logits)
+    assert torch.equal(*found)
+    assert not torch.allclose(ours.eval()(ids).logits, found[0], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "r=4,alpha=8", "r=4,alpha=8,dora=true,targets=q_proj+up_proj",
+        "r=4,alpha=8,rslora=true,dropout=0.1",
+    ],
+)  # fmt: skip
 def test_the_command_trains_what_peft_loads(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -225,6 +261,7 @@ def test_adapters_resume_with_the_same_bits_beside_a_base_of_4_bits(tmp_path: Pa
     ("lora", "expected"),
     [
         ("r=0", "at least 1"), ("rank=4", "has no part 'rank'"), ("r=four", "r=four cannot be"),
+        ("dropout=1", "below 1"), ("dora=true,dropout=0.1", "leave one of them out"),
         ("targets=q_proy", "Did you mean 'q_proj'"), ("bits=3", "must be 8 or 4"), ("r", "lacks"),
     ],
 )  # fmt: skip

@@ -68,12 +68,13 @@ def test_axolotl(tmp_path: Path) -> None:
     found = imported(written(tmp_path, AXOLOTL))
     assert TrainOptions(**found.values) == TrainOptions(
         model="org/model-1B", data="rows.jsonl", epochs=1.0, sequences=8, micro_batch=2,
-        context=2048, lora="r=32,alpha=16,targets=gate_proj+down_proj,bits=4", packing=True,
+        context=2048, packing=True,
+        lora="r=32,alpha=16,targets=gate_proj+down_proj,bits=4,dropout=0.05",
         learning_rate=2e-4, warmup_steps=10, weight_decay=0.0, optimizer="adamw-int8",
         schedule="cosine",
     )  # fmt: skip
     keys = [line.partition(":")[0] for line in found.left_out]
-    assert keys == ["lora_dropout", "gradient_checkpointing", "trust_remote_code", "special_tokens"]
+    assert keys == ["gradient_checkpointing", "trust_remote_code", "special_tokens"]
 
 
 def test_llama_factory(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_the_command_writes_what_atom_train_reads(
     assert main(["import", str(path), "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert f"start with: atom train {out}" in said.out
-    assert "left out: lora_dropout" in said.err
+    assert "left out: gradient_checkpointing" in said.err
     read = options_with(read_recipe(out), {})
     assert read == TrainOptions(**imported(path).values)
     assert main(["import", str(path), "--out", str(out)]) == 2

@@ -58,7 +58,8 @@ _BETAS = ("rl_beta", "pref_beta", "dpo_beta", "orpo_alpha")
 _HANDLED = {
     *_SAME,
     *_OF_LORA,
-    *("use_dora", "peft_use_dora", "load_in_4bit", "load_in_8bit", "quantization_bit"),
+    *("use_dora", "peft_use_dora", "use_rslora", "peft_use_rslora"),
+    *("load_in_4bit", "load_in_8bit", "quantization_bit"),
     *("lora_target", "lora_target_modules", "lora_target_linear", "lora_dropout"),
     *("rl", "pref_loss", "simpo_gamma", "datasets", "dataset", "output_dir"),
     *_BETAS,
@@ -153,15 +154,20 @@ def _adapters(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
         targets = targets.split(",")
     if targets:
         parts.append("targets=" + "+".join(str(name).strip() for name in targets))
-    if said.get("use_dora") or said.get("peft_use_dora"):
+    dora = bool(said.get("use_dora") or said.get("peft_use_dora"))
+    if dora:
         parts.append("dora=true")
+    if said.get("use_rslora") or said.get("peft_use_rslora"):
+        parts.append("rslora=true")
     bits = said.get("quantization_bit") or (8 if said.get("load_in_8bit") else None)
     if said.get("load_in_4bit") or (kind == "qlora" and bits is None):
         bits = 4
     if bits:
         parts.append(f"bits={bits}")
-    if said.get("lora_dropout"):
-        left_out.append(f"lora_dropout: {said['lora_dropout']}: adapters have no dropout here")
+    if said.get("lora_dropout") and dora:
+        left_out.append(f"lora_dropout: {said['lora_dropout']}: DoRA has no dropout here")
+    elif said.get("lora_dropout"):
+        parts.append(f"dropout={said['lora_dropout']}")
     return {"lora": ",".join(parts) or "r=8"}
 
 
