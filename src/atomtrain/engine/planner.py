@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
+from atomtrain.native.topology import allowed_cores
 from atomtrain.planning.cost.costing import Given, spans_of, step_s_of
 from atomtrain.planning.cost.timeline import Span
 from atomtrain.planning.plan.disk import DiskRequest, OnDisk, States, on_disk_up_to
@@ -154,7 +154,7 @@ def times_of_all(
     """Return what layers take while all devices compute: emulated ones share the host's cores."""
     if len(devices) == 1 or not isinstance(devices[0], EmulatedDevice):
         return times
-    taking_turns = max(1.0, len(devices) * torch.get_num_threads() / (os.cpu_count() or 1))
+    taking_turns = max(1.0, len(devices) * torch.get_num_threads() / len(allowed_cores()))
     return {kind: time.scaled(taking_turns) for kind, time in times.items()}
 
 

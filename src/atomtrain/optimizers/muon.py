@@ -173,6 +173,7 @@ def orthogonalizer(matrix: Tensor) -> Tensor:
     """
     a, b, c = _COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    product: Tensor
     gram, factor, product, spare = matrix.new_empty(4, wide.shape[0], wide.shape[0])
     _symmetric(wide, wide, out=gram)
     for step in range(_ITERATIONS):
