@@ -42,7 +42,7 @@ _COEFFICIENT = 0.75
 """By which gradients are clipped: exact in every type."""
 _RANDOM = 1 << 16
 """Random numbers in a probe; they come again and again."""
-_REPEATS, _PRODUCT_REPEATS = 5, 2
+_REPEATS, _PRODUCT_REPEATS = 3, 2
 _logger = logging.getLogger(__name__)
 
 
