@@ -16,8 +16,8 @@ from typing import Any
 from atomtrain.cli.parsing import COMPLAINT, complain, given_options, leaving_at_once, parser_of
 from atomtrain.errors import ConfigError
 from atomtrain.metrics.targets import parse_targets, require_packages
-from atomtrain.native.topology import allowed_cores
 from atomtrain.settings import flag_of
+from atomtrain.topology import allowed_cores
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.other_names import KINDS, translated
 from atomtrain.training.config.preflight import check_early

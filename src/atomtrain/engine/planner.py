@@ -16,7 +16,6 @@ from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.options import Options
 from atomtrain.errors import ConfigError
-from atomtrain.native.topology import allowed_cores
 from atomtrain.planning.cost.costing import Given, spans_of, step_s_of
 from atomtrain.planning.cost.timeline import Span
 from atomtrain.planning.plan.disk import DiskRequest, OnDisk, States, on_disk_up_to
@@ -26,6 +25,7 @@ from atomtrain.planning.plan.multi_device import shared_updates
 from atomtrain.planning.plan.plan import Plan, Request
 from atomtrain.planning.plan.updating import UpdateModel, two_moments
 from atomtrain.planning.search.search import make_plan
+from atomtrain.topology import allowed_cores
 
 
 @dataclass(frozen=True)

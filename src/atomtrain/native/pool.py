@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
-from atomtrain.native.topology import allowed_cores, physical_cores
+from atomtrain.topology import allowed_cores, physical_cores
 
 LEAST_ELEMENTS = 1 << 16
 """Fewer are not worth a thread."""

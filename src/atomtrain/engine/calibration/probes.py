@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.streams import Stream
-from atomtrain.native.topology import allowed_cores, cache_bytes
+from atomtrain.topology import allowed_cores, cache_bytes
 
 _TIMES_CACHES = 4
 """What a probe goes through, over what the last caches hold. Round and round, a cache that drops

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from atomtrain.engine.devices.device import Device
-from atomtrain.native.topology import memory_nodes
 from atomtrain.planning.plan.disk import PAGE_BYTES, paged
+from atomtrain.topology import memory_nodes
 
 SLAB_BYTES = 1 << 20
 _LARGE_BYTES = SLAB_BYTES // 4

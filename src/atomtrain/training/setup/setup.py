@@ -25,8 +25,8 @@ from atomtrain.engine.options import Options
 from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
-from atomtrain.native.topology import allowed_cores
 from atomtrain.settings import chosen
+from atomtrain.topology import allowed_cores
 from atomtrain.training.config.folders import (
     FIRST_NAME,
     check_directory,

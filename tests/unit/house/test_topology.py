@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atomtrain.native.topology import (
+from atomtrain.topology import (
     ASSUMED_CACHE_BYTES,
     allowed_cores,
     cache_bytes,
