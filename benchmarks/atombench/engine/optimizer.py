@@ -16,6 +16,8 @@ What counts as fair here:
   the median over rounds is reported.
 - *Fused*: `share_of_fused` compares parameters a second with `torch.optim.AdamW(fused=True)` on
   float32 parameters, in the same round.
+- *Products*: Muon's update is arithmetic. `flops_per_s` is what its matrix products reach,
+  `share_of_products` that over one plain product of a matrix with its transpose in the same round.
 - *Clipped*: names that end so read each gradient times a coefficient below 1, rounded to its own
   type. `clipped_over_unclipped` is the time of such an update over the same one without; the norm
   is not in it.
@@ -141,8 +143,9 @@ def run(options: BenchmarkOptions, setup: OptimizerSetup | None = None) -> Resul
     torch.manual_seed(setup.seed)
     load_average = os.getloadavg()[0]
     times_s = _measure(setup)
-    copies_s = times_s.pop("copy")
+    copies_s, products_s = times_s.pop("copy"), times_s.pop("product")
     rows = {name: _row(name, setup, times_s, copies_s) for name in times_s}
+    rows["muon"] |= _products(setup, times_s["muon"], products_s)
     return {
         "parameters_per_s": rows[_MEASURED]["parameters_per_s"],
         "copy_bytes_per_s": _copied_bytes(setup) / statistics.median(copies_s),
@@ -185,6 +188,17 @@ def _row(
     return row
 
 
+def _products(setup: OptimizerSetup, steps_s: list[float], products_s: list[float]) -> Result:
+    """Return what Muon's products reach, beside one plain product."""
+    matrix = nn.Parameter(torch.empty(setup.rows, setup.columns, device="meta"))
+    flops = Muon([{"params": [matrix], "algorithm": "muon"}]).flops_of(matrix)
+    plain = 2 * setup.rows**2 * setup.columns
+    return {
+        "flops_per_s": flops / statistics.median(steps_s),
+        "share_of_products": flops / plain * _median_ratio(products_s, steps_s),
+    }
+
+
 def _median_ratio(over: list[float], under: list[float]) -> float:
     """Return the median over rounds of one time over the other of the same round."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
@@ -198,11 +212,15 @@ def _path(candidate: _Candidate) -> str:
 
 
 def _measure(setup: OptimizerSetup) -> dict[str, list[float]]:
-    """Return the seconds of each round, by name; `copy` are the plain copies."""
+    """Return the seconds of each round, by name; `copy` are the plain copies, `product`
+    is a plain product."""
     shape = (setup.rows, setup.columns)
     gradients = [torch.randn(shape) * 1e-2 for _ in range(setup.matrices)]
     targets = [torch.empty(shape) for _ in gradients]
-    jobs: dict[str, Callable[[], object]] = {"copy": lambda: _copy(targets, gradients)}
+    jobs: dict[str, Callable[[], object]] = {
+        "copy": lambda: _copy(targets, gradients),
+        "product": lambda: gradients[0] @ gradients[0].T,
+    }
     # All of one type update the same parameters: their values do not matter, the memory does.
     parameters = {
         dtype: [_parameter(torch.randn(shape) * 0.02, gradient, dtype) for gradient in gradients]

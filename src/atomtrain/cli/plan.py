@@ -275,7 +275,10 @@ def _place(options: PlanOptions) -> Place:
     budgets = memory_of(options)
     machine = None if options.machine is None else load_machine(options.machine)
     if card is None:
-        place = this_place(budgets.get("device_memory_bytes"), again=options.profile_again)
+        clips = bool(options.clip_norm) and options.precision != "fp16"
+        place = this_place(
+            budgets.get("device_memory_bytes"), clips=clips, again=options.profile_again
+        )
         machine = machine or place.machine
     else:
         host_bytes = budgets.get("host_memory_bytes", host(card.host).most_memory_bytes)

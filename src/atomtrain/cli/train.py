@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import logging
-import os
 import shlex
 import sys
 import time
@@ -18,6 +17,7 @@ from atomtrain.cli.parsing import COMPLAINT, complain, given_options, leaving_at
 from atomtrain.errors import ConfigError
 from atomtrain.metrics.targets import parse_targets, require_packages
 from atomtrain.settings import flag_of
+from atomtrain.topology import allowed_cores
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.other_names import KINDS, translated
 from atomtrain.training.config.preflight import check_early
@@ -185,7 +185,7 @@ def _run_peers(options: TrainOptions) -> int:
     if options.identity is not None:
         raise ConfigError("--identity is the key of one peer; leave it out with --peers")
     run = options.run or f"{Path(model_name(options.model)).name}-{time.strftime('%m%d-%H%M%S')}"
-    threads = options.threads or max(1, (os.cpu_count() or 1) // options.n_peers)
+    threads = options.threads or max(1, len(allowed_cores()) // options.n_peers)
     shared = dataclasses.replace(
         options, run=run, peers=1, threads=threads, plain=True, host=options.listen_host
     )

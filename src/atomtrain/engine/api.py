@@ -21,6 +21,7 @@ from atomtrain.engine.calibration.profiling import take_profile
 from atomtrain.engine.calibration.update_rates import measured_updates
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_devices
+from atomtrain.engine.devices.host_memory import interleaved
 from atomtrain.engine.devices.native import require_native
 from atomtrain.engine.engine import Engine
 from atomtrain.engine.engine_base import EngineCore
@@ -93,7 +94,7 @@ def swap(
     with ExitStack() as undo:
         if options.deterministic:
             undo.enter_context(deterministic())
-        with told_plainly():
+        with told_plainly(), interleaved():
             engine = _swap(model, example, optimizer, device_memory, device, loss, layers, options)
         engine.end_with(undo.pop_all())
     return engine
@@ -189,7 +190,9 @@ def _open(
         taken = update_model(made, chain, on_gpu=on_gpu)
         if options.profile:
             key = machine_key(opened)
-            taken = measured_updates(taken, made, chain, key, one_processor=not on_gpu)
+            taken = measured_updates(
+                taken, made, chain, key, one_processor=not on_gpu, clips=options.rescales
+            )
         times, one_memory = times_of_all(profile.times, devices), opened.one_memory
         planner = Planner(
             chain, costs, times, machine, options, taken, states, one_memory, len(devices),

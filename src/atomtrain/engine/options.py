@@ -119,6 +119,12 @@ class Options:
         """Whether updates wait for the norm of all gradients: to clip, or to find overflows."""
         return self.clip_norm is not None or self.precision == "fp16"
 
+    @property
+    def rescales(self) -> bool:
+        """Whether updates multiply gradients in their own type: to clip, unless the loss is scaled,
+        whose factor takes the coefficient in."""
+        return self.clip_norm is not None and self.precision != "fp16"
+
     def __post_init__(self) -> None:
         # Declaring is light; whoever makes options for an engine has torch.
         from atomtrain.engine.state.precision import check_precision, check_scale

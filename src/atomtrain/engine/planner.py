@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from atomtrain.planning.plan.multi_device import shared_updates
 from atomtrain.planning.plan.plan import Plan, Request
 from atomtrain.planning.plan.updating import UpdateModel, two_moments
 from atomtrain.planning.search.search import make_plan
+from atomtrain.topology import allowed_cores
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def times_of_all(
     """Return what layers take while all devices compute: emulated ones share the host's cores."""
     if len(devices) == 1 or not isinstance(devices[0], EmulatedDevice):
         return times
-    taking_turns = max(1.0, len(devices) * torch.get_num_threads() / (os.cpu_count() or 1))
+    taking_turns = max(1.0, len(devices) * torch.get_num_threads() / len(allowed_cores()))
     return {kind: time.scaled(taking_turns) for kind, time in times.items()}
 
 

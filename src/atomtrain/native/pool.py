@@ -3,7 +3,8 @@
 What limits scaling is memory: an update moves 16 to 40 bytes an element and computes little, so a
 few cores take all that memory gives. Ranges are as few as threads, since after each the interpreter
 lock is taken again, and whoever launches work for the device may hold it for milliseconds. Threads
-that wait sleep.
+that wait sleep. They are not bound to cores: where memory has several nodes, it lies on all of them
+(`atomtrain.engine.devices.host_memory.interleaved`), so that no range is nearer to one core.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 
 import torch
 
+from atomtrain.topology import allowed_cores, physical_cores
+
 LEAST_ELEMENTS = 1 << 16
 """Fewer are not worth a thread."""
-_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+_FEW_CORES, _MANY_CORES = 2, 8
+"""Up to so few cores none is left to whoever launches work, from more than so many on two are."""
 
 
 def run(job: Callable[[int, int], None], count: int, multiple: int) -> None:
@@ -50,24 +53,11 @@ def divided(count: int, multiple: int, parts: int) -> list[tuple[int, int]]:
 
 def threads() -> int:
     """Return how many threads share an update: the physical cores that the process may use, at most
-    as many as PyTorch uses. Where there are more than two, one is left to whoever launches work."""
-    cores = physical_cores(frozenset(_allowed()))
-    return max(1, min(cores - 1 if cores > 2 else cores, torch.get_num_threads()))
-
-
-@functools.cache
-def physical_cores(logical: frozenset[int]) -> int:
-    """Return how many physical cores these logical ones are; all of them where nothing tells."""
-    try:
-        return len({Path(_SIBLINGS.format(core)).read_text() for core in logical})
-    except OSError:
-        return max(1, len(logical))
-
-
-def _allowed() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
+    as many as PyTorch uses. Where there are more than two, one is left to whoever launches work,
+    and two of more than eight."""
+    cores = physical_cores(allowed_cores())
+    left = 0 if cores <= _FEW_CORES else 1 if cores <= _MANY_CORES else 2
+    return max(1, min(cores - left, torch.get_num_threads()))
 
 
 @functools.cache

@@ -19,6 +19,9 @@ from atomtrain.optimizers.moments import part_bytes
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _EPS = 1e-7
+_BANDS, _LEAST_ROWS = 4, 512
+"""Of a symmetric product so many bands of rows are computed, each up to its block of the diagonal:
+5/8 of it. More bands save little, since narrow ones are slower, and smaller matrices nothing."""
 _ALGORITHMS = ("muon", "adamw")
 
 
@@ -99,7 +102,9 @@ class Muon(HostOptimizer):
         if self._group_of(parameter)["algorithm"] != "muon":
             return 0
         short, long = sorted(parameter.shape)
-        return _ITERATIONS * (4 * short * short * long + 2 * short**3)
+        inner = 4 * _ITERATIONS - 3
+        halved = 2 * sum((end - begin) * end for begin, end in _bands(short))
+        return halved * (long + inner * short) + 2 * short * short * long
 
     def _check(self, group: dict[str, Any]) -> None:
         if group["algorithm"] == "adamw":
@@ -140,30 +145,68 @@ class Muon(HostOptimizer):
     def _scratch_bytes(self, parameter: Tensor, group: dict[str, Any], *, on_gpu: bool) -> int:
         if group["algorithm"] == "adamw":
             return scratch_bytes(parameter, group, on_gpu=on_gpu)
-        # What is made orthogonal, the iterate and the next one; its square and a polynomial of
-        # that. Of a stream all of the gradient, and of a split master, as float32.
-        short, _ = sorted(parameter.shape)
-        whole = 3 + wide_buffers(parameter, group["master"])
-        return 4 * (whole * parameter.numel() + 2 * short * short)
+        # What is made orthogonal, four matrices of its shorter side, and a block of the diagonal.
+        # Of a stream all of the gradient, and of a split master, as float32.
+        whole = 1 + wide_buffers(parameter, group["master"])
+        short = min(parameter.shape)
+        block = max((end - begin for begin, end in _bands(short)), default=0)
+        return 4 * (whole * parameter.numel() + 4 * short**2 + block**2)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return a matrix of the same singular vectors whose singular values are all near 1.
+def orthogonalizer(matrix: Tensor) -> Tensor:
+    """Return the symmetric `P` for which `P @ matrix` is nearly orthogonal (`matrix @ P` if tall).
 
     Five steps of the quintic Newton-Schulz iteration of Jordan et al. 2024,
-    `X <- aX + bXX'X + c(XX')^2 X` from `X = matrix / |matrix|`, in float32. Its coefficients favour
-    speed over accuracy: values that are not tiny beside the largest end between about 0.7 and 1.2.
+    `X <- h(XX') X` with `h(g) = a + bg + cg^2`. Its coefficients favour speed over accuracy:
+    singular values that are not tiny beside the largest end between about 0.7 and 1.2.
+
+    All that happens to `X` is that polynomials of its first `XX'` are multiplied with it. They
+    commute, so the steps are done with matrices of the shorter side: `P <- h(g) P` and
+    `g <- h(g)^2 g`. Each of these is symmetric, so half of it is computed. Of `n` by `4n` that
+    takes two fifths of the FLOPs of the steps as written, of `n` by `n` four fifths.
+
+    Singular values far below the largest are lost in the rounding of `XX'`: of a gradient of rank
+    1 the result is off by 4e-4, where the steps as written are by 7e-5, and in bfloat16 by 2.
 
     Args:
-        matrix: `[A, B]` float32; read only. Zero gives zero.
+        matrix: `[A, B]` float32 of norm 1 at most; read only.
     """
     a, b, c = _COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    x: Tensor = wide / (torch.linalg.vector_norm(wide) + _EPS)
-    for _ in range(_ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+    product: Tensor
+    gram, factor, product, spare = matrix.new_empty(4, wide.shape[0], wide.shape[0])
+    _symmetric(wide, wide, out=gram)
+    for step in range(_ITERATIONS):
+        _symmetric(gram, gram, out=factor).mul_(c).add_(gram, alpha=b).diagonal().add_(a)
+        if step == 0:
+            product.copy_(factor)
+        else:
+            product, spare = _symmetric(product, factor, out=spare), product
+        if step < _ITERATIONS - 1:
+            _symmetric(_symmetric(gram, factor, out=spare), factor, out=gram)
+    return product
+
+
+def _symmetric(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+    """Write `left @ right.T`, which is symmetric but for rounding; exactly so when it is written.
+
+    What rounding leaves between the halves does not commute with the rest, and steps amplify it.
+    """
+    for begin, end in _bands(out.shape[0]):
+        torch.mm(left[begin:end], right[:end].T, out=out[begin:end, :end])
+        out[:begin, begin:end] = out[begin:end, :begin].T
+        block = out[begin:end, begin:end].tril_()
+        block.add_(block.tril(-1).T)
+    return out
+
+
+def _bands(rows: int) -> list[tuple[int, int]]:
+    """Return the bands of rows in which a symmetric product is computed, each a begin and an end.
+
+    They depend on nothing but the size, so bits do not depend on who computes.
+    """
+    height = rows if rows < _LEAST_ROWS else -(-rows // _BANDS)
+    return [(begin, min(begin + height, rows)) for begin in range(0, rows, max(1, height))]
 
 
 def _update_matrix(
@@ -181,6 +224,11 @@ def _update_matrix(
     momentum: Tensor = state["momentum_buffer"]
     momentum.lerp_(gradient, 1 - group["momentum"])
     ahead = gradient.lerp(momentum, group["momentum"])
+    ahead.div_(torch.linalg.vector_norm(ahead) + _EPS)
+    made = orthogonalizer(ahead)
     lr = float(group["lr"])
-    values.mul_(1 - lr * group["weight_decay"])
-    values.add_(orthogonal(ahead), alpha=-lr * 0.2 * math.sqrt(max(values.shape)))
+    values.addmm_(
+        *((made, ahead) if values.shape[0] <= values.shape[1] else (ahead, made)),
+        beta=1 - lr * group["weight_decay"],
+        alpha=-lr * 0.2 * math.sqrt(max(values.shape)),
+    )

@@ -28,6 +28,7 @@ def test_the_result_has_the_contracts_keys() -> None:
         assert min(value for key, value in row.items() if key != "path") > 0
         assert row["parameters_per_s"] == pytest.approx(row["parameters"] / row["step_s"])
     assert [name for name, row in rows.items() if row["parameters"] < 2048] == ["muon"]
+    assert [name for name, row in rows.items() if "share_of_products" in row] == ["muon"]
     assert rows["torch-adamw-fused"]["share_of_fused"] == 1
     clipped = [name for name, row in rows.items() if "clipped_over_unclipped" in row]
     assert clipped == [name for name in rows if name.endswith("-clipped")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from atomtrain.engine.calibration import probes
 from atomtrain.engine.devices.processor import EmulatedDevice
@@ -53,6 +54,38 @@ def test_lost_compute_is_never_negative() -> None:
     assert probes._Pace(pieces=20, seconds=1.0, others=5).stolen_s(alone) == 0.0
     assert probes._Pace(pieces=5, seconds=1.0, others=5).stolen_s(alone) == pytest.approx(0.1)
     assert probes._Pace(pieces=5, seconds=1.0, others=0).stolen_s(alone) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("cache_mib", "memory_gib", "expected_mib"),
+    [(8, 16, 64), (32, 16, 128), (256, 512, 1024), (1152, 64, 4096)],
+)
+def test_probes_go_through_more_than_caches_hold(
+    monkeypatch: pytest.MonkeyPatch, cache_mib: int, memory_gib: int, expected_mib: int
+) -> None:
+    """Four times as much; no less than 64 MiB, no more than a sixteenth of the memory."""
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory_gib << 30}
+    monkeypatch.setattr(probes, "cache_bytes", lambda _: cache_mib << 20)
+    monkeypatch.setattr(probes.os, "sysconf", pages.__getitem__)
+    assert probes.uncached_bytes() == expected_mib << 20
+    assert probes.adamw_parameters() == expected_mib << 16
+
+
+def test_copies_beside_compute_walk_through_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "uncached_bytes", lambda *_: 1 << 20)
+    places: set[int] = set()
+
+    class Noting(EmulatedDevice):
+        def copy_in(self, target: Tensor, source: Tensor) -> None:
+            places.add(source.data_ptr())
+            super().copy_in(target, source)
+
+    device = Noting(1 << 20, 1e12)
+    try:
+        probes.stolen(device, lambda: None, 1 << 16)
+    finally:
+        device.close()
+    assert max(places) - min(places) == 7 << 16, "half of it is read, half is written"
 
 
 def test_rates_are_rates() -> None:

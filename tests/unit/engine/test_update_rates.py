@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from atomtrain.analysis import Chain, chain_of
-from atomtrain.engine.calibration import update_rates
+from atomtrain.engine.calibration import probes, update_rates
 from atomtrain.engine.calibration.update_rates import Kind, measured_updates
 from atomtrain.engine.updates.optimizer import update_model
 from atomtrain.optimizers import AdamW, Muon, muon_groups
@@ -22,12 +22,13 @@ from atomtrain.planning.plan.updating import UpdateModel
 pytestmark = pytest.mark.slow
 
 KEY = {"device": "x"}
-SHAPE = (16, 8)
+HELD_BYTES = 1 << 16
 
 
 @pytest.fixture(autouse=True)
 def _small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_rates, "_MATRIX", (64, 32))
+    for module in (update_rates, probes):
+        monkeypatch.setattr(module, "uncached_bytes", lambda *_: HELD_BYTES)
     monkeypatch.setattr(update_rates, "_MOST_FLOPS", 1e4)
 
 
@@ -36,7 +37,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
     """Replace measurements by 3; the list says what was measured."""
     log: list[Kind] = []
 
-    def measured(_: Any, kind: Kind) -> float:
+    def measured(_: Any, kind: Kind, __: Any) -> float:
         log.append(kind)
         return 3.0
 
@@ -50,11 +51,16 @@ def layers() -> tuple[nn.Sequential, Chain]:
 
 
 def rated(
-    optimizer: torch.optim.Optimizer, chain: Chain, folder: Path, *, one_processor: bool = True
+    optimizer: torch.optim.Optimizer,
+    chain: Chain,
+    folder: Path,
+    *,
+    one_processor: bool = True,
+    clips: bool = False,
 ) -> tuple[UpdateModel, UpdateModel]:
     model = update_model(optimizer, chain)
     taken = measured_updates(
-        model, optimizer, chain, KEY, one_processor=one_processor, folder=folder
+        model, optimizer, chain, KEY, one_processor=one_processor, clips=clips, folder=folder
     )
     return model, taken
 
@@ -89,6 +95,66 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, shares: list[Ki
     rated(AdamW(model.parameters(), state="bfloat16"), chain, tmp_path)
     rated(AdamW(model.parameters(), weight_decay=0.0), chain, tmp_path)
     assert len(shares) == 6
+
+
+def test_clipped_updates_are_measured_by_themselves(tmp_path: Path, shares: list[Kind]) -> None:
+    """The unit too: torch's fused AdamW needs a pass over its gradients first."""
+    model, chain = layers()
+    for optimizer in (AdamW(model.parameters()), torch.optim.AdamW(model.parameters(), fused=True)):
+        shares.clear()
+        for clips in (False, True, True):
+            rated(optimizer, chain, tmp_path, clips=clips)
+        assert [kind.clips for kind in shares] == [False, False, True, True]
+    assert [update_rates._is_the_unit(kind) for kind in shares] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("kind", ["own", "torch"])
+def test_a_clipped_probe_multiplies_its_gradient(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, chain = layers()
+    make = AdamW if kind == "own" else torch.optim.AdamW
+    optimizer = make(model.parameters())
+    seen: list[Any] = []
+    step = make.step
+
+    def stepped(self: Any, closure: Any = None) -> Any:
+        (probe,) = self.param_groups[0]["params"]
+        seen.append((getattr(self, "clip_coefficient", None), probe.grad.clone()))
+        return step(self, closure)
+
+    monkeypatch.setattr(make, "step", stepped)
+    found, _ = update_rates._kind_of(
+        optimizer, optimizer.param_groups[0], model[0].weight, chain.gradient_factor, clips=True
+    )
+    update = update_rates._step(optimizer, found)
+    update()
+    update()
+    (coefficient, first), (_, second) = seen
+    if kind == "own":
+        assert float(coefficient) == update_rates._COEFFICIENT
+    else:
+        assert torch.equal(second, first * update_rates._COEFFICIENT)
+
+
+def test_probes_of_narrow_formats_are_larger() -> None:
+    """Each goes through as many bytes: of fewer a cache would hold a part."""
+    model, _ = layers()
+    half, _ = layers()
+    half.bfloat16()
+    for owned, state, master, held in (
+        (model, "float32", "float32", 16),
+        (model, "bfloat16", "float32", 12),
+        (half, "int8", "split", 2 + 2 + 2 + 2 * (1 + 4 / 128)),
+    ):
+        weight = owned[0].weight
+        optimizer = AdamW([weight], state=state, master=master)
+        found, probes_taken = update_rates._kind_of(
+            optimizer, optimizer.param_groups[0], weight, 1, clips=False
+        )
+        count = math.prod(found.shape)
+        assert HELD_BYTES <= count * held < HELD_BYTES + 1024 * held + 1
+        assert probes_taken == weight.numel() / count
 
 
 def test_a_gpu_s_time_stays_an_estimate(tmp_path: Path, shares: list[Kind]) -> None:

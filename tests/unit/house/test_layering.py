@@ -16,7 +16,10 @@ from tests.support import ROOT
 from tests.support.waiting import PATIENCE_S
 
 FOLDERS = {"atomtrain": "src", "atombench": "benchmarks", "atomresearch": "research"}
-BASE = {f"atomtrain.{name}" for name in ("errors", "units", "events", "files", "lazy", "settings")}
+BASE = {
+    f"atomtrain.{name}"
+    for name in ("errors", "units", "events", "files", "lazy", "settings", "topology")
+}
 ANALYSIS = ("export", "layers", "costs", "head")
 PLANNING = ("plan", "cost", "search")
 ENGINE = ("devices", "state", "updates", "execution", "calibration")

@@ -25,9 +25,10 @@ def test_ranges_are_whole_and_begin_at_multiples(count: int, parts: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("cores", "torchs", "expected"), [(1, 8, 1), (2, 8, 2), (3, 8, 2), (16, 64, 15), (16, 4, 4)]
+    ("cores", "torchs", "expected"),
+    [(1, 8, 1), (2, 8, 2), (3, 8, 2), (8, 8, 7), (9, 9, 7), (16, 64, 14), (16, 4, 4)],
 )
-def test_one_core_is_left_where_there_are_more_than_two(
+def test_cores_are_left_where_there_are_more_than_two(
     monkeypatch: pytest.MonkeyPatch, cores: int, torchs: int, expected: int
 ) -> None:
     monkeypatch.setattr(pool, "physical_cores", lambda _: cores)

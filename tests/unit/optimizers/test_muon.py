@@ -8,17 +8,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from atomtrain.errors import ConfigError
 from atomtrain.optimizers import AdamW, Muon, muon_groups
-from atomtrain.optimizers.muon import orthogonal
+from atomtrain.optimizers.muon import _bands, orthogonalizer
 from tests.support.engine_models import gpt, tokens
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(3)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    scaled = matrix / (torch.linalg.vector_norm(matrix) + 1e-7)
+    made = orthogonalizer(scaled)
+    return made @ scaled if matrix.shape[0] <= matrix.shape[1] else scaled @ made
+
+
+def as_published(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Five steps of the iteration as Jordan et al. write it."""
+    x = matrix.to(dtype)
+    x = x / (torch.linalg.vector_norm(x) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (64, 8), (48, 32), (1, 5), (5, 1)])
@@ -36,6 +53,45 @@ def test_the_update_has_the_same_singular_vectors_and_values_near_one(shape: Any
 
 def test_a_zero_gradient_gives_a_zero_update() -> None:
     assert torch.equal(orthogonal(torch.zeros(3, 4)), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(("rank", "most"), [(64, 1e-4), (8, 1e-3), (1, 1e-3)])
+def test_steps_on_the_gram_matrix_are_those_on_the_matrix(rank: int, most: float) -> None:
+    """Of any rank they are nearer to exact arithmetic than the published steps in bfloat16."""
+    matrix = torch.randn(64, rank) @ torch.randn(rank, 256)
+    exact = as_published(matrix, torch.float64)
+
+    def off(made: Tensor) -> float:
+        return float((made.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+    assert off(orthogonal(matrix)) < most
+    assert off(orthogonal(matrix)) < off(as_published(matrix, torch.bfloat16)) / 100
+    assert off(orthogonal(matrix.T).T) < most
+
+
+@pytest.mark.parametrize("short", [1, 511, 512, 517, 1000])
+def test_products_in_bands_are_whole_and_symmetric(short: int) -> None:
+    bands = _bands(short)
+    assert [end for _, end in bands[:-1]] == [begin for begin, _ in bands[1:]]
+    assert (bands[0][0], bands[-1][1]) == (0, short)
+    assert len(bands) == (1 if short < 512 else 4)
+    matrix = torch.randn(short, 40) @ torch.randn(40, short)
+    made = orthogonalizer(matrix / torch.linalg.vector_norm(matrix))
+    assert torch.equal(made, made.T)
+
+
+@pytest.mark.parametrize("shape", [(520, 700), (700, 520), (24, 16), (16, 16)])
+def test_flops_are_those_of_its_products(shape: tuple[int, int]) -> None:
+    matrix = nn.Parameter(torch.randn(shape))
+    matrix.grad = torch.randn(shape)
+    optimizer = Muon([{"params": [matrix], "algorithm": "muon"}])
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    short, long = sorted(shape)
+    last = 2 * short * short * long  # in place, which is not counted
+    assert counter.get_total_flops() + last == optimizer.flops_of(matrix)
+    asked = 5 * (4 * short * short * long + 2 * short**3)
+    assert optimizer.flops_of(matrix) < 0.75 * asked or short < 512
 
 
 def test_it_is_close_to_torchs_muon_which_rounds_to_bfloat16() -> None:

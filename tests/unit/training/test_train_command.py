@@ -79,7 +79,7 @@ def test_only_the_first_peer_listens_where_it_is_told_and_the_others_join_it(
 def test_threads_are_divided_and_what_the_first_one_complained_of_is_told(
     launched: list[PeerCommand], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train.os, "cpu_count", lambda: 7)
+    monkeypatch.setattr(train, "allowed_cores", lambda: range(7))
     assert main(THREE) == 1
     assert {told(command, None).threads for command in launched} == {2}
     assert capsys.readouterr().err == "atom: peer 1 has no disk\n"

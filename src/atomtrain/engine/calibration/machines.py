@@ -44,7 +44,6 @@ from atomtrain.planning.plan.schedule import training_visits
 from atomtrain.planning.plan.shape import Activation, Shape
 
 _STEALING_COPY_S = 0.01
-_QUICK_PARAMETERS = 1 << 18
 _ENOUGH_BYTES = 1 << 30
 _NO_TIME_PER_S = 1e18
 """Rate of what takes no time: copies that nobody makes, updates that compute itself makes."""
@@ -107,20 +106,20 @@ def measure_machine(
 def assumed_machine(device: Device) -> Machine:
     """Return this machine's rates without a profile: a GPU's from the catalogue.
 
-    The emulated device's link is what it was told to be; its host optimizer is tried for some
-    milliseconds.
+    The emulated device's link is what it was told to be; its host optimizer is tried for a
+    fraction of a second.
 
     Raises:
         ConfigError: the GPU is not in the catalogue.
     """
     if isinstance(device, HostDevice):
-        return _one_memory(device, update_parameters_per_s(_QUICK_PARAMETERS), None)
+        return _one_memory(device, update_parameters_per_s(), None)
     if isinstance(device, EmulatedDevice):
         return Machine(
             name=device.name,
             load_bytes_per_s=device.link_bytes_per_s,
             unload_bytes_per_s=device.link_bytes_per_s,
-            update_parameters_per_s=update_parameters_per_s(_QUICK_PARAMETERS),
+            update_parameters_per_s=update_parameters_per_s(),
             device_memory_bytes=budget_bytes(device),
             host_memory_bytes=host_memory_bytes(),
         )

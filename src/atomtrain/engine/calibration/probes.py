@@ -1,11 +1,14 @@
 """Measurements of the link and the host optimizer, each a fraction of a second.
 
 All are medians, and sizes follow from a first try, so that a slow link does not make the profile
-slow.
+slow. What moves memory moves more than the last caches hold, as training does: either at once, or
+in turns through so much.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import statistics
 import threading
 import time
@@ -18,15 +21,23 @@ from torch import Tensor
 
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.streams import Stream
+from atomtrain.topology import allowed_cores, cache_bytes
 
-_LARGEST_BYTES = 64 << 20
-"""Larger than the caches of common processors."""
+_TIMES_CACHES = 4
+"""What a probe goes through, over what the last caches hold. Round and round, a cache that drops
+what was used longest ago has nothing of it; others keep no more than their share."""
+_LEAST_BYTES = 64 << 20
+_MEMORY_SHARE = 16
+"""No probe goes through more than this part of the memory, also where caches are huge."""
+_LEAST_LINK_BYTES = 64 << 20
 _SMALLEST_BYTES = 4 << 10
 _COPY_S = 0.02
 """How long a measured copy should take."""
 _REPEATS = 5
-PARAMETERS = 1 << 21
-"""32 MiB of parameters, gradients and moments: the update of a typical block comes from memory."""
+ADAMW_HELD_BYTES = 16
+"""Parameter, gradient and two moments in float32."""
+_PIECE_PARAMETERS = 1 << 19
+"""Of an update beside compute."""
 _STEAL_S = 0.05
 """How long compute is watched at a time while something else runs."""
 _ROUNDS = 3
@@ -49,6 +60,21 @@ class Stolen(NamedTuple):
     s_per_update: float
 
 
+def uncached_bytes(device: torch.device | None = None) -> int:
+    """Return how many bytes a probe must go through so that they come from memory.
+
+    Args:
+        device: Whose memory and caches; `None` is the host.
+    """
+    if device is not None and device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        caches, memory = int(card.L2_cache_size), int(card.total_memory)
+    else:
+        caches = cache_bytes(allowed_cores())
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(max(_LEAST_BYTES, _TIMES_CACHES * caches), memory // _MEMORY_SHARE)
+
+
 def link_rates(device: Device, *, pinned: bool = True) -> LinkRates:
     """Measure copies over the link, through the streams that training uses.
 
@@ -56,7 +82,8 @@ def link_rates(device: Device, *, pinned: bool = True) -> LinkRates:
         device: Idle, with a quarter of its budget free.
         pinned: From memory of `Device.host_empty`; else from ordinary memory.
     """
-    most_bytes = max(_SMALLEST_BYTES, min(_LARGEST_BYTES, device.memory_bytes // 8))
+    most_bytes = max(_LEAST_LINK_BYTES, uncached_bytes() // 2)
+    most_bytes = max(_SMALLEST_BYTES, min(most_bytes, device.memory_bytes // 8))
     with device.computing():
         there = [device.empty((most_bytes,), torch.uint8) for _ in range(2)]
     here = [_host_memory(device, most_bytes, pinned) for _ in range(2)]
@@ -86,13 +113,23 @@ def link_rates(device: Device, *, pinned: bool = True) -> LinkRates:
 
 def host_copy_bytes_per_s() -> float:
     """Measure copies from host memory to host memory with all threads."""
-    source = torch.zeros(_LARGEST_BYTES, dtype=torch.uint8)
-    target = torch.zeros(_LARGEST_BYTES, dtype=torch.uint8)
-    return _LARGEST_BYTES / _median([_timed(lambda: target.copy_(source)) for _ in range(_REPEATS)])
+    n_bytes = uncached_bytes() // 2
+    source, target = (torch.zeros(n_bytes, dtype=torch.uint8) for _ in range(2))
+    return n_bytes / _median([_timed(lambda: target.copy_(source)) for _ in range(_REPEATS)])
 
 
-def update_parameters_per_s(parameters: int = PARAMETERS) -> float:
-    """Measure a fused AdamW in float32, on a thread of its own as in training."""
+def adamw_parameters(device: torch.device | None = None) -> int:
+    """Return how many parameters of a float32 AdamW caches do not hold."""
+    return max(1, uncached_bytes(device) // ADAMW_HELD_BYTES)
+
+
+def update_parameters_per_s(parameters: int | None = None) -> float:
+    """Measure a fused AdamW in float32, on a thread of its own as in training.
+
+    Args:
+        parameters: How many; `None` is more than caches hold.
+    """
+    parameters = parameters or adamw_parameters()
     step = adamw_step(parameters)
     stream = Stream("probe")
     try:
@@ -102,8 +139,10 @@ def update_parameters_per_s(parameters: int = PARAMETERS) -> float:
         stream.close()
 
 
-def device_update_parameters_per_s(device: Device, parameters: int = PARAMETERS) -> float:
+def device_update_parameters_per_s(device: Device) -> float:
     """Measure a fused AdamW in float32 on the device, where compute runs."""
+    room = device.memory_bytes // 4 // ADAMW_HELD_BYTES
+    parameters = max(1, min(adamw_parameters(device.torch_device), room))
     with device.computing():
         step = adamw_step(parameters, device.torch_device)
 
@@ -123,12 +162,22 @@ def stolen(device: Device, work: Callable[[], None], copy_bytes: int) -> Stolen:
         work: A short piece of compute, some milliseconds at most.
         copy_bytes: Size of the copies; one should take some milliseconds too.
     """
-    here, there = (torch.zeros(copy_bytes, dtype=torch.uint8) for _ in range(2))
-    parameters = PARAMETERS // 4
-    step = adamw_step(parameters)
+    all_bytes = uncached_bytes()
+    turns = max(1, all_bytes // 2 // copy_bytes)
+    here, there = (torch.zeros(turns, copy_bytes, dtype=torch.uint8) for _ in range(2))
+    places = itertools.cycle(range(turns))
+    parameters = min(_PIECE_PARAMETERS, adamw_parameters())
+    steps = [adamw_step(parameters) for _ in range(adamw_parameters() // parameters)]
+    for first in steps:  # makes its state
+        first()
+    next_step = itertools.cycle(steps)
 
     def copy() -> None:
-        device.copy_in(there, here)
+        place = next(places)
+        device.copy_in(there[place], here[place])
+
+    def step() -> None:
+        next(next_step)()
 
     work()
     copying, updating = [], []
@@ -186,9 +235,7 @@ def _beside(other: Callable[[], None] | None) -> Iterator[Callable[[], int]]:
         thread.join()
 
 
-def adamw_step(
-    parameters: int = PARAMETERS, device: torch.device | None = None
-) -> Callable[[], None]:
+def adamw_step(parameters: int, device: torch.device | None = None) -> Callable[[], None]:
     """Return a step of the optimizer by which machines are rated: a fused float32 AdamW."""
     parameter = torch.nn.Parameter(torch.zeros(parameters, device=device))
     parameter.grad = torch.ones_like(parameter)

@@ -33,7 +33,7 @@ from atomtrain.native.build import fingerprint
 from atomtrain.native.library import core
 from atomtrain.planning.plan.machine import Machine
 
-VERSION = 11
+VERSION = 12
 """Of the file's form, and of what its figures mean."""
 KEPT_S = 7 * 24 * 3600.0
 """Measurements older than this are made again: drivers, cooling and neighbours change."""

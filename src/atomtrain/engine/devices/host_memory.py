@@ -3,6 +3,10 @@
 Pinning memory is slow, goes by whole pages, and a page cannot be pinned twice. So of what is
 reused from step to step small buffers are cut from slabs, and large ones have pages of their own.
 The C library's heap is told what to do where it can be (glibc).
+
+Where memory has several nodes (sockets, or chips of one), all that an engine holds lies on all of
+them in turn, page by page: whichever core updates a range, and whichever link copies it, each node
+gives its share. A thread that makes memory would otherwise get it from its own node.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+import logging
+import platform
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +24,7 @@ from torch import Tensor
 
 from atomtrain.engine.devices.device import Device
 from atomtrain.planning.plan.disk import PAGE_BYTES, paged
+from atomtrain.topology import memory_nodes
 
 SLAB_BYTES = 1 << 20
 _LARGE_BYTES = SLAB_BYTES // 4
@@ -25,6 +32,13 @@ _ALIGNED_BYTES = 512
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MOST_THRESHOLD, _MOST_MMAP_BYTES = 2**31 - 1, 32 << 20
 """What `mallopt` allows."""
+_SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+"""Numbers of `set_mempolicy` and `get_mempolicy`, which the C library does not wrap."""
+_DEFAULT, _INTERLEAVE = 0, 3
+"""Policies of `set_mempolicy(2)`."""
+_MOST_NODES = 1024
+_MASK_BITS = 64
+_LOG = logging.getLogger(__name__)
 
 
 def aligned_empty(n_bytes: int, empty: Callable[[int], Tensor] | None = None) -> Tensor:
@@ -96,6 +110,55 @@ def give_back() -> None:
     """
     if (trim := _trim()) is not None:
         trim(0)
+
+
+@contextlib.contextmanager
+def interleaved(nodes: Sequence[int] | None = None) -> Iterator[None]:
+    """Have the memory that this thread touches first lie on all nodes in turn, page by page.
+
+    So does that of threads which are started meanwhile, for good. With one node, and under a policy
+    of the user's own (`numactl`), nothing is changed.
+
+    Args:
+        nodes: Numbers of the nodes; `None` is all that the process may use.
+    """
+    nodes = memory_nodes() if nodes is None else nodes
+    changed = len(nodes) > 1 and _policy() == _DEFAULT and _set_policy(_INTERLEAVE, nodes)
+    if len(nodes) > 1 and not changed:
+        _LOG.info("memory stays on the nodes that the system chooses, of %d", len(nodes))
+    try:
+        yield
+    finally:
+        if changed:
+            _set_policy(_DEFAULT, ())
+
+
+def _policy() -> int | None:
+    """Return the calling thread's memory policy; `None` if it cannot be known."""
+    calls, mode = _SYSTEM_CALLS.get(platform.machine()), ctypes.c_int()
+    nothing = (None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
+    if calls is None or _system_call(calls[1], ctypes.byref(mode), *nothing) != 0:
+        return None
+    return mode.value
+
+
+def _set_policy(mode: int, nodes: Sequence[int]) -> bool:
+    """Set the calling thread's memory policy; return whether the system let it."""
+    calls = _SYSTEM_CALLS.get(platform.machine())
+    if calls is None:
+        return False
+    mask = (ctypes.c_uint64 * (_MOST_NODES // _MASK_BITS))()
+    for node in nodes:
+        mask[node // _MASK_BITS] |= 1 << node % _MASK_BITS
+    # The kernel takes one bit less than it is told.
+    place, bits = (mask, _MOST_NODES + 1) if nodes else (None, 0)
+    return bool(_system_call(calls[0], ctypes.c_int(mode), place, ctypes.c_ulong(bits)) == 0)
+
+
+def _system_call(number: int, *arguments: Any) -> Any:
+    with contextlib.suppress(OSError, AttributeError):
+        return ctypes.CDLL(None).syscall(ctypes.c_long(number), *arguments)
+    return -1
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.settings import chosen
+from atomtrain.topology import allowed_cores
 from atomtrain.training.config.folders import (
     FIRST_NAME,
     check_directory,
@@ -128,7 +128,7 @@ def open_session(options: TrainOptions, tell: Callable[[str], None] | None = Non
     """
     require_writable(options.trace, "--trace")
     options = with_addresses(options)
-    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    torch.set_num_threads(options.threads or len(allowed_cores()))
     run = options.run
     if run is None and options.join:
         run = swarm_config(options, None, "", None, 1).run

@@ -50,13 +50,16 @@ def compute_of(card: Gpu, dtype: str) -> Compute:
     )
 
 
-def this_place(device_memory_bytes: int | None, *, again: bool = False) -> Place:
+def this_place(
+    device_memory_bytes: int | None, *, clips: bool = False, again: bool = False
+) -> Place:
     """Measure this machine: its link, host optimizer, disk and matrix products.
 
     Layers are measured when their times are first asked for.
 
     Args:
         device_memory_bytes: Budget; `None` is the device's own.
+        clips: Whether updates multiply gradients in their own type.
         again: Forget what was measured before.
 
     Raises:
@@ -71,7 +74,7 @@ def this_place(device_memory_bytes: int | None, *, again: bool = False) -> Place
         device.close()
 
     def updates(model: UpdateModel, optimizer: Optimizer, chain: Chain) -> UpdateModel:
-        return measured_updates(model, optimizer, chain, key, one_processor=not on_gpu)
+        return measured_updates(model, optimizer, chain, key, one_processor=not on_gpu, clips=clips)
 
     local = Compute(_Measured(rate, device_memory_bytes), rate, rate)
     return Place(profile.machine, local=local, updates=updates, crowded_share=profile.crowded_share)
