@@ -10,42 +10,47 @@ calling thread is Python, PyTorch's dispatch and autograd, and the engine.
 - *The thread's own processor time* counts, not the clock: streams and updates have threads of their
   own, which a busy machine starts late.
 - `host_s_per_block` is that of blocks whose saved tensors wait on the host, made again where a
-  cheap operation can. `parts` has the other ways, and `resident`: PyTorch alone, forward and
-  backward of the same block without any checkpoint.
+  cheap operation can. `parts` has the other ways, and `resident`: forward and backward of the same
+  layers by PyTorch alone, nothing recomputed.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import atomtrain
 from atombench.common import BenchmarkOptions, Result, description, progress, require_positive
+from atomtrain.analysis.layers.trace import chain_of
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import ConfigError
-from atomtrain.planning.plan.shape import ACTIVATIONS
+from atomtrain.planning.plan.shape import ACTIVATIONS, Activation
 
-_LINK_BYTES_PER_S = 1e12
+RESIDENT = "resident"
+_LINK_BYTES_PER_S = 1e6
+"""What plans assume: so slow that what is cheap is made again, not sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverheadSetup:
     """Inputs of the benchmark."""
 
-    layers: tuple[int, int] = (4, 12)
+    layers: tuple[int, int] = (2, 8)
     """Blocks of the two models that are compared."""
-    micro_batches: int = 8
+    micro_batches: int = 4
     """Of a step."""
     tokens: int = 4
     """Of a micro-batch: few, so that computing takes no time."""
     width: int = 32
     heads: int = 4
-    steps: int = 15
+    steps: int = 20
     """Timed steps of each; the least counts."""
     warmup_steps: int = 3
     seed: int = 0
@@ -56,14 +61,15 @@ class OverheadSetup:
             raise ConfigError(f"layers must be two growing numbers, not {self.layers}")
 
 
-QUICK = OverheadSetup(layers=(2, 6), steps=5)
+QUICK = OverheadSetup(layers=(2, 6), steps=5, warmup_steps=1)
 
 
 class NullDevice(EmulatedDevice):
     """A device behind a link that takes no time, and that counts no memory."""
 
-    def computing(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        yield
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -91,10 +97,7 @@ def run(options: BenchmarkOptions, setup: OverheadSetup | None = None) -> Result
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        parts: dict[str, float] = {"resident": _per_block(setup, _resident_s)}
-        for activations in ACTIVATIONS:
-            parts[activations] = _per_block(setup, _swapped_s, activations)
-            progress(f"{activations}: {parts[activations] * 1e6:.0f} us a block and micro-batch")
+        parts = _measured(setup)
     finally:
         torch.set_num_threads(threads)
     return {
@@ -103,6 +106,36 @@ def run(options: BenchmarkOptions, setup: OverheadSetup | None = None) -> Result
         "inputs": asdict(setup),
         **description(),
     }
+
+
+def _measured(setup: OverheadSetup) -> dict[str, float]:
+    """Return the thread's seconds on one block and micro-batch, by how it is trained.
+
+    All take turns. Of each the least counts, since whatever else runs on the machine only adds.
+    """
+    data = _data(setup)
+    least_s: dict[tuple[str, int], float] = {}
+    with ExitStack() as stack:
+        steps: dict[tuple[str, int], Callable[[], object]] = {}
+        for layers in setup.layers:
+            steps[RESIDENT, layers] = _resident(llama(setup, layers), data)
+            for activations in ACTIVATIONS:
+                engine = stack.enter_context(opened(setup, layers, activations))
+                steps[activations, layers] = functools.partial(engine.step, data)
+        for turn in range(setup.warmup_steps + setup.steps):
+            for key, step in steps.items():
+                started_s = time.thread_time()
+                step()
+                taken_s = time.thread_time() - started_s
+                if turn >= setup.warmup_steps:
+                    least_s[key] = min(taken_s, least_s.get(key, math.inf))
+    fewer, more = setup.layers
+    blocks = (more - fewer) * setup.micro_batches
+    parts = {}
+    for name in (RESIDENT, *ACTIVATIONS):
+        parts[name] = (least_s[name, more] - least_s[name, fewer]) / blocks
+        progress(f"{name}: {parts[name] * 1e6:.0f} us a block and micro-batch")
+    return parts
 
 
 def llama(setup: OverheadSetup, layers: int) -> nn.Module:
@@ -130,21 +163,7 @@ def llama(setup: OverheadSetup, layers: int) -> nn.Module:
     )
 
 
-def _per_block(setup: OverheadSetup, step_s: Any, *arguments: Any) -> float:
-    """Return the thread's seconds on one block and micro-batch."""
-    fewer, more = setup.layers
-    less_s, more_s = (step_s(setup, layers, *arguments) for layers in (fewer, more))
-    return float((more_s - less_s) / (more - fewer) / setup.micro_batches)
-
-
-def _swapped_s(setup: OverheadSetup, layers: int, activations: Any) -> float:
-    """Return the thread's seconds on a step of the engine, each block a segment of its own."""
-    with opened(setup, layers, activations) as engine:
-        data = _data(setup)
-        return _thread_s(setup, lambda: engine.step(data))
-
-
-def opened(setup: OverheadSetup, layers: int, activations: Any) -> atomtrain.Engine:
+def opened(setup: OverheadSetup, layers: int, activations: Activation) -> atomtrain.Engine:
     """Return an engine on the null device."""
     return atomtrain.swap(
         llama(setup, layers),
@@ -164,26 +183,19 @@ def opened(setup: OverheadSetup, layers: int, activations: Any) -> atomtrain.Eng
     )
 
 
-def _resident_s(setup: OverheadSetup, layers: int) -> float:
-    model, data = llama(setup, layers), _data(setup)
+def _resident(model: nn.Module, data: list[dict[str, Tensor]]) -> Callable[[], None]:
+    """Return a step of the layers that the engine runs, without the engine."""
+    traced = chain_of(model, data[0])
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
+        for parameter in traced.chain.parameters:
+            parameter.grad = None
         for micro_batch in data:
-            (model(**micro_batch).loss / len(data)).backward()
+            (traced.chain.loss_of(traced.bind(micro_batch)) / len(data)).backward()
 
-    return _thread_s(setup, step)
+    return step
 
 
 def _data(setup: OverheadSetup) -> list[dict[str, Tensor]]:
     ids = torch.arange(setup.tokens).unsqueeze(0)
     return [{"input_ids": ids, "labels": ids} for _ in range(setup.micro_batches)]
-
-
-def _thread_s(setup: OverheadSetup, step: Any) -> float:
-    taken_s = []
-    for _ in range(setup.warmup_steps + setup.steps):
-        started_s = time.thread_time()
-        step()
-        taken_s.append(time.thread_time() - started_s)
-    return min(taken_s[setup.warmup_steps :])  # whatever else runs only adds

@@ -37,7 +37,7 @@ SECONDS = {
     "offloaders": 70.0,
 }
 """What each part may take of the whole, in their order; they are stretched to the limit."""
-SIZES = ("full", "small", "tiny")
+SIZES = ("full", "small")
 DEVICES = ("cuda", "emulated")
 TABLE = "table.txt"
 _EXAMPLES = """\
@@ -54,9 +54,7 @@ class HourOptions:
     out: Path = option(Path("first-hour"), "Folder for what is found: at most 8 files.", "FOLDER")
     limit: float = option(570.0, "Seconds that all parts may take together.", "SECONDS")
     device: str = option("cuda", "cuda, or emulated to rehearse without a GPU.", "DEVICE")
-    size: str | None = option(
-        None, "full, small or tiny. Default: full on cuda, else small.", "SIZE"
-    )
+    size: str | None = option(None, "full or small. Default: full on cuda, else small.", "SIZE")
     only: str | None = option(
         None, f"Parts, with commas between them: {', '.join(SECONDS)}. Default: all.", "PARTS"
     )

@@ -23,21 +23,20 @@ def table(rows: Sequence[Result], core: str) -> str:
     for row in rows:
         head = (row["part"], row["state"], format_seconds(row["seconds"]))
         told = list(_LINES[row["part"]](row))
-        told += [("left out", f"{what} (needs {name})") for name, what in _skipped(row)]
+        skipped = row.get("skipped", {})
+        told += [("left out", f"{name}: {what[:160]}") for name, what in skipped.items()]
         if row["failure"]:
             told.append((row["state"], row["failure"][:200]))
         for index, line in enumerate(told or [("", "")]):
             lines.append((*(head if index == 0 else ("", "", "")), *line))
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     text = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[4]])
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[4]]
+        )
         for line in lines
     ]
     return "\n".join([*(line.rstrip() for line in text), f"Measured {core}."])
-
-
-def _skipped(row: Result) -> Iterator[Line]:
-    yield from row.get("skipped", {}).items()
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -48,7 +47,7 @@ def _machine(row: Result) -> Iterator[Line]:
     if "device" not in row:
         return
     facts = row["machine"]
-    device_bytes = row.get("device_bytes", row["device_budget_bytes"])
+    device_bytes: int = row.get("device_bytes", row["device_budget_bytes"])
     yield "device", f"{row['device']}, {format_bytes(device_bytes)}"
     yield (
         "host",
@@ -103,7 +102,10 @@ def _optimizers(row: Result) -> Iterator[Line]:
             f"{name} {format_count(found['optimizers'][name]['parameters_per_s'])}"
             for name in ("bf16-adamw", "bf16-adamw-bfloat16-split", "torch-adamw-fused")
         )
-        yield f"{threads} threads", f"{fast} parameters/s; {_rate(found['copy_bytes_per_s'])} copied"
+        yield (
+            f"{threads} threads",
+            f"{fast} parameters/s; {_rate(found['copy_bytes_per_s'])} copied",
+        )
 
 
 def _timeline(row: Result) -> Iterator[Line]:
@@ -113,7 +115,8 @@ def _timeline(row: Result) -> Iterator[Line]:
             f"step {format_seconds(found['predicted_step_s'])} predicted, "
             f"{format_seconds(found['measured_step_s'])} measured, "
             f"{format_seconds(found['link_wait_s'])} waiting; opened in "
-            f"{format_seconds(found['open_s'])}, first step {format_seconds(found['first_step_s'])}",
+            f"{format_seconds(found['open_s'])}, first step "
+            f"{format_seconds(found['first_step_s'])}",
         )
         busy = (
             f"{stream} {format_seconds(found['predicted_busy_s'].get(stream, 0.0))} / "
