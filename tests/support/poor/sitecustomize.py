@@ -1,4 +1,4 @@
-"""Stands for a machine that lacks packages: those that `ATOM_TEST_LACKS` names cannot be imported.
+"""Stands for a machine that lacks packages: those that `ATOM_TEST_LACKS` names are not found.
 
 Python imports this by itself where the folder is on `PYTHONPATH`.
 """
@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from typing import Any
 
 _LACKS = frozenset(os.environ.get("ATOM_TEST_LACKS", "").split(","))
 
 
-class _Lacking(MetaPathFinder):
-    """Finds nothing of what is lacking, and says so before anybody else is asked."""
+class _Without:
+    """Finds what another finder finds, but for what is lacking."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.partition(".")[0] in _LACKS:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
-        return None
+            return None
+        return self._finder.find_spec(fullname, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
 
 
-sys.meta_path.insert(0, _Lacking())
+sys.meta_path[:] = [_Without(finder) for finder in sys.meta_path]

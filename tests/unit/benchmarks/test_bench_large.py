@@ -70,8 +70,8 @@ def test_all_blocks_are_drawn_at_once_as_deep_models_are() -> None:
     torch.manual_seed(0)
     sizes = dataclasses.replace(preset("tiny"), width=256, heads=8, layers=16)
     model, usual = large.random_gpt(sizes), GPT(sizes)
-    for name, parameter in model.named_parameters():
-        alike = usual.get_parameter(name)
+    for name, parameter in model.state_dict().items():
+        alike = usual.state_dict()[name]
         assert float(parameter.std()) == pytest.approx(float(alike.std()), rel=0.05, abs=1e-6)
         assert float(parameter.mean()) == pytest.approx(float(alike.mean()), abs=1e-3)
     assert model.head.weight is model.embedding.token.weight
