@@ -50,9 +50,9 @@ SIZES = {
     "full": Size(
         product=8192,
         pinned_bytes=(10**9, 8 * 10**9, 16 * 10**9),
-        model=_gpt(16, 1024, 32000, 1024),
+        model=_gpt(16, 1024, 8192, 1024),
         model_sequences=4,
-        model_memory="2GiB",
+        model_memory="1GiB",
         optimizer=OptimizerSetup(rounds=5, but=_MUON),
         threads=(4, 8, 16),
         timeline=LargeSetup(

@@ -47,8 +47,8 @@ def _machine(row: Result) -> Iterator[Line]:
     if "device" not in row:
         return
     facts = row["machine"]
-    device_bytes: int = row.get("device_bytes", row["device_budget_bytes"])
-    yield "device", f"{row['device']}, {format_bytes(device_bytes)}"
+    size = "device_bytes" if "device_bytes" in row else "device_budget_bytes"
+    yield "device", f"{row['device']}, {format_bytes(row[size])}"
     yield (
         "host",
         f"{facts['processor']}, {facts['cores']} cores, {format_bytes(facts['memory_bytes'])}",
