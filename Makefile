@@ -8,7 +8,7 @@ PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml \
 CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 
-.PHONY: train test check test-gpu bench-gpu interleavings lint types house docs pages clean
+.PHONY: train test check first-hour test-gpu bench-gpu interleavings lint types house docs pages clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
@@ -24,17 +24,31 @@ test: lint types house
 check: lint types house
 	$(PYTEST) -q -m 'not slow and not matrix' tests/unit
 
+# Where PYTHON is given, with any Python that has torch: nothing is installed or fetched.
+ifeq ($(origin PYTHON),file)
+GPU_PYTHON := $(BIN)/python
+else
+GPU_PYTHON := PYTHONPATH=$(CURDIR)/src:$(CURDIR)/benchmarks:$(CURDIR)/research $(PYTHON)
+endif
+GPU_READY = $(if $(filter file,$(origin PYTHON)),$(VENV)/$(1))
+
+# The most that ten minutes on a new GPU can tell; FIRST_HOUR_ARGS="--device emulated" rehearses it.
+FIRST_HOUR_ARGS ?=
+first-hour:
+	$(PYTHON) scripts/first-hour $(FIRST_HOUR_ARGS)
+
 # One command for whoever has a GPU; skips cleanly without one.
-test-gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests -m gpu
+test-gpu: $(call GPU_READY,.installed-dev)
+	$(GPU_PYTHON) -m pytest tests -m gpu
 
 # What there is to measure on a GPU, into benchmarks/results: against others and resident training
 # under caps that stand for small cards, and a 7B model.
-bench-gpu: $(VENV)/.installed-bench
+BENCH := $(GPU_PYTHON) -m atomtrain.cli.main bench
+bench-gpu: $(call GPU_READY,.installed-bench)
 	for cap in 11 24; do \
-	$(BIN)/atom bench offloaders --device cuda --device-memory $${cap}GiB --json \
+	$(BENCH) offloaders --device cuda --device-memory $${cap}GiB --json \
 	--out benchmarks/results/offloaders-cuda-$${cap}gib.json > /dev/null || exit; done
-	$(BIN)/atom bench large --json --out benchmarks/results/large.json > /dev/null
+	$(BENCH) large --json --out benchmarks/results/large.json > /dev/null
 
 $(VENV)/.installed-bench: $(VENV)/.installed benchmarks/pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e . -e research -e 'benchmarks[offloaders]'

@@ -50,6 +50,9 @@ REGISTRY: dict[str, Benchmark] = {
     "optimizer": Benchmark(
         "atombench.engine.optimizer", "host optimizers against plain copies of as many bytes"
     ),
+    "overhead": Benchmark(
+        "atombench.engine.overhead", "what the launching thread spends on a block"
+    ),
     "precision": Benchmark(
         "atombench.engine.precision", "host memory and loss of bfloat16 with exact masters"
     ),
@@ -82,7 +85,7 @@ REGISTRY: dict[str, Benchmark] = {
     "large": Benchmark(
         "atombench.engine.large",
         "a 7B model on one GPU under a cap of its memory",
-        takes=("device_memory",),
+        takes=("device_memory", "model", "optimizer", "micro_batches", "steps"),
     ),
     "plan": Benchmark(
         "atombench.engine.plan",

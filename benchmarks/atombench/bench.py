@@ -65,6 +65,12 @@ class BenchOptions:
     case: tuple[int, ...] = option(
         (), "With plan: run this case only, from 1; may be repeated.", "NUMBER"
     )
+    model: str | None = option(None, "With large: a preset. Default: gpt3-6.7b.", "NAME")
+    optimizer: str | None = option(
+        None, "With large: an optimizer. Default: the most exact AdamW that fits the host.", "NAME"
+    )
+    micro_batches: int | None = option(None, "With large: of a step. Default: 16.", "N")
+    steps: int | None = option(None, "With large: counted steps. Default: 3.", "N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,10 @@ def run(arguments: Sequence[str]) -> int:
         device=options.device,
         device_memory=options.device_memory,
         case=options.case,
+        model=options.model,
+        optimizer=options.optimizer,
+        micro_batches=options.micro_batches,
+        steps=options.steps,
     )
     result = entry.run(settings)
     report(result, json=options.json, out=options.out, text=entry.text(result))

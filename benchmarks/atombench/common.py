@@ -58,6 +58,14 @@ class BenchmarkOptions:
     """Budget on the device, such as `8GiB`."""
     case: tuple[int, ...] = ()
     """Numbers of the cases that `plan` runs, from 1; none: all."""
+    model: str | None = None
+    """The preset that `large` trains."""
+    optimizer: str | None = None
+    """By name, for `large`."""
+    micro_batches: int | None = None
+    """Of a step of `large`."""
+    steps: int | None = None
+    """Counted ones of `large`."""
 
     def __post_init__(self) -> None:
         if self.links not in LINKS:
@@ -69,7 +77,7 @@ class BenchmarkOptions:
                 f"--link and --links {self.links} exclude each other; --link alone measures the "
                 "given links, and with --links alone it measures ATOM only"
             )
-        check_counts(self, "peers", "kills", "at_once")
+        check_counts(self, "peers", "kills", "at_once", "micro_batches", "steps")
         if self.device_memory is not None:
             parse_bytes(self.device_memory, "--device-memory")
         if self.out is not None:

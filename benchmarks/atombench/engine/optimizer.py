@@ -59,6 +59,8 @@ class OptimizerSetup:
     columns: int = 4096
     rounds: int = 15
     """How often each step is timed; at least 1."""
+    but: tuple[str, ...] = ()
+    """Optimizers that are left out; `adamw` and `torch-adamw-fused` cannot be."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -227,6 +229,8 @@ def _measure(setup: OptimizerSetup) -> dict[str, list[float]]:
         for dtype in (torch.float32, torch.bfloat16)
     }
     for name, candidate in _CANDIDATES.items():
+        if name in setup.but:
+            continue
         owned = parameters[candidate.dtype][: _matrices(candidate, setup)]
         jobs[name] = candidate.make(owned).step
     times_s: dict[str, list[float]] = {name: [] for name in jobs}

@@ -77,7 +77,7 @@ NEEDED = {"deepspeed": "pip install 'atomtrain[bench]'"}
 """How to get a package that is not there, by its name."""
 
 
-class _WorkerError(Exception):
+class WorkerError(Exception):
     """A contender did not do what it was asked."""
 
 
@@ -98,7 +98,7 @@ class _Worker:
         """Return the next answer.
 
         Raises:
-            _WorkerError: the contender failed, or its process died.
+            WorkerError: the contender failed, or its process died.
         """
         assert self._process.stdout is not None
         timer = threading.Timer(_DEADLINE_S, self._process.kill)
@@ -109,7 +109,7 @@ class _Worker:
             raise self._ended()
         result: Result = json.loads(line)
         if "failed" in result:
-            raise _WorkerError(result["failed"])
+            raise WorkerError(result["failed"])
         return result
 
     def ask(self, line: object) -> Result:
@@ -122,11 +122,11 @@ class _Worker:
             raise self._ended() from None
         return self.answer()
 
-    def _ended(self) -> _WorkerError:
+    def _ended(self) -> WorkerError:
         code = self._process.wait()
         self._said.seek(0)
         said = [line.strip() for line in self._said if line.strip()]
-        return _WorkerError(f"its process ended with code {code}: {''.join(said[-1:])}")
+        return WorkerError(f"its process ended with code {code}: {''.join(said[-1:])}")
 
     def close(self) -> None:
         self._process.kill()
@@ -229,8 +229,8 @@ def _try(
             }
             row.tried.append(tried)
             try:
-                worker = stack.enter_context(_opened(row.name, setting, case, place))
-            except _WorkerError as error:
+                worker = stack.enter_context(opened(row.name, setting, case, place))
+            except WorkerError as error:
                 tried["failure"] = str(error)
             else:
                 tried["steps_s"] = []
@@ -241,7 +241,7 @@ def _try(
                     try:
                         worker.ask(1)  # not counted: caches were another one's
                         tried["steps_s"].append(worker.ask(1)["step_s"])
-                    except _WorkerError as error:
+                    except WorkerError as error:
                         tried["failure"] = str(error)
         able = list[tuple[Result, Setting]]()
         for tried, setting, worker in workers:
@@ -261,10 +261,10 @@ def _alternate(rows: list[_Row], case: OffloadCase, place: Mapping[str, Any]) ->
         for row in rows:
             assert row.best is not None
             try:
-                worker = stack.enter_context(_opened(row.name, row.best, case, place))
+                worker = stack.enter_context(opened(row.name, row.best, case, place))
                 row.losses += worker.ask(1)["losses"]
                 workers[row.name] = worker
-            except _WorkerError as error:
+            except WorkerError as error:
                 row.failure = str(error)
         for turn in range(case.rounds):
             for row in (*rows[turn % len(rows) :], *rows[: turn % len(rows)]):
@@ -273,7 +273,7 @@ def _alternate(rows: list[_Row], case: OffloadCase, place: Mapping[str, Any]) ->
                 try:
                     row.losses += workers[row.name].ask(1)["losses"]
                     result = workers[row.name].ask(case.turn_steps)
-                except _WorkerError as error:
+                except WorkerError as error:
                     row.failure = str(error)
                     continue
                 row.turns_s.append(result["step_s"])
@@ -287,9 +287,10 @@ def _alternate(rows: list[_Row], case: OffloadCase, place: Mapping[str, Any]) ->
 
 
 @contextmanager
-def _opened(
+def opened(
     name: str, setting: Setting, case: OffloadCase, place: Mapping[str, Any]
 ) -> Iterator[_Worker]:
+    """Yield a contender's process, ready to train."""
     worker = _Worker(
         {
             "name": name,

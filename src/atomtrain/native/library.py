@@ -38,7 +38,7 @@ def _loaded() -> ctypes.CDLL | None:
 
 def load(folder: Path) -> tuple[ctypes.CDLL | None, str]:
     """Return the library in a folder for this processor, or `None` and why it cannot be used."""
-    path = library_path(_level(), folder)
+    path = library_path(level(), folder)
     if not path.exists():
         return None, (
             "the compiled core is not installed; with a C compiler, "
@@ -58,7 +58,7 @@ def load(folder: Path) -> tuple[ctypes.CDLL | None, str]:
     return library, ""
 
 
-def _level() -> str:
+def level() -> str:
     """Return the level of this processor; levels are named as PyTorch names them."""
-    level = torch.backends.cpu.get_cpu_capability()
-    return level if level in ("AVX2", "AVX512") else "DEFAULT"
+    named = torch.backends.cpu.get_cpu_capability()
+    return named if named in ("AVX2", "AVX512") else "DEFAULT"

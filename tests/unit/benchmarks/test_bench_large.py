@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +14,8 @@ from atombench.engine import context, large
 from atombench.engine.context import ContextSetup
 from atombench.engine.large import LargeSetup
 from atomtrain.errors import ConfigError
+from atomtrain.models import GPT
+from atomtrain.models.gpt_config import preset
 from atomtrain.views.plans.subject import subject
 
 pytestmark = pytest.mark.slow
@@ -40,6 +46,46 @@ def test_a_small_model_on_the_emulated_device() -> None:
     assert len(result["losses"]) == 3
     assert result["optimizer"] == "adamw"
     assert 0 <= result["link_wait_share"] < 1
+
+
+@pytest.mark.usefixtures("assumed_times")
+def test_what_is_known_is_kept_after_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []
+    monkeypatch.setattr(large, "keep_partial", lambda result, out: kept.append((dict(result), out)))
+    options = BenchmarkOptions(
+        out=tmp_path / "large.json", optimizer="adamw-bfloat16-split", micro_batches=2, steps=2
+    )
+    result = large.run(options, SETUP)
+    assert result["optimizer"] == "adamw-bfloat16-split"
+    assert result["inputs"]["micro_batches"] == result["steps"] == 2
+    assert [found.get("steps") for found, _ in kept] == [None, None, 1, 2]
+    assert {out for _, out in kept} == {options.out}
+    assert kept[0][0]["plan"] == result["plan"]
+    assert kept[1][0]["first_step_s"] == result["first_step_s"]
+
+
+def test_all_blocks_are_drawn_at_once_as_deep_models_are() -> None:
+    torch.manual_seed(0)
+    sizes = dataclasses.replace(preset("tiny"), width=256, heads=8, layers=16)
+    model, usual = large.random_gpt(sizes), GPT(sizes)
+    for name, parameter in model.state_dict().items():
+        alike = usual.state_dict()[name]
+        assert float(parameter.std()) == pytest.approx(float(alike.std()), rel=0.05, abs=1e-6)
+        assert float(parameter.mean()) == pytest.approx(float(alike.mean()), abs=1e-3)
+    assert model.head.weight is model.embedding.token.weight
+    one, other = (model.blocks[index].state_dict() for index in (0, 15))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [({"model": "gpt3-6b"}, "gpt3-6b"), ({"optimizer": "adam"}, "there is no optimizer 'adam'")],
+)
+def test_what_does_not_exist_is_told(chosen: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        large.run(BenchmarkOptions(**chosen), SETUP)
 
 
 @pytest.mark.parametrize(

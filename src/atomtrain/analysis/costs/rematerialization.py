@@ -11,8 +11,7 @@ whoever packs saved tensors says how an argument will be found again.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,29 +79,43 @@ class Standing(NamedTuple):
 class RematerializedOperation:
     """An operation that backward does again, and its results while they are in use."""
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, standing: list[Any], depth: int) -> None:
+    def __init__(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nested: bool, depth: int
+    ) -> None:
         """Take note of an operation.
 
         Args:
             func: What is done.
             args: Its arguments, a `Standing` for each tensor.
             kwargs: The same by name.
-            standing: What stands for each of the tensors, in their order.
+            nested: Whether some are in lists, or given by name.
             depth: How many operations come one after the other, this one included.
         """
-        self._func, self._args, self._kwargs = func, args, kwargs
-        self._steps = [one for one in standing if isinstance(one, _Step)]
-        self._saved = [one for one in standing if not isinstance(one, _Step)]
+        self._func, self._args, self._kwargs, self._nested = func, args, kwargs, nested
         self.depth = depth
         self._results: dict[int, Tensor] = {}
         self.needed: set[int] = set()
         """Positions of the results that are still to be used."""
+        self._steps: list[_Step] = []
+        self._saved: list[Any] = []
+        if nested:
+            _replaced((args, kwargs), self._take)
+        else:
+            for one in args:
+                if type(one) is Standing:
+                    self._take(one.packed)
+        self._arguments: Sequence[Any] | None = None
 
-    def arguments(self) -> list[Any]:
+    def _take(self, packed: Any) -> None:
+        (self._steps if isinstance(packed, _Step) else self._saved).append(packed)
+
+    def arguments(self) -> Sequence[Any]:
         """Return what stands for the saved tensors from which everything begins."""
-        order: dict[RematerializedOperation, None] = {}
-        self._add_to(order)
-        return [packed for operation in order for packed in operation._saved]
+        if self._arguments is None:  # asked for several times, and always the same
+            order: dict[RematerializedOperation, None] = {}
+            self._add_to(order)
+            self._arguments = [packed for operation in order for packed in operation._saved]
+        return self._arguments
 
     def result(self, index: int, unpack: Unpack) -> Tensor:
         """Return one of the results; all that are needed are made together.
@@ -115,8 +128,10 @@ class RematerializedOperation:
         order: dict[RematerializedOperation, None] = {}
         made: dict[_Result, Tensor] = {}
         self._add_to(order, made)
-        uses = Counter(step.result for operation in order for step in operation._steps)
-        uses[self, index] += 1
+        uses: dict[_Result, int] = {(self, index): 1}
+        for operation in order:
+            for step in operation._steps:
+                uses[step.result] = uses.get(step.result, 0) + 1
 
         def argument(packed: Any) -> Tensor:
             if not isinstance(packed, _Step):
@@ -155,7 +170,12 @@ class RematerializedOperation:
         self, argument: Callable[[Any], Tensor], uses: Mapping[_Result, int]
     ) -> dict[_Result, Tensor]:
         """Do the operation; return the results that have uses. Those that are needed are kept."""
-        args, kwargs = _replaced((self._args, self._kwargs), argument)
+        args: Sequence[Any] = self._args
+        kwargs: Mapping[str, Any] = self._kwargs
+        if self._nested:
+            args, kwargs = _replaced((args, kwargs), argument)
+        else:
+            args = [argument(one.packed) if type(one) is Standing else one for one in args]
         made = self._func(*args, **kwargs)
         made = made if isinstance(made, tuple) else (made,)
         self._results.update((index, made[index]) for index in self.needed)
@@ -211,6 +231,10 @@ class RematerializedStorage:
         return first
 
 
+class _NotThereError(Exception):
+    """An argument will not be there in backward."""
+
+
 class Rematerializer(TorchDispatchMode):
     """While active, notes how results of cheap operations on saved tensors can be made again.
 
@@ -250,22 +274,34 @@ class Rematerializer(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        complete, depth = True, 1
-        found: list[Any] = []
+        depth, nested = 1, False
 
         def standing(tensor: Tensor) -> Standing:
-            nonlocal complete, depth
-            if complete:
-                note = self._notes.get(tensor)
-                depth = depth if note is None else max(depth, note.operation.depth + 1)
-                found.append(self._stands_for(tensor, note))
-                complete = found[-1] is not None and depth <= _DEEPEST
-            return Standing(found[-1])
+            nonlocal depth
+            note = self._notes.get(tensor)
+            if note is not None:
+                depth = max(depth, note.operation.depth + 1)
+            packed = self._stands_for(tensor, note)
+            if packed is None or depth > _DEEPEST:
+                raise _NotThereError
+            return Standing(packed)
 
-        packed_args, packed_kwargs = _replaced((args, kwargs), standing, Tensor)
-        if not complete:
+        try:
+            packed_args = []
+            for one in args:  # mostly tensors and numbers: nothing to look into
+                if isinstance(one, Tensor):
+                    packed_args.append(standing(one))
+                elif isinstance(one, list | tuple):
+                    nested = True
+                    packed_args.append(_replaced(one, standing, Tensor))
+                else:
+                    packed_args.append(one)
+            if any(isinstance(one, Tensor | list | tuple) for one in kwargs.values()):
+                nested = True
+                kwargs = _replaced(kwargs, standing, Tensor)
+        except _NotThereError:
             return
-        operation = RematerializedOperation(func, packed_args, packed_kwargs, found, depth)
+        operation = RematerializedOperation(func, tuple(packed_args), kwargs, nested, depth)
         for index, made in enumerate(result if isinstance(result, tuple) else (result,)):
             if isinstance(made, Tensor):
                 self._notes.put(made, _Note(operation, index, made.dtype))
