@@ -1,4 +1,4 @@
-"""Kernels stay within their memory, whatever the sizes, formats and bits: checked by sanitizers."""
+"""Kernels stay within their memory, whatever sizes, formats and bits: checked by sanitizers."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def updated(
     for gradient in gradients:
         more = paths._prepare(state, parameter, group)
         given_gradient = gradient.clone()
-        update(parameter, given_gradient, state, group, *by, **more)
+        update(parameter, given_gradient, state, group, by, **more)
         if way == "_compiled":
             assert same_bits(given_gradient, gradient), "gradients are read only"
     return [parameter, *(state[key] for key in sorted(state))]
