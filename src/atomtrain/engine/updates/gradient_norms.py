@@ -58,7 +58,8 @@ def norms(gradients: Sequence[Tensor], *, wide: bool) -> list[Tensor]:
 
 def torch_norm(gradient: Tensor, wide: bool) -> Tensor:
     """Return the norm that defines the bits."""
-    return torch.linalg.vector_norm(gradient.float() if wide else gradient, 2.0)
+    norm: Tensor = torch.linalg.vector_norm(gradient.float() if wide else gradient, 2.0)
+    return norm
 
 
 def _compiled(core: ctypes.CDLL, gradient: Tensor, wide: bool, out: Tensor) -> None:
