@@ -185,8 +185,9 @@ def open_narrow_atom(order: Order) -> Contender:
     from atomtrain.optimizers import AdamW
 
     def narrow(parameters: Any) -> torch.optim.Optimizer:
-        numbers = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
-        return AdamW(parameters, state="int8", master="split", **numbers)
+        return AdamW(
+            parameters, LEARNING_RATE, weight_decay=WEIGHT_DECAY, state="int8", master="split"
+        )
 
     return open_atom(order, narrow, precision="bf16")
 
