@@ -33,24 +33,34 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import atomtrain
 from atombench.common import BenchmarkOptions, Result, description, progress
 from atombench.engine.swap_pairs import (
+    Block,
     Resident,
     SwapSetup,
     alternate,
     blocks_of,
     cores,
+    model_of,
     opened,
     sizes_of,
+    step_data,
+    swapped_block,
+    threads_of,
 )
 from atomtrain.engine.devices.host_memory import keep_freed
 from atomtrain.engine.planner import Planner
+from atomtrain.native import library
+from atomtrain.optimizers import AdamW
 from atomtrain.units import format_bytes
 
 _PAIRS = 3
@@ -68,6 +78,7 @@ QUICK = SwapSetup(
     wide_pairs=3,
     link_layers=6,
     link_pairs=3,
+    update_pairs=3,
 )
 
 
@@ -99,6 +110,7 @@ def run(options: BenchmarkOptions, setup: SwapSetup | None = None) -> Result:
         "heap_kept": heap_kept,
         **run_cases(setup, budget_bytes),
         **run_link(setup),
+        **run_updates(setup, budget_bytes // 2),  # as large a share of a state half as large
         **measured.keys(),
         "device_budget_bytes": budget_bytes,
         "state_bytes": state_bytes,
@@ -189,6 +201,63 @@ def _case(name: str, setup: SwapSetup, budget_bytes: int, **options: Any) -> Res
         f"{name}_bit_equal": measured.losses_equal,
         f"{name}_plan": plan.to_json(),
     }
+
+
+def run_updates(setup: SwapSetup, budget_bytes: int) -> Result:
+    """Measure steps of few tokens in bfloat16 with 8-bit moments; return keys of this part.
+
+    The host's updates bound them. Two engines train by turns, one by the compiled core, the other
+    with the core turned off, and must end with the same losses.
+    """
+    setup = dataclasses.replace(setup, sequences=setup.update_sequences, micro_batches=1)
+    progress(f"bound by updates: {setup.tokens_per_step} tokens a step")
+    ways: dict[str, list[Block]] = {"compiled": [], "torch": []}
+    with ExitStack() as stack:
+        engines = {way: stack.enter_context(_narrow(setup, budget_bytes)) for way in ways}
+        for pair in range(setup.warmup_steps + setup.update_pairs):
+            steps = blocks_of(setup, setup.block_steps)
+            for way in sorted(ways, reverse=pair % 2 == 1):
+                with nullcontext() if way == "compiled" else _without_core():
+                    ways[way].append(swapped_block(engines[way], steps))
+        plan = engines["compiled"].plan
+    equal = [b.losses for b in ways["compiled"]] == [b.losses for b in ways["torch"]]
+    compiled, plain = (
+        [block.step_s for block in blocks[setup.warmup_steps :]] for blocks in ways.values()
+    )
+    ratios = [slow / fast for fast, slow in zip(compiled, plain, strict=True)]
+    return {
+        "updates_core": library.core() is not None,
+        "updates_tokens_per_step": setup.tokens_per_step,
+        "updates_step_s": statistics.median(compiled),
+        "updates_torch_step_s": statistics.median(plain),
+        "updates_speed_ratio": statistics.median(ratios),
+        "updates_speed_ratio_of_pairs": ratios,
+        "updates_bit_equal": equal,
+        "updates_plan": plan.to_json(),
+    }
+
+
+@contextmanager
+def _narrow(setup: SwapSetup, budget_bytes: int) -> Iterator[atomtrain.Engine]:
+    """Lend an engine in bfloat16 with 8-bit moments and clipping."""
+    torch.manual_seed(setup.seed)
+    with (
+        threads_of(setup.threads),
+        atomtrain.swap(
+            model_of(setup),
+            step_data(setup)[0],
+            optimizer=lambda parameters: AdamW(parameters, lr=1e-4, state="int8", master="split"),
+            device=f"emulated:{int(setup.link_bytes_per_s)}B/s",
+            device_memory=budget_bytes,
+            options=atomtrain.Options(precision="bf16", clip_norm=1.0),
+        ) as engine,
+    ):
+        yield engine
+
+
+def _without_core() -> AbstractContextManager[object]:
+    """Turn the compiled core off meanwhile: PyTorch does what it did."""
+    return patch.object(library, "core", lambda: None)
 
 
 _SLOWEST, _FASTEST = 1e5, 1e13

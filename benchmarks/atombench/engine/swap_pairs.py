@@ -78,6 +78,10 @@ class SwapSetup:
     """Blocks of the GPT there."""
     link_micro_batches: int = 8
     """Micro-batches in a step there, each of one sequence."""
+    update_pairs: int = 15
+    """Pairs of steps bound by updates, by the compiled core and by PyTorch; at least 1."""
+    update_sequences: int = 2
+    """Sequences in their only micro-batch."""
     warmup_steps: int = 2
     """Steps of each before the first pair; at least 1."""
     seed: int = 0
@@ -168,7 +172,7 @@ def opened(
     model = model_of(setup)
     twin = copy.deepcopy(model)
     with (
-        _threads(setup.threads),
+        threads_of(setup.threads),
         atomtrain.swap(
             model,
             step_data(setup)[0],
@@ -182,7 +186,7 @@ def opened(
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads_of(count: int) -> Iterator[None]:
     """Compute with so many threads meanwhile."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -229,17 +233,17 @@ def alternate(setup: SwapSetup, engine: atomtrain.Engine, resident: Resident) ->
     """Run warm-up and pairs; which of the two comes first changes from pair to pair."""
     steps = blocks_of(setup, setup.warmup_steps)
     peak_bytes = 0
-    equal = _swapped_block(engine, steps).losses == resident.block(steps).losses
+    equal = swapped_block(engine, steps).losses == resident.block(steps).losses
     swapped: list[Block] = []
     plain: list[Block] = []
     for pair in range(setup.pairs):
         steps = blocks_of(setup, setup.block_steps)
         if pair % 2 == 0:
-            swapped.append(_swapped_block(engine, steps))
+            swapped.append(swapped_block(engine, steps))
             plain.append(resident.block(steps))
         else:
             plain.append(resident.block(steps))
-            swapped.append(_swapped_block(engine, steps))
+            swapped.append(swapped_block(engine, steps))
         assert engine.last is not None
         peak_bytes = max(peak_bytes, engine.last.device_peak_bytes)
         equal = equal and swapped[-1].losses == plain[-1].losses
@@ -250,7 +254,8 @@ def alternate(setup: SwapSetup, engine: atomtrain.Engine, resident: Resident) ->
     return Measured(swapped, plain, peak_bytes, equal)
 
 
-def _swapped_block(engine: atomtrain.Engine, steps: Sequence[MicroBatches]) -> Block:
+def swapped_block(engine: atomtrain.Engine, steps: Sequence[MicroBatches]) -> Block:
+    """Run and time steps of the engine, all their updates included."""
     losses, wait_s = [], 0.0
     used_s = _processor_s()
     started_s = time.perf_counter()

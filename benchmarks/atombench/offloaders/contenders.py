@@ -1,7 +1,7 @@
 """The contenders of the benchmark `offloaders`, each in its own library's way, and what they train.
 
-All train `model_of` a case in float32 with AdamW on the same stream of batches, and take a step's
-loss as the mean over its micro-batches. `OPEN` has them by name.
+All train `model_of` a case with AdamW on the same stream of batches, and take a step's loss as the
+mean over its micro-batches: in float32, but for `atom-bf16-int8`. `OPEN` has them by name.
 """
 
 from __future__ import annotations
@@ -150,8 +150,10 @@ def open_resident(order: Order) -> Contender:
     return _Loop(model, _adamw(model.parameters()), order.device)
 
 
-def open_atom(order: Order) -> Contender:
-    """Return ATOM; without a GPU the host is its own device."""
+def open_atom(
+    order: Order, make: Callable[[Any], torch.optim.Optimizer] | None = None, **options: Any
+) -> Contender:
+    """Return ATOM, by default in float32; without a GPU the host is its own device."""
     import atomtrain
 
     class Atom:
@@ -161,10 +163,12 @@ def open_atom(order: Order) -> Contender:
             self._engine = atomtrain.swap(
                 model_of(order.case),
                 order.data(0)[0],
-                optimizer=_adamw,
+                optimizer=make or _adamw,
                 device=order.device,
                 device_memory=order.device_memory,
-                options=atomtrain.Options(micro_batches=order.micro_batches, **order.settings),
+                options=atomtrain.Options(
+                    micro_batches=order.micro_batches, **options, **order.settings
+                ),
             )
 
         def step(self, micro_batches: MicroBatches) -> float:
@@ -174,6 +178,18 @@ def open_atom(order: Order) -> Contender:
             self._engine.synchronize()
 
     return Atom()
+
+
+def open_narrow_atom(order: Order) -> Contender:
+    """Return ATOM in bfloat16, with exact split masters and moments in 8 bits."""
+    from atomtrain.optimizers import AdamW
+
+    def narrow(parameters: Any) -> torch.optim.Optimizer:
+        return AdamW(
+            parameters, LEARNING_RATE, weight_decay=WEIGHT_DECAY, state="int8", master="split"
+        )
+
+    return open_atom(order, narrow, precision="bf16")
 
 
 def open_fsdp2(order: Order) -> Contender:
@@ -244,6 +260,7 @@ def open_deepspeed(order: Order) -> Contender:
 
 OPEN: dict[str, Callable[[Order], Contender]] = {
     "atom": open_atom,
+    "atom-bf16-int8": open_narrow_atom,
     "deepspeed": open_deepspeed,
     "fsdp2": open_fsdp2,
     "resident": open_resident,

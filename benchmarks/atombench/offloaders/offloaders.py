@@ -1,7 +1,8 @@
 """ATOM against other ways of training what does not fit: DeepSpeed ZeRO-3 and PyTorch's FSDP2.
 
 All train the same GPT on the same tokens in float32 with AdamW, alternating in rounds, each in a
-process of its own:
+process of its own. One row more, `atom-bf16-int8`, is ATOM in bfloat16 with 8-bit moments: other
+arithmetic, half of the memory.
 
 - *Each at its best.* Before, each contender tries a few settings (`SETTINGS`, listed in the
   result); the fastest one is measured, or where others are within 2% of it, which is no more than
@@ -55,6 +56,7 @@ class Setting(NamedTuple):
 
 SETTINGS: dict[str, list[Setting]] = {
     "atom": [Setting(1, {}), Setting(2, {}), Setting(4, {})],
+    "atom-bf16-int8": [Setting(1, {}), Setting(2, {}), Setting(4, {})],
     "deepspeed": [
         Setting(1, {}),
         Setting(2, {}),

@@ -7,6 +7,7 @@ of NF4, the quantiles of a normal distribution (Dettmers et al. 2023, appendix E
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from atomtrain.analysis.costs.storages import uncounted
 from atomtrain.errors import ConfigError
+from atomtrain.native import library, pool
+from atomtrain.native.library import address
+from atomtrain.native.updates import GRADIENTS
 
 _BLOCK = 64
 _NF4 = (
@@ -59,7 +63,36 @@ def quantise(weight: Tensor, bits: int) -> Quantised:
 
 
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `[O, I]` in a float type; computed in float32 and rounded once."""
+    """Return `[O, I]` in a float type; computed in float32 and rounded once.
+
+    On a CPU the compiled core does it in one pass, with the bits of `dequantise_in_torch`.
+    """
+    core = library.core() if codes.device.type == "cpu" else None
+    # Others than real tensors have no memory, and a compiler must see what is done.
+    real = type(codes) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
+    if core is None or not real or dtype not in GRADIENTS:
+        return dequantise_in_torch(codes, scales, dtype)
+    codes, scales = codes.contiguous(), scales.contiguous()
+    per_byte = 1 if codes.dtype == torch.int8 else 2
+    out = torch.empty((codes.shape[0], per_byte * codes.shape[1]), dtype=dtype)
+    levels = address(_levels_for(codes)) if per_byte == 2 else None
+    block = out.numel() // max(1, scales.numel())
+
+    def write(begin: int, end: int) -> None:
+        core.atom_dequantise(
+            ctypes.c_void_p(codes.data_ptr() + begin // per_byte),
+            ctypes.c_void_p(scales.data_ptr() + begin // block * scales.element_size()),
+            *(ctypes.c_int64((end - begin) // block), ctypes.c_int64(block), levels),
+            ctypes.c_int32(GRADIENTS[dtype]),
+            ctypes.c_void_p(out.data_ptr() + begin * out.element_size()),
+        )
+
+    pool.run(write, out.numel(), block)
+    return out
+
+
+def dequantise_in_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the same by PyTorch, on any device: what defines the bits."""
     if codes.dtype == torch.int8:
         unit = codes.float() / 127
     else:

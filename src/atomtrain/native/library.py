@@ -23,8 +23,11 @@ def core() -> ctypes.CDLL | None:
     return _loaded()
 
 
-def address(tensor: Tensor) -> ctypes.c_void_p:
-    """Return where a contiguous tensor's values begin."""
+def address(tensor: Tensor | None) -> ctypes.c_void_p | None:
+    """Return where a tensor's values begin: what kernels are told, who know no strides."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "kernels take contiguous memory only"
     return ctypes.c_void_p(tensor.data_ptr())
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
@@ -32,16 +32,32 @@ def run(job: Callable[[int, int], None], count: int, multiple: int) -> None:
         count: Elements.
         multiple: Of which each range's begin is one.
     """
-    ranges = divided(count, multiple, threads())
-    if not ranges:
+    share([functools.partial(job, *some) for some in divided(count, multiple, threads())])
+
+
+def share(jobs: Sequence[Callable[[], None]]) -> None:
+    """Do some jobs at once, the first one on this thread; waits for all."""
+    if not jobs:
         return
-    others = [_executor().submit(job, *some) for some in ranges[1:]]
+    others = [_executor().submit(job) for job in jobs[1:]]
     try:
-        job(*ranges[0])
+        jobs[0]()
     finally:  # memory must stay until nobody writes it
         wait(others)
     for other in others:
         other.result()
+
+
+def dealt(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Return the indices of things of these sizes in at most so many hands, all about as full, none
+    with few elements unless it is alone."""
+    hands = [list[int]() for _ in range(max(1, min(parts, sum(sizes) // LEAST_ELEMENTS)))]
+    held = [0] * len(hands)
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        least = held.index(min(held))
+        hands[least].append(index)
+        held[least] += sizes[index]
+    return [hand for hand in hands if hand]
 
 
 def divided(count: int, multiple: int, parts: int) -> list[tuple[int, int]]:

@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from atomtrain.native import library, updates
+from atomtrain.native.library import address
 from atomtrain.optimizers import masters, moments, randomness
 from atomtrain.optimizers.masters import STREAMS
+from atomtrain.optimizers.paths import UNSCALED, Scaling
 
 
 def adamw_update(
@@ -22,22 +24,21 @@ def adamw_update(
     gradient: Tensor,
     state: dict[str, Any],
     group: dict[str, Any],
-    gradient_factor: float = 1.0,
-    coefficient: Tensor | None = None,
+    scaling: Scaling = UNSCALED,
 ) -> None:
     """Do what `moments.adamw_update` does; the gradient is read only. All is on the CPU."""
     kind = group["state"]
     state["step"] += 1
-    memory = _memory(parameter, gradient, state, group, gradient_factor, coefficient)
+    memory = _memory(parameter, gradient, state, group, scaling)
     memory.moments_kind = updates.MOMENTS[kind]
-    memory.first, memory.second = _place(state["exp_avg"]), _place(state["exp_avg_sq"])
+    memory.first, memory.second = address(state["exp_avg"]), address(state["exp_avg_sq"])
     if kind == "int8":
-        memory.first_scale = _place(state["exp_avg_scale"])
-        memory.second_scale = _place(state["exp_avg_sq_scale"])
+        memory.first_scale = address(state["exp_avg_scale"])
+        memory.second_scale = address(state["exp_avg_sq_scale"])
     table, starts = None, []
     if kind != "float32":
         flat, factor = gradient.view(-1), memory.factor
-        salts = moments.salts(flat, factor, coefficient)
+        salts = moments.salts(flat, factor, scaling.coefficient)
         table = randomness.compact(kind)
         starts = moments.starts(group["seed"], int(state["step"]), salts)
     numbers = _adamw_numbers(group, float(state["step"]))
@@ -50,15 +51,14 @@ def sgd_update(
     gradient: Tensor,
     state: dict[str, Any],
     group: dict[str, Any],
-    gradient_factor: float = 1.0,
-    coefficient: Tensor | None = None,
+    scaling: Scaling = UNSCALED,
     *,
     first: bool,
 ) -> None:
     """Do what `sgd.torch_update` does; the gradient is read only. All is on the CPU."""
-    memory = _memory(parameter, gradient, state, group, gradient_factor, coefficient)
+    memory = _memory(parameter, gradient, state, group, scaling)
     if group["momentum"]:
-        memory.first = _place(state["momentum_buffer"])
+        memory.first = address(state["momentum_buffer"])
     numbers = updates.SGDNumbers(
         float(group["lr"]),
         group["weight_decay"],
@@ -81,8 +81,7 @@ def _memory(
     gradient: Tensor,
     state: dict[str, Any],
     group: dict[str, Any],
-    factor: float,
-    coefficient: Tensor | None,
+    scaling: Scaling,
 ) -> updates.Parameter:
     """Return a parameter's memory without its moments."""
     streamed = parameter.dtype in STREAMS
@@ -91,19 +90,15 @@ def _memory(
         count=parameter.numel(),
         values_kind=updates.VALUES[parameter.dtype, master],
         gradient_kind=updates.GRADIENTS[gradient.dtype],
-        factor=factor if streamed else 1.0,
-        values=_place(parameter),
-        gradient=_place(gradient),
+        factor=scaling.factor if streamed else 1.0,
+        values=address(parameter),
+        gradient=address(gradient),
     )
     if streamed:
-        memory.master = _place(state[masters.KEYS[master]])
-    if coefficient is not None:
-        memory.clipped, memory.coefficient = True, float(coefficient)
+        memory.master = address(state[masters.KEYS[master]])
+    if scaling.coefficient is not None:
+        memory.clipped, memory.coefficient = True, float(scaling.coefficient)
     return memory
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.data_ptr()
 
 
 def _adamw_numbers(group: dict[str, Any], step: float) -> updates.AdamWNumbers:

@@ -26,6 +26,7 @@ from atomtrain.errors import ConfigError, nearest
 from atomtrain.optimizers import companding, masters, randomness
 from atomtrain.optimizers.companding import BLOCK
 from atomtrain.optimizers.masters import narrowed, scratch, wide_buffers, widened
+from atomtrain.optimizers.paths import UNSCALED, Scaling
 
 BYTES_PER_PARAMETER = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 * (1 + 4 / BLOCK)}
 """Bytes of both moments of one parameter, by format."""
@@ -115,8 +116,7 @@ def adamw_update(
     gradient: Tensor,
     state: dict[str, Any],
     group: dict[str, Any],
-    gradient_factor: float = 1.0,
-    coefficient: Tensor | None = None,
+    scaling: Scaling = UNSCALED,
 ) -> None:
     """Update a parameter and its state by one step of AdamW (Loshchilov and Hutter 2019).
 
@@ -126,20 +126,19 @@ def adamw_update(
         state: As of `new_state`, with the master of a bfloat16 parameter; updated in place.
         group: With `lr`, `betas`, `eps`, `weight_decay`, `state` and `seed`; with `master` for
             bfloat16 parameters.
-        gradient_factor: What the gradient of a stream is multiplied by, in float32.
-        coefficient: What it is multiplied by before that, in its own type; `None` is 1.
+        scaling: What the gradient is multiplied by.
     """
     kind: str = group["state"]
     state["step"] += 1
-    if coefficient is not None:
-        gradient.mul_(coefficient)
+    if scaling.coefficient is not None:
+        gradient.mul_(scaling.coefficient)
     kernel = _kernel(group, _on(parameter.device, state["step"]))
     streamed = parameter.dtype in masters.STREAMS
     if kind == "float32" and not streamed:
         kernel(parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
         return
     flat, flat_gradient = parameter.view(-1), gradient.view(-1)
-    factor = gradient_factor if streamed else 1.0
+    factor = scaling.factor if streamed else 1.0
     stored = [state[masters.KEYS[group["master"]]].view(-1)] if streamed else []
     begins = range(0, flat.numel(), SLICE)
     # With float32 nothing is rounded at random.

@@ -28,7 +28,7 @@ Prepare = Callable[[dict[str, Any], Tensor, dict[str, Any]], dict[str, Any]]
 """Called with state, parameter and group; makes and checks the state of a parameter. Returns what
 else an update is called with."""
 Update = Callable[..., None]
-"""Called with parameter, gradient, state, group, factor, coefficient, and what `Prepare` said."""
+"""Called with parameter, gradient, state, group, scaling, and what `Prepare` said."""
 
 
 class Scaling(NamedTuple):
@@ -38,6 +38,9 @@ class Scaling(NamedTuple):
     """Of parameters with masters, in float32; after the coefficient."""
     coefficient: Tensor | None = None
     """A single number; the product is rounded to the gradient's own type. `None` is 1."""
+
+
+UNSCALED = Scaling()
 
 
 class Paths:
@@ -81,7 +84,7 @@ class Paths:
         """
         more = self._prepare(state, parameter, group)
         update = self.choose(parameter, gradient, group, scaling)
-        update(parameter, gradient, state, group, *scaling, **more)
+        update(parameter, gradient, state, group, scaling, **more)
 
     def choose(
         self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], scaling: Scaling
@@ -120,7 +123,7 @@ class Paths:
         group = {**_GROUP, self._kind: kind, "master": master}
         drawn = torch.Generator().manual_seed(1)
         start = torch.randn(_TRIED_ELEMENTS, generator=drawn)
-        coefficient = torch.tensor(0.7)
+        scaling = Scaling(0.5, torch.tensor(0.7))
         ends: list[list[Tensor]] = []
         gradients = [
             _with_extremes(torch.randn(_TRIED_ELEMENTS, generator=drawn)).to(gradient_dtype)
@@ -131,7 +134,7 @@ class Paths:
             state: dict[str, Any] = {}
             for gradient in gradients:
                 more = self._prepare(state, parameter, group)
-                update(parameter, gradient.clone(), state, group, 0.5, coefficient, **more)
+                update(parameter, gradient.clone(), state, group, scaling, **more)
             ends.append([parameter, *(state[key] for key in sorted(state))])
         if all(same_bits(one, other) for one, other in zip(*ends, strict=True)):
             return True

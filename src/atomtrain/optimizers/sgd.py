@@ -12,7 +12,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.optimizers import compiled, masters, moments
 from atomtrain.optimizers.base import HostOptimizer, check_momentum, check_rates
 from atomtrain.optimizers.masters import narrowed, wide_buffers, widened
-from atomtrain.optimizers.paths import Paths
+from atomtrain.optimizers.paths import UNSCALED, Paths, Scaling
 from atomtrain.optimizers.randomness import SLICE
 
 _MOMENTUM = "momentum_buffer"
@@ -119,8 +119,7 @@ def torch_update(
     gradient: Tensor,
     state: dict[str, Any],
     group: dict[str, Any],
-    gradient_factor: float = 1.0,
-    coefficient: Tensor | None = None,
+    scaling: Scaling = UNSCALED,
     *,
     first: bool,
 ) -> None:
@@ -128,8 +127,8 @@ def torch_update(
 
     `first` says that it is the first step: then the momentum is the gradient.
     """
-    if coefficient is not None:
-        gradient.mul_(coefficient)
+    if scaling.coefficient is not None:
+        gradient.mul_(scaling.coefficient)
     momentum = [state[_MOMENTUM]] if group["momentum"] else []
     if parameter.dtype not in masters.STREAMS:
         _step(parameter, gradient, momentum, group, first=first)
@@ -138,7 +137,7 @@ def torch_update(
     at_once = moments.HOST_PASS if parameter.device.type == "cpu" else SLICE
     passes = (tensor.view(-1).split(at_once) for tensor in whole)
     for stream, narrow, master, *some in zip(*passes, strict=True):
-        values, wide = widened(stream, narrow, master, gradient_factor)
+        values, wide = widened(stream, narrow, master, scaling.factor)
         _step(values, wide, some, group, first=first)
         narrowed(stream, master, values, wide)
 

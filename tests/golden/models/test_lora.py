@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,17 @@ from atomtrain.engine.options import Options
 from atomtrain.models.hugging_face import build, read_config
 from atomtrain.models.lora import adapted_layers, add_adapters, merged
 from atomtrain.models.lora_config import LoraConfig
-from atomtrain.models.quantised import _NF4, _levels_on, dequantise, quantise, quantised_linear
+from atomtrain.models.quantised import (
+    _NF4,
+    _levels_on,
+    dequantise,
+    dequantise_in_torch,
+    quantise,
+    quantised_linear,
+)
+from atomtrain.native import library, pool
 from atomtrain.optimizers import AdamW
+from atomtrain.optimizers.paths import same_bits
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.training.setup.objective import NextToken
 from tests.support.hugging_face_models import UNTIED, saved_tensors, write_model, write_text
@@ -148,6 +158,31 @@ def test_quantised_weights_are_near_and_their_product_exact(bits: int) -> None:
     out.backward(seeds)
     assert torch.equal(out, inputs @ wide.T)
     assert torch.equal(inputs.grad, seeds @ wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compiled_and_pytorch_make_the_same_wide_weights(
+    monkeypatch: pytest.MonkeyPatch, bits: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(pool, "threads", lambda: 3)
+    monkeypatch.setattr(pool, "LEAST_ELEMENTS", 1)
+    core, generator = library.core(), torch.Generator().manual_seed(bits)
+    assert core is not None
+    for rows, inputs in ((1, 2), (3, 64), (5, 128), (7, 62), (33, 100)):
+        weight = torch.randn(rows, inputs, generator=generator)
+        weight *= 10.0 ** torch.linspace(-44, 38, rows)[:, None]
+        codes, scales = quantise(weight, bits)
+        assert same_bits(
+            dequantise(codes, scales, dtype), dequantise_in_torch(codes, scales, dtype)
+        )
+        # What quantising does not make, a file may hold.
+        codes = torch.randint(-128, 128, codes.shape, generator=generator).to(codes.dtype)
+        scales[0, 0], scales[-1, -1] = math.inf, math.nan
+        wide = dequantise(codes, scales, dtype)
+        assert same_bits(wide, dequantise_in_torch(codes, scales, dtype))
+    monkeypatch.setattr(library, "core", lambda: None)
+    assert same_bits(dequantise(codes, scales, dtype), wide)
 
 
 def test_each_byte_of_4_bits_is_two_levels() -> None:

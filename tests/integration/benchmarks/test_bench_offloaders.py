@@ -24,6 +24,7 @@ def test_the_same_work_by_all_that_are_there(monkeypatch: pytest.MonkeyPatch) ->
         "SETTINGS",
         {
             "atom": [Setting(2, {})],
+            "atom-bf16-int8": [Setting(2, {})],
             "absent": [Setting(1, {})],
             "fsdp2": [Setting(1, {"no_such_setting": True}), Setting(2, {})],
             "resident": [Setting(2, {})],
@@ -35,8 +36,9 @@ def test_the_same_work_by_all_that_are_there(monkeypatch: pytest.MonkeyPatch) ->
     assert rows["absent"]["failure"] == "absent is not installed; install it"
     assert rows["atom"]["loss_difference"] == 0.0
     assert rows["fsdp2"]["loss_difference"] < 1e-5
+    assert 0 < rows["atom-bf16-int8"]["loss_difference"] < 0.01
     assert "no_such_setting" in rows["fsdp2"]["tried"][0]["failure"]
-    for name in ("atom", "fsdp2", "resident"):
+    for name in ("atom", "atom-bf16-int8", "fsdp2", "resident"):
         assert rows[name]["step_s"] > 0
         assert rows[name]["host_peak_bytes"] > 0
         assert rows[name]["device_peak_bytes"] == 0

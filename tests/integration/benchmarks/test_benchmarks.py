@@ -33,7 +33,8 @@ from atomtrain.cli.main import main
 swap.QUICK = swap.SwapSetup(
     layers=6, width=96, vocabulary=64, sequence_tokens=24, sequences=1, micro_batches=3,
     threads=cores(), pairs=2, block_steps=2, recompute_pairs=1, all_threads_pairs=1, link_pairs=1,
-    wide_width=128, wide_pairs=1, link_layers=8, link_micro_batches=3,
+    wide_width=128, wide_pairs=1, link_layers=8, link_micro_batches=3, update_pairs=1,
+    update_sequences=1,
 )
 depth.QUICK = depth.DepthSetup(
     depths=(4, 12), width=64, vocabulary=64, sequence_tokens=16, device_memory_bytes=2 << 20,
@@ -48,6 +49,7 @@ SWAP_KEYS = {
     "link_bound_bit_equal", "link_bound_predicted_share",
     "recompute_speed_ratio", "recompute_link_wait_share", "all_threads_speed_ratio",
     "wide_speed_ratio", "wide_parameters", "wide_link_wait_share",
+    "updates_step_s", "updates_torch_step_s", "updates_speed_ratio", "updates_tokens_per_step",
     "processor_s", "resident_processor_s", "resident_counting_share", "threads",
 }  # fmt: skip
 
@@ -83,6 +85,9 @@ def test_swap_compares_equal_work_with_equal_bits(tmp_path: Path) -> None:
     peak, budget = result["link_bound_device_peak_bytes"], result["link_bound_device_budget_bytes"]
     assert 0 < peak <= budget
     assert result["wide_bit_equal"] is True
+    assert result["updates_bit_equal"] is True
+    assert result["updates_core"] is True
+    assert result["updates_tokens_per_step"] == 24
     assert result["wide_parameters"] > result["parameters"]
     assert 0 < result["wide_device_peak_bytes"] <= result["wide_device_budget_bytes"]
     assert set(result["recompute_plan"]["activations"]) == {"recompute"}

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "atomtrain.engine": ENGINES | PLANNED | ANALYSED,
     "atomtrain.native": set(),
     "atomtrain.optimizers": {"atomtrain.native"},
-    "atomtrain.models": ANALYSED,
+    "atomtrain.models": ANALYSED | {"atomtrain.native"},
     "atomtrain.data": set(),
     "atomtrain.checkpoint": set(),
     "atomtrain.metrics": set(),

@@ -1,4 +1,4 @@
-"""Updates stay within their memory, whatever the sizes and formats: checked by sanitizers."""
+"""Kernels stay within their memory, whatever sizes, formats and bits: checked by sanitizers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-
 # Memory of malloc, with nothing behind it: torch is not loaded, which the sanitizer's loader
 # would slow down by minutes.
 _DRIVER = """
-import ctypes, importlib.util, itertools, sys
+import ctypes, itertools, random, sys
 core = ctypes.CDLL(sys.argv[1])
 libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
 f, i, l, p = ctypes.c_float, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -27,33 +26,69 @@ class Parameter(ctypes.Structure):
         (n, p) for n in ("values", "master", "gradient", "first", "second", "scale1", "scale2")]
 class Slices(ctypes.Structure):
     _fields_ = [("elements", l), ("random", p)]
+libc.malloc.restype = ctypes.c_void_p
+draw = random.Random(0)
 beyond = 2 if len(sys.argv) > 2 else 0
+made = []
+def new(n_bytes, kind="same"):
+    made.append(libc.malloc(max(1, n_bytes)))
+    if kind == "any":
+        ctypes.memmove(made[-1], draw.randbytes(n_bytes), n_bytes)
+    else:
+        ctypes.memset(made[-1], {"same": 0x11, "zero": 0, "nan": 0xFF}[kind], n_bytes)
+    return p(made[-1])
+def free():
+    while made:
+        libc.free(made.pop())
+KINDS = itertools.cycle(("same", "zero", "nan", "any"))
 for count, values, gradient, moments, clipped in itertools.product(
         (1, 7, 127, 128, 300, 1031), range(4), range(3), range(3), (0, 1)):
     if values == 0 and gradient:
         continue
-    made = []
-    def new(n_bytes, byte=0x11):
-        made.append(libc.malloc(n_bytes))
-        ctypes.memset(made[-1], byte, n_bytes)
-        return made[-1]
-    width, each = (4, 2, 2, 2)[values], (4, 2, 1)[moments]
+    width, each, kind = (4, 2, 2, 2)[values], (4, 2, 1)[moments], next(KINDS)
     memory = Parameter(
         count + beyond, values, gradient, moments, clipped, 0.5, 0.5 if values else 1,
-        new(width * count), new((2 if values == 2 else 4) * count),
-        new((4, 2, 2)[gradient] * count),
+        new(width * count, kind), new((2 if values == 2 else 4) * count),
+        new((4, 2, 2)[gradient] * count, kind),
         new(each * count), new(each * count), new(4 * -(-count // 128)), new(4 * -(-count // 128)))
     numbers = (f * 7)(0.99, 0.1, 0.999, 0.001, 0.1, 1e-8, 1e-3)
     slices = -(-count // 256)
-    random = (p * (2 * slices))(*(
-        new(2 * min(256, count - 256 * (n // 2))) for n in range(2 * slices)))
-    table = Slices(256, ctypes.addressof(random))
+    starts = (p * (2 * slices))(*(
+        new(2 * min(256, count - 256 * (n // 2)), "any") for n in range(2 * slices)))
+    table = Slices(256, ctypes.addressof(starts))
     core.atom_adamw(ctypes.byref(memory), numbers, ctypes.byref(table), l(0), l(count + beyond))
     sgd = (f * 6)(0.1, 0.1, 0.9, 1.0, 0, 0)
     if moments == 0:
         core.atom_sgd(ctypes.byref(memory), sgd, l(0), l(count + beyond))
-    for one in made:
-        libc.free(one)
+    free()
+for count, kind, wide, fill in itertools.product(
+        range(1, 300, 7), range(3), (0, 1), ("nan", "any")):
+    core.atom_norm(new((4, 2, 2)[kind] * count, fill), l(count), i(kind), i(wide), new(4))
+    free()
+for blocks, block, bits, kind in itertools.product((1, 5), (2, 30, 64), (8, 4), range(3)):
+    core.atom_dequantise(
+        new(blocks * block * bits // 8, "any"), new(4 * blocks, "any"), l(blocks), l(block),
+        new(64) if bits == 4 else None, i(kind), new(blocks * block * (4, 2, 2)[kind]))
+    free()
+for count, told, fill in itertools.product((1, 31, 255, 256, 257, 4095, 4097), (0, 1), "sz"):
+    fill = {"s": "same", "z": "zero"}[fill]  # what codecs take is finite
+    values, sent, lost = new(4 * count, fill), *(new(4 * count) if told else None for _ in "ab")
+    half = new(4 + 2 * count)
+    core.atom_half_encode(values, l(count), half, sent)
+    core.atom_half_decode(half, l(count), new(4 * count))
+    for bits, keys in itertools.product((4, 8), (None, new(8))):
+        data = new(4 * -(-count // 256) + (count * bits + 7) // 8)
+        core.atom_blocks_encode(values, l(count), l(bits), keys, data, sent, lost)
+        core.atom_blocks_decode(data, l(count), l(bits), new(4 * count))
+    width, most = min(count, 4096), -(-min(count, 4096) // 32)
+    parts = new(8), new(3 * -(-most // 2)), new(-(-most // 4))
+    core.atom_largest_encode(values, l(1), l(width), *parts, sent, lost)
+    for some in (parts, [new(size, "any") for size in (8, 3 * -(-most // 2), -(-most // 4))]):
+        core.atom_largest_decode(*some, l(1), l(width), new(4 * width))
+    there, room = new(4 * -(-count // 32)), new(4 * count)
+    core.atom_sparse_gather(values, l(count), there, room, l(count))
+    core.atom_sparse_scatter(there, l(count), room, new(4 * count))
+    free()
 """
 
 
@@ -84,7 +119,7 @@ def run(library: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_no_update_leaves_its_memory(sanitized: Path) -> None:
+def test_no_kernel_leaves_its_memory(sanitized: Path) -> None:
     done = run(sanitized)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from atomtrain.engine.devices.streams import Event, Stream, finished
 from atomtrain.engine.state.precision import LossScale
+from atomtrain.engine.updates import gradient_norms
 
 
 @dataclass
@@ -85,12 +86,10 @@ class GradClipping:
         norms, wide = self._norms, self.loss_scale is not None
 
         def measure() -> None:
-            for parameter in members:
-                if id(parameter) in touched:
-                    gradient = gradient_of(parameter)
-                    if wide:  # as the update takes it
-                        gradient = gradient.float()
-                    norms[id(parameter)] = torch.linalg.vector_norm(gradient, 2.0)
+            there = [parameter for parameter in members if id(parameter) in touched]
+            # Wide: as the update takes it.
+            found = gradient_norms.norms([gradient_of(p) for p in there], wide=wide)
+            norms.update(zip(map(id, there), found, strict=True))
 
         self._measured.append(stream.submit(measure, after))
 

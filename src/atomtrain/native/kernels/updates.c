@@ -187,17 +187,17 @@ INLINE uint16_t to_bfloat16_at_random(float value, uint16_t random) {
 }
 
 /* AdamW's arithmetic for one element; returns the new value. */
-INLINE float adamw_element(const struct adamw *a, float value, float gradient, float *first,
+INLINE float adamw_element(struct adamw a, float value, float gradient, float *first,
                            float *second, int tail) {
     /* As PyTorch interpolates: from the nearer end. */
-    const int near = fabsf(a->weight1) < 0.5f;
-    const float weight = near ? a->weight1 : a->weight1 - 1.0f;
+    const int near = fabsf(a.weight1) < 0.5f;
+    const float weight = near ? a.weight1 : a.weight1 - 1.0f;
     *first = multiply_add(weight, gradient - *first, near ? *first : gradient);
-    float square = a->weight2 * gradient;
-    *second = tail ? multiply_add(*second, a->beta2, square * gradient)
-                   : multiply_add(square, gradient, *second * a->beta2);
-    float denominator = sqrtf(*second) / a->root_correction + a->eps;
-    return value * a->keep + -a->step * *first / denominator;
+    float square = a.weight2 * gradient;
+    *second = tail ? multiply_add(*second, a.beta2, square * gradient)
+                   : multiply_add(square, gradient, *second * a.beta2);
+    float denominator = sqrtf(*second) / a.root_correction + a.eps;
+    return value * a.keep + -a.step * *first / denominator;
 }
 
 /* Update elements `from` to `to` of a block, of which the memory begins at `at`; `values`, `moments`
@@ -214,6 +214,7 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
     const uint16_t *restrict random2 = moments == BFLOAT16_MOMENTS ? r.second : 0;
     const float *restrict gradient32 = (const float *)p->gradient + at;
     const float by = p->clipped ? p->coefficient : 1.0f;
+    const struct adamw numbers = *a; /* else they are read again after each write */
     INDEPENDENT
     for (int i = from; i < to; i++) {
         float value = values == BFLOAT16_SPLIT ? joined(stream[i], rest[i]) : wide[i];
@@ -224,7 +225,7 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
                        : moments == BFLOAT16_MOMENTS ? from_bfloat16(second16[i])
                                                      : w->second[i];
         float gradient = values == FLOAT32_VALUES ? gradient32[i] * by : w->gradient[i];
-        value = adamw_element(a, value, gradient, &first, &second, tail);
+        value = adamw_element(numbers, value, gradient, &first, &second, tail);
         if (values == BFLOAT16_SPLIT) {
             stream[i] = to_stream(value);
             rest[i] = (uint16_t)bits_of(value);
@@ -251,6 +252,7 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
 INLINE void adamw_pairs(const struct parameter *p, const struct adamw *a, struct random r,
                         int64_t at) {
     float even[BLOCK / 2], odd[BLOCK / 2];
+    const struct adamw numbers = *a;
     uint16_t *streams = (uint16_t *)p->values + at, *rests = (uint16_t *)p->master + at;
     uint16_t *firsts = (uint16_t *)p->first + at, *seconds = (uint16_t *)p->second + at;
     load_gradient_pairs(p, at, even, odd);
@@ -263,8 +265,8 @@ INLINE void adamw_pairs(const struct parameter *p, const struct adamw *a, struct
         float value1 = float_of((stream & UPPER) + (uint32_t)((int32_t)rest >> 16));
         float first0 = float_of(first << 16), first1 = float_of(first & UPPER);
         float second0 = float_of(second << 16), second1 = float_of(second & UPPER);
-        value0 = adamw_element(a, value0, even[i], &first0, &second0, 0);
-        value1 = adamw_element(a, value1, odd[i], &first1, &second1, 0);
+        value0 = adamw_element(numbers, value0, even[i], &first0, &second0, 0);
+        value1 = adamw_element(numbers, value1, odd[i], &first1, &second1, 0);
         uint32_t bits0 = bits_of(value0), bits1 = bits_of(value1);
         set_word(streams, i, (bits0 + 0x8000) >> 16 | ((bits1 + 0x8000) & UPPER));
         set_word(rests, i, (bits0 & LOWER) | bits1 << 16);

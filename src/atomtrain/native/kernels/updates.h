@@ -57,4 +57,7 @@ void atom_adamw(const struct parameter *p, const struct adamw *a, const struct s
                 int64_t begin, int64_t end);
 void atom_sgd(const struct parameter *p, const struct sgd *a, int64_t begin, int64_t end);
 
+/* Write the Euclidean norm of a gradient of this kind; `wide` takes it as if it were float32. */
+void atom_norm(const void *gradient, int64_t count, int32_t kind, int32_t wide, float *out);
+
 #endif

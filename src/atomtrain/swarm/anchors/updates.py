@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
 from atomtrain.settings import one_of
 
 if TYPE_CHECKING:
@@ -210,7 +212,10 @@ class AdamWUpdate:
             inside = slice(max(0, start - place.start), max(0, stop - place.start))
             out[inside].mul_(1.0 - rate * self.weight_decay)
         root = math.sqrt(1.0 - _power(beta2, place.version + 1))
-        size = second.sqrt().div_(root).add_(self.eps)
+        # PyTorch's roots, which are MKL's, have other bits on other processors; NumPy's have not.
+        roots = second.clone()
+        np.sqrt(roots.numpy(), out=roots.numpy())
+        size = roots.div_(root).add_(self.eps)
         unbiased = rate / (1.0 - _power(beta1, place.version + 1))
         out.sub_(first.div(size).mul_(unbiased))
 

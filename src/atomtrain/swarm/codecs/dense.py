@@ -23,10 +23,10 @@ from atomtrain.swarm.codecs.lossy import (
     LEAST_SCALE,
     SCALE_BYTES,
     LossyCodec,
+    Told,
     byte_view,
     check_scales,
     encoded,
-    place,
 )
 from atomtrain.swarm.codecs.names import FLOAT16, FLOAT32
 
@@ -113,18 +113,17 @@ class Float16Codec(LossyCodec):
         core: ctypes.CDLL,
         values: torch.Tensor,
         out: torch.Tensor,
-        sent: torch.Tensor | None,
-        residual: torch.Tensor | None,
+        told: Told,
     ) -> None:
         count = ctypes.c_int64(values.numel())
-        core.atom_half_encode(address(values), count, address(out), place(sent))
+        core.atom_half_encode(address(values), count, address(out), address(told.sent))
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Write value times scale."""
         raw, core = encoded(data, self.encoded_bytes(out.numel())), library.core()
         scale = check_scales(raw[:SCALE_BYTES].view(torch.float32))
         if core is not None:
-            core.atom_half_decode(address(raw), ctypes.c_int64(out.numel()), place(out))
+            core.atom_half_decode(address(raw), ctypes.c_int64(out.numel()), address(out))
             return
         out.copy_(raw[SCALE_BYTES:].view(torch.float16))
         out.mul_(scale)
@@ -181,12 +180,11 @@ class BlockCodec(LossyCodec):
         core: ctypes.CDLL,
         values: torch.Tensor,
         out: torch.Tensor,
-        sent: torch.Tensor | None,
-        residual: torch.Tensor | None,
+        told: Told,
     ) -> None:
         keys = None if self._keys is None else (ctypes.c_uint32 * 2)(*self._keys)
         sizes = ctypes.c_int64(values.numel()), ctypes.c_int64(self._bits)
-        where = address(out), place(sent), place(residual)
+        where = address(out), address(told.sent), address(told.residual)
         core.atom_blocks_encode(address(values), *sizes, keys, *where)
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
@@ -203,7 +201,7 @@ class BlockCodec(LossyCodec):
         scales = check_scales(raw[:body].view(torch.float32))
         if core is not None:
             sizes = ctypes.c_int64(elements), ctypes.c_int64(self._bits)
-            core.atom_blocks_decode(address(raw), *sizes, place(out))
+            core.atom_blocks_decode(address(raw), *sizes, address(out))
             return
         whole = raw[body:]
         out.copy_(whole.view(torch.int8) if self._bits == 8 else _unpack_halves(whole)[:elements])

@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 
 from atomtrain.native import library
-from atomtrain.native.library import address
 from atomtrain.swarm.transport.messages import BadMessage
 
 SCALE_BYTES = 4
 """Bytes of a float32 scale."""
 LEAST_SCALE = 2.0**-126
 """The smallest normal float32: below it, processors that flush subnormals would disagree."""
+
+
+class Told(NamedTuple):
+    """What encoding writes beside the bytes, where somebody wants it; see `Codec.encode`."""
+
+    sent: torch.Tensor | None = None
+    """What the bytes decode to; may be the values."""
+    residual: torch.Tensor | None = None
+    """What of the values they lose; may not be the values."""
 
 
 class LossyCodec(ABC):
@@ -45,31 +54,30 @@ class LossyCodec(ABC):
     ) -> memoryview:
         """Return the bytes of finite `values`; see `Codec`."""
         out = torch.empty(self.encoded_bytes(values.numel()), dtype=torch.uint8)
-        self.encode_into(out, values.contiguous(), sent, residual)
+        self.encode_into(out, values.contiguous(), Told(sent, residual))
         return byte_view(out)
 
     def encode_into(
         self,
         out: torch.Tensor,
         values: torch.Tensor,
-        sent: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        told: Told = Told(),  # noqa: B008  it never changes
     ) -> None:
         """Write the bytes of contiguous `values` to `out`, 1-D uint8 of their number."""
-        assert residual is None or self.feedback, "nobody carries on what this codec loses"
+        assert told.residual is None or self.feedback, "nobody carries on what this codec loses"
         core = library.core()
         if core is not None:
-            self._encode_compiled(core, values, out, sent, residual)
+            self._encode_compiled(core, values, out, told)
             return
         self._encode(values, out)
-        if not values.numel() or (sent is None and residual is None):
+        if not values.numel() or not any(each is not None for each in told):
             return
         decoded = torch.empty_like(values)
         self.decode(byte_view(out), decoded)
-        if residual is not None:
-            torch.sub(values, decoded, out=residual)
-        if sent is not None:
-            sent.copy_(decoded)
+        if told.residual is not None:
+            torch.sub(values, decoded, out=told.residual)
+        if told.sent is not None:
+            told.sent.copy_(decoded)
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -81,8 +89,7 @@ class LossyCodec(ABC):
         core: ctypes.CDLL,
         values: torch.Tensor,
         out: torch.Tensor,
-        sent: torch.Tensor | None,
-        residual: torch.Tensor | None,
+        told: Told,
     ) -> None:
         """Write the bytes of `values` to `out`, and the rest of what `encode` writes."""
 
@@ -112,11 +119,3 @@ def check_scales(scales: torch.Tensor) -> torch.Tensor:
     if not bool(((scales >= 0) & (scales <= 1e36)).all()):
         raise BadMessage("a scale that is not finite, negative, or above 1e36")
     return scales
-
-
-def place(values: torch.Tensor | None) -> ctypes.c_void_p | None:
-    """Return where a kernel is to write float32 numbers, if anywhere."""
-    if values is None:
-        return None
-    assert values.is_contiguous(), "kernels write to contiguous memory only"
-    return address(values)

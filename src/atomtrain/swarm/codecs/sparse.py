@@ -21,9 +21,9 @@ from atomtrain.swarm.codecs.lossy import (
     LEAST_SCALE,
     SCALE_BYTES,
     LossyCodec,
+    Told,
     check_scales,
     encoded,
-    place,
 )
 from atomtrain.swarm.codecs.names import TOPK
 from atomtrain.swarm.transport.messages import BadMessage
@@ -81,15 +81,14 @@ class TopKCodec(LossyCodec):
         core: ctypes.CDLL,
         values: torch.Tensor,
         out: torch.Tensor,
-        sent: torch.Tensor | None,
-        residual: torch.Tensor | None,
+        told: Told,
     ) -> None:
         stop = 0
         for start, rows, width in _groups(values.numel()):
             layout = _layout(stop, rows, width)
             sizes = ctypes.c_int64(rows), ctypes.c_int64(width)
             parts = (address(out[at:]) for at in layout[:3])
-            to = (place(None if each is None else each[start:]) for each in (sent, residual))
+            to = (address(None if each is None else each[start:]) for each in told)
             core.atom_largest_encode(address(values[start:]), *sizes, *parts, *to)
             stop = layout.stop
 
@@ -112,7 +111,7 @@ class TopKCodec(LossyCodec):
             else:
                 sizes = ctypes.c_int64(rows), ctypes.c_int64(width)
                 parts = (address(raw[at:]) for at in layout[:3])
-                rising = not core.atom_largest_decode(*parts, *sizes, place(blocks))
+                rising = not core.atom_largest_decode(*parts, *sizes, address(blocks))
             if not rising:
                 raise BadMessage("positions that do not rise, or lie outside their block")
             stop = layout.stop
@@ -160,17 +159,16 @@ class SparseMeanCodec(LossyCodec):
         core: ctypes.CDLL,
         values: torch.Tensor,
         out: torch.Tensor,
-        sent: torch.Tensor | None,
-        residual: torch.Tensor | None,
+        told: Told,
     ) -> None:
         elements, bits = ctypes.c_int64(values.numel()), _bit_bytes(values.numel())
         room = torch.zeros(self._room(values.numel()))
         there, most = address(out), ctypes.c_int64(room.numel())
         found = core.atom_sparse_gather(address(values), elements, there, address(room), most)
         assert found <= room.numel(), "more values than the contributions can name"
-        self._values.encode_into(out[bits:], room, sent=room)
-        if sent is not None:
-            core.atom_sparse_scatter(there, elements, address(room), place(sent))
+        self._values.encode_into(out[bits:], room, Told(sent=room))
+        if told.sent is not None:
+            core.atom_sparse_scatter(there, elements, address(room), address(told.sent))
 
     def decode(self, data: bytearray | memoryview, out: torch.Tensor) -> None:
         """Write the values where they belong, and zeros.
@@ -189,7 +187,7 @@ class SparseMeanCodec(LossyCodec):
         self._values.decode(memoryview(data)[bits:], room)
         if core is not None:
             sizes = ctypes.c_int64(elements)
-            core.atom_sparse_scatter(address(raw), sizes, address(room), place(out))
+            core.atom_sparse_scatter(address(raw), sizes, address(room), address(out))
             return
         named = np.unpackbits(raw[:bits].numpy(), count=elements, bitorder="little")
         out.zero_()

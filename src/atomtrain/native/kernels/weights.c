@@ -1,0 +1,68 @@
+/* Weights in 8 or 4 bits made wide, in one pass; `models/quantised.py` says what the codes are. */
+#include "bits.h"
+#include "updates.h"
+
+enum { MOST = 64 }; /* elements of a block of weights at most */
+
+void atom_dequantise(const void *codes, const float *scales, int64_t blocks, int64_t block,
+                     const float *levels, int32_t kind, void *out);
+
+/* Also of NaN, which stays what it is. */
+INLINE uint16_t to_bfloat16(float value) {
+    uint32_t bits = bits_of(nearest_bfloat16(value)) >> 16;
+    return (uint16_t)(value != value ? 0x7FC0 : bits);
+}
+
+/* Multiply a block by its scale and store it; `kind` is a constant wherever this is used. */
+INLINE void store(const float *restrict unit, int n, float scale, int64_t at, int kind,
+                  void *restrict out) {
+    float *wide = (float *)out + at;
+    uint16_t *narrow = (uint16_t *)out + at;
+    for (int i = 0; i < n; i++) {
+        float value = unit[i] * scale;
+        if (kind == FLOAT32_GRADIENT)
+            wide[i] = value;
+        else
+            narrow[i] = kind == BFLOAT16_GRADIENT ? to_bfloat16(value) : to_float16(value);
+    }
+}
+
+struct pair {
+    float low, high;
+};
+
+INLINE void dequantise(const void *codes, const float *scales, int64_t blocks, int block,
+                       const struct pair *pairs, int kind, void *out) {
+    for (int64_t index = 0, at = 0; index < blocks; index++, at += block) {
+        float unit[MOST];
+        if (pairs) {
+            const uint8_t *in = (const uint8_t *)codes + at / 2;
+            for (int i = 0; i < block / 2; i++) memcpy(unit + 2 * i, pairs + in[i], sizeof *pairs);
+        } else {
+            const int8_t *in = (const int8_t *)codes + at;
+            for (int i = 0; i < block; i++) unit[i] = (float)in[i] / 127.0f;
+        }
+        store(unit, block, scales[index], at, kind, out);
+    }
+}
+
+/* Most blocks are full: for these the number of elements is known. */
+#define DEQUANTISE(KIND)                                                                           \
+    (block == MOST ? dequantise(codes, scales, blocks, MOST, four, KIND, out)                      \
+                   : dequantise(codes, scales, blocks, (int)block, four, KIND, out))
+
+/* Write `blocks` blocks, each of an even number of elements. `levels` are 16 for codes of 4 bits,
+   NULL for 8 bits; `kind` is that of a gradient. */
+void atom_dequantise(const void *codes, const float *scales, int64_t blocks, int64_t block,
+                     const float *levels, int32_t kind, void *out) {
+    struct pair pairs[256]; /* what a byte stands for */
+    const struct pair *four = levels ? pairs : 0;
+    for (int byte = 0; levels && byte < 256; byte++)
+        pairs[byte] = (struct pair){levels[byte & 15], levels[byte >> 4]};
+    if (kind == FLOAT32_GRADIENT)
+        DEQUANTISE(FLOAT32_GRADIENT);
+    else if (kind == BFLOAT16_GRADIENT)
+        DEQUANTISE(BFLOAT16_GRADIENT);
+    else
+        DEQUANTISE(FLOAT16_GRADIENT);
+}
