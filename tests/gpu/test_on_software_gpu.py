@@ -16,11 +16,13 @@ from torch import Tensor
 
 import atomtrain
 from atomtrain.analysis.costs.costs import layer_costs
+from atomtrain.engine.devices import pinning
 from atomtrain.engine.devices.streams import Inject
 from atomtrain.engine.updates.optimizer import OptimizerFactory
 from atomtrain.errors import DeviceMemoryError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import SGD, AdamW, Muon
+from atomtrain.planning.plan.shape import Activation
 from tests.gpu import test_cuda
 from tests.gpu.test_cuda import (
     adamw,
@@ -160,6 +162,32 @@ def test_a_budget_that_is_exceeded_says_what_to_do() -> None:
         )
         with pytest.raises(DeviceMemoryError, match="raise --device-memory or use smaller"):
             engine.step([batch])
+
+
+@pytest.mark.parametrize("allowed_bytes", [0, 160 << 10, 320 << 10])
+@pytest.mark.parametrize("activations", ["offload", "recompute"])
+def test_memory_that_is_not_pinned_gives_the_same_bits(
+    allowed_bytes: int, activations: Activation, gpus: SoftwareGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of some pages, the rest by way of rings, or of ordinary memory."""
+    expected, _ = trained(segments=8, activations=activations, optimizer_on_device=False)
+    monkeypatch.setattr(pinning, "CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(pinning, "RING_BYTES", 8 << 10)
+    staged: list[int] = []
+    made = pinning.StagingRing._made
+
+    def counted(ring: pinning.StagingRing) -> Any:
+        staged.append(len(buffers := made(ring)))
+        return buffers
+
+    monkeypatch.setattr(pinning.StagingRing, "_made", counted)
+    gpus.pinned.most_bytes = allowed_bytes
+    found, engine = trained(segments=8, activations=activations, optimizer_on_device=False)
+    assert_equal(found, expected)
+    assert set(staged) == ({0} if not allowed_bytes else {2}), "not all could be pinned"
+    assert engine.last is not None
+    assert engine.last.allocation_retries == 0
+    assert engine.last.device_reserved_bytes >= engine.last.device_peak_bytes
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])

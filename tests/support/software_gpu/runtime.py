@@ -87,8 +87,15 @@ class SoftwareGpus:
 
     def queue_of(self, device: torch.device) -> Queue:
         """Return where the calling thread's work on a GPU goes."""
+        self.raise_last_error()
         queue: Queue = self.current_stream(device).queue
         return queue
+
+    def raise_last_error(self) -> None:
+        """Raise what the last call of the runtime returned, as PyTorch does after each launch."""
+        code, self.pinned.last_error = self.pinned.last_error, 0
+        if code:
+            raise RuntimeError(f"CUDA error: code {code}, of an earlier call")
 
     def seed(self, device: torch.device) -> int:
         """Return the seed of the next operation that draws random numbers."""
@@ -175,6 +182,15 @@ def functions(gpus: SoftwareGpus) -> dict[str, Callable[..., Any]]:
     def max_memory_allocated(device: Any = None) -> int:
         return memory(device).peak_bytes
 
+    def memory_reserved(device: Any = None) -> int:
+        return memory(device).used_bytes
+
+    def max_memory_reserved(device: Any = None) -> int:
+        return memory(device).peak_bytes
+
+    def memory_stats(device: Any = None) -> dict[str, Any]:
+        return {"num_alloc_retries": memory(device).retries}
+
     def reset_peak_memory_stats(device: Any = None) -> None:
         memory(device).peak_bytes = memory(device).used_bytes
 
@@ -199,6 +215,7 @@ def functions(gpus: SoftwareGpus) -> dict[str, Callable[..., Any]]:
         gpus.scheduler.finish_device(gpus.index_of(device))
 
     def _sleep(cycles: int) -> None:
+        gpus.raise_last_error()
         queue = gpus.current_stream().queue
         gpus.scheduler.submit(queue, None, sleeps=min(1000, 1 + int(cycles) // _SLEEP_CYCLES))
 
