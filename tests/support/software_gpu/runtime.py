@@ -32,6 +32,7 @@ class Properties(NamedTuple):
     total_memory: int
     major: int = 9
     minor: int = 0
+    multi_processor_count: int = 132
 
 
 class SoftwareGpus:

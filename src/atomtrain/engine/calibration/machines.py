@@ -138,8 +138,9 @@ def catalogue_gpu(device: Device) -> Gpu:
     card = gpu_reported_as(device.name)
     if card is None:
         raise ConfigError(
-            f"the GPU {device.name!r} is not in the catalogue, so its rates must be measured; "
-            "leave out --no-profile"
+            f"the GPU {device.name!r} is not in the catalogue"
+            f"{', which has whole cards, no MIG slices' if ' MIG ' in device.name else ''}, so its "
+            "rates must be measured; leave out --no-profile"
         )
     return card
 

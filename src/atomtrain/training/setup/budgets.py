@@ -230,7 +230,7 @@ class _Tried:
     @functools.cached_property
     def _costs(self) -> ChainCosts:
         """With the head as it is."""
-        return layer_costs(*self._traced)
+        return layer_costs(*self._traced, on_gpu=self._devices[0].torch_device.type == "cuda")
 
     @functools.cached_property
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:
