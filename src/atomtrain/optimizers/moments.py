@@ -147,12 +147,11 @@ def adamw_update(
     begins = range(0, flat.numel(), SLICE)
     # With float32 nothing is rounded at random.
     drawn = [0] * len(begins) if kind == "float32" else salts(flat_gradient, factor)
-    on_gpu = flat.device.type != "cpu"
-    if kind != "float32" and not on_gpu:
+    if kind != "float32" and flat.device.type == "cpu":
         kernel = _in_whole_vectors(kernel)
     update = _UPDATES[kind]
-    slices = GPU_SLICES if on_gpu else 1
-    at_once = pass_elements(on_gpu=on_gpu)
+    slices = slices_at_once(flat.device)
+    at_once = pass_elements(on_gpu=slices > 1)
     space = _Space(kind, flat.device)
     words = [
         (group["seed"], int(state["step"]), begin, salt)
@@ -175,6 +174,11 @@ def adamw_update(
             values, wide = widened(some, narrow_gradient, master[0], factor)
             update(kernel, values, wide, moments, randoms, buffers)
             narrowed(some, master[0], values, wide)
+
+
+def slices_at_once(device: torch.device) -> int:
+    """Return how many slices of a parameter on a device pass together."""
+    return 1 if device.type == "cpu" else GPU_SLICES
 
 
 def pass_elements(*, on_gpu: bool) -> int:

@@ -134,7 +134,7 @@ def torch_update(
         _step(parameter, gradient, momentum, group, first=first)
         return
     whole = [parameter, gradient, state[masters.KEYS[group["master"]]], *momentum]
-    at_once = moments.pass_elements(on_gpu=parameter.device.type != "cpu")
+    at_once = moments.pass_elements(on_gpu=moments.slices_at_once(parameter.device) > 1)
     passes = (tensor.view(-1).split(at_once) for tensor in whole)
     for stream, narrow, master, *some in zip(*passes, strict=True):
         values, wide = widened(stream, narrow, master, gradient_factor)

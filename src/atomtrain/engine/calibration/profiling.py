@@ -275,9 +275,9 @@ def measured_times(
     Raises:
         PlanError: they do not fit; says what would do.
     """
+    read_bytes = {name: 2 * spec.n_bytes for name, spec in costs.values.items()}  # and gradients
     needed = {
-        layer.name: measured_bytes(cost)
-        + 2 * sum(costs.values[name].n_bytes for name in layer.reads)
+        layer.name: measured_bytes(cost) + sum(read_bytes[name] for name in layer.reads)
         for layer, cost in zip(chain.layers, costs.layers, strict=True)
         if kinds is None or cost.kind in kinds
     }
@@ -315,10 +315,10 @@ def _within_budget(device: Device, what: str, needed_bytes: int) -> Iterator[Non
         # More than it has, whatever others take of the card or lies between blocks.
         least = max(needed_bytes + device.reserved_bytes, budget_bytes + budget_bytes // 4)
         raise PlanError(
-            f"{device.name} cannot be measured within --device-memory {format_bytes(budget_bytes)}: "
-            f"{what} takes {format_bytes(needed_bytes)}, beside {format_bytes(device.reserved_bytes)} "
-            f"of libraries; raise it to {-(-least // _MIB)}MiB, end what else uses the card, or use "
-            "smaller micro-batches"
+            f"{device.name} cannot be measured within --device-memory "
+            f"{format_bytes(budget_bytes)}: {what} takes {format_bytes(needed_bytes)}, beside "
+            f"{format_bytes(device.reserved_bytes)} of libraries; raise it to "
+            f"{-(-least // _MIB)}MiB, end what else uses the card, or use smaller micro-batches"
         ) from error
 
 

@@ -279,7 +279,8 @@ def _copy(
             for tensor in (target, source)
         )
         for start_bytes, stop_bytes, staged in parts:
-            (stage if staged else _copy_pieces)(to[start_bytes:stop_bytes], of[start_bytes:stop_bytes])
+            copy = stage if staged else _copy_pieces
+            copy(to[start_bytes:stop_bytes], of[start_bytes:stop_bytes])
         return
     _copy_pieces(target, source)
 

@@ -100,8 +100,8 @@ def check_resident(outline: nn.Module, what: str) -> None:
     if needed_bytes > host_memory_bytes():
         raise PlanError(
             f"the model in {what} takes {format_bytes(needed_bytes)} of memory, "
-            f"{format_bytes(host_memory_bytes())} are there ({host_memory()}); give a smaller model, or use "
-            "another machine"
+            f"{format_bytes(host_memory_bytes())} are there ({host_memory()}); give a smaller "
+            "model, or use another machine"
         )
 
 
