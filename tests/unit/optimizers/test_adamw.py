@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
 from atomtrain.native import library
-from atomtrain.optimizers import BYTES_PER_PARAMETER, AdamW, decay_groups, moments, randomness
+from atomtrain.optimizers import BYTES_PER_PARAMETER, AdamW, decay_groups, randomness
 from atomtrain.optimizers.companding import BLOCK
-from atomtrain.optimizers.moments import SLICE
+from atomtrain.optimizers.moments import GPU_SLICES, SLICE
 from tests.support.engine_models import gpt
 
 NARROW = ("bfloat16", "int8")
+_MOMENTS = "atomtrain.optimizers.moments"
 SHAPES = [(), (1,), (3, 43), (130,), (2, 128), (0,)]
 
 
@@ -428,13 +429,13 @@ def test_slices_that_pass_together_as_on_a_gpu_have_the_bits_that_each_has_alone
     monkeypatch: pytest.MonkeyPatch, state: str, master: str | None
 ) -> None:
     monkeypatch.setattr(library, "core", lambda: None)
-    monkeypatch.setattr(moments, "SLICE", 256)
-    count = 256 * (moments.GPU_SLICES + 1) + 50  # two passes, the last slice not full
+    monkeypatch.setattr(f"{_MOMENTS}.SLICE", 256)
+    count = 256 * (GPU_SLICES + 1) + 50  # two passes, the last slice not full
     values = torch.randn(count) if master is None else torch.randn(count).bfloat16()
     gradients = [torch.randn_like(values) for _ in range(2)]
     found = []
-    for slices in (1, moments.GPU_SLICES):
-        monkeypatch.setattr(moments, "slices_at_once", lambda device, n=slices: n)
+    for slices in (1, GPU_SLICES):
+        monkeypatch.setattr(f"{_MOMENTS}.slices_at_once", lambda device, n=slices: n)
         parameter = nn.Parameter(values.clone())
         optimizer = AdamW(
             [parameter], state=state, **({} if master is None else {"master": master})
