@@ -16,6 +16,7 @@ from atomtrain.engine.devices.cuda_memory import (
     workspace_bytes,
 )
 from atomtrain.planning.plan.disk import PAGE_BYTES
+from atomtrain.training.tools import doctor
 
 TOTAL_BYTES = 1000
 
@@ -199,3 +200,18 @@ def test_segments_that_grow_unless_the_user_has_settings(monkeypatch: pytest.Mon
             patch.setenv(name, "max_split_size_mb:64")
             assert not use_expandable_segments()
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(("share", "state"), [(1, "ok"), (4, "warning")])
+def test_the_doctor_pins_what_can_be(
+    share: int, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atomtrain.engine.devices.gpus.gpus", lambda: 1)
+    monkeypatch.setattr(pinning, "pinnable_bytes", lambda most_bytes: most_bytes // share)
+    [finding] = doctor._pinned(6 * GIB)
+    assert finding.check == "pinned memory"
+    assert finding.state == state
+    assert finding.detail.startswith(
+        f"{3 / share:.1f} GiB" if share == 1 else "768.0 MiB of memory"
+    )
+    assert bool(finding.fix) == (state == "warning")
