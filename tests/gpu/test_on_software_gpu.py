@@ -6,8 +6,11 @@ They run where there is no GPU. See `software_gpu` for what that shows, and what
 from __future__ import annotations
 
 import dataclasses
+import gc
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +18,18 @@ import torch
 from torch import Tensor
 
 import atomtrain
+from atomtrain.analysis import chain_of
 from atomtrain.analysis.costs.costs import layer_costs
+from atomtrain.engine.calibration.machines import Overhead
+from atomtrain.engine.calibration.profiling import measured_times, profiled_machine
+from atomtrain.engine.devices import pinning
+from atomtrain.engine.devices.cuda import CudaDevice
 from atomtrain.engine.devices.streams import Inject
 from atomtrain.engine.updates.optimizer import OptimizerFactory
-from atomtrain.errors import DeviceMemoryError
+from atomtrain.errors import DeviceMemoryError, PlanError
 from atomtrain.models import GPT, GPTConfig
 from atomtrain.optimizers import SGD, AdamW, Muon
+from atomtrain.planning.plan.shape import Activation
 from tests.gpu import test_cuda
 from tests.gpu.test_cuda import (
     adamw,
@@ -162,6 +171,33 @@ def test_a_budget_that_is_exceeded_says_what_to_do() -> None:
             engine.step([batch])
 
 
+@pytest.mark.parametrize("allowed_bytes", [0, 160 << 10, 320 << 10])
+@pytest.mark.parametrize("activations", ["offload", "recompute"])
+def test_memory_that_is_not_pinned_gives_the_same_bits(
+    allowed_bytes: int, activations: Activation, gpus: SoftwareGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of some pages, the rest by way of rings, or of ordinary memory."""
+    expected = trained(segments=8, activations=activations, optimizer_on_device=False)[0]
+    monkeypatch.setattr(pinning, "CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(pinning, "RING_BYTES", 8 << 10)
+    staged: list[int] = []
+    made = pinning.StagingRing._made
+
+    def counted(ring: pinning.StagingRing) -> Any:
+        staged.append(len(buffers := made(ring)))
+        return buffers
+
+    monkeypatch.setattr(pinning.StagingRing, "_made", counted)
+    gc.collect()  # what is pinned still counts
+    gpus.pinned.most_bytes = allowed_bytes
+    found, engine = trained(segments=8, activations=activations, optimizer_on_device=False)
+    assert_equal(found, expected)
+    assert set(staged) == ({0} if not allowed_bytes else {2}), "not all could be pinned"
+    assert engine.last is not None
+    assert engine.last.allocation_retries == 0
+    assert engine.last.device_reserved_bytes >= engine.last.device_peak_bytes
+
+
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_gradients_spent_at_once(precision: str | None) -> None:
     """Unloads wait for updates, which wait for unloads of the segment before last."""
@@ -173,3 +209,30 @@ def test_gradients_spent_at_once(precision: str | None) -> None:
     found, spent = trained(spend_gradients=True, **options)
     assert spent.plan.host_bytes < kept.plan.host_bytes
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("what", ["layers", "machine"])
+def test_a_profile_that_does_not_fit_names_a_budget_that_would_do(
+    what: str, tmp_path: Path
+) -> None:
+    batch = batches(1)[0][0]
+    traced = chain_of(untied_gpt(), batch, device=torch.device("cuda", 0))
+    inputs = traced.bind(batch)
+    costs = layer_costs(traced.chain, inputs)
+
+    def measure(device: CudaDevice) -> object:
+        try:
+            if what == "layers":
+                return measured_times(device, traced.chain, costs, inputs)
+            return profiled_machine(device, lambda: Overhead(0.0, 0.0), tmp_path)
+        finally:
+            device.close()
+
+    device = CudaDevice(0, 128 << 20)
+    in_use = torch.cuda.memory_allocated() / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(in_use)
+    with pytest.raises(PlanError, match="cannot be measured within --device-memory 128") as no:
+        measure(device)
+    told = re.search(r"raise it to (\d+)MiB", str(no.value))
+    assert told is not None
+    assert measure(CudaDevice(0, int(told[1]) << 20))

@@ -263,8 +263,8 @@ def test_times_need_events_that_are_timed_recorded_and_done(gpus: SoftwareGpus) 
 
 
 def test_what_is_not_emulated_says_so(gpus: SoftwareGpus) -> None:
-    with pytest.raises(NotEmulatedError, match=r"torch.cuda.memory_stats"):
-        torch.cuda.memory_stats()
+    with pytest.raises(NotEmulatedError, match=r"torch.cuda.memory_summary"):
+        torch.cuda.memory_summary()
     with pytest.raises(NotEmulatedError, match="depends on numbers"):
         torch.nonzero(torch.ones(3, device=GPU))
     with pytest.raises(NotEmulatedError, match="a copy from cuda:0 to cuda:1"):

@@ -12,6 +12,7 @@ from torch import nn
 
 from atomtrain.analysis.costs.costs import layer_costs
 from atomtrain.analysis.head.head import split_head, split_head_as_needed
+from atomtrain.analysis.layers.chain import Chain
 from atomtrain.analysis.layers.checking import check_chain
 from atomtrain.analysis.layers.trace import Loss, MicroBatch, Traced, chain_of
 from atomtrain.engine.calibration.disk_profile import disk_rates
@@ -184,7 +185,7 @@ def _open(
         if options.compile:
             chain = compiled(chain, costs)
         made = optimizer_of(chain, optimizer)
-        machine = machine_of_all(_machine_with_disk(profile.machine, options), devices)
+        machine = machine_of_all(_machine_with_disk(profile.machine, chain, options), devices)
         states = None if options.disk is None else states_of(made)
         on_gpu = opened.torch_device.type == "cuda"
         taken = update_model(made, chain, on_gpu=on_gpu)
@@ -226,15 +227,17 @@ def _open(
     return Engine(core, traced)
 
 
-def _machine_with_disk(machine: Machine, options: Options) -> Machine:
+def _machine_with_disk(machine: Machine, chain: Chain, options: Options) -> Machine:
     """Return the machine with the host memory that may be used, and the rates of the disk.
 
     Raises:
         DiskError: the folder cannot be used.
     """
+    # What the parameters take now goes when they move into the store.
+    n_bytes = machine.host_memory_bytes + sum(parameter.nbytes for parameter in chain.parameters)
     if options.host_memory is not None:
         n_bytes = parse_bytes(options.host_memory, "host memory")
-        machine = dataclasses.replace(machine, host_memory_bytes=n_bytes)
+    machine = dataclasses.replace(machine, host_memory_bytes=n_bytes)
     if options.disk is None:
         return machine
     return disk_rates(Path(options.disk), measure=options.profile).of(machine)

@@ -140,11 +140,15 @@ class Engine:
                 del losses
         for device in self.devices:
             device.synchronize()
+        step_s = time.perf_counter() - started_s
+        uses = [device.allocator_use() for device in self.devices]
         self.last = StepReport(
             loss=loss,
-            step_s=time.perf_counter() - started_s,
+            step_s=step_s,
             link_wait_s=max(device.take_wait_s() for device in self.devices),
-            device_peak_bytes=max(device.peak_bytes() for device in self.devices),
+            device_peak_bytes=max(use.peak_bytes for use in uses),
+            device_reserved_bytes=max(use.reserved_peak_bytes for use in uses),
+            allocation_retries=sum(use.retries for use in uses),
         )
         return loss
 

@@ -54,6 +54,10 @@ class StepReport:
     """Time that compute waited for the link or for host updates; the longest of several devices."""
     device_peak_bytes: int
     """The highest of several devices."""
+    device_reserved_bytes: int
+    """Most that the allocator had taken from the device, which is more than was in use."""
+    allocation_retries: int
+    """How often the allocator gave memory back and waited; of all devices. More than 0 is slow."""
 
 
 class EngineCore:

@@ -46,10 +46,13 @@ _UPPER_HALF = -(1 << 16)
 """The bits of a float32 that bfloat16 keeps."""
 HOST_PASS = 1 << 18
 """Elements that pass through scratch at once on the host; divides `SLICE`. More take more memory
-and leave the cache, fewer spend the time on calls. No bit depends on it. A GPU takes whole slices,
-since there each call counts."""
+and leave the cache, fewer spend the time on calls. No bit depends on it."""
+GPU_SLICES = 4
+"""Slices that pass at once on a GPU, where each call counts and memory does too."""
 _VECTOR = 16
 """Elements of a float32 vector of any processor, or several."""
+Words = tuple[int, int, int, int]
+"""Seed, step, first element of a slice, and its salt."""
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
@@ -146,15 +149,20 @@ def adamw_update(
     if kind != "float32" and flat.device.type == "cpu":
         kernel = _in_whole_vectors(kernel)
     update = _UPDATES[kind]
-    at_once = min(HOST_PASS, SLICE) if flat.device.type == "cpu" else SLICE
+    slices = slices_at_once(flat.device)
+    at_once = pass_elements(on_gpu=slices > 1)
     space = _Space(kind, flat.device)
-    for begin, salt in zip(begins, drawn, strict=True):
-        part = slice(begin, begin + SLICE)
+    words = [
+        (group["seed"], int(state["step"]), begin, salt)
+        for begin, salt in zip(begins, drawn, strict=True)
+    ]
+    for first in range(0, len(words), slices):
+        part = slice(first * SLICE, (first + slices) * SLICE)
         whole = [flat[part], flat_gradient[part], *(master[part] for master in stored)]
         split = zip(*(tensor.split(at_once) for tensor in whole), strict=True)
         narrow = _moment_passes(state, kind, part, at_once)
-        words = (group["seed"], int(state["step"]), begin, salt)
-        random = _random_passes(kind, len(whole[0]), words, flat.device, at_once)
+        some_words = words[first : first + slices]
+        random = _random_passes(kind, len(whole[0]), some_words, flat.device, at_once)
         for (some, narrow_gradient, *master), moments, randoms in zip(
             split, narrow, random, strict=False
         ):
@@ -165,6 +173,16 @@ def adamw_update(
             values, wide = widened(some, narrow_gradient, master[0], factor)
             update(kernel, values, wide, moments, randoms, buffers)
             narrowed(some, master[0], values, wide)
+
+
+def slices_at_once(device: torch.device) -> int:
+    """Return how many slices of a parameter on a device pass together."""
+    return 1 if device.type == "cpu" else GPU_SLICES
+
+
+def pass_elements(*, on_gpu: bool) -> int:
+    """Return how many elements pass through scratch at once."""
+    return GPU_SLICES * SLICE if on_gpu else min(HOST_PASS, SLICE)
 
 
 def _moment_passes(
@@ -180,15 +198,29 @@ def _moment_passes(
 
 
 def _random_passes(
-    kind: str, count: int, words: tuple[int, ...], device: torch.device, at_once: int
+    kind: str, count: int, words: Sequence[Words], device: torch.device, at_once: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Return the random numbers of both moments of a slice, part by part."""
+    """Return the random numbers of both moments of some slices, part by part.
+
+    Args:
+        kind: Of the moments.
+        count: Elements of all slices together.
+        words: What the numbers of each slice depend on.
+        device: Where they are needed.
+        at_once: Elements of a part.
+    """
     if kind == "float32":
         return itertools.repeat(())
     draw = randomness.offsets if kind == "bfloat16" else randomness.fractions
     if kind == "int8":
         count = -(-count // BLOCK) * BLOCK
-    both = (draw(count, *words, which, device=device) for which in (_FIRST, _SECOND))
+
+    def drawn(which: int) -> Tensor:
+        counts = (min(SLICE, count - SLICE * index) for index in range(len(words)))
+        each = [draw(n, *some, which, device=device) for n, some in zip(counts, words, strict=True)]
+        return each[0] if len(each) == 1 else torch.cat(each)
+
+    both = (drawn(which) for which in (_FIRST, _SECOND))
     return zip(*(numbers.split(at_once) for numbers in both), strict=True)
 
 
@@ -339,6 +371,8 @@ _UPDATES = {"float32": _float32_pass, "bfloat16": _bfloat16_pass, "int8": _int8_
 def scratch_bytes(parameter: Tensor, group: dict[str, Any], *, on_gpu: bool = False) -> int:
     """Return the scratch that updating a parameter needs, the same memory for all of them."""
     buffers = _MOMENT_BUFFERS[group["state"]] + wide_buffers(parameter, group["master"])
-    count = min(SLICE if on_gpu else HOST_PASS, parameter.numel())
+    count = min(pass_elements(on_gpu=on_gpu), parameter.numel())
+    if on_gpu and count > SLICE and group["state"] != "float32":
+        buffers += 2  # random numbers of several slices, of either moment
     scales = _SCALE_BUFFERS * -(-count // BLOCK) if group["state"] == "int8" else 0
     return 4 * (buffers * count + scales)

@@ -13,7 +13,6 @@ from atomtrain.optimizers import compiled, masters, moments
 from atomtrain.optimizers.base import HostOptimizer, check_momentum, check_rates
 from atomtrain.optimizers.masters import narrowed, wide_buffers, widened
 from atomtrain.optimizers.paths import UNSCALED, Paths, Scaling
-from atomtrain.optimizers.randomness import SLICE
 
 _MOMENTUM = "momentum_buffer"
 
@@ -90,7 +89,7 @@ class SGD(HostOptimizer):
     def _scratch_bytes(self, parameter: Tensor, group: dict[str, Any], *, on_gpu: bool) -> int:
         if not on_gpu and PATHS.compiled_for(parameter, parameter.dtype, group):
             return 0
-        count = min(SLICE if on_gpu else moments.HOST_PASS, parameter.numel())
+        count = min(moments.pass_elements(on_gpu=on_gpu), parameter.numel())
         return 4 * wide_buffers(parameter, group["master"]) * count
 
 
@@ -134,7 +133,7 @@ def torch_update(
         _step(parameter, gradient, momentum, group, first=first)
         return
     whole = [parameter, gradient, state[masters.KEYS[group["master"]]], *momentum]
-    at_once = moments.HOST_PASS if parameter.device.type == "cpu" else SLICE
+    at_once = moments.pass_elements(on_gpu=moments.slices_at_once(parameter.device) > 1)
     passes = (tensor.view(-1).split(at_once) for tensor in whole)
     for stream, narrow, master, *some in zip(*passes, strict=True):
         values, wide = widened(stream, narrow, master, scaling.factor)

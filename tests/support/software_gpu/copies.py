@@ -33,12 +33,20 @@ class Pinned:
     def __init__(self, scheduler: Scheduler, report: Callable[[str], None]) -> None:
         self._scheduler, self._report = scheduler, report
         self.ranges: dict[int, int] = {}
+        self.most_bytes: int | None = None
+        """What the system allows to be pinned; `None` is all."""
+        self.last_error = 0
+        """Stays until somebody asks for it."""
         self._accesses: dict[int, Accesses] = {}
 
     def register(self, address: int, n_bytes: int) -> int:
         """Pin; return an error code of CUDA."""
         if any(a < address + n_bytes and address < a + n for a, n in self.ranges.items()):
-            return 712  # cudaErrorHostMemoryAlreadyRegistered
+            self.last_error = 712  # cudaErrorHostMemoryAlreadyRegistered
+            return self.last_error
+        if self.most_bytes is not None and sum(self.ranges.values()) + n_bytes > self.most_bytes:
+            self.last_error = 2  # cudaErrorMemoryAllocation
+            return self.last_error
         self.ranges[address] = n_bytes
         self._accesses[address] = Accesses(f"{n_bytes} pinned bytes", self._report)
         return 0
@@ -54,11 +62,17 @@ class Pinned:
         return 0
 
     def accesses_of(self, tensor: Tensor) -> Accesses | None:
-        """Return those of the pinned memory in which a tensor lies; `None` if it is ordinary."""
+        """Return those of the pinned memory in which a tensor lies; `None` if it is ordinary.
+
+        Raises:
+            RuntimeError: it lies in more than one range, or in part in one.
+        """
         low, high = addresses_of(tensor)
         for address, n_bytes in self.ranges.items():
             if address <= low and high <= address + n_bytes:
                 return self._accesses[address]
+            if low < address + n_bytes and address < high:
+                raise RuntimeError("CUDA error: invalid argument; memory pinned only in part")
         return None
 
 

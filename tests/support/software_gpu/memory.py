@@ -48,6 +48,7 @@ class Memory:
         self.total_bytes = total_bytes
         self.fraction = 1.0
         self.used_bytes = self.peak_bytes = 0
+        self.retries = 0
 
     def take(self, n_bytes: int) -> None:
         """Count an allocation.
@@ -57,6 +58,7 @@ class Memory:
         """
         most_bytes = int(self.fraction * self.total_bytes)
         if self.used_bytes + n_bytes > most_bytes:
+            self.retries += 1  # what PyTorch does before it gives up
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {n_bytes} bytes. {self.used_bytes} bytes "
                 f"are in use of {most_bytes} allowed."

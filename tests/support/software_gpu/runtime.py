@@ -32,6 +32,7 @@ class Properties(NamedTuple):
     total_memory: int
     major: int = 9
     minor: int = 0
+    multi_processor_count: int = 132
 
 
 class SoftwareGpus:
@@ -87,8 +88,15 @@ class SoftwareGpus:
 
     def queue_of(self, device: torch.device) -> Queue:
         """Return where the calling thread's work on a GPU goes."""
+        self.raise_last_error()
         queue: Queue = self.current_stream(device).queue
         return queue
+
+    def raise_last_error(self) -> None:
+        """Raise what the last call of the runtime returned, as PyTorch does after each launch."""
+        code, self.pinned.last_error = self.pinned.last_error, 0
+        if code:
+            raise RuntimeError(f"CUDA error: code {code}, of an earlier call")
 
     def seed(self, device: torch.device) -> int:
         """Return the seed of the next operation that draws random numbers."""
@@ -155,29 +163,6 @@ def functions(gpus: SoftwareGpus) -> dict[str, Callable[..., Any]]:
     def get_device_properties(device: Any = None) -> Properties:
         return Properties(NAME, memory(device).total_bytes)
 
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        of = memory(device)
-        return of.total_bytes - of.used_bytes, of.total_bytes
-
-    def get_per_process_memory_fraction(device: Any = None) -> float:
-        return memory(device).fraction
-
-    def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-        if not isinstance(fraction, float):
-            raise TypeError("Invalid type for fraction argument, must be `float`")
-        if fraction < 0 or fraction > 1:
-            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        memory(device).fraction = fraction
-
-    def memory_allocated(device: Any = None) -> int:
-        return memory(device).used_bytes
-
-    def max_memory_allocated(device: Any = None) -> int:
-        return memory(device).peak_bytes
-
-    def reset_peak_memory_stats(device: Any = None) -> None:
-        memory(device).peak_bytes = memory(device).used_bytes
-
     def empty_cache() -> None:
         gpus.blocks.collect()
 
@@ -199,6 +184,7 @@ def functions(gpus: SoftwareGpus) -> dict[str, Callable[..., Any]]:
         gpus.scheduler.finish_device(gpus.index_of(device))
 
     def _sleep(cycles: int) -> None:
+        gpus.raise_last_error()
         queue = gpus.current_stream().queue
         gpus.scheduler.submit(queue, None, sleeps=min(1000, 1 + int(cycles) // _SLEEP_CYCLES))
 
@@ -218,8 +204,48 @@ def functions(gpus: SoftwareGpus) -> dict[str, Callable[..., Any]]:
     def set_rng_state(new_state: Tensor, device: Any = "cuda") -> None:
         gpus.generators[gpus.index_of(device)].set_state(new_state)
 
-    found = dict(locals())
+    found = {**locals(), **_memory_functions(gpus)}
     return {name: thing for name, thing in found.items() if name not in ("gpus", "memory")}
+
+
+def _memory_functions(gpus: SoftwareGpus) -> dict[str, Callable[..., Any]]:
+    def memory(device: Any) -> Memory:
+        gpus.blocks.collect()
+        return gpus.memories[gpus.index_of(device)]
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        of = memory(device)
+        return of.total_bytes - of.used_bytes, of.total_bytes
+
+    def get_per_process_memory_fraction(device: Any = None) -> float:
+        return memory(device).fraction
+
+    def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if fraction < 0 or fraction > 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        memory(device).fraction = fraction
+
+    def memory_allocated(device: Any = None) -> int:
+        return memory(device).used_bytes
+
+    def max_memory_allocated(device: Any = None) -> int:
+        return memory(device).peak_bytes
+
+    def memory_reserved(device: Any = None) -> int:
+        return memory(device).used_bytes
+
+    def max_memory_reserved(device: Any = None) -> int:
+        return memory(device).peak_bytes
+
+    def memory_stats(device: Any = None) -> dict[str, Any]:
+        return {"num_alloc_retries": memory(device).retries}
+
+    def reset_peak_memory_stats(device: Any = None) -> None:
+        memory(device).peak_bytes = memory(device).used_bytes
+
+    return dict(locals())
 
 
 def backward_of(gpus: SoftwareGpus, real: Callable[..., None]) -> Callable[..., None]:

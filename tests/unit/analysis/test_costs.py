@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomtrain.analysis import chain_of, layer_costs
+from atomtrain.analysis.costs.attention import attention_workspace_bytes
 from atomtrain.analysis.costs.costs import ChainCosts
+from tests.support.software_gpu import installed
 
 
 def costs_of(*layers: nn.Module, width: int = 5) -> ChainCosts:
@@ -151,3 +153,66 @@ def test_equal_layers_are_of_one_kind_and_others_of_another() -> None:
     assert kinds[1] == kinds[2]
     assert len(set(kinds)) == 4
     assert [cost.name for cost in layers] == ["0", "1", "2", "3", "4"]
+
+
+class Heads(nn.Module):
+    """Heads of 40 columns for 200 tokens: neither is what kernels round to."""
+
+    def __init__(self, heads_of_keys: int = 4) -> None:
+        super().__init__()
+        self.project = nn.Linear(160, 160 + 2 * 40 * heads_of_keys)
+        self.heads_of_keys = heads_of_keys
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        split = self.project(x).view(2, 200, -1, 40).transpose(1, 2)
+        query, key, value = split.split([4, self.heads_of_keys, self.heads_of_keys], 1)
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, enable_gqa=self.heads_of_keys < 4
+        )
+        return out.transpose(1, 2).reshape(2, 200, 160)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_float32_sums_of_attention_on_a_gpu_count(dtype: torch.dtype) -> None:
+    model = nn.Sequential(Heads().to(dtype), nn.Linear(160, 1, dtype=dtype))
+    example = torch.randn(2, 200, 160, dtype=dtype)
+    traced = chain_of(model, example, torch.mean)
+    here, there = (
+        layer_costs(traced.chain, traced.bind(example), on_gpu=on_gpu).layers[0]
+        for on_gpu in (False, True)
+    )
+    sums_bytes = 4 * 2 * 4 * 256 * (64 + 1)
+    expected = sums_bytes if dtype is torch.bfloat16 else 0
+    assert there.backward_bytes - here.backward_bytes <= expected
+    assert attention_workspace_bytes(
+        torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+        [torch.empty(2, 4, 200, 40, dtype=dtype)] * 4,
+        on_gpu=True,
+    ) == expected  # fmt: skip
+    if dtype is torch.bfloat16:
+        assert there.backward_bytes > here.backward_bytes
+        assert there.saved.backward_bytes > here.saved.backward_bytes
+    else:
+        assert there == here
+
+
+def test_what_attention_takes_inside_depends_on_heads_and_determinism(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    query, key = (torch.empty(1, heads, 128, 64, dtype=torch.float16) for heads in (8, 2))
+    aten = torch.ops.aten
+    flash = aten._scaled_dot_product_flash_attention_backward.default
+    cudnn = aten._scaled_dot_product_cudnn_attention_backward.default
+    sums, rows, wide = 4 * 8 * 128 * 64, 4 * 8 * 128, 2 * 2 * 8 * 128 * 64
+
+    def taken(func: Any, keys: torch.Tensor) -> int:
+        return attention_workspace_bytes(func, [query, query, keys, keys], on_gpu=True)
+
+    assert taken(flash, query) == taken(cudnn, query) == sums + rows
+    assert taken(flash, key) == sums + rows + wide
+    assert taken(aten._scaled_dot_product_flash_attention.default, query) == 0, "forward"
+    assert taken(aten.mm.default, query) == 0
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)
+    with installed():  # 132 processors, so 17 for each head
+        assert taken(flash, query) == 17 * sums + rows
+        assert taken(cudnn, query) == sums + rows

@@ -143,6 +143,21 @@ def test_a_time_must_be_a_number() -> None:
         check_time(LayerTime("soon", 1.0), "bad")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_rated_in_the_type_of_the_run(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, costs, inputs = parts(small_gpt().to(dtype))
+    asked = []
+    monkeypatch.setattr(
+        "atomtrain.analysis.costs.profile.flops_per_s", lambda *given: asked.append(given[2]) or 1.0
+    )
+    monkeypatch.setattr("atomtrain.analysis.costs.profile.LONGEST_S", 0.0)
+    layer_times(chain, costs, inputs, CPU, lambda: None)
+    assert asked == [dtype]
+    assert 0 < flops_per_s(CPU, lambda: None, dtype) < 1e16
+
+
 def test_the_rate_of_products_is_a_rate() -> None:
     assert 0 < flops_per_s(CPU, lambda: None) < 1e16
 

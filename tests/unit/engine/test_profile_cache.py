@@ -62,6 +62,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         log.extend(kinds)
         return {kind: LayerTime(1.0 + len(log), 2.0) for kind in kinds}
 
+    monkeypatch.setattr(profiling, "host_memory_bytes", lambda: 6)  # what is free changes
     monkeypatch.setattr(profiling, "measure_machine", machine)
     monkeypatch.setattr(profiling, "layer_times", times)
     return log

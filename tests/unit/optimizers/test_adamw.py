@@ -15,10 +15,11 @@ from atomtrain.errors import ConfigError
 from atomtrain.native import library
 from atomtrain.optimizers import BYTES_PER_PARAMETER, AdamW, decay_groups, randomness
 from atomtrain.optimizers.companding import BLOCK
-from atomtrain.optimizers.moments import SLICE
+from atomtrain.optimizers.moments import GPU_SLICES, SLICE
 from tests.support.engine_models import gpt
 
 NARROW = ("bfloat16", "int8")
+_MOMENTS = "atomtrain.optimizers.moments"
 SHAPES = [(), (1,), (3, 43), (130,), (2, 128), (0,)]
 
 
@@ -420,6 +421,33 @@ def test_how_much_passes_through_scratch_at_once_changes_no_bit(
         values.extend(v for v in optimizer.state[values[0]].values() if v.ndim)
     assert len(whole) > 2
     assert all(same_bits(*pair) for pair in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("master", [None, "float32", "split"])
+@pytest.mark.parametrize("state", ["float32", *NARROW])
+def test_slices_that_pass_together_as_on_a_gpu_have_the_bits_that_each_has_alone(
+    monkeypatch: pytest.MonkeyPatch, state: str, master: str | None
+) -> None:
+    monkeypatch.setattr(library, "core", lambda: None)
+    monkeypatch.setattr(f"{_MOMENTS}.SLICE", 256)
+    count = 256 * (GPU_SLICES + 1) + 50  # two passes, the last slice not full
+    values = torch.randn(count) if master is None else torch.randn(count).bfloat16()
+    gradients = [torch.randn_like(values) for _ in range(2)]
+    found = []
+    for slices in (1, GPU_SLICES):
+        monkeypatch.setattr(f"{_MOMENTS}.slices_at_once", lambda device, n=slices: n)
+        parameter = nn.Parameter(values.clone())
+        optimizer = AdamW(
+            [parameter], state=state, **({} if master is None else {"master": master})
+        )
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        found.append([parameter, *(v for v in optimizer.state[parameter].values() if v.ndim)])
+    assert len(found[0]) > 2
+    assert all(same_bits(*pair) for pair in zip(*found, strict=True))
+    there, here = (optimizer.scratch_bytes(on_gpu=on_gpu) for on_gpu in (True, False))
+    assert there == here == 0 if state == "float32" and master is None else there > 3 * here
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
+from atomtrain.analysis.costs.attention import attention_workspace_bytes
 from atomtrain.analysis.costs.flops import more_counters
 from atomtrain.analysis.costs.saved import SavedCost, SavedWatcher, is_movable
 from atomtrain.analysis.costs.storages import StorageTracker, is_dense
@@ -111,16 +112,23 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class _Watcher(StorageTracker):
-    """Also notes whether random numbers were drawn."""
+    """Also notes whether random numbers were drawn, and counts what attention takes inside."""
 
     random = False
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        super().__init__()
+        self._on_gpu = on_gpu
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if _RANDOM in func.tags and not _dropout_is_off(func, args, kwargs or {}):
             self.random = True
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if inside_bytes := attention_workspace_bytes(func, args, on_gpu=self._on_gpu):
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside_bytes)
+        return result
 
 
 def _dropout_is_off(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -133,7 +141,11 @@ def _dropout_is_off(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def layer_costs(
-    chain: Chain, inputs: Mapping[str, Any], device: torch.device | str = "cpu"
+    chain: Chain,
+    inputs: Mapping[str, Any],
+    device: torch.device | str = "cpu",
+    *,
+    on_gpu: bool = False,
 ) -> ChainCosts:
     """Return the costs of every layer; identical layers are run once.
 
@@ -141,6 +153,7 @@ def layer_costs(
         chain: Its parameters may be on the meta device.
         inputs: One micro-batch, by the chain's input names.
         device: The kind of device whose kernels are to be assumed.
+        on_gpu: Whether the model will be on a GPU, though `device` is the processor.
 
     Raises:
         AnalysisError: a layer cannot run on what the layers before it write, or the loss is no
@@ -157,7 +170,9 @@ def layer_costs(
         if key not in measured:
             kinds[key] = f"{type(layer.module).__name__}-{len(kinds)}"
             try:
-                measured[key] = _measure(layer, specs, kinds[key], torch.device(device))
+                measured[key] = _measure(
+                    layer, specs, kinds[key], torch.device(device), on_gpu=on_gpu
+                )
             except RuntimeError as error:
                 raise AnalysisError(_cannot_run(layer, specs, error)) from error
         cost, written = measured[key]
@@ -228,7 +243,12 @@ def _first_positions(keys: Sequence[int]) -> list[int]:
 
 
 def _measure(
-    layer: Layer, specs: Sequence[ValueSpec], kind: str, device: torch.device
+    layer: Layer,
+    specs: Sequence[ValueSpec],
+    kind: str,
+    device: torch.device,
+    *,
+    on_gpu: bool,
 ) -> tuple[LayerCost, tuple[ValueSpec, ...]]:
     with FakeTensorMode(), torch.enable_grad():
         tensors = _fake_tensors(layer, device)
@@ -237,7 +257,7 @@ def _measure(
             if tensor.requires_grad:
                 tensor.grad = torch.empty_like(tensor)
         arguments = [_fake_value(spec, device) for spec in specs]
-        tracker = _Watcher()
+        tracker = _Watcher(on_gpu=on_gpu)
         with torch.no_grad(), tracker:
             written = layer.run(tensors, arguments)
             forward_bytes = tracker.peak_bytes
@@ -263,10 +283,10 @@ def _measure(
                 # The seeds stand for gradients that the executor already holds.
                 backward_bytes = tracker.peak_bytes - before_bytes - kept_bytes - seed_bytes
             backward_flops = flops.get_total_flops() - forward_flops
-        saved = _measure_saved(layer, tensors, arguments)
+        saved = _measure_saved(layer, tensors, arguments, on_gpu=on_gpu)
         all_sent = None
         if saved.sent_bytes < saved.inner_bytes:
-            all_sent = _measure_saved(layer, tensors, arguments, remake=False)
+            all_sent = _measure_saved(layer, tensors, arguments, on_gpu=on_gpu, remake=False)
     parameters = {id(p): p for p in layer.parameters.values()}.values()
     buffers = {id(b): b for b in layer.buffers.values()}.values()
     cost = LayerCost(
@@ -294,13 +314,14 @@ def _measure_saved(
     tensors: Mapping[str, Tensor],
     arguments: Sequence[Any],
     *,
+    on_gpu: bool,
     remake: bool = True,
 ) -> SavedCost:
     """Run the layer once more; what it saves leaves at once and comes back when it is needed.
 
     Without `remake` all of it comes back, and nothing is made again.
     """
-    tracker = StorageTracker()
+    tracker = _Watcher(on_gpu=on_gpu)
     watcher = SavedWatcher(list(tensors.values()), remake=remake)
     for value in arguments:
         if isinstance(value, Tensor):

@@ -7,6 +7,7 @@ import functools
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -104,9 +105,11 @@ def layer_times(
 
     Raises:
         AnalysisError: a layer's time is no number; names the layer.
+        DeviceMemoryError: by `computing`, if a layer does not fit.
     """
     samples: dict[str, list[LayerTime]] = {}
-    rate = flops_per_s(device, synchronize)
+    with computing():
+        rate = flops_per_s(device, synchronize, compute_dtype(chain))
     estimates = estimated_times(costs, rate)
     timed = functools.partial(_timed, synchronize=synchronize, clock=clock)
     gpus = [device] if device.type == "cuda" else []
@@ -120,8 +123,10 @@ def layer_times(
                 known = samples.setdefault(cost.kind, [])
                 if known and time.perf_counter() > ends_s:
                     continue
-                values = example_values(layer, costs, inputs, device)
-                known.append(_measure(layer, values, device, computing, timed))
+                with computing():
+                    values = example_values(layer, costs, inputs, device)
+                    known.append(_measure(layer, values, device, timed))
+                del values
     times = {
         kind: LayerTime(
             usual_s([time.forward_s for time in known]),
@@ -166,10 +171,28 @@ def check_time(time: LayerTime, layer: str) -> None:
             )
 
 
-def flops_per_s(device: torch.device, synchronize: Synchronize) -> float:
-    """Return the FLOP/s of a float32 matrix product of moderate size; takes some milliseconds."""
+def compute_dtype(chain: Chain) -> torch.dtype:
+    """Return the type in which a chain mostly computes: that of most of its parameters."""
+    elements: Counter[torch.dtype] = Counter({torch.float32: 0})
+    for parameter in chain.parameters:
+        if parameter.is_floating_point():
+            elements[parameter.dtype] += parameter.numel()
+    return max(elements, key=elements.__getitem__)
+
+
+def measured_bytes(cost: LayerCost) -> int:
+    """Return what measuring a layer takes on the device, beside what it reads: weights, their
+    gradients, and its workspace."""
+    work_bytes = max(cost.graph_bytes, cost.kept_bytes + cost.backward_bytes)
+    return 2 * cost.parameter_bytes + cost.buffer_bytes + work_bytes
+
+
+def flops_per_s(
+    device: torch.device, synchronize: Synchronize, dtype: torch.dtype = torch.float32
+) -> float:
+    """Return the FLOP/s of a matrix product of moderate size; takes some milliseconds."""
     size = 512 if device.type == "cpu" else 2048
-    matrix = torch.ones(size, size, device=device)
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
     torch.mm(matrix, matrix)
     seconds = [_timed(lambda: torch.mm(matrix, matrix), synchronize) for _ in range(5)]
     return 2 * size**3 / statistics.median(seconds)
@@ -211,7 +234,6 @@ def _measure(
     layer: Layer,
     values: Sequence[Any],
     device: torch.device,
-    computing: Computing,
     timed: Callable[[Callable[[], Any]], float],
 ) -> LayerTime:
     tensors = {
@@ -239,10 +261,9 @@ def _measure(
             if isinstance(value, Tensor):
                 value.grad = None  # else the next backward would add to it
 
-    with computing():
-        # The first run of each kind chooses kernels and touches memory.
-        both()
-        return LayerTime(timed(forward), timed(both))
+    # The first run of each kind chooses kernels and touches memory.
+    both()
+    return LayerTime(timed(forward), timed(both))
 
 
 def _timed(

@@ -8,7 +8,6 @@ for whatever else runs on the machine, and the waits of real steps are part of t
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -35,6 +34,7 @@ from atomtrain.engine.calibration.probes import (
     update_parameters_per_s,
 )
 from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.host_budget import host_memory
 from atomtrain.engine.devices.processor import EmulatedDevice, HostDevice
 from atomtrain.errors import ConfigError
 from atomtrain.planning.catalogue import Gpu, gpu_reported_as, machine_for
@@ -137,15 +137,16 @@ def catalogue_gpu(device: Device) -> Gpu:
     card = gpu_reported_as(device.name)
     if card is None:
         raise ConfigError(
-            f"the GPU {device.name!r} is not in the catalogue, so its rates must be measured; "
-            "leave out --no-profile"
+            f"the GPU {device.name!r} is not in the catalogue"
+            f"{', which has whole cards, no MIG slices' if ' MIG ' in device.name else ''}, so its "
+            "rates must be measured; leave out --no-profile"
         )
     return card
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of this host in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return what a model may take of this host's memory now, in bytes."""
+    return host_memory().usable_bytes
 
 
 def budget_bytes(*devices: Device) -> int:

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from atomtrain.analysis.costs.costs import ChainCosts
-from atomtrain.analysis.costs.profile import LayerTime, estimated_times, flops_per_s, layer_times
+from atomtrain.analysis.costs.profile import (
+    LayerTime,
+    compute_dtype,
+    estimated_times,
+    flops_per_s,
+    layer_times,
+    measured_bytes,
+)
 from atomtrain.analysis.costs.storages import StorageTracker
 from atomtrain.analysis.layers.chain import Chain
 from atomtrain.engine.calibration.machines import (
@@ -37,8 +44,10 @@ from atomtrain.engine.calibration.profile_cache import (
 )
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.processor import EmulatedDevice
+from atomtrain.errors import DeviceMemoryError, PlanError
 from atomtrain.planning.catalogue import estimate_times
 from atomtrain.planning.plan.machine import Machine
+from atomtrain.units import format_bytes
 
 CROWDED_SHARE = 0.15
 """Measurements beside others that had more than this are not relied on."""
@@ -46,6 +55,10 @@ _LEAST_S = 0.1
 """The kernel counts in hundredths of a second: shorter times say nothing."""
 _HELPERS = 2
 """Copies and updates run beside compute."""
+_UNITS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_MIB = 1 << 20
+_MACHINE_BYTES = 64 * _MIB
+"""Of the updates and copies by which a machine is measured."""
 _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
 """Of a line of /proc/stat: user, nice, system, interrupts (two kinds), stolen by the hypervisor."""
 
@@ -160,9 +173,10 @@ def take_profile(
     Raises:
         AnalysisError: a layer's time is no number; names the layer.
         ConfigError: nothing shall be measured, and the GPU is not in the catalogue.
+        PlanError: the device's memory is too little to measure in; says what would do.
     """
     if not measure:
-        return Profile(assumed_machine(device), _assumed_times(device, costs))
+        return Profile(assumed_machine(device), _assumed_times(device, chain, costs))
     folder = folder or profile_folder()
     cache = ProfileCache(folder, machine_key(device))
     keys = {
@@ -256,17 +270,28 @@ def measured_times(
         chain: With real parameters; they are not changed.
         costs: Of the chain.
         inputs: One micro-batch, by the chain's input names.
-        kinds: Which to measure; `None` is all.
+        kinds: Which to measure, at least one; `None` is all.
+
+    Raises:
+        PlanError: they do not fit; says what would do.
     """
-    times = layer_times(
-        chain,
-        costs,
-        inputs,
-        device.torch_device,
-        device.synchronize,
-        computing=_computing(device),
-        kinds=kinds,
-    )
+    read_bytes = {name: 2 * spec.n_bytes for name, spec in costs.values.items()}  # and gradients
+    needed = {
+        layer.name: measured_bytes(cost) + sum(read_bytes[name] for name in layer.reads)
+        for layer, cost in zip(chain.layers, costs.layers, strict=True)
+        if kinds is None or cost.kind in kinds
+    }
+    largest = max(needed, key=needed.__getitem__)
+    with _within_budget(device, f"layer {largest!r}", needed[largest]):
+        times = layer_times(
+            chain,
+            costs,
+            inputs,
+            device.torch_device,
+            device.synchronize,
+            computing=_computing(device),
+            kinds=kinds,
+        )
     # A GPU computes while its host hands over.
     return with_offloading(times, chain, costs, inputs) if _emulated(device) else times
 
@@ -275,8 +300,26 @@ def _measure_machine(cache: ProfileCache, device: Device, overhead: MeasureOverh
     """Measure the machine's rates if the cache lacks them."""
     if cache.machine(1, 1) is None:
         watch = Watch()
-        machine = measure_machine(device, overhead, cache.path.parent)
+        with _within_budget(device, "its link and optimizer", _MACHINE_BYTES):
+            machine = measure_machine(device, overhead, cache.path.parent)
         cache.put_machine(machine, watch.crowded_share())
+
+
+@contextmanager
+def _within_budget(device: Device, what: str, needed_bytes: int) -> Iterator[None]:
+    """Say what would do if the device's memory is too little for a measurement."""
+    try:
+        yield
+    except DeviceMemoryError as error:
+        budget_bytes = device.memory_bytes
+        # More than it has, whatever others take of the card or lies between blocks.
+        least = max(needed_bytes + device.reserved_bytes, budget_bytes + budget_bytes // 4)
+        raise PlanError(
+            f"{device.name} cannot be measured within --device-memory "
+            f"{format_bytes(budget_bytes)}: {what} takes {format_bytes(needed_bytes)}, beside "
+            f"{format_bytes(device.reserved_bytes)} of libraries; raise it to "
+            f"{-(-least // _MIB)}MiB, end what else uses the card, or use smaller micro-batches"
+        ) from error
 
 
 def _emulated(device: Device) -> bool:
@@ -294,11 +337,11 @@ def _computing(device: Device) -> Callable[[], AbstractContextManager[Any]]:
     return device.computing
 
 
-def _assumed_times(device: Device, costs: ChainCosts) -> dict[str, LayerTime]:
+def _assumed_times(device: Device, chain: Chain, costs: ChainCosts) -> dict[str, LayerTime]:
+    dtype = compute_dtype(chain)
     if device.torch_device.type == "cpu":
-        return estimated_times(costs, flops_per_s(device.torch_device, device.synchronize))
-    exact = torch.get_float32_matmul_precision() == "highest"
+        return estimated_times(costs, flops_per_s(device.torch_device, device.synchronize, dtype))
     card = catalogue_gpu(device)
-    return estimate_times(
-        costs, card, "fp32" if exact or "tf32" not in card.flops_per_s else "tf32"
-    )
+    exact = torch.get_float32_matmul_precision() == "highest"
+    name = _UNITS.get(dtype, "fp32" if exact else "tf32")
+    return estimate_times(costs, card, name if name in card.flops_per_s else "fp32")

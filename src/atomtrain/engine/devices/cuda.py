@@ -7,36 +7,28 @@ so a copy is never enqueued before the host data are final.
 
 from __future__ import annotations
 
-import os
-import re
 import threading
 import time
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from atomtrain.analysis.costs.storages import is_dense
+from atomtrain.engine.devices.cuda_memory import CAPS, split_of, use_expandable_segments
+from atomtrain.engine.devices.device import AllocatorUse
+from atomtrain.engine.devices.gpus import budget_of, require_gpu
 from atomtrain.engine.devices.host_memory import aligned_empty
+from atomtrain.engine.devices.pinning import PINS, Part, StagingRing
 from atomtrain.engine.devices.streams import Event, Inject, Job, Stream
 from atomtrain.engine.devices.tracing import Record
-from atomtrain.errors import ConfigError, DeviceMemoryError, StreamError
+from atomtrain.errors import DeviceMemoryError
 from atomtrain.units import format_bytes
 
-_ROUNDING_BYTES = 64 << 20
 _PIECE_BYTES = 32 << 20
 """About a millisecond of the link. A copy engine serves streams in turns, copy by copy."""
-_PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for all GPUs, since several may load from one copy."""
-_CUBLAS_WORKSPACE = ":4096:8"
-"""The same everywhere: eight buffers of 4 MiB, what PyTorch takes on Hopper, and with which cuBLAS
-adds in the same order each time."""
-_COMPUTING_THREADS = 2
-"""The caller's, and autograd's for backward: each has a handle of cuBLAS with its own workspace."""
-_BESIDE_BYTES = 8 << 20
-"""Workspaces of cuBLASLt, and other small things that PyTorch keeps."""
 
 
 class _CudaEvent(Event):
@@ -44,7 +36,10 @@ class _CudaEvent(Event):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorded = torch.cuda.Event()
+        # A thread that waits for it sleeps: host updates want the core.
+        self.recorded = torch.cuda.Event(blocking=True)
+        self.held_by: CudaDevice | None = None
+        """Whose compute goes on only after it."""
 
     def wait(self) -> None:
         super().wait()
@@ -57,6 +52,13 @@ class _CudaEvent(Event):
         """Let `stream` go on only after the work; blocks until the work is enqueued."""
         super().wait()
         stream.wait_event(self.recorded)
+
+
+class _Wait:
+    """Times one wait of compute."""
+
+    def __init__(self) -> None:
+        self.before, self.after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
 
 class _CudaRecord(Record):
@@ -113,59 +115,6 @@ def _order(event: Event, stream: torch.cuda.Stream) -> None:
         event.wait()
 
 
-def library_bytes() -> int:
-    """Return what libraries keep of a GPU's budget; from now on cuBLAS's workspace is that."""
-    # Read when cuBLAS is first used.
-    return workspace_bytes(os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE))
-
-
-def workspace_bytes(config: str) -> int:
-    """Return what cuBLAS and cuBLASLt keep for themselves through PyTorch's allocator.
-
-    Args:
-        config: The environment variable `CUBLAS_WORKSPACE_CONFIG`, such as `:4096:8`: buffers of so
-            many KiB, and how many of them.
-    """
-    sizes = re.findall(r":([0-9]+):([0-9]+)", config)
-    kept = sum(int(kib) * int(count) << 10 for kib, count in sizes)
-    return _COMPUTING_THREADS * kept + _BESIDE_BYTES
-
-
-class Caps:
-    """How much of each GPU this process may take: the budgets of its open devices together, and
-    when the last one is closed as much as before the first one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[int, list[int]] = {}
-        self._before: dict[int, float] = {}
-
-    def add(self, index: int, n_bytes: int) -> None:
-        """Take note of a device that was opened on GPU `index`."""
-        with self._lock:
-            budgets = self._open.setdefault(index, [])
-            if not budgets:
-                self._before[index] = torch.cuda.get_per_process_memory_fraction(index)
-            budgets.append(n_bytes)
-            self._apply(index)
-
-    def remove(self, index: int, n_bytes: int) -> None:
-        """Take note of a device that was closed."""
-        with self._lock:
-            self._open[index].remove(n_bytes)
-            self._apply(index)
-
-    def _apply(self, index: int) -> None:
-        budgets, share = self._open[index], self._before[index]
-        if budgets:
-            _, total_bytes = torch.cuda.mem_get_info(index)
-            share = min(1.0, sum(budgets) / total_bytes)
-        torch.cuda.set_per_process_memory_fraction(share, index)
-
-
-_CAPS = Caps()
-
-
 class CudaDevice:
     """A `Device` on a GPU, its memory capped at the budget."""
 
@@ -178,38 +127,30 @@ class CudaDevice:
         """Use GPU `index`; `memory_bytes` of `None` allows 90% of what is free now.
 
         Raises:
-            ConfigError: there is no such GPU, or it has less memory than the budget.
+            ConfigError: there is no such GPU, or less of its memory is free than the budget.
         """
-        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"there is no CUDA device {index}; {torch.cuda.device_count()} are usable. "
-                "Without a GPU use --device emulated:4GiB/s"
-            )
+        require_gpu(index)
+        use_expandable_segments()
         self.torch_device = torch.device("cuda", index)
         self.inject = inject
         self.name = torch.cuda.get_device_name(index)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        if memory_bytes is None:
-            memory_bytes = int(0.9 * free_bytes)
-        if memory_bytes > total_bytes:
-            raise ConfigError(
-                f"--device-memory {memory_bytes} is more than {self.name} has ({total_bytes} bytes)"
-            )
-        self.memory_bytes = memory_bytes
-        # Enforced below. The allocator reserves blocks of 2 to 20 MiB that it fills only
-        # partly, so what it may reserve is a little more than what may be in use.
-        self._cap_bytes = min(total_bytes, memory_bytes + _ROUNDING_BYTES)
-        self.reserved_bytes = library_bytes()
+        self.memory_bytes = budget_of(index, memory_bytes)
+        _, total_bytes = torch.cuda.mem_get_info(index)
+        self.reserved_bytes, self._cap_bytes = split_of(self.memory_bytes, total_bytes)
         torch.cuda.init()
         self.generator = torch.cuda.default_generators[index]
         self.load: Stream = _CudaStream("load", self.torch_device, inject)
         self.fetch: Stream = _CudaStream("fetch", self.torch_device, inject)
         self.unload: Stream = _CudaStream("unload", self.torch_device, inject)
         self.save: Stream = _CudaStream("save", self.torch_device, inject)
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: list[_Wait] = []
+        self._waited: list[_Wait] = []
+        """Events of earlier steps, to be used again: making one takes longer than recording it."""
+        self._retries = 0
+        self._staging = _Staging()
         self._compute = torch.cuda.current_stream(self.torch_device)
         self._closed = False
-        _CAPS.add(index, self._cap_bytes)
+        CAPS.add(index, self._cap_bytes)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -234,29 +175,20 @@ class CudaDevice:
         """Allocate ordinary memory and pin it in place, in pages of its own.
 
         PyTorch's pinned allocator rounds up to powers of two (pytorch#95823), which would nearly
-        double the host memory of a large model. A page that is pinned for one tensor cannot be
-        pinned for another, so no page is shared.
+        double the host memory of a large model. What the system does not allow to be pinned stays
+        ordinary memory, with a warning.
         """
         if n_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         tensor = aligned_empty(n_bytes)[:n_bytes]
-        runtime = torch.cuda.cudart()
-        address = tensor.data_ptr()
-        code = int(runtime.cudaHostRegister(address, n_bytes, _PORTABLE))
-        if code != 0:
-            raise StreamError(
-                f"pinning {n_bytes} bytes of host memory failed with CUDA error {code}; raise the "
-                "limit of locked memory (ulimit -l unlimited) or choose a smaller model"
-            )
-        # Unpinned before the memory itself is freed: the storage's finalizer runs first.
-        weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+        PINS.pin(tensor)
         return tensor
 
     def copy_in(self, target: Tensor, source: Tensor) -> None:
-        _copy(target, source)
+        _copy(target, source, PINS.parts(source), self._staging.ring.copy_in)
 
     def copy_out(self, target: Tensor, source: Tensor) -> None:
-        _copy(target, source)
+        _copy(target, source, PINS.parts(target), self._staging.ring.copy_out)
 
     def mark(self) -> Event:
         event = _CudaEvent()
@@ -268,31 +200,47 @@ class CudaDevice:
         if event.is_done():  # nothing to order, nothing to time
             event.wait()
             return
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record(self._compute)
+        if isinstance(event, _CudaEvent):
+            if event.held_by is self:  # by what else came in the same job
+                return
+            event.held_by = self
+        wait = self._waited.pop() if self._waited else _Wait()
+        wait.before.record(self._compute)
         _order(event, self._compute)
-        after.record(self._compute)
-        self._waits.append((before, after))
+        wait.after.record(self._compute)
+        self._waits.append(wait)
 
     def new_record(self) -> Record:
         return _CudaRecord(self._compute)
 
     def synchronize(self) -> None:
-        self._compute.synchronize()
+        reached = torch.cuda.Event(blocking=True)
+        reached.record(self._compute)
+        reached.synchronize()
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
 
     def take_wait_s(self) -> float:
-        waits, self._waits = self._waits, []
-        wait_ms: float = sum(before.elapsed_time(after) for before, after in waits)
+        wait_ms: float = sum(wait.before.elapsed_time(wait.after) for wait in self._waits)
+        self._waited += self._waits
+        self._waits = []
         return wait_ms / 1e3
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._retries = self._retries_so_far()
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def allocator_use(self) -> AllocatorUse:
+        reserved_bytes = torch.cuda.max_memory_reserved(self.torch_device)
+        retries = self._retries_so_far() - self._retries
+        return AllocatorUse(self.peak_bytes(), reserved_bytes, retries)
+
+    def _retries_so_far(self) -> int:
+        return int(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0))
 
     def close(self) -> None:
         if self._closed:
@@ -304,10 +252,45 @@ class CudaDevice:
             # A step that failed may have left copies on their way, and what they use goes now.
             torch.cuda.synchronize(self.torch_device)
         finally:
-            _CAPS.remove(self.torch_device.index, self._cap_bytes)
+            CAPS.remove(self.torch_device.index, self._cap_bytes)
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
+class _Staging(threading.local):
+    """Each stream's thread has a ring of its own."""
+
+    def __init__(self) -> None:
+        self.ring = StagingRing()
+
+
+def _copy(
+    target: Tensor, source: Tensor, parts: Sequence[Part], stage: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Enqueue a copy between device and host; none crosses from one part to the next.
+
+    Args:
+        target: On one side.
+        source: On the other.
+        parts: Of the one on the host.
+        stage: Copies bytes of ordinary memory that was to be pinned.
+    """
+    if (len(parts) > 1 or parts[0].staged) and _same_layout(target, source):
+        to, of = (
+            tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            for tensor in (target, source)
+        )
+        for start_bytes, stop_bytes, staged in parts:
+            copy = stage if staged else _copy_pieces
+            copy(to[start_bytes:stop_bytes], of[start_bytes:stop_bytes])
+        return
+    _copy_pieces(target, source)
+
+
+def _same_layout(target: Tensor, source: Tensor) -> bool:
+    same = target.dtype == source.dtype and target.stride() == source.stride()
+    return same and is_dense(source)
+
+
+def _copy_pieces(target: Tensor, source: Tensor) -> None:
     """Enqueue a copy; a long one in pieces, between which small and urgent ones come through."""
     if source.dim() != 1 or source.nbytes <= _PIECE_BYTES:
         target.copy_(source, non_blocking=True)

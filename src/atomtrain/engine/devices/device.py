@@ -14,13 +14,24 @@ One device owns all streams. Why each exists:
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from atomtrain.engine.devices.streams import Event, Inject, Stream
 from atomtrain.engine.devices.tracing import Record
+
+
+class AllocatorUse(NamedTuple):
+    """What became of a device's memory since its peak was reset."""
+
+    peak_bytes: int
+    """Most that was in use."""
+    reserved_peak_bytes: int
+    """Most that the allocator had taken from the device, gaps and what it keeps included."""
+    retries: int
+    """How often it had to give memory back, and wait for the device, before it could allocate."""
 
 
 class Device(Protocol):
@@ -74,7 +85,8 @@ class Device(Protocol):
         ...
 
     def hold(self, event: Event) -> None:
-        """Make compute wait for an event; the time counts as waiting for the link."""
+        """Make compute wait for an event; the time counts as waiting for the link. Once is enough
+        for all that the event is of."""
         ...
 
     def new_record(self) -> Record:
@@ -99,6 +111,10 @@ class Device(Protocol):
 
     def peak_bytes(self) -> int:
         """Return the most device memory in use since `reset_peak`."""
+        ...
+
+    def allocator_use(self) -> AllocatorUse:
+        """Return what became of the memory since `reset_peak`."""
         ...
 
     def close(self) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Sequence
-
-import torch
 
 from atomtrain.engine.devices.cuda import CudaDevice
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.device_names import parse_device, parse_devices
+from atomtrain.engine.devices.gpus import DRIVER, gpus, why_none
+from atomtrain.engine.devices.host_budget import host_memory
 from atomtrain.engine.devices.processor import EmulatedDevice, HostDevice
 from atomtrain.engine.devices.streams import Inject
 from atomtrain.errors import ConfigError
 from atomtrain.units import parse_bytes
 
 DEFAULT_EMULATED_BYTES = 1 << 30
+_logger = logging.getLogger(__name__)
 
 
 def open_device(
@@ -26,8 +27,8 @@ def open_device(
     Args:
         name: `auto` is the first GPU if there is one, else the emulated device. `cpu` is the host
             itself: nothing is copied.
-        memory: Budget, such as `8GiB`; `None` is 90% of the GPU's free memory, all memory of the
-            host for `cpu`, else 1 GiB.
+        memory: Budget, such as `8GiB`; `None` is 90% of the GPU's free memory, what is available
+            on the host for `cpu`, else 1 GiB.
         inject: Called before each job of each stream; for tests.
 
     Raises:
@@ -37,12 +38,13 @@ def open_device(
     found = parse_device(name)
     kind = found.kind
     if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "emulated"
+        kind = "cuda" if gpus() else "emulated"
+        if kind == "emulated" and DRIVER.exists():
+            _logger.warning("training on the emulated device, without the GPU: %s", why_none())
     if kind == "cuda":
         return CudaDevice(found.number, memory_bytes, inject)
     if kind == "cpu":
-        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return HostDevice(memory_bytes or host_bytes, inject)
+        return HostDevice(memory_bytes or host_memory().usable_bytes, inject)
     return EmulatedDevice(memory_bytes or DEFAULT_EMULATED_BYTES, found.link_bytes_per_s, inject)
 
 

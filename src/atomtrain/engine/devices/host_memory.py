@@ -39,6 +39,8 @@ _DEFAULT, _INTERLEAVE = 0, 3
 _MOST_NODES = 1024
 _MASK_BITS = 64
 _LOG = logging.getLogger(__name__)
+_HUGE_BYTES = 4 << 20
+_MADV_HUGEPAGE = 14
 
 
 def aligned_empty(n_bytes: int, empty: Callable[[int], Tensor] | None = None) -> Tensor:
@@ -51,7 +53,18 @@ def aligned_empty(n_bytes: int, empty: Callable[[int], Tensor] | None = None) ->
     n_bytes = paged(n_bytes)
     whole = (empty or _ordinary)(n_bytes + PAGE_BYTES)
     start = -whole.data_ptr() % PAGE_BYTES
-    return whole[start : start + n_bytes]
+    memory = whole[start : start + n_bytes]
+    if empty is None and n_bytes >= _HUGE_BYTES:
+        _ask_for_huge_pages(memory)
+    return memory
+
+
+def _ask_for_huge_pages(memory: Tensor) -> None:
+    """Have the kernel serve memory in pages of 2 MiB where it can: there are fewer to pin, to look
+    up and to fill with zeros. It is advice, so what comes of it is not asked."""
+    if (advise := _library_call("madvise")) is not None:
+        address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel())
+        advise(address, size, _MADV_HUGEPAGE)
 
 
 def _ordinary(n_bytes: int) -> Tensor:
@@ -108,7 +121,7 @@ def give_back() -> None:
     The library does so only with what is free at the heap's end, or was large. Of many tensors that
     went one by one it would keep most.
     """
-    if (trim := _trim()) is not None:
+    if (trim := _library_call("malloc_trim")) is not None:
         trim(0)
 
 
@@ -162,7 +175,8 @@ def _system_call(number: int, *arguments: Any) -> Any:
 
 
 @functools.cache
-def _trim() -> Callable[[int], Any] | None:
+def _library_call(name: str) -> Callable[..., Any] | None:
+    """Return a function of the C library, `None` where it has none of this name."""
     with contextlib.suppress(OSError, AttributeError):
-        return ctypes.CDLL(None).malloc_trim
+        return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
     return None

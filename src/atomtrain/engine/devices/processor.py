@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from atomtrain.analysis.costs.storages import StorageTracker, uncounted
+from atomtrain.engine.devices.device import AllocatorUse
 from atomtrain.engine.devices.host_memory import give_back, keep_freed
 from atomtrain.engine.devices.streams import EagerStream, Event, Inject, Stream, Wait, finished
 from atomtrain.engine.devices.tracing import Record
@@ -76,6 +77,12 @@ class ProcessorDevice:
 
     def take_wait_s(self) -> float:
         return self._wait.take_s()
+
+    def peak_bytes(self) -> int:
+        raise NotImplementedError
+
+    def allocator_use(self) -> AllocatorUse:
+        return AllocatorUse(self.peak_bytes(), self.peak_bytes(), 0)
 
     def close(self) -> None:
         for stream in (self.load, self.fetch, self.unload, self.save):

@@ -17,6 +17,7 @@ from atomtrain.analysis.layers.chain import Chain
 from atomtrain.data import Batch
 from atomtrain.engine.calibration.machines import budget_bytes, host_memory_bytes
 from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.host_budget import host_memory
 from atomtrain.engine.state.gradients import with_gradients_in
 from atomtrain.errors import AnalysisError, ConfigError, PlanError
 from atomtrain.models import GPTConfig
@@ -77,10 +78,16 @@ def check_host_memory(outline: nn.Module, recipe: Recipe, options: TrainOptions)
         )
         raise PlanError(
             f"training {recipe.model} ({format_count(parameter_count(outline))} parameters) takes "
-            f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there; "
+            f"{format_bytes(needed_bytes)} of host memory, {format_bytes(there_bytes)} are there"
+            f"{_said(options)}; "
             f"choose a model of at most {format_count(there_bytes // each_bytes)} parameters, "
             f"--disk FOLDER{next(would_fit, '')}"
         )
+
+
+def _said(options: TrainOptions) -> str:
+    """Return where the host's memory is, unless the user has said how much there is."""
+    return "" if options.host_memory is not None else f" ({host_memory()}, some room is left)"
 
 
 def check_resident(outline: nn.Module, what: str) -> None:
@@ -93,8 +100,8 @@ def check_resident(outline: nn.Module, what: str) -> None:
     if needed_bytes > host_memory_bytes():
         raise PlanError(
             f"the model in {what} takes {format_bytes(needed_bytes)} of memory, "
-            f"{format_bytes(host_memory_bytes())} are there; give a smaller model, or use "
-            "another machine"
+            f"{format_bytes(host_memory_bytes())} are there ({host_memory()}); give a smaller "
+            "model, or use another machine"
         )
 
 
@@ -224,7 +231,7 @@ class _Tried:
     @functools.cached_property
     def _costs(self) -> ChainCosts:
         """With the head as it is."""
-        return layer_costs(*self._traced)
+        return layer_costs(*self._traced, on_gpu=self._devices[0].torch_device.type == "cuda")
 
     @functools.cached_property
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:

@@ -24,6 +24,7 @@ _GIB = 1 << 30
 _DISK_PROBE_BYTES = 64 << 20
 _LEAST_DISK_BYTES = 10 * _GIB
 _LEAST_DISK_BYTES_PER_S = 100e6
+_MOST_PINNED_BYTES = 4 * _GIB
 _LEAST_FILES = 1024
 _CLOCK_ERROR = 5  # TIME_ERROR of adjtimex(2): the clock is not synchronised
 _SOCKET_FOLDER_MAX = 60
@@ -83,9 +84,10 @@ def _versions() -> Iterator[Finding]:
 def _device() -> Iterator[Finding]:
     import torch
 
-    driver = Path("/proc/driver/nvidia/version")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
+    from atomtrain.engine.devices.gpus import DRIVER, gpus, why_none
+
+    if count := gpus():
+        for index in range(count):
             free_bytes, all_bytes = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_name(index)
             text = f"{name}, {format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
@@ -94,58 +96,50 @@ def _device() -> Iterator[Finding]:
                 yield Finding(f"cuda:{index}", WARNING, text, fix)
             else:
                 yield Finding(f"cuda:{index}", OK, text)
-    elif driver.exists():
-        built = torch.version.cuda
-        text = f"an NVIDIA driver is there, but torch {torch.__version__} finds no GPU"
-        fix = (
-            "install a torch built for CUDA (https://pytorch.org/get-started/locally)"
-            if built is None
-            else f"this torch needs a driver for CUDA {built}: update the driver, or install an "
-            "older torch; in a container, start it with --gpus all"
-        )
-        yield Finding("device", PROBLEM, text, fix)
+    elif DRIVER.exists():
+        what, _, fix = why_none().partition("; ")
+        yield Finding("device", PROBLEM, f"no GPU can be used: {what}", fix)
     else:
         yield Finding("device", OK, "no NVIDIA GPU: models train on the emulated device (CPU)")
 
 
 def _memory() -> Iterator[Finding]:
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    all_bytes = page_bytes * os.sysconf("SC_PHYS_PAGES")
-    free_bytes = page_bytes * os.sysconf("SC_AVPHYS_PAGES")
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free_bytes = int(line.split()[1]) * 1024
-    limit_bytes = _group_limit_bytes()
-    text = f"{format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
-    if limit_bytes is not None and limit_bytes < all_bytes:
-        text += f"; this container may use {format_bytes(limit_bytes)}"
-        free_bytes = min(free_bytes, limit_bytes)
+    from atomtrain.engine.devices.host_budget import host_memory
+
+    memory = host_memory()
+    free_bytes = memory.usable_bytes
     parameters = free_bytes // 16
-    text += f"; enough for about {parameters / 1e9:.1f}B parameters with AdamW in float32"
+    text = f"{memory}; enough for about {parameters / 1e9:.1f}B parameters with AdamW in float32"
     if free_bytes < 2 * _GIB:
         fix = "end other programs, or choose a small model"
         yield Finding("memory", WARNING, text, fix)
     else:
         yield Finding("memory", OK, text)
-    yield from _pinned(all_bytes)
+    yield from _pinned(free_bytes)
 
 
-def _pinned(all_bytes: int) -> Iterator[Finding]:
-    import torch
+def _pinned(free_bytes: int) -> Iterator[Finding]:
+    """Pin memory, which is given back: what the limit says is not always what can be had."""
+    from atomtrain.engine.devices.gpus import gpus
+
+    if not gpus():
+        return
+    from atomtrain.engine.devices.pinning import pinnable_bytes
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        yield Finding("memlock", OK, "as much memory may be pinned as there is")
+    tried_bytes = min(free_bytes // 2, _MOST_PINNED_BYTES)
+    pinned_bytes = pinnable_bytes(tried_bytes)
+    if pinned_bytes >= tried_bytes:
+        yield Finding("pinned memory", OK, f"{format_bytes(pinned_bytes)} can be pinned, or more")
         return
-    text = f"{format_bytes(soft)} of memory may be pinned"
-    if not torch.cuda.is_available() or soft >= all_bytes:
-        yield Finding("memlock", OK, text)
-        return
+    limit = "" if soft == resource.RLIM_INFINITY else f", the limit is {format_bytes(soft)}"
+    text = f"{format_bytes(pinned_bytes)} of memory can be pinned{limit}"
     raised = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else (
         "put '* - memlock unlimited' into /etc/security/limits.conf and log in anew; in a "
         "container, start it with --ulimit memlock=-1"
     )  # fmt: skip
-    yield Finding("memlock", WARNING, text, f"some drivers need more for fast copies: {raised}")
+    fix = f"a larger model is copied more slowly: {raised}; in WSL2, give it more memory"
+    yield Finding("pinned memory", WARNING, text, fix)
 
 
 def _disk(directory: Path) -> Iterator[Finding]:
@@ -286,15 +280,6 @@ def _lines(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     return []
-
-
-def _group_limit_bytes() -> int | None:
-    """Return how much memory the control group allows; None: as much as there is."""
-    for path in ("memory.max", "memory/memory.limit_in_bytes"):
-        for line in _lines(Path("/sys/fs/cgroup") / path):
-            if line.strip().isdigit():
-                return int(line)
-    return None
 
 
 def _write_rate(place: Path) -> float:

@@ -145,6 +145,8 @@ def tell_step(trainer: Training, events: EventLog, loss: float, tokens: int | No
         step_s=report.step_s,
         link_wait_share=report.link_wait_s / report.step_s,
         device_peak_bytes=report.device_peak_bytes,
+        device_reserved_bytes=report.device_reserved_bytes,
+        allocation_retries=report.allocation_retries,
         device_budget_bytes=engine.device.memory_bytes,
         state_bytes=engine.state_bytes,
         learning_rate=engine.optimizer.param_groups[0]["lr"],

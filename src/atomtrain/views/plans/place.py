@@ -10,8 +10,13 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from atomtrain.analysis.costs.costs import ChainCosts, LayerCost
-from atomtrain.analysis.costs.profile import LayerTime, estimated_times, flops_per_s
+from atomtrain.analysis.costs.costs import ChainCosts
+from atomtrain.analysis.costs.profile import (
+    LayerTime,
+    estimated_times,
+    flops_per_s,
+    measured_bytes,
+)
 from atomtrain.analysis.layers.chain import Chain, Layer
 from atomtrain.engine.api import measured_overhead
 from atomtrain.engine.calibration.profile_cache import machine_key
@@ -102,7 +107,7 @@ class _Measured:
 
     def _measure(self, analysis: Analysis) -> Mapping[str, LayerTime] | None:
         distinct = {cost.kind: cost for cost in analysis.costs.layers}.values()
-        if max(map(_measured_bytes, distinct)) > _MOST_MEASURED_BYTES:
+        if max(map(measured_bytes, distinct)) > _MOST_MEASURED_BYTES:
             return None
         device = open_device("auto", self._device_memory_bytes)
         try:
@@ -116,11 +121,6 @@ def _each(measured: LayerTime, estimated: LayerTime) -> LayerTime:
     return LayerTime(
         measured.forward_s / estimated.forward_s, measured.backward_s / estimated.backward_s
     )
-
-
-def _measured_bytes(cost: LayerCost) -> int:
-    """Return what measuring a layer takes: weights, their gradients, and its workspace."""
-    return 2 * cost.parameter_bytes + max(cost.graph_bytes, cost.kept_bytes + cost.backward_bytes)
 
 
 def _with_data(chain: Chain, costs: ChainCosts) -> Chain:

@@ -1,0 +1,119 @@
+"""Which GPUs can be used, and if one cannot, why, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+import torch
+
+from atomtrain.errors import ConfigError, reason_of
+from atomtrain.units import format_bytes
+
+DRIVER = Path("/proc/driver/nvidia/version")
+"""There where an NVIDIA driver is loaded."""
+_EMULATED = "Without a GPU use --device emulated:4GiB/s"
+_FREE_SHARE = 0.9
+"""Of what is free now: the default budget."""
+
+
+def gpus() -> int:
+    """Return the number of GPUs that can be used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `why_none` says it in one line
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def require_gpu(index: int) -> None:
+    """Check that there is a GPU of this number.
+
+    Raises:
+        ConfigError: there is not; says why.
+    """
+    count = gpus()
+    if index < count:
+        return
+    if not count:
+        raise ConfigError(f"there is no CUDA device {index}: {why_none()}. {_EMULATED}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    last = "" if count == 1 else f" to cuda:{count - 1}"
+    hidden = ""
+    if "MIG" in visible:
+        hidden = "; a process sees one MIG slice, so start one process for each"
+    elif visible:
+        hidden = f"; CUDA_VISIBLE_DEVICES={visible} hides the others"
+    raise ConfigError(
+        f"there is no CUDA device {index}; {count} are usable: give cuda:0{last}{hidden}"
+    )
+
+
+def why_none() -> str:
+    """Return why no GPU can be used, and what to do, as a part of a sentence."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    built = torch.version.cuda
+    if built is None:
+        return (
+            f"torch {torch.__version__} is built without CUDA; install one built for it "
+            "(https://pytorch.org/get-started/locally)"
+        )
+    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs; unset it"
+    try:
+        torch.cuda.init()
+        reason = "torch finds none"
+    except (RuntimeError, AssertionError) as error:
+        reason = reason_of(error)
+    if "too old" in reason:
+        found = re.search(r"found version (\d+)", reason)
+        version = int(found[1]) if found else 0
+        has = f", this one has {version // 1000}.{version % 1000 // 10}" if version else ""
+        return (
+            f"the NVIDIA driver is too old: torch {torch.__version__} needs one for CUDA "
+            f"{built}{has}; update the driver, or install an older torch"
+        )
+    if "no NVIDIA driver" in reason:
+        return (
+            "there is no NVIDIA driver; install it so that nvidia-smi lists the card, and start a "
+            "container with --gpus all"
+        )
+    if visible is not None:
+        return f"{reason}; CUDA_VISIBLE_DEVICES={visible} may name a card that is not there"
+    return f"{reason}; nvidia-smi must list the card, and a container needs --gpus all"
+
+
+def budget_of(index: int, wanted_bytes: int | None) -> int:
+    """Return a GPU's budget in bytes.
+
+    Args:
+        index: Its number.
+        wanted_bytes: `None` is 90% of what is free now.
+
+    Raises:
+        ConfigError: the GPU has less, or others use so much of it that less is free.
+    """
+    name = torch.cuda.get_device_name(index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    # What this process has already it can use again.
+    free_bytes = min(total_bytes, free_bytes + torch.cuda.memory_reserved(index))
+    if wanted_bytes is None:
+        return int(_FREE_SHARE * free_bytes)
+    if wanted_bytes > total_bytes:
+        slice_of = " (a MIG slice)" if " MIG " in name else ""
+        raise ConfigError(
+            f"--device-memory {format_bytes(wanted_bytes)} is more than {name}{slice_of} has, "
+            f"{format_bytes(total_bytes)}; give at most {_size(_FREE_SHARE * free_bytes)}"
+        )
+    if wanted_bytes > free_bytes:
+        raise ConfigError(
+            f"--device-memory {format_bytes(wanted_bytes)} is more than is free: others use "
+            f"{format_bytes(total_bytes - free_bytes)} of {name}; end them (nvidia-smi lists "
+            f"them), or give at most {_size(_FREE_SHARE * free_bytes)}"
+        )
+    return wanted_bytes
+
+
+def _size(n_bytes: float) -> str:
+    """Return a size as options take it, rounded down."""
+    return f"{int(n_bytes) >> 20}MiB"
