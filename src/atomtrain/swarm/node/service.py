@@ -14,6 +14,7 @@ from enum import Enum
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
+from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.trial import Refusal
 from atomtrain.swarm.catchup.fetching import Donations, Fetcher
 from atomtrain.swarm.catchup.joining import send_manifest
@@ -31,6 +32,7 @@ from atomtrain.swarm.transport.messages import (
     OPENING_BYTES_MAX,
     AskAnchor,
     AskDial,
+    AskKnown,
     AskManifest,
     AskStatus,
     BadMessage,
@@ -38,6 +40,7 @@ from atomtrain.swarm.transport.messages import (
     Dialled,
     HoldOn,
     Invite,
+    Known,
     Message,
     Open,
     Ping,
@@ -294,6 +297,10 @@ class Service:
         elif isinstance(message, AskAnchor):
             anchor = self.context.mailbox.store.anchor(message.fragment)
             await self._donations.send(channel, message, anchor)
+        elif isinstance(message, AskKnown):
+            stamp = Stamp(message.version, message.tokens, message.digest)
+            known = self.context.mailbox.store.had(message.fragment, stamp)
+            await channel.send(Known(known=known))
         elif isinstance(message, AskStatus):
             await send_status(channel, self.context, self._rounds.groups())
         elif isinstance(message, Ping):
@@ -344,7 +351,7 @@ class Service:
             return refusal
         if isinstance(message, AskManifest) and self.state == LEFT:
             return "it has finished, and leaves the run"
-        if isinstance(message, AskAnchor):
+        if isinstance(message, AskAnchor | AskKnown):
             stamps = self.context.mailbox.store.stamps()
             if message.fragment >= len(stamps) or stamps[message.fragment] is None:
                 return "it does not have this fragment"

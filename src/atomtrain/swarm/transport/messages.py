@@ -108,6 +108,21 @@ class AnchorHeader(Message, frozen=True, kw_only=True):
     """It is that of one of several groups: no velocity comes with it."""
 
 
+class AskKnown(Message, frozen=True, kw_only=True):
+    """A newcomer asks whether this peer has, or had, the anchor that another one gives it."""
+
+    fragment: Count
+    version: Count
+    tokens: Count
+    digest: Text
+
+
+class Known(Message, frozen=True, kw_only=True):
+    """Whether it has been this peer's own."""
+
+    known: bool
+
+
 class AskStatus(Message, frozen=True, kw_only=True):
     """Somebody who looks on asks what this peer knows of the swarm."""
 
