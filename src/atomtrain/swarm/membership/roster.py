@@ -18,7 +18,14 @@ from atomtrain.swarm.anchors.stamps import (
 )
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.agenda import group_count
-from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord, PeerStatus
+from atomtrain.swarm.membership.records import (
+    JOINING,
+    LEFT,
+    TRAINING,
+    PeerRecord,
+    PeerStatus,
+    manifest_of,
+)
 from atomtrain.swarm.transport.addresses import circuits_to
 from atomtrain.swarm.transport.messages import BadMessage
 
@@ -90,6 +97,8 @@ class Roster:
         """Digests of anchors that did harm; the last comes last."""
         self._told: set[str] = set()
         """Of whom the log has been told why nothing that they say counts."""
+        self.of_another: frozenset[str] = frozenset()
+        """Peers with a record of a run of this name whose manifest is another one."""
         self.addresses: dict[str, tuple[str, ...]] = {}
         """Where peers that were members once, and did not say goodbye, can be dialled."""
 
@@ -103,18 +112,18 @@ class Roster:
         Malformed ones, those of peers that are not admitted, and those that are older than what
         their peer was known to have said, do not count.
         """
-        records = {}
+        records, of_another = {}, set()
         for peer_id, data in found.items():
             if peer_id == self._peer_id:
                 continue
             try:
                 own = self._admission.unseal(peer_id, data)
+                if manifest_of(own) != self.manifest:
+                    of_another.add(peer_id)
+                    continue
                 record = PeerRecord.decode(peer_id, own, self._fragments)
             except BadMessage as error:
                 _log.debug("record of %s ignored: %s", peer_id[-8:], error)
-                continue
-            if record.manifest != self.manifest:
-                _log.debug("record of %s ignored: it is of another manifest", peer_id[-8:])
                 continue
             if record.sequence < self._sequences.get(peer_id, -1.0):
                 if peer_id in self._records:
@@ -129,7 +138,7 @@ class Roster:
                 self._left.discard(peer_id)
                 records[peer_id] = record
                 self.addresses[peer_id] = record.addresses
-        self._records = records
+        self._records, self.of_another = records, frozenset(of_another)
         self._look()
         gone = [peer_id for peer_id in self._sequences if peer_id not in records]
         for peer_id in gone[:-_GONE_MAX]:
