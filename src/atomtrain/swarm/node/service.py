@@ -55,6 +55,7 @@ from atomtrain.swarm.transport.transport import Channel, LinkLost
 _log = logging.getLogger("atomtrain.swarm")
 _STREAMS, _STREAMS_EACH = 1024, 128
 """Incoming streams served at once, in all and from one peer."""
+_MET_AT_ONCE = 64
 _DIALLED_AT_ONCE = 32
 """Peers that are dialled because they ask for it, each at one address of its own choice."""
 _PAUSE_BEATS = 8.0
@@ -101,6 +102,7 @@ class Service:
         self._relays = Relays(context, self._tasks, self._serve, self._publish_soon.set)
         self._streams: Counter[str] = Counter()
         self._donations = Donations()
+        self._meeting = False
         self._dialling: set[str] = set()
         """Peers that asked to be dialled, and are."""
 
@@ -208,6 +210,9 @@ class Service:
             context.waits.observe_beat(record.peer_id, record.sequence)
         context.agenda.observe(context.roster.next_round())
         context.known.remember(context.roster.members, time.time())
+        context.standing.save()
+        if not self._meeting and (strangers := context.roster.strangers):
+            self._tasks.spawn(self._meet(strangers[:_MET_AT_ONCE]), "meeting strangers")
         if not self._reunion.running and (lost := self._reunion.due()):
             self._tasks.spawn(self._reunion.look(lost), "reunion")
         repairer = self._repairer
@@ -218,6 +223,21 @@ class Service:
             if ask := self._reach.due():
                 self._tasks.spawn(self._ask_to_be_dialled(ask), "asking to be dialled")
             self._relays.look(needed=self._reach.needs_relays)
+
+    async def _meet(self, strangers: list[str]) -> None:
+        """Find out who is there, so that no round has to: anybody can make up members."""
+
+        async def meet(peer_id: str) -> None:
+            try:
+                (await self.context.open(peer_id)).close()
+            except LinkLost:
+                self.context.roster.suspect(peer_id)
+
+        self._meeting = True
+        try:
+            await asyncio.gather(*map(meet, strangers))
+        finally:
+            self._meeting = False
 
     async def _ask_to_be_dialled(self, peer_ids: list[str]) -> None:
         await self._reach.ask(peer_ids)
@@ -266,6 +286,7 @@ class Service:
         try:
             if self._streams[channel.remote] > _STREAMS_EACH or self._streams.total() > _STREAMS:
                 raise BadMessage("too many streams at once")
+            self.context.roster.meet(channel.remote)
             after = await self._answer(channel)
             if after is _After.CLOSE_WHEN_READ:
                 await channel.wait_closed(channel.stall_s)

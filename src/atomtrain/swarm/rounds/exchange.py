@@ -319,9 +319,10 @@ def checked_place(setup: ExchangeSetup, begin: Begin) -> int:
     if {len(begin.weights), len(begin.late)} != {len(members)} or begin.exchange_s <= 0:
         raise BadMessage("the group has no weights or no time")
     place = members.index(setup.peer_id)
-    claimed = [*begin.weights]
-    claimed[place] = setup.snapshot.weight
-    if begin.weights != bounded_weights(claimed):
+    own, claimed = begin.weights[place], setup.snapshot.weight
+    # Less than it claims is the leader's judgement; nothing would leave it out of the group.
+    changed = own > claimed or (own == 0) != (claimed == 0)
+    if changed or begin.weights != bounded_weights(begin.weights):
         raise BadMessage("the leader changed this member's weight, or lets one weigh too much")
     return place
 

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge
-from atomtrain.swarm.membership.guards import Guard, Standing, bounded_weights
+from atomtrain.swarm.membership.guards import Guard, bounded_weights
+from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.rounds.exchange import Exchange, checked_place
 from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.owning import OwnedSlice, SliceReduction
