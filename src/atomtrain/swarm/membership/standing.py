@@ -113,7 +113,7 @@ class Standing:
     def trusts(self, peer_id: str, clock: Callable[[], float]) -> bool:
         """Say whether a peer is neither expelled nor barred by `clock`, the swarm's time."""
         record = self._records.get(peer_id)
-        if record is None or not record.expelled and not record.barred_for_s:
+        if record is None or (not record.expelled and not record.barred_for_s):
             return True
         return not record.expelled and clock() >= record.barred_until_s
 

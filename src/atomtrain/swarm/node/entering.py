@@ -28,8 +28,8 @@ from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces,
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.roster import Roster
-from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.membership.routes import Routes
+from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service, beat_pause_s
 from atomtrain.swarm.rounds.context import Context, opening_to

@@ -22,6 +22,7 @@ from atomtrain.swarm.catchup.repair import Repairer
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
 from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
+from atomtrain.swarm.node.accusing import Accusations
 from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.node.probe import send_pong, send_status
 from atomtrain.swarm.node.reachability import Reach, Relays, Reunion
@@ -30,6 +31,7 @@ from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled
 from atomtrain.swarm.transport.messages import (
     OPENING_BYTES_MAX,
+    Accuse,
     AskAnchor,
     AskDial,
     AskKnown,
@@ -60,7 +62,7 @@ _DIALLED_AT_ONCE = 32
 """Peers that are dialled because they ask for it, each at one address of its own choice."""
 _PAUSE_BEATS = 8.0
 _OPENING = (
-    AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall, Propose, Invite, Contribution,
+    Accuse, AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall, Propose, Invite, Contribution,
 )  # fmt: skip
 
 
@@ -93,7 +95,10 @@ class Service:
         self.state = JOINING
         self._tasks = Tasks(context.peer_id)
         self._repairer = Repairer(context)
-        self._rounds = Rounds(context, self._tasks, self._repairer, self._serve)
+        self._accusations = Accusations(context, self._tasks)
+        self._rounds = Rounds(
+            context, self._tasks, self._repairer, self._serve, self._accusations.tell
+        )
         self._reunion = Reunion(context)
         self._reach = Reach(context)
         self._responder: Responder | None = None
@@ -322,6 +327,9 @@ class Service:
             stamp = Stamp(message.version, message.tokens, message.digest)
             known = self.context.mailbox.store.had(message.fragment, stamp)
             await channel.send(Known(known=known))
+        elif isinstance(message, Accuse):
+            await self._accusations.hear(channel, message)
+            return _After.CLOSE
         elif isinstance(message, AskStatus):
             await send_status(channel, self.context, self._rounds.groups())
         elif isinstance(message, Ping):

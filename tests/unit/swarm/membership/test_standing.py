@@ -1,4 +1,4 @@
-"""Standing: kept on disk, little weight for who comes new, and made-up identities that cost little."""
+"""Standing: kept on disk, little weight for who comes new; made-up identities cost little."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_who_comes_new_weighs_little_at_first() -> None:
         weighs.append(standing.lowered("me", members, (100, 100, 100))[1])
         standing.observe("new", round_index, rejected=False)
     assert weighs == [11, 22, 33, 44, 55, 66, 77, 88, 100]
-    assert standing.lowered("me", ("me", "x", "old"), (0, 1, 0)) == (0, 1, 0), "something, or nothing"
+    assert standing.lowered("me", ("me", "x", "old"), (0, 1, 0)) == (0, 1, 0)
     for round_index in (50, 51):
         standing.observe("new", round_index, rejected=True)
     assert standing.lowered("me", members, (100, 100, 100))[1] == 11, "and begins anew"
@@ -109,6 +109,7 @@ def test_two_hundred_made_up_identities_hold_up_no_rounds() -> None:
         record = simulation.peers["a"].service.own_record()
         table = simulation.network.table("a")
         admission = simulation.peers["a"].service.context.admission
+
         async def renew() -> None:
             while True:
                 now_s = simulation.clock()

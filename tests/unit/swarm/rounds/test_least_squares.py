@@ -1,4 +1,4 @@
-"""Whole swarms on a small problem: low-bit wires, one or two of eight poisoned, halves that meet."""
+"""Whole swarms on a small problem: low-bit wires, one or two poisoned, halves that meet."""
 
 from __future__ import annotations
 
