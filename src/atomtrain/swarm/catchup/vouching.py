@@ -13,7 +13,7 @@ import random
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.messages import AskKnown, BadMessage, Known
-from atomtrain.swarm.transport.transport import LinkLost
+from atomtrain.swarm.transport.transport import Channel, LinkLost
 
 _ASKED = 16
 
@@ -43,6 +43,12 @@ async def check_vouched(context: Context, donor: str, fragment: int, stamp: Stam
             f"of {1 + len(said)} peers that were asked, only {having} say that they have had the "
             f"anchor that peer {donor[-8:]} gives"
         )
+
+
+async def send_known(channel: Channel, context: Context, ask: AskKnown) -> None:
+    """Answer `AskKnown`."""
+    stamp = Stamp(ask.version, ask.tokens, ask.digest)
+    await channel.send(Known(known=context.mailbox.store.had(ask.fragment, stamp)))
 
 
 async def _known(context: Context, peer_id: str, fragment: int, stamp: Stamp) -> bool | None:

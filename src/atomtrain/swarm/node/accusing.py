@@ -4,8 +4,8 @@
     other -> accuser   Heard, whether the proof is wanted
     accuser -> other   Proof, then its bytes
 
-Nobody is expelled by hearsay: an accusation without a proof, or with one that shows nothing, changes
-nothing for either. Who is convinced tells others in turn, once.
+Nobody is expelled by hearsay: an accusation without a proof, or with one that shows nothing,
+changes nothing for either. Who is convinced tells others in turn, once.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Accusations:
         finally:
             channel.close()
 
-    async def hear(self, channel: Channel, accuse: Accuse) -> None:
-        """Hear another peer's accusation, and judge by its proof.
+    async def hear(self, channel: Channel, accuse: Accuse) -> bool:
+        """Hear another peer's accusation, and judge by its proof; says whether that was wanted.
 
         Raises:
             BadMessage: there is no proof.
@@ -71,7 +71,7 @@ class Accusations:
         busy = accuser in self._checking or len(self._checking) >= _CHECKED_AT_ONCE
         await channel.send(Heard(wanted=not known and not busy))
         if known or busy:
-            return
+            return False
         self._checking.add(accuser)
         try:
             proof = await channel.receive(Proof, channel.stall_s)
@@ -90,3 +90,4 @@ class Accusations:
                 f"{accuser[-8:]} has proved",
             )  # fmt: skip
             self.tell(proven)
+        return True

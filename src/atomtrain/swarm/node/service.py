@@ -14,11 +14,11 @@ from enum import Enum
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import Anchor
-from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.trial import Refusal
 from atomtrain.swarm.catchup.fetching import Donations, Fetcher
 from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.catchup.repair import Repairer
+from atomtrain.swarm.catchup.vouching import send_known
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
 from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
@@ -42,7 +42,6 @@ from atomtrain.swarm.transport.messages import (
     Dialled,
     HoldOn,
     Invite,
-    Known,
     Message,
     Open,
     Ping,
@@ -62,7 +61,8 @@ _DIALLED_AT_ONCE = 32
 """Peers that are dialled because they ask for it, each at one address of its own choice."""
 _PAUSE_BEATS = 8.0
 _OPENING = (
-    Accuse, AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall, Propose, Invite, Contribution,
+    Accuse, AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall, Propose, Invite,
+    Contribution,
 )  # fmt: skip
 
 
@@ -318,24 +318,9 @@ class Service:
         refusal = self._refusal(channel.remote, opening, message)
         if refusal:
             await channel.send(Refused(reason=refusal, run=config.run, protocol=PROTOCOL))
-        elif isinstance(message, AskManifest):
-            await send_manifest(channel, self.context)
-        elif isinstance(message, AskAnchor):
-            anchor = self.context.mailbox.store.anchor(message.fragment)
-            await self._donations.send(channel, message, anchor)
-        elif isinstance(message, AskKnown):
-            stamp = Stamp(message.version, message.tokens, message.digest)
-            known = self.context.mailbox.store.had(message.fragment, stamp)
-            await channel.send(Known(known=known))
         elif isinstance(message, Accuse):
-            await self._accusations.hear(channel, message)
-            return _After.CLOSE
-        elif isinstance(message, AskStatus):
-            await send_status(channel, self.context, self._rounds.groups())
-        elif isinstance(message, Ping):
-            await send_pong(channel, self.context, message)
-        elif isinstance(message, Propose):
-            await channel.send(self._rounds.consider(message))
+            proved = await self._accusations.hear(channel, message)
+            return _After.CLOSE if proved else _After.CLOSE_WHEN_READ
         elif isinstance(message, Invite):
             answered_last = await self._rounds.follow(channel, message)
             return _After.CLOSE_WHEN_READ if answered_last else _After.CLOSE
@@ -343,16 +328,35 @@ class Service:
             await self._rounds.take(channel, message)
         elif isinstance(message, AskDial):
             await self._dial(channel, message)
-        elif isinstance(message, HoldOn):
-            await self.context.routes.relay.hold(channel)
-            return _After.CLOSE
-        elif isinstance(message, RelayTo):
-            await self.context.routes.relay.pass_on(channel, message)
+        elif isinstance(message, HoldOn | RelayTo):
+            relay = self.context.routes.relay
+            if isinstance(message, HoldOn):
+                await relay.hold(channel)
+            else:
+                await relay.pass_on(channel, message)
             return _After.CLOSE
         elif isinstance(message, TakeCall):
             self.context.routes.relay.take(channel, message)
             return _After.KEEP
+        else:
+            await self._answer_question(channel, message)
         return _After.CLOSE_WHEN_READ
+
+    async def _answer_question(self, channel: Channel, message: Message) -> None:
+        """Answer what wants nothing but an answer."""
+        if isinstance(message, AskManifest):
+            await send_manifest(channel, self.context)
+        elif isinstance(message, AskAnchor):
+            anchor = self.context.mailbox.store.anchor(message.fragment)
+            await self._donations.send(channel, message, anchor)
+        elif isinstance(message, AskKnown):
+            await send_known(channel, self.context, message)
+        elif isinstance(message, AskStatus):
+            await send_status(channel, self.context, self._rounds.groups())
+        elif isinstance(message, Ping):
+            await send_pong(channel, self.context, message)
+        elif isinstance(message, Propose):
+            await channel.send(self._rounds.consider(message))
 
     async def _dial(self, channel: Channel, ask: AskDial) -> None:
         """Dial the peer that asks for it, at an address of its own only."""

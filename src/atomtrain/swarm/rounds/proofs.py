@@ -1,4 +1,4 @@
-"""Proofs: what one member has seen of an owner's lie, so that others who were not there see it, too.
+"""Proofs: what one member has seen of an owner's lie, for others who were not there.
 
 An owner signs its mean: the hash of what travelled, whose contributions are in it, what each
 counts, and the hash of their commitments. Contributors sign their commitments. So the mean, a chunk
