@@ -175,7 +175,8 @@ def _record(entry: object) -> _Record:
         raise TypeError("not a record")
     record = _Record(**entry)
     for field in fields(_Record):
-        value, kind = getattr(record, field.name), type(field.default)
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        value: object = getattr(record, field.name)
+        endless = isinstance(value, float) and not math.isfinite(value)
+        if type(value) is not type(field.default) or endless:
             raise ValueError(f"{field.name} is {value!r}")
     return record
