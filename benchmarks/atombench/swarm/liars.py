@@ -41,6 +41,8 @@ from atomtrain.swarm.transport.identity import Identity, verify
 from atomtrain.swarm.transport.messages import Begin, Evidence, Seal, encode
 
 _HUGE_CLAIM = 1_000_000
+_MEAN_SIGNED_BYTES = 160
+"""Signature of a mean and hash of its seals, in hexadecimal digits."""
 _A_LITTLE = 1.0
 """Standard deviations by which "a little is enough" shifts the mean (Baruch et al. 2019)."""
 
@@ -247,6 +249,7 @@ def _costs(setup: LiarsSetup, members: int) -> Result:
     audits = others * min(each, 2 * streams_per_neighbour(members, each))
     cpu_s = (
         sealed * seal_s + others * each * (sign_s + decode_s) + checked * (seal_s + check_s)
+        + each * sign_s + others * each * check_s  # means are signed
         + audits * audit_s + each * members * (members + 1) / 2 * products_s
     )  # fmt: skip
     span = Span(0, setup.fragment_elements)
@@ -255,7 +258,7 @@ def _costs(setup: LiarsSetup, members: int) -> Result:
     start, stop = chunk_spans(elements)[0]
     shown = members * 4 * (stop - start) + len(encode(owned.evidence(0)))
     seal = Seal(commitment=owned.values[0].commitment.text, signature=owned.signatures[0])
-    extra = audits * shown + others * each * len(encode(seal))
+    extra = audits * shown + others * each * (len(encode(seal)) + _MEAN_SIGNED_BYTES)
     progress(
         f"{members} members: {cpu_s:.2f} s of processor time, {extra / moved:.2%} of the bytes"
     )

@@ -119,3 +119,22 @@ def test_a_newcomer_takes_no_model_that_is_worse_than_none(
     assert "better than an untrained one" in text
     assert "join through a peer that you trust" in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize("what", PLAUSIBLE)
+def test_a_newcomer_that_joins_through_a_liar_gets_what_the_honest_ones_have(
+    peers: list[PeerProcess], tmp_path: Path, what: str
+) -> None:
+    """It has no judge: it goes by what most have had."""
+    begin = tmp_path / "begin"
+    honest, liar = _begun(peers, 3, fault=f"lie {what}", fault_file=str(begin))
+    begin.touch()
+    liar.wait_for("fault")
+    address = liar.wait_for("ready")["address"]
+    newcomer = PeerProcess(**{**_SETTINGS, "judges": False}, join=[address])
+    peers.append(newcomer)
+    newcomer.wait_ready()
+    for said in [newcomer.wait_for("state"), *newcomer.lines("state")]:
+        assert all(abs(mean - 1.0) < 0.4 for mean in said["means"]), said
+    wait_averaged(honest[0], *honest, newcomer)
+    assert "could not tell" not in _ended(peers, newcomer)

@@ -6,6 +6,7 @@ thread between two steps.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, cast
@@ -19,6 +20,8 @@ from atomtrain.swarm.codecs.slices import Span, piece_spans
 
 _CACHED_ELEMENTS = 1 << 16
 """For each thread."""
+_HAD = 32
+"""Anchors of a fragment that a peer remembers to have had."""
 
 
 class FragmentAccess(Protocol):
@@ -77,6 +80,8 @@ class AnchorStore:
         self._overlap_weight = overlap_weight
         self.tokens_seen = 0
         self._anchors: list[Anchor | None] = [None] * len(fragment_elements)
+        self._had = [deque[Stamp](maxlen=_HAD) for _ in fragment_elements]
+        """Stamps of the last anchors, for those who ask."""
         self._tokens_merged = [0] * len(fragment_elements)
         self._measured_from = [0] * len(fragment_elements)
         self._residuals: list[torch.Tensor | None] = [None] * len(fragment_elements)
@@ -113,11 +118,16 @@ class AnchorStore:
         """Put an anchor in place of a model that holds just that, or is about to."""
         self._put(fragment, anchor, None)
         self._measured_from[fragment] = anchor.stamp.version
+        self._had[fragment].append(anchor.stamp)
 
     def _put(self, fragment: int, anchor: Anchor, velocity: torch.Tensor | None) -> None:
         kept = self.velocity(fragment) if velocity is None else velocity
         self._velocities[fragment] = kept if anchor.grouped else None
         self._anchors[fragment] = anchor
+
+    def had(self, fragment: int, stamp: Stamp) -> bool:
+        """Say whether an anchor is, or was not long ago, this peer's; from any thread."""
+        return stamp in self._had[fragment].copy()
 
     def velocity(self, fragment: int) -> torch.Tensor | None:
         """Return the velocity that this peer's next change meets; None: zero, or none at all."""
@@ -173,6 +183,7 @@ class AnchorStore:
         with access.view(merge.fragment) as local:
             self.check_size(merge.fragment, local)
             self.merge(merge, local)
+        self._had[merge.fragment].append(merge.anchor.stamp)
         if self.gradients:
             cast(GradientAccess, access).forget(merge.fragment)
 
@@ -254,6 +265,8 @@ class AnchorStore:
     def hold(self, fragment: int, holding: Holding) -> None:
         """Have a fragment as `holding` has returned it; the parameters are the caller's matter."""
         self._anchors[fragment] = holding.anchor
+        if holding.anchor is not None:
+            self._had[fragment].append(holding.anchor.stamp)
         self._tokens_merged[fragment] = holding.tokens_merged
         self._measured_from[fragment] = holding.measured_from
         self._residuals[fragment] = holding.residual

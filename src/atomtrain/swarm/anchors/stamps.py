@@ -97,17 +97,17 @@ class RunAge:
 
     def __init__(self, born_s: float = 0.0, clock: Callable[[], float] = time.time) -> None:
         """`born_s`: when the run began, by `clock`, the swarm's time; 0: nobody knows."""
-        self._born_s, self._clock = born_s, clock
+        self._born_s, self.clock = born_s, clock
 
     @property
     def now_s(self) -> float:
         """The swarm's time."""
-        return self._clock()
+        return self.clock()
 
     @property
     def limit(self) -> Limit:
         """What stamps can be now."""
-        age_s = int(max(0.0, self._clock() - self._born_s) + _SLACK_S)
+        age_s = int(max(0.0, self.clock() - self._born_s) + _SLACK_S)
         return Limit(
             min(age_s * _VERSIONS_PER_S, VERSION_MAX), min(age_s * _TOKENS_PER_S, TOKENS_MAX)
         )

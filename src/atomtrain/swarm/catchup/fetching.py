@@ -21,6 +21,7 @@ from atomtrain.swarm.anchors.anchors import Anchor, Origin, Part, digest_of, joi
 from atomtrain.swarm.anchors.buffer_pool import pooled_empty
 from atomtrain.swarm.anchors.stamps import Stamp
 from atomtrain.swarm.anchors.updates import Update
+from atomtrain.swarm.catchup.vouching import NotVouched, check_vouched
 from atomtrain.swarm.codecs.codec import all_finite, byte_view
 from atomtrain.swarm.codecs.slices import Span
 from atomtrain.swarm.membership.roster import Holder
@@ -149,18 +150,31 @@ class Fetcher:
         """Return the best anchor of a fragment that any peer gives; those named are asked `first`.
 
         Donors that fail are not asked again until their next record; while there is none to ask,
-        the membership records are read again.
+        the membership records are read again. Who has no anchor of its own takes one that most of
+        those who are asked have had, too; if there is none as long as a record lives, any, and the
+        log says so.
 
         Raises:
             SwarmError: for `patience_s` no donor gave any of it, or all peers have left.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s
+        newcomer = self._context.mailbox.stamp(fragment) is None
+        sure_until_s = loop.time() + min(patience_s / 2, self._context.config.expiry_s)
         why, nobody = "no peer has it", 0
         while True:
             for donor in self._donors(fragment, first):
                 try:
-                    return await self.fetch_from(donor, fragment)
+                    sure = newcomer and loop.time() < sure_until_s
+                    fetched = await self.fetch_from(donor, fragment, vouched=sure)
+                    if newcomer and not sure:
+                        _log.warning("fragment %d: the peers that were asked do not agree on one "
+                                     "anchor, and this peer could not tell whose is right; it has "
+                                     "taken that of peer %s", fragment, donor[-8:])  # fmt: skip
+                    return fetched
+                except NotVouched as error:
+                    why = str(error)
+                    _log.info("fetching fragment %d: %s", fragment, error)
                 except (LinkLost, BadMessage) as error:
                     why = str(error)
                     _log.info("fetching fragment %d: %s; trying another peer", fragment, error)
@@ -183,10 +197,13 @@ class Fetcher:
             await asyncio.sleep(_RETRY_S)
             self._context.roster.update(await self._context.directory.records())
 
-    async def fetch_from(self, donor: str, fragment: int) -> Fetched:
+    async def fetch_from(self, donor: str, fragment: int, *, vouched: bool = False) -> Fetched:
         """Return a donor's anchor, or what it has of the one that was begun, checked.
 
+        With `vouched` others are asked whether they have had it, too.
+
         Raises:
+            NotVouched: they have not.
             LinkLost: the donor is gone, or refused; what has come is kept for the next one.
             BadMessage: what came is not what was announced.
         """
@@ -195,7 +212,7 @@ class Fetcher:
         started_s = loop.time()
         channel = await self._opened(donor)
         try:
-            partial = await self._begin(channel, fragment)
+            partial = await self._begin(channel, fragment, vouched=vouched)
             for piece in partial.missing():
                 await channel.receive_into(piece)
                 partial.filled_bytes += len(piece)
@@ -212,7 +229,7 @@ class Fetcher:
             self._asked[donor] -= 1
             raise
 
-    async def _begin(self, channel: Channel, fragment: int) -> Partial:
+    async def _begin(self, channel: Channel, fragment: int, *, vouched: bool) -> Partial:
         """Ask for an anchor, or the rest of one; return what there is of it, possibly nothing."""
         context, had = self._context, self._partial.get(fragment)
         ask = AskAnchor(fragment=fragment, digest="", start_bytes=0)
@@ -232,6 +249,8 @@ class Fetcher:
             raise BadMessage(f"the anchor of peer {channel.remote[-8:]} has done harm here")
         if header.grouped and not context.manifest.rules.group_size:
             raise BadMessage(f"peer {channel.remote[-8:]} sent a group's anchor: there are none")
+        if vouched:
+            await check_vouched(self._context, channel.remote, fragment, _stamp(header))
         resumed = (header.digest, header.start_bytes) == (ask.digest, ask.start_bytes)
         if had is not None and header.start_bytes and resumed:
             return had

@@ -58,7 +58,8 @@ async def connect_any(
 
     Raises:
         WrongKeyError: none led to the run, and a peer of it asked for another key.
-        SwarmError: none led to the run; one line that says for each given address why.
+        SwarmError: none led to the run; one line that says for each given address why. Or those
+            that did tell different things of it.
     """
     given: dict[str, list[str]] = {}
     # Who is behind a relay is in the run that the relay is in: the relay lets newcomers in.
@@ -87,11 +88,37 @@ async def connect_any(
             none = "none of the other peers" if told else "none of the peers"
             told.append(f"{none} in {config.peers_path} answered")
         raise SwarmError(f"cannot join run {config.run!r}: " + "; ".join(told))
-    manifest, clock = ways[0][0]
+    asked = [way for way in ways if way[1] in joins] or ways
+    digest = _agreed(config.run, asked)
+    ways = [way for way in ways if way[0][0].digest == digest]
+    clocks = sorted((way[0] for way in asked if way in ways), key=lambda told: told[1].offset_s)
+    manifest, clock = clocks[(len(clocks) - 1) // 2]
     return WayIn(manifest, clock, tuple(address for _, address in ways))
 
 
 _Answer = tuple[Manifest, SwarmClock] | str
+_Way = tuple[tuple[Manifest, SwarmClock], str]
+"""What a peer has told, and its address."""
+
+
+def _agreed(run: str, ways: list[_Way]) -> str:
+    """Return the hash of the manifest that more than half of these peers tell.
+
+    Raises:
+        SwarmError: there is none.
+    """
+    told: dict[str, list[_Way]] = {}
+    for way in ways:
+        told.setdefault(way[0][0].digest, []).append(way)
+    most = max(told.values(), key=len)
+    if 2 * len(most) <= len(ways):
+        different = ", ".join(same[0][1] for same in told.values())
+        raise SwarmError(
+            f"cannot join run {run!r}: the peers at {different} tell different things of what the "
+            "run is, and this peer could not tell who is right; name the address of one that you "
+            "trust"
+        )
+    return most[0][0][0].digest
 
 
 async def _first_answers(

@@ -17,7 +17,7 @@ from atomtrain.units import parse_rate
 if TYPE_CHECKING:
     from atomtrain.swarm.membership.admission import Admission
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of everything that travels; peers with another one are turned away."""
 MANIFEST_BYTES_MAX = 16 << 20
 _LEAST_UPLOAD = 1000.0
@@ -79,6 +79,8 @@ class SwarmConfig:
     peers_path: Path | None = None
     """File with the peers that the run has had, kept by each of them: who joins tries those, too.
     None: kept nowhere."""
+    standing_path: Path | None = None
+    """File with what this peer thinks of the others, its own. None: kept nowhere."""
     discoverable: bool = True
     """Whether to answer those who search the local network for runs."""
     key_path: Path | None = option(

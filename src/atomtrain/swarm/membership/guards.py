@@ -1,4 +1,4 @@
-"""Guards: what an owner does with contributions that cannot be honest, and whom it trusts.
+"""Guards: what an owner does with contributions that cannot be honest.
 
 Everything here is one peer's own judgement of what it received; nobody is asked, nobody told. Only
 weights are what the leader says, and each member checks that.
@@ -12,8 +12,6 @@ weights are what the leader says, and each member checks that.
   from `v = 0`, with the median of the distances as `tau`, and no weight above 1.25 medians.
   Where nobody is further from it than twice that, the plain mean is taken instead: so honest
   peers lose nothing.
-* *Standing*: a peer rejected several times in a row is not counted for a while. A peer that comes
-  to this judgement about itself starts again from the anchor.
 
 Of an even number of norms or distances the upper median counts: two of four that send next to
 nothing must not make the others look too large.
@@ -51,9 +49,6 @@ _ROUNDING = 1e-3
 _TOKENS_ALLOWANCE_MAX = 10.0
 _WEIGHT_MAX = 10
 """Times the median weight that a member may weigh at most."""
-_STRIKES = 2
-_EXCLUDED_ROUNDS = 8
-_EXCLUDED_ROUNDS_MAX = 1024
 
 
 class Average(NamedTuple):
@@ -232,49 +227,3 @@ def _distances(products: Sequence[Sequence[float]], shares: Sequence[float]) -> 
 
 def _product(one: Sequence[float], other: Sequence[float]) -> float:
     return math.fsum(a * b for a, b in zip(one, other, strict=True))
-
-
-@dataclass
-class _Record:
-    strikes: int = 0
-    exclusions: int = 0
-    until_round: int = 0
-
-
-class Standing:
-    """What one peer thinks of the others, by the evidence it has seen itself.
-
-    Two rejections in a row exclude a peer for 8 rounds, then 16 the next time, up to 1024.
-    A contribution that counts clears its strikes.
-    """
-
-    def __init__(self) -> None:
-        """Everybody is in good standing."""
-        self._records: dict[str, _Record] = {}
-        self._usual_rms: dict[int, float] = {}
-
-    def usual_rms(self, fragment: int) -> float:
-        """Return the root mean square of the fragment's last mean; 0 before there was one."""
-        return self._usual_rms.get(fragment, 0.0)
-
-    def observe_means(self, fragment: int, elements: int, square: float) -> None:
-        """Hear how many elements of a fragment were committed, and the sum of their squares."""
-        if elements:
-            self._usual_rms[fragment] = math.sqrt(square / elements)
-
-    def observe(self, peer_id: str, round_index: int, *, rejected: bool) -> None:
-        """Hear how a peer's contribution to round `round_index` was judged."""
-        record = self._records.setdefault(peer_id, _Record())
-        if not rejected:
-            record.strikes = 0
-            return
-        record.strikes += 1
-        if record.strikes >= _STRIKES:
-            rounds = min(_EXCLUDED_ROUNDS << record.exclusions, _EXCLUDED_ROUNDS_MAX)
-            record.until_round = round_index + 1 + rounds
-            record.exclusions = min(record.exclusions + 1, 16)
-            record.strikes = 0
-
-    def excluded(self, round_index: int) -> frozenset[str]:
-        """Return the peers whose contributions do not count in round `round_index`."""
-        return frozenset(p for p, r in self._records.items() if round_index < r.until_round)

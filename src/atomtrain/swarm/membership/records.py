@@ -98,6 +98,24 @@ class PeerRecord:
         return record
 
 
+class _OfManifest(msgspec.Struct):
+    manifest: _Text
+
+
+def manifest_of(data: bytes) -> str:
+    """Return what a record says of the manifest, whatever else is in it.
+
+    Raises:
+        BadMessage: it is no record.
+    """
+    if not isinstance(data, bytes) or len(data) > RECORD_BYTES_MAX:
+        raise BadMessage("membership record is not bytes, or too long")
+    try:
+        return msgspec.json.decode(data, type=_OfManifest).manifest
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadMessage(f"membership record cannot be read: {error!r}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerStatus:
     """A member as displays show it."""

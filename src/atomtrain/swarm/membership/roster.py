@@ -18,7 +18,15 @@ from atomtrain.swarm.anchors.stamps import (
 )
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.agenda import group_count
-from atomtrain.swarm.membership.records import JOINING, LEFT, TRAINING, PeerRecord, PeerStatus
+from atomtrain.swarm.membership.records import (
+    JOINING,
+    LEFT,
+    TRAINING,
+    PeerRecord,
+    PeerStatus,
+    manifest_of,
+)
+from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.transport.addresses import circuits_to
 from atomtrain.swarm.transport.messages import BadMessage
 
@@ -26,11 +34,11 @@ _log = logging.getLogger("atomtrain.swarm")
 _IMPATIENT_ROUNDS = 16
 _TOLD_MAX = 64
 """Peers of which the log is told that they do not count: ids cost nothing."""
-_BARRED_S, _BARRED_S_MAX = 60.0, 86400.0
-"""How long nothing is fetched from who gave an anchor that made this peer worse; twice as long each
-time. Not for good: such a donor may have been deceived itself."""
 _REFUSED_MAX = 4096
 """Digests of anchors that are remembered because this peer will not have them."""
+_STRANGE_S, _MISSED_MAX = 60.0, 7
+"""How long a peer counts as gone that was never met and does not answer; twice as long each time,
+up to so often."""
 _GONE_MAX = 4096
 """Peers without a record that are remembered: ids cost nothing, memory does."""
 
@@ -46,12 +54,6 @@ class Holder(NamedTuple):
     """No other peer says that it has the same anchor, though some agree on one."""
 
 
-class _Barred(NamedTuple):
-    until_s: float
-    """In the swarm's time."""
-    for_s: float
-
-
 class Roster:
     """Records by peer; plain bookkeeping, fed from the directory."""
 
@@ -62,12 +64,15 @@ class Roster:
         manifest: str = "",
         group_size: int = 0,
         age: RunAge | None = None,
+        standing: Standing | None = None,
     ) -> None:
         """Start with nobody but the peer whose rule of admission this is.
 
         `manifest`: what records say of the manifest; those that say something else do not count.
         `group_size`: members of a round at most; 0: all. `age`: that of the run; None: not known.
+        `standing`: what this peer thinks of the others.
         """
+        self._standing = standing or Standing()
         self._age = age or RunAge()
         self._group_size = group_size
         self.manifest = manifest
@@ -77,19 +82,20 @@ class Roster:
         self._records: dict[str, PeerRecord] = {}
         self._own: PeerRecord | None = None
         self._suspects: dict[str, float] = {}
+        self._missed: dict[str, int] = {}
+        """How often in a row those failed that have never been met."""
+        self._met: set[str] = set()
         self._sequences: dict[str, float] = {}
         self._left: set[str] = set()
         self._late: dict[str, int] = {}
         self._doubted: set[str] = set()
         """Whose present record claims what cannot be."""
-        self._distrusted: dict[str, None] = {}
-        """Who gave anchors that cannot be taken."""
-        self._barred: dict[str, _Barred] = {}
-        """Who gave anchors that did harm."""
         self._refused: dict[str, None] = {}
         """Digests of anchors that did harm; the last comes last."""
         self._told: set[str] = set()
         """Of whom the log has been told why nothing that they say counts."""
+        self.of_another: frozenset[str] = frozenset()
+        """Peers with a record of a run of this name whose manifest is another one."""
         self.addresses: dict[str, tuple[str, ...]] = {}
         """Where peers that were members once, and did not say goodbye, can be dialled."""
 
@@ -103,18 +109,18 @@ class Roster:
         Malformed ones, those of peers that are not admitted, and those that are older than what
         their peer was known to have said, do not count.
         """
-        records = {}
+        records, of_another = {}, set()
         for peer_id, data in found.items():
             if peer_id == self._peer_id:
                 continue
             try:
                 own = self._admission.unseal(peer_id, data)
+                if manifest_of(own) != self.manifest:
+                    of_another.add(peer_id)
+                    continue
                 record = PeerRecord.decode(peer_id, own, self._fragments)
             except BadMessage as error:
                 _log.debug("record of %s ignored: %s", peer_id[-8:], error)
-                continue
-            if record.manifest != self.manifest:
-                _log.debug("record of %s ignored: it is of another manifest", peer_id[-8:])
                 continue
             if record.sequence < self._sequences.get(peer_id, -1.0):
                 if peer_id in self._records:
@@ -129,16 +135,16 @@ class Roster:
                 self._left.discard(peer_id)
                 records[peer_id] = record
                 self.addresses[peer_id] = record.addresses
-        self._records = records
+        self._records, self.of_another = records, frozenset(of_another)
         self._look()
         gone = [peer_id for peer_id in self._sequences if peer_id not in records]
         for peer_id in gone[:-_GONE_MAX]:
             for known in (
-                self._sequences, self._suspects, self._late, self._distrusted, self._barred,
-                self.addresses,
+                self._sequences, self._suspects, self._late, self._missed, self.addresses,
             ):  # fmt: skip
                 known.pop(peer_id, None)
             self._left.discard(peer_id)
+            self._met.discard(peer_id)
 
     def _look(self) -> None:
         """See anew whose record claims what does not count."""
@@ -176,13 +182,11 @@ class Roster:
 
     def bar(self, peer_id: str) -> None:
         """Count a peer as gone for a while, since an anchor that it gave did harm."""
-        last_s = self._barred[peer_id].for_s if peer_id in self._barred else _BARRED_S / 2
-        for_s = min(2 * last_s, _BARRED_S_MAX)
-        self._barred[peer_id] = _Barred(self._age.now_s + for_s, for_s)
+        self._standing.bar(peer_id, self._age.now_s)
 
     def distrust(self, peer_id: str, why: str) -> None:
         """Count a peer as gone from now on, whatever records it publishes."""
-        self._distrusted[peer_id] = None
+        self._standing.expel(peer_id, why)
         self._tell(peer_id, why)
 
     def _tell(self, peer_id: str, why: str) -> None:
@@ -211,10 +215,31 @@ class Roster:
         return bool(self._left) and not self._records
 
     def suspect(self, peer_id: str) -> None:
-        """Count a peer as gone until it publishes a newer record."""
+        """Count a peer as gone until it publishes a newer record.
+
+        One that was never met, for a minute and more: anybody can write records of made-up peers.
+        """
         record = self._records.get(peer_id)
-        if record is not None:
-            self._suspects[peer_id] = record.sequence
+        if record is None:
+            return
+        self._suspects[peer_id] = record.sequence
+        if peer_id not in self._met:
+            missed = self._missed[peer_id] = min(self._missed.get(peer_id, 0) + 1, _MISSED_MAX)
+            self._suspects[peer_id] += _STRANGE_S * (1 << missed - 1)
+
+    @property
+    def strangers(self) -> list[str]:
+        """Peers that say they train, were never met, and have not failed lately."""
+        return [r.peer_id for r in self.training()
+                if r.peer_id not in self._met and r.peer_id != self._peer_id]  # fmt: skip
+
+    def meet(self, peer_id: str) -> None:
+        """Hear that a stream with a peer has proved that it is there."""
+        if peer_id in self._met or peer_id not in self._records:
+            return
+        self._met.add(peer_id)
+        if self._missed.pop(peer_id, 0):
+            del self._suspects[peer_id]
 
     def was_late(self, peer_id: str, round_index: int) -> None:
         """Note that a member did not answer in the time that this peer, leading, gave it."""
@@ -232,10 +257,7 @@ class Roster:
 
     def trusts(self, peer_id: str) -> bool:
         """Say whether a peer has neither claimed nor given what there cannot be, or did harm."""
-        if peer_id in self._doubted or peer_id in self._distrusted:
-            return False
-        barred = self._barred.get(peer_id)
-        return barred is None or self._age.now_s >= barred.until_s
+        return peer_id not in self._doubted and self._standing.trusts(peer_id, self._age.clock)
 
     @property
     def others(self) -> list[PeerRecord]:

@@ -54,6 +54,7 @@ class Downloading:
             SwarmError: a fragment could not be had from anybody.
             NoGoodModel: all that was had is worse than the model before.
         """
+        self._see_manifests()
         trial = self._mailbox.trial
         if trial is None:
             for had in self._fetched(self._all):
@@ -68,6 +69,16 @@ class Downloading:
         if why:
             found = self._of_one(trial, access, before, why)
         self._place(found)
+
+    def _see_manifests(self) -> None:
+        """Say so if as many peers are in another run of this name as in this one."""
+        context = self._service.context
+        here, elsewhere = len(context.roster.members) - 1, len(context.roster.of_another)
+        if elsewhere and elsewhere >= here:
+            _log.warning(
+                "%d peers are in another run of the name %r, and %d in the one that this peer was "
+                "led to; it could not tell which is meant", elsewhere, context.config.run, here,
+            )  # fmt: skip
 
     def _of_one(self, trial: Trial, access: FragmentAccess, before: float, why: str) -> list[Had]:
         """Return all fragments from the first donor whose whole model is good."""

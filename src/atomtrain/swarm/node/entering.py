@@ -25,11 +25,11 @@ from atomtrain.swarm.membership.agenda import Agenda
 from atomtrain.swarm.membership.config import Manifest, SwarmConfig, admission_of
 from atomtrain.swarm.membership.deadlines import LoopStalls, RoundTiming, Waits
 from atomtrain.swarm.membership.directory import DhtDirectory, NobodyIntroduces, SwarmClock
-from atomtrain.swarm.membership.guards import Standing
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.membership.routes import Routes
+from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service, beat_pause_s
 from atomtrain.swarm.rounds.context import Context, opening_to
@@ -160,9 +160,11 @@ def build_service(
     services: list[Service] = []
     known = KnownPeers(config.run, config.peers_path)
     age = RunAge(manifest.born_s, clock)
+    standing = Standing(config.run, config.standing_path)
     roster = Roster(
-        admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size, age
-    )
+        admission, len(manifest.fragment_elements), manifest.digest[:16], rules.group_size, age,
+        standing,
+    )  # fmt: skip
     roster.addresses.update(
         (peer_id, places) for peer_id, places in known.addresses.items()
         if peer_id != transport.peer_id
@@ -203,7 +205,7 @@ def build_service(
             slowest_bytes_per_s=config.slowest_link_bytes_per_s,
         ),
         codec=codec_named(manifest.rules.wire),
-        standing=Standing(),
+        standing=standing,
         updates=[rules.outer],
         offload=thread.offload,
         random_id=random_id,

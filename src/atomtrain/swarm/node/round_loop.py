@@ -19,6 +19,7 @@ from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.rounds.leader_io import LeaderIO
 from atomtrain.swarm.rounds.making import merge_alone
+from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.rounds.round_member import RoundMember
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import (
@@ -54,8 +55,10 @@ class Rounds:
         tasks: Tasks,
         repairer: Repairer,
         serve: Callable[[Channel], Coroutine[Any, Any, None]],
+        tell: Callable[[Proven], None],
     ) -> None:
-        """`serve` serves the streams that this peer opens to itself."""
+        """`serve` serves the streams that this peer opens to itself; `tell` tells of lies."""
+        self._tell_of = tell
         self._context = context
         self._tasks = tasks
         self._repairer = repairer
@@ -203,6 +206,8 @@ class Rounds:
             await member.run()
         finally:
             del self._following[invite.round_id]
+            for proven in member.proofs:
+                self._tell_of(proven)
             if member.begin is not None:
                 self._last = (invite, member.begin)
             agenda.end(invite.round_index)

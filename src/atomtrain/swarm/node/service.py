@@ -18,9 +18,11 @@ from atomtrain.swarm.anchors.trial import Refusal
 from atomtrain.swarm.catchup.fetching import Donations, Fetcher
 from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.catchup.repair import Repairer
+from atomtrain.swarm.catchup.vouching import send_known
 from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
 from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
+from atomtrain.swarm.node.accusing import Accusations
 from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.node.probe import send_pong, send_status
 from atomtrain.swarm.node.reachability import Reach, Relays, Reunion
@@ -29,8 +31,10 @@ from atomtrain.swarm.rounds.context import Context
 from atomtrain.swarm.transport.addresses import dialled
 from atomtrain.swarm.transport.messages import (
     OPENING_BYTES_MAX,
+    Accuse,
     AskAnchor,
     AskDial,
+    AskKnown,
     AskManifest,
     AskStatus,
     BadMessage,
@@ -52,11 +56,13 @@ from atomtrain.swarm.transport.transport import Channel, LinkLost
 _log = logging.getLogger("atomtrain.swarm")
 _STREAMS, _STREAMS_EACH = 1024, 128
 """Incoming streams served at once, in all and from one peer."""
+_MET_AT_ONCE = 64
 _DIALLED_AT_ONCE = 32
 """Peers that are dialled because they ask for it, each at one address of its own choice."""
 _PAUSE_BEATS = 8.0
 _OPENING = (
-    AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall, Propose, Invite, Contribution,
+    Accuse, AskManifest, AskStatus, Ping, AskDial, HoldOn, RelayTo, TakeCall, Propose, Invite,
+    Contribution,
 )  # fmt: skip
 
 
@@ -89,7 +95,10 @@ class Service:
         self.state = JOINING
         self._tasks = Tasks(context.peer_id)
         self._repairer = Repairer(context)
-        self._rounds = Rounds(context, self._tasks, self._repairer, self._serve)
+        self._accusations = Accusations(context, self._tasks)
+        self._rounds = Rounds(
+            context, self._tasks, self._repairer, self._serve, self._accusations.tell
+        )
         self._reunion = Reunion(context)
         self._reach = Reach(context)
         self._responder: Responder | None = None
@@ -98,6 +107,7 @@ class Service:
         self._relays = Relays(context, self._tasks, self._serve, self._publish_soon.set)
         self._streams: Counter[str] = Counter()
         self._donations = Donations()
+        self._meeting = False
         self._dialling: set[str] = set()
         """Peers that asked to be dialled, and are."""
 
@@ -205,6 +215,9 @@ class Service:
             context.waits.observe_beat(record.peer_id, record.sequence)
         context.agenda.observe(context.roster.next_round())
         context.known.remember(context.roster.members, time.time())
+        context.standing.save()
+        if not self._meeting and (strangers := context.roster.strangers):
+            self._tasks.spawn(self._meet(strangers[:_MET_AT_ONCE]), "meeting strangers")
         if not self._reunion.running and (lost := self._reunion.due()):
             self._tasks.spawn(self._reunion.look(lost), "reunion")
         repairer = self._repairer
@@ -215,6 +228,21 @@ class Service:
             if ask := self._reach.due():
                 self._tasks.spawn(self._ask_to_be_dialled(ask), "asking to be dialled")
             self._relays.look(needed=self._reach.needs_relays)
+
+    async def _meet(self, strangers: list[str]) -> None:
+        """Find out who is there, so that no round has to: anybody can make up members."""
+
+        async def meet(peer_id: str) -> None:
+            try:
+                (await self.context.open(peer_id)).close()
+            except LinkLost:
+                self.context.roster.suspect(peer_id)
+
+        self._meeting = True
+        try:
+            await asyncio.gather(*map(meet, strangers))
+        finally:
+            self._meeting = False
 
     async def _ask_to_be_dialled(self, peer_ids: list[str]) -> None:
         await self._reach.ask(peer_ids)
@@ -263,6 +291,7 @@ class Service:
         try:
             if self._streams[channel.remote] > _STREAMS_EACH or self._streams.total() > _STREAMS:
                 raise BadMessage("too many streams at once")
+            self.context.roster.meet(channel.remote)
             after = await self._answer(channel)
             if after is _After.CLOSE_WHEN_READ:
                 await channel.wait_closed(channel.stall_s)
@@ -289,17 +318,9 @@ class Service:
         refusal = self._refusal(channel.remote, opening, message)
         if refusal:
             await channel.send(Refused(reason=refusal, run=config.run, protocol=PROTOCOL))
-        elif isinstance(message, AskManifest):
-            await send_manifest(channel, self.context)
-        elif isinstance(message, AskAnchor):
-            anchor = self.context.mailbox.store.anchor(message.fragment)
-            await self._donations.send(channel, message, anchor)
-        elif isinstance(message, AskStatus):
-            await send_status(channel, self.context, self._rounds.groups())
-        elif isinstance(message, Ping):
-            await send_pong(channel, self.context, message)
-        elif isinstance(message, Propose):
-            await channel.send(self._rounds.consider(message))
+        elif isinstance(message, Accuse):
+            proved = await self._accusations.hear(channel, message)
+            return _After.CLOSE if proved else _After.CLOSE_WHEN_READ
         elif isinstance(message, Invite):
             answered_last = await self._rounds.follow(channel, message)
             return _After.CLOSE_WHEN_READ if answered_last else _After.CLOSE
@@ -307,16 +328,35 @@ class Service:
             await self._rounds.take(channel, message)
         elif isinstance(message, AskDial):
             await self._dial(channel, message)
-        elif isinstance(message, HoldOn):
-            await self.context.routes.relay.hold(channel)
-            return _After.CLOSE
-        elif isinstance(message, RelayTo):
-            await self.context.routes.relay.pass_on(channel, message)
+        elif isinstance(message, HoldOn | RelayTo):
+            relay = self.context.routes.relay
+            if isinstance(message, HoldOn):
+                await relay.hold(channel)
+            else:
+                await relay.pass_on(channel, message)
             return _After.CLOSE
         elif isinstance(message, TakeCall):
             self.context.routes.relay.take(channel, message)
             return _After.KEEP
+        else:
+            await self._answer_question(channel, message)
         return _After.CLOSE_WHEN_READ
+
+    async def _answer_question(self, channel: Channel, message: Message) -> None:
+        """Answer what wants nothing but an answer."""
+        if isinstance(message, AskManifest):
+            await send_manifest(channel, self.context)
+        elif isinstance(message, AskAnchor):
+            anchor = self.context.mailbox.store.anchor(message.fragment)
+            await self._donations.send(channel, message, anchor)
+        elif isinstance(message, AskKnown):
+            await send_known(channel, self.context, message)
+        elif isinstance(message, AskStatus):
+            await send_status(channel, self.context, self._rounds.groups())
+        elif isinstance(message, Ping):
+            await send_pong(channel, self.context, message)
+        elif isinstance(message, Propose):
+            await channel.send(self._rounds.consider(message))
 
     async def _dial(self, channel: Channel, ask: AskDial) -> None:
         """Dial the peer that asks for it, at an address of its own only."""
@@ -344,7 +384,7 @@ class Service:
             return refusal
         if isinstance(message, AskManifest) and self.state == LEFT:
             return "it has finished, and leaves the run"
-        if isinstance(message, AskAnchor):
+        if isinstance(message, AskAnchor | AskKnown):
             stamps = self.context.mailbox.store.stamps()
             if message.fragment >= len(stamps) or stamps[message.fragment] is None:
                 return "it does not have this fragment"

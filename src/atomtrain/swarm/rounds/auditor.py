@@ -13,23 +13,29 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import torch
 
 from atomtrain.swarm.codecs.codec import byte_view
-from atomtrain.swarm.rounds.audits import Challenge, Claim, challenge
+from atomtrain.swarm.rounds.audits import Challenge, Claim, challenge, signature_bytes
+from atomtrain.swarm.rounds.bases import Bases
 from atomtrain.swarm.rounds.commitments import (
     Commitment,
     Own,
     chunk_spans,
     group_digest,
+    mean_text,
     sealed_text,
+    seals_digest,
 )
 from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.lanes import Lane, Lanes
 from atomtrain.swarm.rounds.owning import OwnedSlice, SliceMean, mean_codec
+from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.transport.messages import (
     Audit,
     BadMessage,
     Begin,
     Contribution,
     Evidence,
+    Mean,
+    Proof,
     Seal,
 )
 from atomtrain.swarm.transport.transport import Channel
@@ -45,17 +51,20 @@ class Auditor:
         lanes: Lanes,
         owned: Mapping[int, OwnedSlice],
         own: Callable[[int], Awaitable[Own | None]],
+        bases: Bases | None = None,
     ) -> None:
         """Have everything before it; `own` returns this member's contribution to its own slice."""
         self._setup, self._begin, self._lanes, self._owned = setup, begin, lanes, owned
         self._me = begin.members.index(setup.peer_id)
-        self._own = own
+        self._own, self._bases = own, bases
         self._group = group_digest(begin)
         self._theirs: dict[int, str] = {}
         self._heard = {lane: asyncio.Event() for lane in lanes.all}
         self._to_come = Counter(lane.member for lane in lanes.all)
         self.lied: dict[str, str] = {}
         """Peers whose mean was shown to be wrong, and why."""
+        self.proofs: list[Proven] = []
+        """What shows that to those who were not there."""
 
     @property
     def unproven(self) -> tuple[int, ...]:
@@ -76,6 +85,11 @@ class Auditor:
         """Return what goes with this member's contribution to another one's slice."""
         text = sealed_text(self._group, index, commitment.text)
         return Seal(commitment=commitment.text, signature=self._setup.sign(text).hex())
+
+    def bound(self, peer_id: str, index: int, mean: Mean) -> bool:
+        """Say whether the owner of a slice has signed its mean."""
+        text = mean_text(self._group, index, mean)
+        return self._setup.verify(peer_id, text, signature_bytes(mean.signature))
 
     def hear(self, lane: Lane, header: Contribution) -> None:
         """Keep what the other member of a lane is committed to; only the first word counts.
@@ -106,7 +120,9 @@ class Auditor:
             LinkLost: it is gone.
         """
         theirs = self._lanes.slices_of(lane.member, lane)
-        held = [(j, mean.values.numel()) for j in theirs if (mean := means[j]) is not None]
+        found = [(j, mean) for j in theirs if (mean := means[j]) is not None]
+        bound = [(j, mean) for j, mean in found if mean.pieces]
+        held = [(j, mean.values.numel()) for j, mean in bound or found]
         drawn = challenge(held)
         wanted = [] if drawn is None else [drawn]
         slices, chunks = (tuple(one[i] for one in wanted) for i in (0, 1))
@@ -159,6 +175,22 @@ class Auditor:
             codec=mean_codec(self._setup.codec, self._begin, index, len(mean.contributors)),
             guard=self._setup.guard,
         )
-        flaw = await self._setup.offload(claim.flaw, chunk, evidence, chunks, self._setup.verify)
+        assert mean.header is not None, "another member has sent it"
+        if seals_digest(evidence.commitments) != mean.header.seals:
+            raise self.convict(channel, "what it shows is not what it signed")
+        offload = self._setup.offload
+        flaw = await offload(claim.unproved, chunk, evidence, chunks, self._setup.verify)
+        if (
+            not flaw
+            and (flaw := await offload(claim.wrong, chunk, evidence, chunks))
+            and (mean.pieces)
+        ):
+            proof = Proof(
+                begin=self._begin, fragment=self._setup.snapshot.fragment, slice_index=index,
+                base_digest="" if self._bases is None else self._bases.digests[index],
+                mean=mean.header, chunk=chunk, evidence=evidence,
+            )  # fmt: skip
+            data = [bytes(piece) for piece in (*mean.pieces, *map(byte_view, chunks))]
+            self.proofs.append(Proven(proof, b"".join(data)))
         if flaw:
             raise self.convict(channel, flaw)

@@ -81,15 +81,28 @@ class Claim:
         self, chunk: int, evidence: Evidence, chunks: Sequence[torch.Tensor], verify: Verify
     ) -> str:
         """Return what `evidence`, and the chunk of each contribution, show to be wrong, or ""."""
+        why = self.unproved(chunk, evidence, chunks, verify)
+        return why or self.wrong(chunk, evidence, chunks)
+
+    def unproved(
+        self, chunk: int, evidence: Evidence, chunks: Sequence[torch.Tensor], verify: Verify
+    ) -> str:
+        """Return what is not as the contributors signed it, or ""; blames who shows it."""
         counts = {len(evidence.commitments), len(evidence.signatures), len(evidence.paths)}
         if counts != {len(self.contributors)}:
             return "it shows other contributions than its mean has"
-        norms: dict[int, float] = {}
         for place, member in enumerate(self.contributors):
-            commitment = self._proved(place, member, chunk, evidence, chunks[place], verify)
-            if commitment is None:
+            if not self._proved(place, member, chunk, evidence, chunks[place], verify):
                 return f"what it shows is not what {self.begin.members[member][-8:]} contributed"
-            norms[member] = commitment.norm
+        return ""
+
+    def wrong(self, chunk: int, evidence: Evidence, chunks: Sequence[torch.Tensor]) -> str:
+        """Return what is wrong with a mean of contributions that are proved, or ""."""
+        norms = {
+            member: found.norm
+            for member, text in zip(self.contributors, evidence.commitments, strict=True)
+            if (found := Commitment.read(text)) is not None
+        }
         if self.guard.too_large(norms, self.values.numel(), self.begin.weights):
             return "it counts a contribution that is far larger than others"
         weights = [self.begin.weights[member] for member in self.contributors]
@@ -108,8 +121,8 @@ class Claim:
         evidence: Evidence,
         values: torch.Tensor,
         verify: Verify,
-    ) -> Commitment | None:
-        """Return what a contributor is bound to, if the chunk that is shown of it is part of it."""
+    ) -> bool:
+        """Say whether the chunk that is shown of a contributor is part of what it is bound to."""
         told = evidence.commitments[place]
         if member == self.owner:
             signed = told == self.owner_commitment
@@ -119,11 +132,10 @@ class Claim:
             signed = verify(self.begin.members[member], text, signature)
         commitment = Commitment.read(told)
         if not signed or commitment is None or not within(values, commitment.norm):
-            return None
+            return False
         data = values.view(torch.uint8).numpy().data
         chunks = len(chunk_spans(self.values.numel()))
-        led = leads_to(commitment.root, chunk, chunks, data, evidence.paths[place])
-        return commitment if led else None
+        return leads_to(commitment.root, chunk, chunks, data, evidence.paths[place])
 
     def _wrong(
         self, chunk: int, expected: torch.Tensor, contributions: Sequence[torch.Tensor]

@@ -16,7 +16,7 @@ import torch
 
 from atomtrain.swarm.codecs.codec import byte_view, square_of
 from atomtrain.swarm.codecs.slices import Span, piece_spans
-from atomtrain.swarm.transport.messages import Begin, encode
+from atomtrain.swarm.transport.messages import Begin, Mean, encode
 
 _HASH_BYTES = 16
 _LEAST_ELEMENTS, _MOST_ELEMENTS = 64, 1 << 12
@@ -134,6 +134,17 @@ def group_digest(begin: Begin) -> str:
 def sealed_text(group: str, slice_index: int, commitment: str) -> bytes:
     """Return what a member signs of its contribution to a slice."""
     return f"atom contribution\n{group}\n{slice_index}\n{commitment}".encode()
+
+
+def seals_digest(commitments: Iterable[str]) -> str:
+    """Return the hash of what the contributors to a mean have committed to, in their order."""
+    return _leaf(memoryview("\n".join(commitments).encode())).hex()
+
+
+def mean_text(group: str, slice_index: int, mean: Mean) -> bytes:
+    """Return what an owner signs of a mean."""
+    what = f"{mean.contributors}\n{mean.digest}\n{mean.shares}\n{mean.seals}"
+    return f"atom mean\n{group}\n{slice_index}\n{what}".encode()
 
 
 def _leaf(data: memoryview) -> bytes:

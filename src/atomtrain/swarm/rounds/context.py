@@ -19,10 +19,10 @@ from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.agenda import Agenda, group_of, groups_of, told_next
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
 from atomtrain.swarm.membership.deadlines import RoundTiming, Waits
-from atomtrain.swarm.membership.guards import Standing
 from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.membership.routes import Routes
+from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.rounds.gloo import KeptGroup
 from atomtrain.swarm.rounds.owning import Offload
 from atomtrain.swarm.transport.messages import Message, Open
@@ -106,6 +106,7 @@ class Context:
             LinkLost: the peer cannot be reached by the connection deadline.
         """
         channel = await self.routes.open(peer_id, bulk=bulk)
+        self.roster.meet(peer_id)
         self.adopt(channel)
         return await begun(channel, self.opening(peer_id))
 

@@ -12,7 +12,9 @@ its owner is in `owning`; what an audit shows, in `audits`.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +83,7 @@ class Exchange:
         self._owned = {j: self._own(j) for j in range(first, first + self._each)}
         self._contributions = Contributions(setup, begin, self._spans, self._bases, self._memory)
         own = self._contributions.own
-        self._auditor = Auditor(setup, begin, self._lanes, self._owned, own)
+        self._auditor = Auditor(setup, begin, self._lanes, self._owned, own, self._bases)
         self._until_s = asyncio.get_running_loop().time() + begin.exchange_s
 
     def _own(self, index: int) -> OwnedSlice:
@@ -92,8 +94,9 @@ class Exchange:
                 reduction.lose(member)
         place, codec = self._place(index), setup.codec
         return OwnedSlice(
-            index, place, begin, codec, setup.offload, reduction, self._memory, setup.verify
-        )
+            index, place, begin, codec, setup.offload, reduction, self._memory, setup.verify,
+            setup.sign,
+        )  # fmt: skip
 
     def _place(self, index: int) -> torch.Tensor:
         start, stop = self._spans[index]
@@ -120,7 +123,8 @@ class Exchange:
         everywhere = set.intersection(*(set(one.contributors) for one in slices))
         accepted = tuple(members[i] for i in sorted(everywhere))
         held = (self._means, self._channels, self._values)
-        return ExchangeResult(*held, rejected, self._auditor.lied, accepted, self._bases)
+        lied, proofs = self._auditor.lied, self._auditor.proofs
+        return ExchangeResult(*held, rejected, lied, accepted, self._bases, proofs=proofs)
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
         """Take a lane that another member has opened; return when nothing goes over it any more.
@@ -216,8 +220,14 @@ class Exchange:
         if self._begin.weights[lane.member] > 0:
             for index in self._lanes.slices_of(self._me, lane):
                 await self._take(channel, lane.member, self._owned[index])
+        # Which slice is audited is drawn now, and told only when all means are here.
+        full = [index for index in theirs if self._spans[index].elements]
+        audited = secrets.choice(full) if full else None
         for index in theirs:
-            self._means[index] = await self._receive_mean(channel, index)
+            mean = await self._receive_mean(channel, index)
+            if mean is not None and index != audited:
+                mean = replace(mean, pieces=())
+            self._means[index] = mean
 
     async def _take(self, channel: Channel, member: int, owned: OwnedSlice) -> None:
         if self._bases is not None:
@@ -254,6 +264,8 @@ class Exchange:
             raise self._auditor.convict(channel, "its mean is over members that cannot count")
         if len(set(counted)) != len(counted):
             raise self._auditor.convict(channel, "its mean counts a member twice")
+        if not self._auditor.bound(channel.remote, index, header):
+            raise self._auditor.convict(channel, "it has not signed its mean")
         pieces, place = [], self._place(index)
         codec = mean_codec(self._setup.codec, self._begin, index, len(header.contributors))
         for start, stop in piece_spans(Span(0, place.numel())):
@@ -288,7 +300,7 @@ class Exchange:
         square = square_of(values)
         if square is None or self._mean_too_large(square, index):
             return None
-        return SliceMean(values, header.contributors, header.digest, square, header.shares)
+        return SliceMean(values, header.contributors, header.digest, square, header, tuple(pieces))
 
     def _mean_too_large(self, square: float, index: int) -> bool:
         weights, elements = self._begin.weights, self._spans[index].elements
@@ -319,9 +331,10 @@ def checked_place(setup: ExchangeSetup, begin: Begin) -> int:
     if {len(begin.weights), len(begin.late)} != {len(members)} or begin.exchange_s <= 0:
         raise BadMessage("the group has no weights or no time")
     place = members.index(setup.peer_id)
-    claimed = [*begin.weights]
-    claimed[place] = setup.snapshot.weight
-    if begin.weights != bounded_weights(claimed):
+    own, claimed = begin.weights[place], setup.snapshot.weight
+    # Less than it claims is the leader's judgement; nothing would leave it out of the group.
+    changed = own > claimed or (own == 0) != (claimed == 0)
+    if changed or begin.weights != bounded_weights(begin.weights):
         raise BadMessage("the leader changed this member's weight, or lets one weigh too much")
     return place
 

@@ -15,6 +15,7 @@ from atomtrain.swarm.rounds.audits import Sign, Verify
 from atomtrain.swarm.rounds.bases import Bases
 from atomtrain.swarm.rounds.making import Made
 from atomtrain.swarm.rounds.owning import Offload, SliceMean
+from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.transport.transport import Channel
 
 
@@ -35,6 +36,8 @@ class ExchangeResult:
     """Peers whose contribution is in each of this member's slices."""
     bases: Bases | None = None
     """What the means are to be added to, in rounds that have bases."""
+    proofs: list[Proven] = field(default_factory=list)
+    """What shows others that a mean is wrong."""
     made: Made | None = None
     """The new anchor, where it was made with the means and lies in their place: of all slices, so
     that none or all of them can be decided."""

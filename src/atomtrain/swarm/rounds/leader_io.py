@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from atomtrain.swarm.anchors.stamps import Stamp, best_of, supersedes
 from atomtrain.swarm.codecs.codec import encoded_bytes
@@ -67,6 +68,7 @@ class LeaderIO:
             slack=slack,
             limit=context.age.limit,
             refused=context.roster.refused,
+            lowered=partial(context.standing.lowered, context.peer_id),
         )
         self._round = LeaderRound(call, [r.peer_id for r in members], self._loop.time())
 

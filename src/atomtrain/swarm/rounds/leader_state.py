@@ -63,6 +63,8 @@ class RoundCall:
     """What no anchor of the run can be beyond."""
     refused: Collection[str] = ()
     """Digests of anchors that did harm at the leader."""
+    lowered: Callable[[Sequence[str], Sequence[int]], Sequence[int]] = lambda _, weights: weights
+    """What members weigh, of what they claim, by what the leader has seen of them."""
 
 
 Outgoing = list[tuple[str, Message]]
@@ -169,7 +171,8 @@ class LeaderRound:
             alike = " on the same anchor" if len(self._ready) > 1 else ""
             reason = f"no two members were ready{alike}{self._why()}"
             return self._finish(Abandon(reason=reason), everybody)
-        weights = bounded_weights([self._ready[member].weight for member in group])
+        claimed = bounded_weights([self._ready[member].weight for member in group])
+        weights = bounded_weights(self.call.lowered(group, claimed))
         if not any(weights):
             return self._finish(Abandon(reason="nobody has trained since"), everybody)
         self.group = tuple(group)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from atomtrain.swarm.anchors.anchors import Digest
 from atomtrain.swarm.anchors.buffer_pool import BufferPool
@@ -27,7 +28,7 @@ from atomtrain.swarm.codecs.codec import (
 )
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 from atomtrain.swarm.membership.guards import NORM_ROUNDING, Guard
-from atomtrain.swarm.rounds.audits import Verify, signature_bytes
+from atomtrain.swarm.rounds.audits import Sign, Verify, signature_bytes
 from atomtrain.swarm.rounds.commitments import (
     Commitment,
     Own,
@@ -35,7 +36,9 @@ from atomtrain.swarm.rounds.commitments import (
     chunk_spans,
     group_digest,
     leaves_of,
+    mean_text,
     sealed_text,
+    seals_digest,
 )
 from atomtrain.swarm.transport.messages import BadMessage, Begin, Evidence, Mean, Seal
 from atomtrain.swarm.transport.transport import Channel
@@ -58,8 +61,15 @@ class SliceMean:
     digest: str
     square: float
     """Sum of the squares of the values."""
-    shares: tuple[float, ...] = ()
-    """What each contributor counts, where that is not as its weight says."""
+    header: Mean | None = None
+    """What its owner has signed, where another one is."""
+    pieces: tuple[memoryview, ...] = ()
+    """As they travelled, of the slice that is audited: its owner is bound to just that."""
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What each contributor counts, where that is not as its weight says."""
+        return () if self.header is None else self.header.shares
 
 
 class _Kept(NamedTuple):
@@ -68,6 +78,9 @@ class _Kept(NamedTuple):
     pieces: list[memoryview]
     tree: Tree
     seal: Seal
+
+
+_NO_MEAN = Mean(contributors=(), digest="", shares=(), seals="", signature="")
 
 
 class _Outbound(NamedTuple):
@@ -198,11 +211,12 @@ class OwnedSlice:
         reduction: SliceReduction,
         memory: BufferPool,
         verify: Verify,
+        sign: Sign,
     ) -> None:
         """Own a slice of the round from now on, for half of its time.
 
         Its mean is written to `place`, 1-D float32 of the slice's size; contributions come to
-        `memory`. `verify` says whether a peer has signed something.
+        `memory`. `verify` says whether a peer has signed something, `sign` does it for this one.
         """
         self.reduction = reduction
         self.base_digest = ""
@@ -214,7 +228,7 @@ class OwnedSlice:
         self._codec = codec
         self._offload = offload
         self._memory = memory
-        self._verify = verify
+        self._verify, self._sign = verify, sign
         self._group = group_digest(begin)
         self._kept: dict[int, _Kept] = {}
         self._adding = asyncio.Lock()
@@ -341,10 +355,21 @@ class OwnedSlice:
         contributors, mean = self.reduction.close(self._place)
         self.contributors = contributors
         if mean is None:
-            return _Outbound(Mean(contributors=(), digest="", shares=()), []), None
+            return _Outbound(_NO_MEAN, []), None
         pieces, held = self._encode(contributors, mean)
-        header = Mean(contributors=contributors, digest=held.digest, shares=held.shares)
-        out = _Outbound(header, pieces)
+        commitments = (
+            kept.seal.commitment if (kept := self._kept.get(m)) else own and own.commitment.text
+            for m in contributors
+        )  # fmt: skip
+        header = Mean(
+            contributors=contributors,
+            digest=held.digest,
+            shares=self.reduction.shares,
+            seals=seals_digest(str(text) for text in commitments),
+            signature="",
+        )
+        signature = self._sign(mean_text(self._group, self._index, header)).hex()
+        out = _Outbound(replace(header, signature=signature), pieces)
         return out, held if math.isfinite(held.square) else None
 
     def _encode(
@@ -356,4 +381,4 @@ class OwnedSlice:
         digest = mean_digest(contributors, pieces, self.base_digest)
         square = square_of(mean)
         square = math.inf if square is None else square
-        return pieces, SliceMean(mean, contributors, digest, square, self.reduction.shares)
+        return pieces, SliceMean(mean, contributors, digest, square)

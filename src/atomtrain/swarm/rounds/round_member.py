@@ -31,6 +31,7 @@ from atomtrain.swarm.rounds.exchange_setup import ExchangeResult, ExchangeSetup
 from atomtrain.swarm.rounds.gloo import GlooExchange
 from atomtrain.swarm.rounds.leader_io import exchange_bytes
 from atomtrain.swarm.rounds.making import Made, Making
+from atomtrain.swarm.rounds.proofs import Proven
 from atomtrain.swarm.transport.messages import (
     Abandon,
     BadMessage,
@@ -85,6 +86,8 @@ class RoundMember:
         self.in_doubt: Doubt | None = None
         self.begin: Begin | None = None
         """The group, once it is fixed."""
+        self.proofs: list[Proven] = []
+        """What shows others who lied in it."""
         self.astray = False
         """Most of the others' anchors are far from this member's."""
 
@@ -193,6 +196,7 @@ class RoundMember:
             context.standing.observe(peer_id, self.invite.round_index, rejected=rejected)
         for peer_id, why in result.lied.items():
             context.roster.distrust(peer_id, f"as an owner in round {begin.round_id}, {why}")
+        self.proofs = result.proofs
         others = len(begin.members) - 1
         self.astray = result.bases is not None and 2 * len(result.bases.strange) > others
         if duration_s < begin.exchange_s:

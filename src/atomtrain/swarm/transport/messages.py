@@ -108,6 +108,21 @@ class AnchorHeader(Message, frozen=True, kw_only=True):
     """It is that of one of several groups: no velocity comes with it."""
 
 
+class AskKnown(Message, frozen=True, kw_only=True):
+    """A newcomer asks whether this peer has, or had, the anchor that another one gives it."""
+
+    fragment: Count
+    version: Count
+    tokens: Count
+    digest: Text
+
+
+class Known(Message, frozen=True, kw_only=True):
+    """Whether it has been this peer's own."""
+
+    known: bool
+
+
 class AskStatus(Message, frozen=True, kw_only=True):
     """Somebody who looks on asks what this peer knows of the swarm."""
 
@@ -294,12 +309,15 @@ class Mean(Message, frozen=True, kw_only=True):
     """The owner's answer: the mean over `contributors` (indices in the group) follows.
 
     No contributors: there is no mean, and nothing follows. `shares` say what each contributor
-    counts where that is not as its weight says.
+    counts where that is not as its weight says. `seals` is the hash of their commitments. The owner
+    signs all of it, with the slice and the hash of the group: it is bound to its mean.
     """
 
     contributors: Counts
     digest: Text
     shares: Reals
+    seals: Text
+    signature: Text
 
 
 class Audit(Message, frozen=True, kw_only=True):
@@ -318,6 +336,33 @@ class Evidence(Message, frozen=True, kw_only=True):
     commitments: Texts
     signatures: Texts
     paths: Texts
+
+
+class Accuse(Message, frozen=True, kw_only=True):
+    """A member has seen that a peer, as an owner, has lied, and can prove it."""
+
+    peer_id: Text
+
+
+class Heard(Message, frozen=True, kw_only=True):
+    """Whether the proof is wanted: it is not where the peer counts as gone already."""
+
+    wanted: bool
+
+
+class Proof(Message, frozen=True, kw_only=True):
+    """All that shows an owner's mean of a slice to be wrong; who was not there can check it.
+
+    The pieces of the mean follow as they travelled, then the chunk of each contribution, float32.
+    """
+
+    begin: Begin
+    fragment: Count
+    slice_index: Count
+    base_digest: Text
+    mean: Mean
+    chunk: Count
+    evidence: Evidence
 
 
 class Held(Message, frozen=True, kw_only=True):

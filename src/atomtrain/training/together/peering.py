@@ -146,6 +146,7 @@ def swarm_config(
         SwarmError: the addresses name different runs, or none is known.
     """
     from atomtrain.swarm.membership.known_peers import PEERS_FILE
+    from atomtrain.swarm.membership.standing import STANDING_FILE
 
     runs = {run} if run else set()
     addresses = []
@@ -175,6 +176,7 @@ def swarm_config(
         name=name,
         join=tuple(addresses),
         peers_path=directory and directory.parent / PEERS_FILE,
+        standing_path=directory and directory / STANDING_FILE,
         discoverable=not options.hidden,
         upload_limit_bytes_per_s=math.inf if limit is None else parse_rate(limit),
         relay_limit_bytes_per_s=relay_limit_of(options.relay_limit),

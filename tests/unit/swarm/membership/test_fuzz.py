@@ -62,12 +62,20 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 KINDS = sorted(Message.__subclasses__(), key=lambda kind: kind.__name__)
 
 
+NESTED = {kind.__name__: kind for kind in KINDS}
+
+
+def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
+    fields = kind.__annotations__.items()
+    return st.builds(kind, **{name: field(declared) for name, declared in fields})
+
+
+def field(declared: str) -> st.SearchStrategy[Any]:
+    return of_kind(NESTED[declared]) if declared in NESTED else FIELDS[declared]
+
+
 def any_message() -> st.SearchStrategy[Message]:
-    return st.sampled_from(KINDS).flatmap(
-        lambda kind: st.builds(
-            kind, **{name: FIELDS[declared] for name, declared in kind.__annotations__.items()}
-        )
-    )
+    return st.sampled_from(KINDS).flatmap(of_kind)
 
 
 def spoilt(data: bytes, draw: Callable[[st.SearchStrategy[Any]], Any]) -> bytes:

@@ -290,6 +290,7 @@ def test_an_older_record_does_not_take_the_place_of_a_newer_one() -> None:
         assert all(record.state == TRAINING for record in roster.others)
     assert roster.addresses.keys() == {ALICE.peer_id}
     roster.update({ALICE.peer_id: record_of(ALICE, 8.0, manifest="another").encode()})
+    assert roster.of_another == {ALICE.peer_id}
     assert not roster.others, "a run of the same name, but not the same run"
     assert not roster.all_left
 

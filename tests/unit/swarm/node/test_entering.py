@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from atomtrain.swarm.catchup import joining
 from atomtrain.swarm.catchup.joining import send_manifest
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
-from atomtrain.swarm.membership.directory import NobodyIntroduces
+from atomtrain.swarm.membership.directory import NobodyIntroduces, SwarmClock
 from atomtrain.swarm.node.entering import TRIES, TRY_S, persistently
 from atomtrain.swarm.transport.memory import channel_pair
 from atomtrain.swarm.transport.messages import Open, Refused
@@ -194,6 +194,40 @@ def test_a_refusal_is_an_answer() -> None:
     why, when_s = asked(answer)
     assert "turns this one away: it is full" in why
     assert when_s < 1
+
+
+def way_in(told: dict[str, tuple[Manifest, float]], given: Sequence[str]) -> Any:
+    """Return what a newcomer learns of peers, by address what each tells of run and time."""
+
+    async def answered(_: Any, __: Any, ___: Any, ____: str, addresses: list[str]) -> Any:
+        manifest, off_s = told[addresses[0]]
+        return manifest, SwarmClock(off_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "_try", answered)
+        patch.setattr(joining, "peer_of", lambda address: address)
+        patch.setattr(joining, "first_hop", lambda address: address)
+        config = SwarmConfig(run="run", join=tuple(given))
+        transport: Any = SimpleNamespace(peer_id="me")
+        admission = Admission("run", "me")
+        return run_virtual(lambda: joining.connect_any(transport, config, admission))
+
+
+def test_the_run_is_what_most_of_the_peers_that_were_named_tell() -> None:
+    false = Manifest("run", (9,))
+    told = {"a": (MANIFEST, 0.5), "liar": (false, 3600.0), "c": (MANIFEST, 0.4)}
+    way = way_in(told, ("liar", "a", "c"))
+    assert way.manifest == MANIFEST
+    assert way.clock.offset_s == 0.4
+    assert set(way.through) == {"a", "c"}
+    with pytest.raises(SwarmError, match="could not tell who is right") as caught:
+        way_in(told, ("liar", "a"))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_time_is_in_the_middle_of_what_the_peers_tell() -> None:
+    told = {"a": (MANIFEST, 0.5), "liar": (MANIFEST, -3600.0), "c": (MANIFEST, 0.4)}
+    assert way_in(told, ("liar", "a", "c")).clock.offset_s == 0.4
 
 
 LIGHT = """

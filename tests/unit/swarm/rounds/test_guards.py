@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from atomtrain.swarm.anchors.anchor_store import AnchorStore
 from atomtrain.swarm.anchors.anchors import Merge
-from atomtrain.swarm.membership.guards import Guard, Standing, bounded_weights
+from atomtrain.swarm.membership.guards import Guard, bounded_weights
+from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.rounds.exchange import Exchange, checked_place
 from atomtrain.swarm.rounds.exchange_setup import ExchangeSetup
 from atomtrain.swarm.rounds.owning import OwnedSlice, SliceReduction
@@ -187,7 +188,9 @@ def test_a_leader_that_lets_one_weigh_too_much_is_not_followed() -> None:
     assert checked_place(setup, begin) == 0
     snapshot.weight = 10**6
     assert checked_place(setup, begin) == 0, "bounded to ten times the median"
-    for weights in ((499, 40, 50), (10**6, 40, 50), (500, 40, 501 * 10), (500, 40, 60)):
+    assert checked_place(setup, replace(begin, weights=(60, 40, 50))) == 0, "as one that is new"
+    snapshot.weight = 500
+    for weights in ((501, 40, 60), (0, 40, 50), (10**6, 40, 50), (500, 40, 501 * 10)):
         with pytest.raises(BadMessage, match="weigh too much"):
             checked_place(setup, replace(begin, weights=weights))
 

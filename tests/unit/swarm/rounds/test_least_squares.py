@@ -1,4 +1,4 @@
-"""Whole swarms on a small problem: low-bit wires, and one or two of eight peers poisoned."""
+"""Whole swarms on a small problem: low-bit wires, one or two poisoned, halves that meet."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from atomtrain.swarm.anchors.anchors import Snapshot
+from atomtrain.swarm.rounds.owning import OwnedSlice
 from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
 
 pytestmark = pytest.mark.slow
@@ -140,3 +141,59 @@ def test_clipping_bounds_what_norms_do_not_catch(poison: Poison, clean: float) -
     """Without clipping these ruin the run: see the guards' documentation."""
     loss, _ = _trained(poison)
     assert loss < 1.03 * clean
+
+
+HALVES = ({"peer0", "peer1", "peer2", "peer6"}, {"peer3", "peer4", "peer5", "peer7"})
+HONEST, FALSE = [f"peer{i}" for i in range(6)], {"peer6", "peer7"}
+
+
+def _partitioned(lying: str) -> tuple[float, set[str]]:
+    """Return the loss of six that were cut into two halves, and whom they do not trust at the end.
+
+    In each half is one liar, which is away if `lying` is empty.
+    """
+    problem, encode = _LeastSquares(_PEERS), OwnedSlice._encode
+
+    def false(self: OwnedSlice, contributors: tuple[int, ...], mean: torch.Tensor) -> Any:
+        owner = self._begin.members[self._index]  # of so few numbers each owns one slice
+        return encode(self, contributors, -5 * mean if owner in FALSE else mean)
+
+    async def scenario() -> tuple[float, set[str]]:
+        simulation = Simulation((_ELEMENTS,), seed=3)
+        for index in range(_PEERS if lying else len(HONEST)):
+            await simulation.add(f"peer{index}", step_s=0.5, step=_stepper(problem, index))
+        for name in FALSE if lying == "contributions" else ():
+            _poison(simulation.peers[name], lambda change: change * -9)
+        await asyncio.sleep(8)
+        simulation.network.split(*(half & simulation.peers.keys() for half in HALVES))
+        await asyncio.sleep(14)
+        simulation.network.heal()
+        await asyncio.sleep(20)
+        peers = [simulation.peers[name] for name in HONEST]
+        last = [set(peer.reports[-1].contributors) for peer in peers]
+        assert all(contributors >= {*HONEST} for contributors in last), "the halves have met"
+        if lying != "contributions":  # whose snapshots are not what they sent
+            simulation.check_means()
+        gone = {name for name in FALSE & simulation.peers.keys()
+                if not any(p.service.context.roster.trusts(name) for p in peers)}  # fmt: skip
+        anchor = peers[0].service.context.mailbox.store.anchor(0)
+        return problem.loss(anchor.values, range(6)), gone
+
+    with pytest.MonkeyPatch.context() as patch:
+        if lying == "means":
+            patch.setattr(OwnedSlice, "_encode", false)
+        return run_virtual(scenario)
+
+
+@pytest.fixture(scope="module")
+def clean_halves() -> float:
+    return _partitioned("")[0]
+
+
+@pytest.mark.parametrize("lying", ["contributions", "means"])
+def test_two_halves_with_a_liar_in_each_meet_and_learn_as_without(
+    lying: str, clean_halves: float
+) -> None:
+    loss, gone = _partitioned(lying)
+    assert loss < 1.03 * clean_halves
+    assert gone == (FALSE if lying == "means" else set())

@@ -179,7 +179,7 @@ def test_who_shows_something_else_or_nothing_has_no_mean_that_counts(
 ) -> None:
     def change(evidence: Evidence) -> Message:
         if hides:
-            return Mean(contributors=(), digest="", shares=())
+            return Mean(contributors=(), digest="", shares=(), seals="", signature="")
         return replace(evidence, paths=tuple("00" * 16 for _ in evidence.paths))
 
     monkeypatch.setattr(Channel, "send", spoiling(Evidence, change))

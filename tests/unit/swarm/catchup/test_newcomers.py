@@ -1,0 +1,155 @@
+"""A newcomer that joins through a liar: it ends on the honest anchor, or says it could not tell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atomtrain.swarm.anchors.anchors import Anchor, digest_of
+from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.membership.records import PeerRecord
+from atomtrain.swarm.transport.messages import AskAnchor
+from atomtrain.swarm.transport.transport import Channel
+from tests.support.swarm_virtual import SimulatedPeer, Simulation, run_virtual
+
+HONEST, LIARS = ("a", "b", "c"), ("liar", "accomplice")
+NEWCOMERS = 20
+
+
+def forged(anchor: Anchor, versions: int = 0, *, values: torch.Tensor | None = None) -> Anchor:
+    """Return another anchor than `anchor`, that claims so many versions and tokens more."""
+    values = torch.randn(anchor.values.shape) if values is None else values
+    stamp = Stamp(
+        anchor.stamp.version + versions,
+        anchor.stamp.tokens + 30 * versions,
+        digest_of(values, anchor.velocity),
+    )
+    return Anchor(values, anchor.velocity, stamp)
+
+
+def random_values(anchor: Anchor) -> Anchor:
+    return forged(anchor)
+
+
+def one_version_more(anchor: Anchor) -> Anchor:
+    return forged(anchor, 1)
+
+
+def honest_values_but_a_version_more(anchor: Anchor) -> Anchor:
+    return forged(anchor, 1, values=anchor.values)
+
+
+def not_a_number(anchor: Anchor) -> Anchor:
+    return forged(anchor, 1, values=torch.full_like(anchor.values, float("nan")))
+
+
+def the_lower_hash(anchor: Anchor) -> Anchor:
+    while (false := forged(anchor)).stamp.digest >= anchor.stamp.digest:
+        pass
+    return false
+
+
+def other_bytes(anchor: Anchor) -> Anchor:
+    """The stamp is the right one, which others have; the bytes are not."""
+    return Anchor(torch.randn(anchor.values.shape), anchor.velocity, anchor.stamp)
+
+
+LIES = [
+    random_values, one_version_more, honest_values_but_a_version_more, not_a_number, the_lower_hash,
+    other_bytes,
+]  # fmt: skip
+
+
+class Liars:
+    """Peers that give false anchors, the same ones, and say that they have had those alone."""
+
+    def __init__(self, peers: list[SimulatedPeer], how: Callable[[Anchor], Anchor]) -> None:
+        self.how = how
+        self.in_records = True
+        """Whether they claim them to everybody, or to who fetches only."""
+        self._told: dict[tuple[str, str], Anchor] = {}
+        for peer in peers:
+            self._spoil(peer)
+
+    def _false(self, real: Anchor) -> Anchor:
+        key = real.stamp.digest, self.how.__name__
+        if key not in self._told:
+            self._told[key] = self.how(real)
+        return self._told[key]
+
+    def _spoil(self, peer: SimulatedPeer) -> None:
+        service, store = peer.service, peer.service.context.mailbox.store
+        send, own_record = service._donations.send, service.own_record
+
+        async def give(channel: Channel, ask: AskAnchor, anchor: Anchor) -> None:
+            await send(channel, ask, self._false(anchor))
+
+        def had(fragment: int, stamp: Stamp) -> bool:
+            return any(stamp == one.stamp for one in self._told.values())
+
+        def record() -> PeerRecord:
+            stamps = tuple(self._false(store.anchor(f)).stamp for f in range(2))
+            return replace(own_record(), stamps=stamps) if self.in_records else own_record()
+
+        service._donations.send = give  # type: ignore[method-assign]
+        store.had = had  # type: ignore[method-assign]
+        service.own_record = record  # type: ignore[method-assign]
+
+
+async def swarm(honest: tuple[str, ...], liars: tuple[str, ...]) -> Simulation:
+    """Return a swarm that averages on and on, of peers that learn different things."""
+    simulation = Simulation((300, 120), 5, 0.02, outer_momentum=0.5)
+    for name in (*honest, *liars):
+        await simulation.add(name, 0.5)
+    await asyncio.sleep(8)
+    for peer in simulation.peers.values():  # who is there already is no part of this
+        peer.service._repairer.stale = lambda: None  # type: ignore[method-assign]
+    return simulation
+
+
+async def joined(simulation: Simulation, number: int) -> list[Anchor]:
+    """Return what one newcomer gets, all of whose fetches ask the liars first."""
+    late = SimulatedPeer(simulation, f"late{number}", 0.5)
+    await late.service.start()
+    fetcher = late.service.fetcher
+    got = [(await fetcher.fetch(f, 20.0, LIARS)).anchor for f in range(2)]
+    await late.stop_abruptly()
+    simulation.network.cut(f"late{number}")
+    return got
+
+
+def test_twenty_newcomers_end_on_what_the_honest_ones_have(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        simulation = await swarm(HONEST, LIARS)
+        liars = Liars([simulation.peers[name] for name in LIARS], LIES[0])
+        stores = [simulation.peers[name].service.context.mailbox.store for name in HONEST]
+        for number in range(NEWCOMERS):
+            liars.how, liars.in_records = LIES[number % len(LIES)], number % 4 < 2
+            for fragment, anchor in enumerate(await joined(simulation, number)):
+                assert any(store.had(fragment, anchor.stamp) for store in stores), liars.how
+                assert digest_of(anchor.values, anchor.velocity) == anchor.stamp.digest
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(scenario)
+    assert "could not tell" not in caplog.text
+
+
+def test_where_as_many_lie_as_do_not_a_newcomer_says_that_it_could_not_tell(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        simulation = await swarm(HONEST[:1], LIARS[:1])
+        Liars([simulation.peers[LIARS[0]]], random_values)
+        await asyncio.sleep(2)
+        await joined(simulation, 0)
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(scenario)
+    assert "could not tell whose is right" in caplog.text
