@@ -1,14 +1,27 @@
-"""How much each part of the first hour does: on a GPU, and where that is rehearsed."""
+"""What each part of the first hour is told: where it runs, and how much it does."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+from atombench.common import Result, keep_partial
 from atombench.engine.large import LargeSetup
 from atombench.engine.optimizer import OptimizerSetup
 from atombench.offloaders.contenders import CUDA_CASE, OffloadCase
 from atomtrain.models.gpt_config import GPTConfig
 
+NEEDED = {
+    "pytest": "the tests of the GPU",
+    "transformers": "the Llama",
+    "deepspeed": "its row beside other offloaders",
+    "hivemind": "everything of the swarm",
+    "blake3": "checkpoints and the swarm",
+    "cryptography": "the swarm",
+    "msgspec": "the swarm",
+}
+"""Packages that may be missing, and what goes with them."""
 _MUON = ("muon", "torch-adamw-foreach")
 """Take seconds on few threads, and no GPU's host would choose them."""
 
@@ -86,3 +99,15 @@ SIZES = {
 }  # fmt: skip
 """By name. `full` is for a GPU of 80 GB beside 128 GiB of host memory; processors compute in
 bfloat16 slowly, so `small` is very small."""
+
+
+class Order(NamedTuple):
+    """Where a part runs, how much it does, and where what it finds is kept."""
+
+    device: str
+    size: Size
+    out: Path
+
+    def keep(self, result: Result) -> None:
+        """Keep what has been found so far."""
+        keep_partial(result, self.out)

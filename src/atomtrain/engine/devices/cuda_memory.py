@@ -76,7 +76,8 @@ def use_expandable_segments() -> bool:
     if any(os.environ.get(name) for name in _SETTINGS):
         return False
     # The environment may have been read when torch was loaded, so it is told.
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # since torch 2.9 or so
+    (tell or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     return True
 
 
