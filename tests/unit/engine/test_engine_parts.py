@@ -84,3 +84,24 @@ def test_optimizer_state_of_another_shape_is_refused_whole(
         with pytest.raises(ConfigError, match="load the state of this very model"):
             engine.load_optimizer_state({"0.weight": good, "1.weight": {key: torch.zeros(shape)}})
         assert torch.equal(engine.optimizer_state()["0.weight"]["exp_avg"], before)
+
+
+def test_there_are_zeros_between_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt(tied=False)
+    chain = gpt_chain(model)
+    layout = Layout(chain)
+    device = EmulatedDevice(1 << 20, 1e12)
+    monkeypatch.setattr(
+        device, "host_empty", lambda n_bytes: torch.full((n_bytes,), 255, dtype=torch.uint8)
+    )
+    try:
+        store = HostStore(chain, layout, device)
+        between = torch.ones(layout.total_bytes, dtype=torch.bool)
+        for parameter in chain.parameters:
+            start = layout.offsets[id(parameter)]
+            between[start : start + parameter.nbytes] = False
+        assert between.any()
+        assert not store.parameters[between].any()
+        assert all(p.isfinite().all() for p in chain.parameters)
+    finally:
+        device.close()

@@ -50,21 +50,31 @@ class HostStore:
             self.parameters = self.arena.values  # [total_bytes] uint8
         else:
             self.parameters = device.host_empty(layout.total_bytes)  # [total_bytes] uint8
-            self.parameters.zero_()
         self.keeps_gradients = not device.one_memory
         """Whether there is an arena of gradients."""
-        for parameter in chain.parameters:
-            view = view_of(self.parameters, layout.offsets[id(parameter)], parameter)
+        stop_bytes = 0
+        for parameter in sorted(chain.parameters, key=lambda p: layout.offsets[id(p)]):
+            start_bytes = layout.offsets[id(parameter)]
+            view = view_of(self.parameters, start_bytes, parameter)
             view.copy_(parameter.data)
-            # The old storage dies here, so host memory never holds a second copy of the model.
+            self._clear(stop_bytes, start_bytes)
+            stop_bytes = start_bytes + parameter.nbytes
+            # The old storage dies here, so host memory never holds a second copy of the model,
+            # where pages come when they are first written to.
             parameter.data = view
             if parameter.requires_grad:
                 accept_wide(parameter, layout.gradient_factor)
+        self._clear(stop_bytes, layout.total_bytes)
         give_back()
         self.places = places or every_gradient(layout)
         """Where gradients wait."""
         self.gradients: Tensor  # [...] uint8
         self._make_gradients(chain, device)
+
+    def _clear(self, start_bytes: int, stop_bytes: int) -> None:
+        """Have zeros between parameters: what is averaged and saved has them in it."""
+        if self.arena is None:
+            self.parameters[start_bytes:stop_bytes].zero_()
 
     def beside(self, chain: Chain, device: Device) -> HostStore:
         """Return a store of the same parameters, with gradients of its own for another device."""
