@@ -147,7 +147,8 @@ def run(options: BenchmarkOptions, setup: OptimizerSetup | None = None) -> Resul
     times_s = _measure(setup)
     copies_s, products_s = times_s.pop("copy"), times_s.pop("product")
     rows = {name: _row(name, setup, times_s, copies_s) for name in times_s}
-    rows["muon"] |= _products(setup, times_s["muon"], products_s)
+    if "muon" in rows:
+        rows["muon"] |= _products(setup, times_s["muon"], products_s)
     return {
         "parameters_per_s": rows[_MEASURED]["parameters_per_s"],
         "copy_bytes_per_s": _copied_bytes(setup) / statistics.median(copies_s),
@@ -157,7 +158,7 @@ def run(options: BenchmarkOptions, setup: OptimizerSetup | None = None) -> Resul
         # Processes that wanted to run in the minute before: 0 on a quiet machine.
         "load_average": load_average,
         "threads": torch.get_num_threads(),
-        "inputs": asdict(setup),
+        "inputs": {**asdict(setup), "but": [*setup.but]},
         **description(),
     }
 

@@ -52,6 +52,13 @@ def test_the_bytes_of_the_state_are_those_of_the_real_one(name: str) -> None:
     assert kept == _CANDIDATES[name].state_bytes * 1024
 
 
+def test_some_can_be_left_out() -> None:
+    but = ("muon", "torch-adamw-foreach")
+    setup = OptimizerSetup(matrices=1, rows=16, columns=64, rounds=1, but=but)
+    rows = run(BenchmarkOptions(quick=True), setup)["optimizers"]
+    assert set(rows) == set(_CANDIDATES) - set(but)
+
+
 def test_it_is_registered() -> None:
     assert benchmark("optimizer").module == "atombench.engine.optimizer"
 

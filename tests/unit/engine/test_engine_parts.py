@@ -8,7 +8,11 @@ import weakref
 import pytest
 import torch
 
+from atomtrain.analysis.layers.trace import chain_of
+from atomtrain.engine.devices.processor import EmulatedDevice
+from atomtrain.engine.state.store import HostStore
 from atomtrain.errors import ConfigError
+from atomtrain.planning.plan.layout import Layout
 from tests.support.engine_models import mlp, square, swap
 
 pytestmark = pytest.mark.usefixtures("assumed_times")
@@ -87,8 +91,7 @@ def test_optimizer_state_of_another_shape_is_refused_whole(
 
 
 def test_there_are_zeros_between_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = gpt(tied=False)
-    chain = gpt_chain(model)
+    chain = chain_of(mlp(), X, square).chain
     layout = Layout(chain)
     device = EmulatedDevice(1 << 20, 1e12)
     monkeypatch.setattr(
