@@ -25,6 +25,7 @@ import atomtrain
 from atomtrain.errors import ConfigError, choices
 from atomtrain.files import replacing
 from atomtrain.settings import check_counts
+from atomtrain.topology import allowed_cores, processor_name
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_bytes
 
 Result = dict[str, Any]
@@ -88,8 +89,8 @@ def description() -> Result:
     """Return the keys that every result has: `machine` and `versions`."""
     return {
         "machine": {
-            "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
+            "processor": processor_name(),
+            "cores": len(allowed_cores()),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         },
@@ -156,16 +157,6 @@ def _check_out(path: Path) -> None:
         raise ConfigError(
             f"--out {path}: {above} is no directory that you may write to; choose another"
         )
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _write(path: Path, text: str) -> None:

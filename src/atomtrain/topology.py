@@ -1,13 +1,14 @@
-"""What the kernel tells of this host: physical cores, caches, and the nodes of its memory.
+"""What the kernel tells of this host: its processor, cores, caches, and the nodes of its memory.
 
-All is read from files below `/sys`; where they are missing, as in some containers and outside
-Linux, each function says what it takes for granted.
+All is read from files below `/sys` and `/proc`; where they are missing, as in some containers and
+outside Linux, each function says what it takes for granted.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import platform
 from pathlib import Path
 
 SYSTEM = Path("/sys/devices/system")
@@ -22,6 +23,19 @@ def allowed_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return what the processor calls itself; its architecture where nothing tells."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
 
 
 @functools.cache

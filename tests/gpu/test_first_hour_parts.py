@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atombench.first_hour import parts, trials
-from atombench.first_hour.sizes import SIZES, Order
+from atombench.first_hour.sizes import SIZES, PartOrder
 from atomtrain.analysis.costs.costs import layer_costs
 from tests.support.software_gpu import installed
 
@@ -25,7 +25,7 @@ MEMORY = "112MiB"
 
 
 @pytest.fixture
-def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PartOrder]:
     for module in ("atomtrain.engine.api", "atomtrain.views.plans.subject"):
         # torch's fake tensors are on a GPU only where it has CUDA.
         monkeypatch.setattr(
@@ -41,12 +41,12 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     with installed(count=1) as made:
         # It has no gaps between blocks.
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", torch.cuda.max_memory_allocated)
-        yield Order("cuda", size, tmp_path / "part.json")
+        yield PartOrder("cuda", size, tmp_path / "part.json")
     assert made.reports == []
 
 
 def test_peaks_are_as_predicted_and_runs_alike(
-    order: Order, monkeypatch: pytest.MonkeyPatch
+    order: PartOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "_llama", trials._gpt)  # exporting needs what is not emulated
     found = trials.memory(order)["models"]
@@ -58,7 +58,7 @@ def test_peaks_are_as_predicted_and_runs_alike(
         assert model["reserved_peak_bytes"] >= model["allocated_peak_bytes"]
 
 
-def test_the_large_model_keeps_what_it_finds(order: Order) -> None:
+def test_the_large_model_keeps_what_it_finds(order: PartOrder) -> None:
     found = parts.seven_billion(order)
     assert found["steps"] == 1
     assert found["device_peak_bytes"] <= found["device_budget_bytes"] == 112 << 20

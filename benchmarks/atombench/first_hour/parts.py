@@ -24,7 +24,7 @@ import torch
 
 from atombench.common import BenchmarkOptions, Result, description, progress, report
 from atombench.engine import large, optimizer
-from atombench.first_hour.sizes import NEEDED, SIZES, Order
+from atombench.first_hour.sizes import NEEDED, SIZES, PartOrder
 from atombench.first_hour.trials import memory, timeline
 from atombench.offloaders.offloaders import Setting, WorkerError, opened
 from atomtrain.engine.calibration.probes import link_rates
@@ -38,7 +38,7 @@ _OFFLOAD_STEPS = 2
 _OFFLOAD_SETTING = Setting(4, {})
 
 
-def machine(order: Order) -> Result:
+def machine(order: PartOrder) -> Result:
     """Facts, the link each way and both at once, pinning, and a product in bfloat16."""
     result: Result = {
         **description(),
@@ -94,7 +94,7 @@ def _product_flops_per_s(device: Any, rows: int) -> float:
 _TEST = re.compile(r"^(tests/\S+?::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 
 
-def tests(order: Order) -> Result:
+def tests(order: PartOrder) -> Result:
     """The tests of the GPU, up to ten failures."""
     result: Result = {"counts": {}, "failed": [], "skipped": {}}
     if not _there("pytest"):
@@ -129,7 +129,7 @@ def tests(order: Order) -> Result:
     return result
 
 
-def optimizers(order: Order) -> Result:
+def optimizers(order: PartOrder) -> Result:
     """Host optimizers on few and on many threads."""
     cores = len(os.sched_getaffinity(0))
     result: Result = {"cores": cores, "threads": {}, "compiled_core": core() is not None}
@@ -145,13 +145,13 @@ def optimizers(order: Order) -> Result:
     return result
 
 
-def seven_billion(order: Order) -> Result:
+def seven_billion(order: PartOrder) -> Result:
     """The largest model, by `atom bench large`; what is known is kept after each step."""
     setup = dataclasses.replace(order.size.large, device=order.device)
     return large.run(BenchmarkOptions(out=order.out), setup)
 
 
-def offloaders(order: Order) -> Result:
+def offloaders(order: PartOrder) -> Result:
     """A model that fits, trained resident, by FSDP2 with offload, and by ATOM."""
     case = order.size.offloaders
     cuda = order.device == "cuda"
@@ -185,7 +185,7 @@ def _there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-PARTS: dict[str, Callable[[Order], Result]] = {
+PARTS: dict[str, Callable[[PartOrder], Result]] = {
     "machine": machine,
     "tests": tests,
     "memory": memory,
@@ -200,7 +200,7 @@ def main() -> int:
     """Run the part that the argument names; return the exit code."""
     order: dict[str, Any] = json.loads(sys.argv[1])
     out = Path(order["out"])
-    result = PARTS[order["part"]](Order(order["device"], SIZES[order["size"]], out))
+    result = PARTS[order["part"]](PartOrder(order["device"], SIZES[order["size"]], out))
     report({**result, "complete": True}, json=True, out=out)
     return 0
 

@@ -101,7 +101,7 @@ SIZES = {
 bfloat16 slowly, so `small` is very small."""
 
 
-class Order(NamedTuple):
+class PartOrder(NamedTuple):
     """Where a part runs, how much it does, and where what it finds is kept."""
 
     device: str

@@ -16,7 +16,7 @@ import atomtrain
 from atombench.common import Result
 from atombench.engine import large
 from atombench.engine.large import LargeSetup
-from atombench.first_hour.sizes import NEEDED, Order, Size
+from atombench.first_hour.sizes import NEEDED, PartOrder, Size
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.errors import reason_of
 from atomtrain.models import GPT
@@ -30,7 +30,7 @@ _TIGHTER = 1.03
 """A tight cap over the least with which any plan works."""
 
 
-def memory(order: Order) -> Result:
+def memory(order: PartOrder) -> Result:
     """Peaks, predicted and measured, and whether two runs give the same bits; GPT and Llama."""
     result: Result = {"models": {}, "skipped": {}}
     for name, make in (("gpt", _gpt), ("llama", _llama)):
@@ -55,7 +55,7 @@ class _Run(NamedTuple):
     state: dict[str, Tensor]
 
 
-def _trained(order: Order, make: Callable[[Size], nn.Module]) -> _Run:
+def _trained(order: PartOrder, make: Callable[[Size], nn.Module]) -> _Run:
     """Train a model for three steps in bfloat16 with the kernels that PyTorch chooses itself."""
     size, cuda = order.size, order.device == "cuda"
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def _tokens(vocabulary: int, shape: tuple[int, int]) -> dict[str, Tensor]:
     return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}
 
 
-def timeline(order: Order) -> Result:
+def timeline(order: PartOrder) -> Result:
     """A step's spans, predicted and measured: as it is, under a tight cap, and compiled."""
     setup = dataclasses.replace(order.size.timeline, device=order.device)
     result: Result = {"model": setup.model, "cases": {}, "skipped": {}}

@@ -6,7 +6,7 @@ import ipaddress
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from atomtrain.cli.parsing import leaving_at_once, parse
@@ -26,6 +26,10 @@ class DoctorOptions:
     host: str = option("0.0.0.0", "IPv4 address to listen on for other peers.", "IP")
     port: int = option(0, "TCP port to listen on; 0 is any free one.", "N")
     json: bool = option(False, "Print exactly one JSON object instead of lines.")
+
+    share: bool = option(
+        False, "Print what can be shown to strangers: no addresses, paths and names."
+    )
 
     def __post_init__(self) -> None:
         check_port("--port", self.port)
@@ -51,6 +55,14 @@ def run(arguments: Sequence[str]) -> int:
         from atomtrain.training.tools.doctor import PROBLEM, examine
 
     findings = examine(options.directory, options.host, options.port)
+    if options.share:
+        from atomtrain.training.run_report import hidden
+
+        findings = [
+            replace(one, detail=hidden(one.detail), fix=hidden(one.fix))
+            for one in findings
+            if one.check != "network"
+        ]
     problems = sum(finding.state == PROBLEM for finding in findings)
     if options.json:
         result = {"findings": [asdict(f) for f in findings], "problems": problems}

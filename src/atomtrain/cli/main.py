@@ -30,6 +30,7 @@ COMMANDS = {
     "swarm": "look at a swarm from outside: its status, and the way to a peer",
     "identity": "show a peer's id, and make its key",
     "prove": "train a small model swapped and in an ordinary loop, and compare every bit",
+    "report": "pack what a run did into one file for an issue, without data and addresses",
     "doctor": "check this machine, and say what to change",
     "completion": "complete commands and options in bash, zsh or fish",
     "bench": "measure; prints one JSON object with --json",
