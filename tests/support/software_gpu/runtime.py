@@ -33,6 +33,7 @@ class Properties(NamedTuple):
     major: int = 9
     minor: int = 0
     multi_processor_count: int = 132
+    L2_cache_size: int = 50 << 20
 
 
 class SoftwareGpus:

@@ -67,7 +67,8 @@ def _measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: dict[int, ChainCosts] = {}
     split: dict[tuple[int, int], ChainCosts] = {}
 
-    def costs_of(chain: Chain, inputs: Any) -> ChainCosts:
+    def costs_of(chain: Chain, inputs: Any, *, on_gpu: bool) -> ChainCosts:
+        assert not on_gpu
         size = len(inputs["input_ids"])
         return whole.setdefault(size, whole.get(size) or layer_costs(chain, inputs))
 
