@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
-
 from atomtrain.settings import one_of
 
 if TYPE_CHECKING:
@@ -200,6 +198,8 @@ class AdamWUpdate:
 
         `out` may be `mean`.
         """
+        import numpy as np  # options are declared here, and tell mistakes before anything heavy
+
         assert velocity is not None, "AdamW needs its moments"
         out = anchor if out is None else out
         first, second = velocity

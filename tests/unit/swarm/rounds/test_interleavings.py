@@ -176,16 +176,16 @@ def test_an_anchor_of_its_own_waits_when_a_doubt_is_settled() -> None:
 
 def test_survivors_go_on_from_lower_versions_that_more_tokens_went_into() -> None:
     """One peer that makes many small rounds alone meets two that make few large ones."""
-    simulation = Simulation((37, 9, 30), 11009, 0.3173556624225456, wire="topk")
+    simulation = Simulation((37, 9, 30), 63944, 0.05)
     events = [
         Event("death", 5, 15.0),
         Event("newcomer", 7, 0.4),
-        Event("heal", 30, 5.019880800709301),
-        Event("cut", 22, 14.512724429761322),
-        Event("cut", 8, 9.056340271935245),
+        Event("heal", 30, 5.0315908002666605),
+        Event("cut", 22, 11.491506018575802),
+        Event("cut", 8, 12.62280082457942),
         Event("newcomer", 12, 0.2),
     ]
-    run_virtual(partial(_run, simulation, [0.1, 0.9450001256647231, 1.86960374112543], events))
+    run_virtual(partial(_run, simulation, [0.1, 0.9781548776219205, 2.2215400323407826], events))
     merges = [merge for name, _, merge in simulation.merges if name == "peer0"]
     lone = [merge.anchor.stamp for merge in merges if merge.fragment == 0]
     assert any(new.version < old.version and new.beats(old) for old, new in pairwise(lone))
