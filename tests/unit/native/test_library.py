@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,16 @@ import pytest
 from atomtrain.native import build, library
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compiled")
+    build.build(folder)
+    return folder
+
+
 @pytest.fixture
-def built(tmp_path: Path) -> Path:
-    build.build(tmp_path)
-    return tmp_path
+def built(compiled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(compiled, tmp_path / "built"))
 
 
 def test_every_level_is_built_and_this_processors_is_loaded(built: Path) -> None:
