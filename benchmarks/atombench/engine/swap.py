@@ -204,12 +204,15 @@ def _case(name: str, setup: SwapSetup, budget_bytes: int, **options: Any) -> Res
 
 
 def run_updates(setup: SwapSetup, budget_bytes: int) -> Result:
-    """Measure steps of few tokens in bfloat16 with 8-bit moments; return keys of this part.
+    """Measure steps of few tokens in float32 with 8-bit moments; return keys of this part.
 
-    The host's updates bound them. Two engines train by turns, one by the compiled core, the other
-    with the core turned off, and must end with the same losses.
+    The host's updates bound them, as they do larger steps where compute is as fast as a GPU's. Two
+    engines train by turns, one by the compiled core, the other with the core turned off, and must
+    end with the same losses.
     """
-    setup = dataclasses.replace(setup, sequences=setup.update_sequences, micro_batches=1)
+    setup = dataclasses.replace(
+        setup, sequence_tokens=setup.update_tokens, sequences=1, micro_batches=1
+    )
     progress(f"bound by updates: {setup.tokens_per_step} tokens a step")
     ways: dict[str, list[Block]] = {"compiled": [], "torch": []}
     with ExitStack() as stack:
@@ -239,17 +242,17 @@ def run_updates(setup: SwapSetup, budget_bytes: int) -> Result:
 
 @contextmanager
 def _narrow(setup: SwapSetup, budget_bytes: int) -> Iterator[atomtrain.Engine]:
-    """Lend an engine in bfloat16 with 8-bit moments and clipping."""
+    """Lend an engine with 8-bit moments and clipping."""
     torch.manual_seed(setup.seed)
     with (
         threads_of(setup.threads),
         atomtrain.swap(
             model_of(setup),
             step_data(setup)[0],
-            optimizer=lambda parameters: AdamW(parameters, lr=1e-4, state="int8", master="split"),
+            optimizer=lambda parameters: AdamW(parameters, lr=1e-4, state="int8"),
             device=f"emulated:{int(setup.link_bytes_per_s)}B/s",
             device_memory=budget_bytes,
-            options=atomtrain.Options(precision="bf16", clip_norm=1.0),
+            options=atomtrain.Options(clip_norm=1.0),
         ) as engine,
     ):
         yield engine

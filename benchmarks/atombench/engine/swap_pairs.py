@@ -80,7 +80,7 @@ class SwapSetup:
     """Micro-batches in a step there, each of one sequence."""
     update_pairs: int = 15
     """Pairs of steps bound by updates, by the compiled core and by PyTorch; at least 1."""
-    update_sequences: int = 2
+    update_tokens: int = 16
     """Sequences in their only micro-batch."""
     warmup_steps: int = 2
     """Steps of each before the first pair; at least 1."""

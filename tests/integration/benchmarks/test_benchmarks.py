@@ -34,7 +34,7 @@ swap.QUICK = swap.SwapSetup(
     layers=6, width=96, vocabulary=64, sequence_tokens=24, sequences=1, micro_batches=3,
     threads=cores(), pairs=2, block_steps=2, recompute_pairs=1, all_threads_pairs=1, link_pairs=1,
     wide_width=128, wide_pairs=1, link_layers=8, link_micro_batches=3, update_pairs=1,
-    update_sequences=1,
+    update_tokens=8,
 )
 depth.QUICK = depth.DepthSetup(
     depths=(4, 12), width=64, vocabulary=64, sequence_tokens=16, device_memory_bytes=2 << 20,
@@ -87,7 +87,7 @@ def test_swap_compares_equal_work_with_equal_bits(tmp_path: Path) -> None:
     assert result["wide_bit_equal"] is True
     assert result["updates_bit_equal"] is True
     assert result["updates_core"] is True
-    assert result["updates_tokens_per_step"] == 24
+    assert result["updates_tokens_per_step"] == 8
     assert result["wide_parameters"] > result["parameters"]
     assert 0 < result["wide_device_peak_bytes"] <= result["wide_device_budget_bytes"]
     assert set(result["recompute_plan"]["activations"]) == {"recompute"}
