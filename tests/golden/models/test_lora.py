@@ -319,3 +319,13 @@ def test_merging_is_the_adapted_matrix() -> None:
     assert torch.equal(merged(weight, parts, 2.0), weight + b @ a * 2.0)
     longer = merged(weight, {**parts, "lora_magnitude_vector": torch.full((4,), 3.0)}, 2.0)
     assert torch.allclose(longer.norm(dim=1), torch.full((4,), 3.0))
+
+
+def test_shapes_that_do_not_fit_are_refused_before_compiled_code_sees_them() -> None:
+    """The core trusts its arguments; blocks beyond 64 elements would pass its buffer."""
+    codes = torch.zeros(2, 256, dtype=torch.int8)
+    for scales in (torch.ones(2, 3), torch.ones(3, 4)):
+        with pytest.raises(RuntimeError):
+            dequantise(codes, scales, torch.float32)
+    wide = dequantise(codes + 127, torch.full((2, 2), 3.0), torch.float32)  # blocks of 128
+    assert torch.equal(wide, torch.full((2, 256), 3.0))
