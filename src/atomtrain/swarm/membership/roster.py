@@ -239,7 +239,7 @@ class Roster:
             return
         self._met.add(peer_id)
         if self._missed.pop(peer_id, 0):
-            del self._suspects[peer_id]
+            self._suspects.pop(peer_id, None)
 
     def was_late(self, peer_id: str, round_index: int) -> None:
         """Note that a member did not answer in the time that this peer, leading, gave it."""
