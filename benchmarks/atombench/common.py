@@ -25,7 +25,7 @@ import atomtrain
 from atomtrain.errors import ConfigError, choices
 from atomtrain.files import replacing
 from atomtrain.settings import check_counts
-from atomtrain.topology import allowed_cores, processor_name
+from atomtrain.topology import machine
 from atomtrain.units import format_bytes, format_count, format_seconds, parse_bytes
 
 Result = dict[str, Any]
@@ -88,12 +88,7 @@ class BenchmarkOptions:
 def description() -> Result:
     """Return the keys that every result has: `machine` and `versions`."""
     return {
-        "machine": {
-            "processor": processor_name(),
-            "cores": len(allowed_cores()),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
-        },
+        "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             "torch": importlib.metadata.version("torch"),

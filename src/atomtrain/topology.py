@@ -38,6 +38,21 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+def machine() -> dict[str, str | int]:
+    """Return what results and reports say of this host; not its name."""
+    return {
+        "processor": processor_name(),
+        "cores": len(allowed_cores()),
+        "memory_bytes": memory_bytes(),
+        "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
+    }
+
+
+def memory_bytes() -> int:
+    """Return the bytes of physical memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @functools.cache
 def physical_cores(logical: frozenset[int], system: Path = SYSTEM) -> int:
     """Return how many physical cores these logical ones are; all of them where nothing tells."""

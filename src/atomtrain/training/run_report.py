@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import importlib.metadata
 import json
-import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from atomtrain.errors import ConfigError
 from atomtrain.events import read_events
 from atomtrain.files import replacing
 from atomtrain.models.gpt_config import PRESETS
-from atomtrain.topology import allowed_cores, processor_name
+from atomtrain.topology import machine
 from atomtrain.views.runs.files import EVENTS_FILE, RECIPE_FILE
 
 FORMAT = 1
@@ -38,6 +37,8 @@ _NAMED = {
     "model", "prompt", "host", "announce", "identity", "run_key", "allow",
 }  # fmt: skip
 """Fields and options in which the user, or another peer, has named something."""
+_LABELLED = {"measured", "predicted"}
+"""Lists whose words are the labels of what ATOM did: streams and segments."""
 _NAMES = {"members", "joined", "left", "contributors"}
 """Lists of names, of which the number is kept."""
 _HIDDEN = (
@@ -98,14 +99,8 @@ def write_report(folder: Path, out: Path) -> int:
 
 def surroundings() -> dict[str, Any]:
     """Return the machine and the versions of what matters, without the machine's name."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
     return {
-        "machine": {
-            "processor": processor_name(),
-            "cores": len(allowed_cores()),
-            "memory_bytes": page_bytes * os.sysconf("SC_PHYS_PAGES"),
-            "os": f"{platform.system()} {platform.release()}",
-        },
+        "machine": machine(),
         "versions": {"python": platform.python_version(), **dict(_versions())},
     }
 
@@ -136,8 +131,8 @@ def _clean(value: Any, secrets: list[str], field: str = "") -> Any:
         return hidden(value, secrets) if field in _OWN_WORDS else None
     if isinstance(value, Mapping):
         return {str(name): _clean(one, secrets, str(name)) for name, one in value.items()}
-    # Of a list, words are the labels of what ATOM did: streams, segments.
-    return [_clean(one, secrets, "label" if isinstance(one, str) else field) for one in value]
+    inner = "label" if field in _LABELLED else field
+    return [_clean(one, secrets, inner) for one in value]
 
 
 def _secrets(sources: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -64,9 +64,8 @@ def test_probes_go_through_more_than_caches_hold(
     monkeypatch: pytest.MonkeyPatch, cache_mib: int, memory_gib: int, expected_mib: int
 ) -> None:
     """Four times as much; no less than 64 MiB, no more than a sixteenth of the memory."""
-    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory_gib << 30}
     monkeypatch.setattr(probes, "cache_bytes", lambda _: cache_mib << 20)
-    monkeypatch.setattr(probes.os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(probes, "memory_bytes", lambda: memory_gib << 30)
     assert probes.uncached_bytes() == expected_mib << 20
     assert probes.adamw_parameters() == expected_mib << 16
 

@@ -40,7 +40,10 @@ def run(tmp_path: Path) -> Path:
     log.emit("membership", peers=2, joined=["bob-laptop"], left=[])
     log.emit("round", round=3, members=["alice", "bob-laptop"], reason="bob-laptop was late")
     log.emit("sample", prompt="once", text="once upon a secret")
-    log.emit("novel", message="fine", words="books/diary.txt", n_bytes=7)
+    log.emit(
+        "novel", message="fine", words="books/diary.txt", n_bytes=7,
+        lists=["books/diary.txt", "alice"],
+    )  # fmt: skip
     log.close()
     (folder / "alice" / "recipe.yaml").write_text(
         "run: carols-thesis\nname: alice\nsteps: 20\nrun-key: topsecret.key\nplain: true\n"
@@ -67,6 +70,7 @@ def test_numbers_are_told_and_names_are_not(run: Path, tmp_path: Path) -> None:
     assert (told["membership"]["joined"], told["round"]["members"]) == (1, 2)
     assert told["round"]["reason"] == "NAME was late"
     assert (told["novel"]["words"], told["novel"]["n_bytes"]) == (None, 7)
+    assert told["novel"]["lists"] == [None, None]
 
 
 def test_one_peer_can_be_reported(run: Path) -> None:

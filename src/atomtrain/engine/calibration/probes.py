@@ -8,7 +8,6 @@ in turns through so much.
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import threading
 import time
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.streams import Stream
-from atomtrain.topology import allowed_cores, cache_bytes
+from atomtrain.topology import allowed_cores, cache_bytes, memory_bytes
 
 _TIMES_CACHES = 4
 """What a probe goes through, over what the last caches hold. Round and round, a cache that drops
@@ -71,7 +70,7 @@ def uncached_bytes(device: torch.device | None = None) -> int:
         caches, memory = int(card.L2_cache_size), int(card.total_memory)
     else:
         caches = cache_bytes(allowed_cores())
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = memory_bytes()
     return min(max(_LEAST_BYTES, _TIMES_CACHES * caches), memory // _MEMORY_SHARE)
 
 
