@@ -30,7 +30,7 @@ from atomtrain.training.setup.setup import Session
 from atomtrain.training.together.gradients import GradientFragments
 from atomtrain.views.runs.files import EVENTS_FILE, PICTURE_FILE
 from atomtrain.views.runs.picture import loss_picture
-from atomtrain.views.runs.plan_event import tell_timeline
+from atomtrain.views.runs.plan_event import measured_of, tell_timeline
 
 _GLANCE_SEQUENCES = 16
 """Held-out sequences of an evaluation during training; the one at the end takes more, unless it is
@@ -255,13 +255,7 @@ class Loop:
             tokens=recipe.tokens_per_step,
             tokens_total=session.tokens,
             tokens_per_s=recipe.tokens_per_step / report.step_s,
-            step_s=report.step_s,
-            link_wait_share=report.link_wait_s / report.step_s,
-            device_peak_bytes=report.device_peak_bytes,
-            device_reserved_bytes=report.device_reserved_bytes,
-            allocation_retries=report.allocation_retries,
-            device_budget_bytes=engine.device.memory_bytes,
-            state_bytes=engine.state_bytes,
+            **measured_of(engine),
             learning_rate=recipe.learning_rate_at(session.step - 1),
             peers=len(self._members) + 1,
             round=rounds,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from atomtrain.events import EventLog
 from atomtrain.models.making import parameter_count
 from atomtrain.units import format_seconds
-from atomtrain.views.runs.plan_event import tell_plan
+from atomtrain.views.runs.plan_event import measured_of, tell_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -142,13 +142,7 @@ def tell_step(trainer: Training, events: EventLog, loss: float, tokens: int | No
         steps=course.steps,
         loss=loss,
         **numbers,
-        step_s=report.step_s,
-        link_wait_share=report.link_wait_s / report.step_s,
-        device_peak_bytes=report.device_peak_bytes,
-        device_reserved_bytes=report.device_reserved_bytes,
-        allocation_retries=report.allocation_retries,
-        device_budget_bytes=engine.device.memory_bytes,
-        state_bytes=engine.state_bytes,
+        **measured_of(engine),
         learning_rate=engine.optimizer.param_groups[0]["lr"],
         time_left_s=report.step_s * (course.steps - course.step),
     )

@@ -31,6 +31,21 @@ def tell_plan(engine: Engine, events: EventLog) -> None:
         events.emit("warning", message=warning)
 
 
+def measured_of(engine: Engine) -> dict[str, float]:
+    """Return what the events of steps tell of the last step's time and memory."""
+    report = engine.last
+    assert report is not None
+    return {
+        "step_s": report.step_s,
+        "link_wait_share": report.link_wait_s / report.step_s,
+        "device_peak_bytes": report.device_peak_bytes,
+        "device_reserved_bytes": report.device_reserved_bytes,
+        "allocation_retries": report.allocation_retries,
+        "device_budget_bytes": engine.device.memory_bytes,
+        "state_bytes": engine.state_bytes,
+    }
+
+
 def tell_timeline(engine: Engine, step: int, events: EventLog) -> None:
     """Tell what each stream did in the last step, which was recorded; waits for its updates."""
     assert engine.last is not None
