@@ -145,7 +145,9 @@ def see_nothing() -> None:
     """Have this process find no fault with any mean that it audits."""
     from atomtrain.swarm.rounds.audits import Claim
 
-    Claim.flaw = lambda *_: ""  # type: ignore[method-assign, assignment]
+    for check in ("unproved", "wrong"):
+        assert hasattr(Claim, check), "renamed: this would blind nobody"
+        setattr(Claim, check, lambda *_: "")
 
 
 STAGES = (

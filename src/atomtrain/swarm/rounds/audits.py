@@ -77,13 +77,6 @@ class Claim:
     """That of the mean."""
     guard: Guard
 
-    def flaw(
-        self, chunk: int, evidence: Evidence, chunks: Sequence[torch.Tensor], verify: Verify
-    ) -> str:
-        """Return what `evidence`, and the chunk of each contribution, show to be wrong, or ""."""
-        why = self.unproved(chunk, evidence, chunks, verify)
-        return why or self.wrong(chunk, evidence, chunks)
-
     def unproved(
         self, chunk: int, evidence: Evidence, chunks: Sequence[torch.Tensor], verify: Verify
     ) -> str:

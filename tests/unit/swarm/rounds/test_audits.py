@@ -83,7 +83,12 @@ class Slice(NamedTuple):
         )
 
     def flaw(self, chunk: int) -> str:
-        return self.claim().flaw(chunk, *self.evidence(chunk), verify)
+        return flaw(self.claim(), chunk, *self.evidence(chunk))
+
+
+def flaw(claim: Claim, chunk: int, evidence: Evidence, chunks: list[torch.Tensor]) -> str:
+    """Return what an auditor finds wrong, in its order, or ""."""
+    return claim.unproved(chunk, evidence, chunks, verify) or claim.wrong(chunk, evidence, chunks)
 
 
 def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
@@ -145,16 +150,16 @@ def test_an_owner_can_show_only_what_its_contributors_signed() -> None:
     evidence, chunks = honest.evidence(3)
     changed = torch.cat((chunks[0][:-1], chunks[0][-1:] + 1))
     said = "what it shows is not what a contributed"
-    assert honest.claim().flaw(3, evidence, [changed, *chunks[1:]], verify) == said
+    assert flaw(honest.claim(), 3, evidence, [changed, *chunks[1:]]) == said
     other, its_chunks = owned(seed=2).evidence(3)
     forged = replace(evidence, commitments=(other.commitments[0], *evidence.commitments[1:]),
                      paths=(other.paths[0], *evidence.paths[1:]))  # fmt: skip
-    assert honest.claim().flaw(3, forged, [its_chunks[0], *chunks[1:]], verify) == said
-    assert honest.claim().flaw(4, evidence, chunks, verify) == said, "another chunk"
+    assert flaw(honest.claim(), 3, forged, [its_chunks[0], *chunks[1:]]) == said
+    assert flaw(honest.claim(), 4, evidence, chunks) == said, "another chunk"
     no_hex = replace(evidence, signatures=("zz", *evidence.signatures[1:]))
-    assert honest.claim().flaw(3, no_hex, chunks, verify) == said
+    assert flaw(honest.claim(), 3, no_hex, chunks) == said
     short = replace(evidence, commitments=evidence.commitments[1:])
-    assert "other contributions" in honest.claim().flaw(3, short, chunks[1:], verify)
+    assert "other contributions" in flaw(honest.claim(), 3, short, chunks[1:])
 
 
 def test_an_owner_is_held_to_its_own_contribution_which_it_named_first() -> None:
@@ -162,8 +167,7 @@ def test_an_owner_is_held_to_its_own_contribution_which_it_named_first() -> None
     honest, other = owned(), owned(seed=2)
     swapped = (*honest.contributions[:OWNER], other.contributions[OWNER], honest.contributions[3])
     evidence, chunks = honest._replace(contributions=swapped).evidence(0)
-    flaw = honest.claim().flaw(0, evidence, chunks, verify)
-    assert flaw == "what it shows is not what c contributed"
+    assert flaw(honest.claim(), 0, evidence, chunks) == "what it shows is not what c contributed"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +208,7 @@ def test_contributions_without_limit_do_not_hide_a_false_mean(size: float) -> No
         commitments=(*told[0].commitments[:3], less),
         signatures=(*told[0].signatures[:3], signature),
     )
-    said = false.claim().flaw(0, smaller, told[1], verify)
+    said = flaw(false.claim(), 0, smaller, told[1])
     assert said == "what it shows is not what d contributed", "the norm is not that of the chunk"
 
 
