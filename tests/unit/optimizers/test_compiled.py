@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -89,6 +89,9 @@ def scalings(dtype: torch.dtype) -> list[Scaling]:
     specials=st.booleans(),
     seed=st.integers(0, 1000),
 )
+@example(7, (torch.float32, "float32"), torch.float32, "float32", 0.0, 0.0, 0, 1, False, 0)
+@example(24, (torch.float32, "float32"), torch.float32, "float32", 0.9, 0.1, 0, 1, False, 0)
+@example(31, (torch.bfloat16, "split"), torch.bfloat16, "float32", 0.0, 0.1, 0, 1, False, 0)
 def test_adamw_gives_the_bits_of_pytorch(
     count: int, kind: Any, gradient_dtype: torch.dtype, state: str, beta1: float, decay: float,
     scaling: int, threads: int, specials: bool, seed: int,
@@ -122,6 +125,7 @@ def test_adamw_gives_the_bits_of_pytorch(
     threads=st.sampled_from([1, 2, 3, 8]),
     seed=st.integers(0, 1000),
 )
+@example(15, (torch.float32, "float32"), torch.float32, (0.9, 0.3, False), 0.1, 0, 1, 0)
 def test_sgd_gives_the_bits_of_pytorch(
     count: int, kind: Any, gradient_dtype: torch.dtype, momentum: Any, decay: float, scaling: int,
     threads: int, seed: int,

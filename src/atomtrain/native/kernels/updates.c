@@ -11,11 +11,10 @@
 
 #include "bits.h"
 
-/* Elements of a vector of PyTorch's float32. The last elements of a parameter that fill none go
-   through a plain loop there, which its compiler fused in another way. */
-#if defined(__AVX512F__)
-enum { VECTOR = 16 };
-#elif defined(__aarch64__)
+/* Elements that PyTorch's float32 loops take at once. The last elements of a parameter that are
+   fewer go through a plain loop there, which its compiler fused in another way. With AVX-512 it is
+   not 16: its compiler made vectors of 8 of the plain loop that follows those of 16. */
+#if defined(__aarch64__)
 enum { VECTOR = 4 };
 #else
 enum { VECTOR = 8 };
@@ -191,7 +190,9 @@ INLINE float adamw_element(struct adamw a, float value, float gradient, float *f
                            float *second, int tail) {
     /* As PyTorch interpolates: from the nearer end. */
     const int near = fabsf(a.weight1) < 0.5f;
-    const float weight = near ? a.weight1 : a.weight1 - 1.0f;
+    /* The plain loop subtracts, so 0 has another sign there. */
+    const float far = tail ? -(1.0f - a.weight1) : a.weight1 - 1.0f;
+    const float weight = near ? a.weight1 : far;
     *first = multiply_add(weight, gradient - *first, near ? *first : gradient);
     float square = a.weight2 * gradient;
     *second = tail ? multiply_add(*second, a.beta2, square * gradient)
