@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import ROOT
 
@@ -61,6 +62,14 @@ def _plain_processor() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("atomtrain.engine.devices.native._CPUINFO", Path(os.devnull))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """A run in this process takes all cores; later tests would wait for threads that wait."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

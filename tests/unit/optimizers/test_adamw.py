@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,11 +23,8 @@ SHAPES = [(), (1,), (3, 43), (130,), (2, 128), (0,)]
 
 
 @pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
+def _seed() -> None:
     torch.manual_seed(7)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def parameters(shapes: Any = SHAPES) -> list[nn.Parameter]:
