@@ -167,8 +167,10 @@ class _Owned:
             values=self.mean, contributors=tuple(range(len(self.values))), shares=(),
             codec=self.codec, guard=self.guard,
         )  # fmt: skip
+        evidence = self.evidence(chunk)
         chunks = [one.values[start:stop].clone() for one in self.values]
-        return claim.flaw(chunk, self.evidence(chunk), chunks, verify)
+        unproved = claim.unproved(chunk, evidence, chunks, verify)
+        return unproved or claim.wrong(chunk, evidence, chunks)
 
 
 def _owned(setup: LiarsSetup, members: int, lie: Callable[[Tensor], Tensor]) -> _Owned:
