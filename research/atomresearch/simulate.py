@@ -88,7 +88,7 @@ def _place(options: SimulateOptions) -> tuple[Machine, Compute, MeasureUpdates |
 
     budgets = memory_of(options)
     if options.here:
-        place = this_place(budgets.get("device_memory_bytes"))
+        place = this_place(budgets.get("device_memory_bytes"), options.precision)
         assert place.local is not None
         return replace(place.machine, **budgets), place.local, place.updates
     card = gpu(options.gpu)

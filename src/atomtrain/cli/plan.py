@@ -277,7 +277,10 @@ def _place(options: PlanOptions) -> Place:
     if card is None:
         clips = bool(options.clip_norm) and options.precision != "fp16"
         place = this_place(
-            budgets.get("device_memory_bytes"), clips=clips, again=options.profile_again
+            budgets.get("device_memory_bytes"),
+            options.precision,
+            clips=clips,
+            again=options.profile_again,
         )
         machine = machine or place.machine
     else:

@@ -23,6 +23,7 @@ from atomtrain.engine.calibration.profile_cache import machine_key
 from atomtrain.engine.calibration.profiling import profiled_machine, take_profile
 from atomtrain.engine.calibration.update_rates import measured_updates
 from atomtrain.engine.devices.devices import open_device
+from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.planning.catalogue import MATMUL_SHARE, Gpu, estimate_times
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.updating import UpdateModel
@@ -56,7 +57,11 @@ def compute_of(card: Gpu, dtype: str) -> Compute:
 
 
 def this_place(
-    device_memory_bytes: int | None, *, clips: bool = False, again: bool = False
+    device_memory_bytes: int | None,
+    precision: str = "fp32",
+    *,
+    clips: bool = False,
+    again: bool = False,
 ) -> Place:
     """Measure this machine: its link, host optimizer, disk and matrix products.
 
@@ -64,6 +69,7 @@ def this_place(
 
     Args:
         device_memory_bytes: Budget; `None` is the device's own.
+        precision: What layers compute in: `fp32`, `bf16` or `fp16`.
         clips: Whether updates multiply gradients in their own type.
         again: Forget what was measured before.
 
@@ -73,7 +79,8 @@ def this_place(
     device = open_device("auto", device_memory_bytes)
     try:
         profile = profiled_machine(device, measured_overhead, again=again)
-        rate = flops_per_s(device.torch_device, device.synchronize)
+        dtype = PRECISIONS.get(precision, torch.float32)
+        rate = flops_per_s(device.torch_device, device.synchronize, dtype)
         key, on_gpu = machine_key(device), device.torch_device.type == "cuda"
     finally:
         device.close()
