@@ -71,6 +71,7 @@ def test_the_sources_are_complete(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for needed in ("pyproject.toml", "Makefile", "mkdocs.yml", "Containerfile", "docs/index.md",
-                   "examples/trainer.py", "tests/unit/house/test_packaging.py"):  # fmt: skip
+                   "examples/trainer.py", "tests/unit/house/test_packaging.py", "CITATION.cff",
+                   "CONTRIBUTING.md", ".github/workflows/test.yml"):  # fmt: skip
         assert needed in names
     assert {f"src/{needed}" for needed in NEEDED} <= names

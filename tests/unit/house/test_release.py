@@ -6,11 +6,13 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 import atomtrain
 from tests.support import ROOT
@@ -90,6 +92,31 @@ def test_a_section_has_the_version_and_perhaps_a_date(
 def test_this_version_has_its_section(release: ModuleType) -> None:
     assert release.version_of(ROOT) == atomtrain.__version__
     assert f"\n## {atomtrain.__version__}\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == atomtrain.__version__
+    assert {"cff-version", "title", "message", "authors", "license"} <= set(citation)
+
+
+def test_who_reports_a_bug_is_asked_for_the_report() -> None:
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in folder.iterdir()}
+    assert set(forms) == {"bug", "feature"}
+    for form in forms.values():
+        assert {"name", "description", "body"} <= set(form)
+    (report,) = [part for part in forms["bug"]["body"] if part["id"] == "report"]
+    assert "`atom report runs/RUN`" in report["attributes"]["description"]
+    assert report["validations"]["required"] is True
+
+
+def test_the_workflow_tests_each_python_and_the_oldest_torch() -> None:
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text("utf-8"))
+    matrix = flow["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["python"] == ["3.11", "3.12", "3.13"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    (oldest,) = [one for one in project["dependencies"] if one.startswith("torch>=")]
+    assert oldest.removeprefix("torch>=") + ".*" in [job["torch"] for job in matrix["include"]]
+    (tests,) = [step for step in flow["jobs"]["test"]["steps"] if step.get("name") == "Test"]
+    assert tests["run"].startswith("make test ")
 
 
 def test_checksums_are_those_of_sha256sum(tmp_path: Path, release: ModuleType) -> None:
