@@ -119,6 +119,22 @@ def test_the_workflow_tests_each_python_and_the_oldest_torch() -> None:
     assert tests["run"].startswith("make test ")
 
 
+def test_a_wheel_without_its_core_and_an_absent_twine(
+    tmp_path: Path, release: ModuleType, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    made = "atomtrain-1.2-py3-none-manylinux_2_17_x86_64.whl"
+    monkeypatch.setattr(release.importlib.util, "find_spec", lambda name: name == "build" or None)
+    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: (tmp_path / made).touch())
+    release.build(tmp_path)
+    assert capsys.readouterr().out == (
+        "release: twine is not installed, so `twine check` was skipped\n"
+    )
+    made = "atomtrain-1.2-py3-none-any.whl"
+    with pytest.raises(release.ReleaseError, match="without its compiled core"):
+        release.build(tmp_path)
+
+
 def test_checksums_are_those_of_sha256sum(tmp_path: Path, release: ModuleType) -> None:
     for name in ("a-1.2.tar.gz", "a-1.2.whl"):
         (tmp_path / name).write_text(name, encoding="utf-8")
