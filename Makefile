@@ -8,7 +8,7 @@ PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml \
 CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 
-.PHONY: train test check first-hour test-gpu bench-gpu interleavings lint types house docs pages clean
+.PHONY: train test check first-hour test-gpu bench-gpu interleavings lint types house docs pages release clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
@@ -85,6 +85,14 @@ docs: $(VENV)/.installed-docs
 # The tables in docs/, from code and from benchmarks/results; some minutes, for the plans.
 pages: $(VENV)/.installed
 	$(BIN)/python -m atombench.pages
+
+# What is published, in dist/: built, checked, and tried in an environment without a compiler.
+release: $(VENV)/.installed-release
+	$(BIN)/python scripts/release
+
+$(VENV)/.installed-release: $(VENV)/.installed pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

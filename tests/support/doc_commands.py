@@ -12,6 +12,7 @@ from tests.support import ROOT
 
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "commands.md"),
 ]
 """All but the page that is made from the code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from atomtrain.native.build import BuildError, compiler
 from tests.support import ROOT
 from tests.support.waiting import PATIENCE_S
 
@@ -45,11 +47,31 @@ def test_the_wheel_has_everything_and_nothing_else(built: Path) -> None:
     assert not [name for name in names if "__pycache__" in name or name.endswith(".safetensors")]
 
 
+def test_the_wheel_brings_its_core_where_no_compiler_is(built: Path, tmp_path: Path) -> None:
+    try:
+        compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    (wheel,) = built.glob("*.whl")
+    platform = wheel.stem.split("-")[-1]
+    assert not platform.startswith("linux"), "package indexes refuse such a wheel"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", "from atomtrain.native import library as it; print(it.core(), it)"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PATH": "", "CC": "/nonexistent"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("<CDLL"), done.stderr
+    assert str(tmp_path) in done.stdout.split("<module")[1]
+
+
 def test_the_sources_are_complete(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for needed in ("pyproject.toml", "Makefile", "mkdocs.yml", "Containerfile", "docs/index.md",
-                   "examples/trainer.py", "tests/unit/house/test_packaging.py"):  # fmt: skip
+                   "examples/trainer.py", "tests/unit/house/test_packaging.py", "CITATION.cff",
+                   "CONTRIBUTING.md", ".github/workflows/test.yml"):  # fmt: skip
         assert needed in names
     assert {f"src/{needed}" for needed in NEEDED} <= names
