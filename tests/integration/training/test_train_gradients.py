@@ -36,13 +36,13 @@ def test_peers_are_equal_after_each_step(tmp_path: Path) -> None:
         both.touch()
         assert crowd.wait(lambda: crowd.running() == [], PATIENCE_S)
         assert [peer.process.returncode for peer in (founder, newcomer)] == [0, 0]
-    made: dict[int, set[str]] = defaultdict(set)
+    made: dict[tuple[int, int], set[str]] = defaultdict(set)
     finals = []
     for peer in (founder, newcomer):
         assert peer.of("run_finished")[-1]["reason"] == "completed"
         for event in peer.of("round"):
             if event["contributors"] == 2:
-                made[event["round"]].add(event["digest"])
+                made[event["round"], event["version"]].add(event["digest"])
         check_steps(peer.events)
         checkpoint = load_latest(peer.folder / "checkpoints")
         finals.append((checkpoint.step, checkpoint.meta["swarm"]["digests"]))
