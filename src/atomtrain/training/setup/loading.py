@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class Weights:
                 if name not in begun:
                     self._put(engine, name, parameters[name])
         for name, layer in adapted_layers(engine.model).items():
-            for part, values in layer.beginning(self._wide(name), f"{self.seed}/{name}"):
+            for part, values in layer.beginning(partial(self._wide, name), f"{self.seed}/{name}"):
                 engine.masters.write(parameters[f"{name}.{part}"], values)
         buffers = dict(engine.model.named_buffers())
         for name in self._sources.keys() & buffers.keys():
