@@ -88,7 +88,7 @@ def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
         loss=objective.loss,
         options=Options(micro_batches=2, optimizer_on_device=False),
     ) as engine:
-        print("PLAN", engine.plan.forward_bounds, engine.plan.backward_bounds, engine.plan.resident_blocks, engine.plan.slots, engine.plan.slot_bytes, engine.plan.device_peak_bytes, engine._core.store.layout.total_bytes, len(engine.layers()))
+        assert len(engine.plan.backward_bounds) > 3
         assert [engine.step(micro_batches) for micro_batches in steps()] == losses
         engine.synchronize()
         assert engine.last is not None
