@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     from atomtrain.models.sampling import sample
     from atomtrain.training.setup.state import open_trained
 
-    model, tokenizer, context, _ = open_trained(options.checkpoint)
+    model, tokenizer, context, *_ = open_trained(options.checkpoint)
     generator = torch.Generator().manual_seed(options.seed)
     ids = tokenizer.encode(options.prompt) or [tokenizer.separator]
     tokens = sample(model, torch.tensor(ids), options.temperature, generator, context)
