@@ -22,7 +22,9 @@ class GenerateOptions:
     """What a user can say to `atom generate`."""
 
     checkpoint: Path = option(
-        None, "A checkpoint, the folder of a peer, or that of a Hugging Face model.", "CHECKPOINT"
+        None,
+        "A checkpoint, or the folder of a peer, of a Hugging Face model or of adapters.",
+        "CHECKPOINT",
     )
     prompt: str = option("In the beginning", "Text to continue.", "TEXT")
     tokens: int = option(100, "Tokens to append at most.", "N")
