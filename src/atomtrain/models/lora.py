@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.models.lora_config import ALL_LINEAR, BITS, LoraConfig
 from atomtrain.models.lora_experts import ExpertAdapter, adapt, beginning_of, experts_of
-from atomtrain.models.quantised import block_of, dequantise, quantise, quantised_linear
+from atomtrain.models.quantised import dequantise, empty_quantised, quantise, quantised_linear
 
 ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
@@ -35,12 +35,9 @@ class LoraLinear(nn.Module):
         if config.bits is None:
             self.weight: nn.Parameter | None = _frozen(base.weight)
         else:
-            packed = inputs if config.bits == 8 else inputs // 2
-            kind = torch.int8 if config.bits == 8 else torch.uint8
-            blocks = inputs // block_of(inputs)
             self.weight = None
-            self.codes = _frozen(like.new_empty((outputs, packed), dtype=kind))
-            self.scales = _frozen(like.new_empty((outputs, blocks), dtype=torch.float32))
+            room = empty_quantised(outputs, inputs, config.bits, like)
+            self.codes, self.scales = map(_frozen, room)
         self.bias = None if base.bias is None else _frozen(base.bias)
         made: dict[str, Any] = {"bias": False, "device": like.device, "dtype": like.dtype}
         self.lora_A = nn.Linear(inputs, config.r, **made)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.quantised import empty_quantised, quantise, wide
 
 _ADAPTERS = "expert_lora"
 """The name under which a module with experts has its adapters."""
@@ -28,23 +29,36 @@ class ExpertAdapter(nn.Module):
 
     def __init__(self, base: Tensor, config: LoraConfig, *, transposed: bool) -> None:
         super().__init__()
-        self.scale, self.transposed = config.scale, transposed
-        experts = base.shape[0]
+        self.scale, self.transposed, self.bits = config.scale, transposed, config.bits
+        self.shape, experts = base.shape, base.shape[0]
+        if config.bits is not None:  # rows are those of all experts, [E * O, I]
+            room = empty_quantised(base.shape[:2].numel(), base.shape[2], config.bits, base)
+            self.codes, self.scales = (nn.Parameter(t, requires_grad=False) for t in room)
         inputs, outputs = base.shape[1:] if transposed else base.shape[:0:-1]
         made: dict[str, Any] = {"bias": False, "device": base.device, "dtype": base.dtype}
         self.lora_A = nn.Linear(inputs, config.r * experts, **made)
         self.lora_B = nn.Linear(config.r * experts, outputs, **made)
 
-    def adapted(self, base: Tensor) -> Tensor:
-        """Return the experts with their adapters in them, of the shape and type of `base`."""
-        experts = base.shape[0]
+    def adapted(self, base: Tensor | None) -> Tensor:
+        """Return the experts with their adapters in them, of the model's shape.
+
+        Args:
+            base: The frozen ones; `None` if they are held in few bits.
+        """
+        if base is None:
+            base = wide(self.codes, self.scales, self.lora_A.weight.dtype).view(self.shape)
+        experts = self.shape[0]
         a = self.lora_A.weight.unflatten(0, (experts, -1))  # [E, r, I]
         b = self.lora_B.weight.unflatten(1, (-1, experts)).permute(2, 0, 1)  # [E, O, r]
         left, right = (a.mT, b.mT) if self.transposed else (b, a)
         return torch.baddbmm(base, left, right, alpha=self.scale)
 
-    def beginning(self, _: Callable[[], Tensor], seed: str) -> Iterator[tuple[str, Tensor]]:
+    def beginning(self, read: Callable[[], Tensor], seed: str) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values before the first step; see `LoraLinear.beginning`."""
+        if self.bits is not None:
+            packed = [quantise(expert, self.bits) for expert in read()]
+            yield "codes", torch.cat([each.codes for each in packed])
+            yield "scales", torch.cat([each.scales for each in packed])
         yield from beginning_of(self.lora_A, self.lora_B, seed)
 
 
@@ -56,7 +70,7 @@ class _Adapted(nn.Module):
         # An attribute of the instance hides the parameter of that name. Computed once a call: the
         # module may look at it once for each expert.
         for name, adapter in adapters.items():
-            self.__dict__[name] = adapter.adapted(self._parameters[name])
+            self.__dict__[name] = adapter.adapted(self._parameters.get(name))
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -71,12 +85,20 @@ def _adapted_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def adapt(module: nn.Module, name: str, config: LoraConfig) -> None:
-    """Put an adapter beside the frozen parameter `name` of a module, in place."""
+    """Put an adapter beside the frozen parameter `name` of a module, in place.
+
+    With `bits` the parameter goes, and the adapter has its codes and scales.
+
+    Raises:
+        ConfigError: its rows cannot be quantised.
+    """
     if not isinstance(module, _Adapted):
         module.__class__ = _adapted_class(type(module))  # type: ignore[arg-type]
         module.add_module(_ADAPTERS, nn.ModuleDict())
     adapter = ExpertAdapter(module.get_parameter(name), config, transposed=is_transposed(module))
     module.get_submodule(_ADAPTERS).add_module(name, adapter)
+    if config.bits is not None:
+        delattr(module, name)
 
 
 def is_transposed(module: nn.Module) -> bool:

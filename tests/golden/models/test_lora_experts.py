@@ -18,7 +18,9 @@ from atomtrain.engine.options import Options
 from atomtrain.models.hugging_face import build, read_config
 from atomtrain.models.lora import adapted_layers, add_adapters
 from atomtrain.models.lora_config import LoraConfig, parse_lora
-from atomtrain.models.lora_experts import ExpertAdapter, experts_of, merged_experts
+from atomtrain.models.lora_experts import ExpertAdapter, adapted_by, experts_of, merged_experts
+from atomtrain.models.making import parameter_count
+from atomtrain.models.quantised import dequantise, quantise
 from atomtrain.optimizers import AdamW
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.objective import NextToken
@@ -44,7 +46,8 @@ def adapted(folder: Path, config: LoraConfig) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, layer in adapted_layers(model).items():
-            for part, values in layer.beginning(lambda n=name: weights.read(f"{n}.weight"), name):
+            base = weights.read(adapted_by(name) or f"{name}.weight")
+            for part, values in layer.beginning(lambda base=base: base, name):
                 layer.get_parameter(part).copy_(values)
             drawn = torch.randn(layer.lora_B.weight.shape, generator=generator)
             layer.lora_B.weight.copy_(0.05 * drawn)
@@ -62,7 +65,8 @@ def steps() -> list[list[dict[str, torch.Tensor]]]:
     ("kind", "targets"),
     [
         ("qwen3_moe", "q_proj+experts"), ("mixtral", "all-linear+gate_up_proj"),
-        ("gpt_oss", "experts"),
+        ("gpt_oss", "experts"), ("qwen3_moe", "experts,bits=8"),
+        ("gpt_oss", "all-linear+experts,bits=4"),
     ],
 )  # fmt: skip
 def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
@@ -84,7 +88,7 @@ def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
         steps()[0][0],
         optimizer=lambda parameters: AdamW(parameters, lr=1e-2),
         device="emulated",
-        device_memory="640KiB",
+        device_memory="640KiB" if config.bits is None else "400KiB",
         loss=objective.loss,
         options=Options(micro_batches=2, optimizer_on_device=False),
     ) as engine:
@@ -99,6 +103,35 @@ def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert any(".expert_lora.gate_up_proj." in name for name in trained)
     assert not any(name.endswith(".gate_up_proj") for name in trained)
+    wide = [name for name in begun if name.endswith(".experts.gate_up_proj")]
+    assert len(wide) == (3 if config.bits is None else 0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_few_bits_are_made_wide_where_they_run(
+    kind: str, bits: int, tmp_path: Path
+) -> None:
+    write_model(tmp_path, MIXTURES[kind])
+    sizes = read_config(tmp_path)
+    plain, weights = build(sizes), Weights(tmp_path, sizes)
+    weights.fill(plain)
+    narrow = adapted(tmp_path, parse_lora(f"r=4,alpha=8,targets=experts,bits={bits}"))
+    assert parameter_count(narrow) == parameter_count(plain) + sum(
+        p.numel() for p in narrow.parameters() if p.requires_grad
+    )
+    wide_bytes = sum(plain.get_parameter(name).nbytes for name in experts_of(plain))
+    frozen = [p for n, p in narrow.named_parameters() if n.endswith((".codes", ".scales"))]
+    assert sum(p.nbytes for p in frozen) < wide_bytes * (bits + 2.1) / 32
+    values = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, layer in adapted_layers(narrow).items():
+            base = values[adapted_by(name)]
+            packed = [quantise(expert, bits) for expert in base]
+            near = torch.stack([dequantise(*each, torch.float32) for each in packed])
+            assert (near - base).norm() < base.norm() * (0.01 if bits == 8 else 0.1)
+            base.copy_(layer.adapted(near))
+        assert torch.equal(narrow(_IDS).logits, plain(_IDS).logits)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -11,6 +11,7 @@ from atomtrain.engine.engine import Engine
 from atomtrain.models.confined import check_layers, parts_within
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.lora import adapted_layers
+from atomtrain.models.lora_experts import adapted_by
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weight_files import WeightFiles
 from atomtrain.models.weight_names import match_weights
@@ -81,8 +82,8 @@ class Weights:
             source.read_into(self._files, tensors[name].detach())
 
     def _wide(self, layer: str) -> Tensor:
-        """Return the matrix of a linear layer as float32."""
-        return self.read(f"{layer}.weight").float()
+        """Return the matrix of a linear layer, or the experts of an adapter, as float32."""
+        return self.read(adapted_by(layer) or f"{layer}.weight").float()
 
     def _put(self, engine: Engine, name: str, parameter: nn.Parameter) -> None:
         source, masters = self._sources[name], engine.masters
