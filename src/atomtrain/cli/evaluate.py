@@ -22,7 +22,9 @@ class EvaluateOptions:
     """What a user can say to `atom evaluate`."""
 
     checkpoint: Path = option(
-        None, "A checkpoint, the folder of a peer, or that of a Hugging Face model.", "CHECKPOINT"
+        None,
+        "A checkpoint, or the folder of a peer, of a Hugging Face model or of adapters.",
+        "CHECKPOINT",
     )
     data: str | None = option(
         None, "As --data of atom train; its held-out part counts. Default: the run's.", "FILES"

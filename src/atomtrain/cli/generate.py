@@ -22,7 +22,9 @@ class GenerateOptions:
     """What a user can say to `atom generate`."""
 
     checkpoint: Path = option(
-        None, "A checkpoint, the folder of a peer, or that of a Hugging Face model.", "CHECKPOINT"
+        None,
+        "A checkpoint, or the folder of a peer, of a Hugging Face model or of adapters.",
+        "CHECKPOINT",
     )
     prompt: str = option("In the beginning", "Text to continue.", "TEXT")
     tokens: int = option(100, "Tokens to append at most.", "N")
@@ -58,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     from atomtrain.models.sampling import sample
     from atomtrain.training.setup.state import open_trained
 
-    model, tokenizer, context, _ = open_trained(options.checkpoint)
+    model, tokenizer, context, *_ = open_trained(options.checkpoint)
     generator = torch.Generator().manual_seed(options.seed)
     ids = tokenizer.encode(options.prompt) or [tokenizer.separator]
     tokens = sample(model, torch.tensor(ids), options.temperature, generator, context)

@@ -1,5 +1,7 @@
 """Low-rank adapters beside frozen linear layers, as the package `peft` names and computes them.
 
+Those of experts are in `atomtrain.models.lora_experts`.
+
 LoRA (Hu et al. 2021): `y = W x + b + alpha/r * B A x` with `A [r, I]` and `B [O, r]` trained, and
 dropout on the adapter's `x` if wanted; rsLoRA divides by the root of `r`. DoRA
 (Liu et al. 2024) also trains the length `m [O]` of the adapted matrix's rows:
@@ -8,9 +10,7 @@ dropout on the adapter's `x` if wanted; rsLoRA divides by the root of `r`. DoRA
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError, nearest
 from atomtrain.models.lora_config import ALL_LINEAR, BITS, LoraConfig
-from atomtrain.models.quantised import block_of, dequantise, quantise, quantised_linear
+from atomtrain.models.lora_experts import ExpertAdapter, adapt, beginning_of, experts_of
+from atomtrain.models.quantised import dequantise, empty_quantised, quantise, quantised_linear
 
 ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
@@ -34,12 +35,9 @@ class LoraLinear(nn.Module):
         if config.bits is None:
             self.weight: nn.Parameter | None = _frozen(base.weight)
         else:
-            packed = inputs if config.bits == 8 else inputs // 2
-            kind = torch.int8 if config.bits == 8 else torch.uint8
-            blocks = inputs // block_of(inputs)
             self.weight = None
-            self.codes = _frozen(like.new_empty((outputs, packed), dtype=kind))
-            self.scales = _frozen(like.new_empty((outputs, blocks), dtype=torch.float32))
+            room = empty_quantised(outputs, inputs, config.bits, like)
+            self.codes, self.scales = map(_frozen, room)
         self.bias = None if base.bias is None else _frozen(base.bias)
         made: dict[str, Any] = {"bias": False, "device": like.device, "dtype": like.dtype}
         self.lora_A = nn.Linear(inputs, config.r, **made)
@@ -66,13 +64,14 @@ class LoraLinear(nn.Module):
             return self.weight
         return dequantise(self.codes, self.scales, self.lora_A.weight.dtype)
 
-    def beginning(self, weight: Tensor, seed: str) -> Iterator[tuple[str, Tensor]]:
+    def beginning(self, read: Callable[[], Tensor], seed: str) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of everything before the first step.
 
         Args:
-            weight: `[O, I]` float32, the trained matrix.
+            read: Returns the trained matrix, `[O, I]` float32.
             seed: What decides `A`; `B` is zero, so that nothing changes at first.
         """
+        weight = read()
         if self.weight is not None:
             yield "weight", weight
         else:
@@ -80,11 +79,7 @@ class LoraLinear(nn.Module):
             yield "codes", packed.codes
             yield "scales", packed.scales
             weight = dequantise(*packed, torch.float32)
-        key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little") >> 1
-        bound = 1 / math.sqrt(weight.shape[1])  # kaiming_uniform_ with a = sqrt(5), as peft
-        drawn = torch.empty(self.lora_A.weight.shape)
-        yield "lora_A.weight", drawn.uniform_(-bound, bound, generator=_generator(key))
-        yield "lora_B.weight", torch.zeros(self.lora_B.weight.shape)
+        yield from beginning_of(self.lora_A, self.lora_B, seed)
         if self.lora_magnitude_vector is not None:
             yield "lora_magnitude_vector", weight.norm(dim=1)
 
@@ -96,15 +91,18 @@ class LoraLinear(nn.Module):
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
-    """Freeze a model and put adapters beside its linear layers, in place; return it.
+    """Freeze a model and put adapters beside its linear layers and experts, in place; return it.
 
     Raises:
-        ConfigError: a target names no linear layer.
+        ConfigError: a target names neither, or experts get what their adapters do not have.
     """
     model.requires_grad_(False)
-    for name, linear in list(_targets(model, config)):
+    for name, module in _targets(model, config):
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LoraLinear(linear, config))
+        if isinstance(module, nn.Linear):
+            setattr(model.get_submodule(parent), last, LoraLinear(module, config))
+        else:
+            adapt(module, last, config)
     return model
 
 
@@ -123,37 +121,50 @@ def merged(weight: Tensor, adapter: Mapping[str, Tensor], scale: float) -> Tenso
     return adapted
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """Return the adapted layers by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
+    """Return the adapted linear layers and the adapters of experts, by name."""
+    kinds = (LoraLinear, ExpertAdapter)
+    return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
 
 
-def _targets(model: nn.Module, config: LoraConfig) -> Iterator[tuple[str, nn.Linear]]:
+def _targets(model: nn.Module, config: LoraConfig) -> list[tuple[str, nn.Module]]:
+    """Return linear layers by name, and modules with experts by their parameter's name."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    linears = {
+    linears: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-    known = sorted({name.rpartition(".")[2] for name in linears})
-    wanted = known if config.targets == (ALL_LINEAR,) else list(config.targets)
-    if unknown := [name for name in wanted if name not in known]:
+    experts = experts_of(model)
+    linear_names = {name.rpartition(".")[2] for name in linears}
+    expert_names = {each for name in experts for each in _names_of(name)}
+    known = linear_names | expert_names
+    wanted = set(config.targets) - {ALL_LINEAR}
+    if unknown := sorted(wanted - known):
         raise ConfigError(
-            f"--lora targets={unknown[0]} is no linear layer of the model."
-            f"{nearest(unknown[0], known)} It has {', '.join(known) or 'none'}"
+            f"--lora targets={unknown[0]} is neither a linear layer nor experts of the model."
+            f"{nearest(unknown[0], sorted(known))} It has {', '.join(sorted(known)) or 'none'}"
         )
+    if (named := sorted(wanted & expert_names)) and (config.dora or config.dropout):
+        raise ConfigError(
+            f"--lora targets={named[0]} names experts, whose adapters have neither dora nor "
+            "dropout; leave these out, or the experts"
+        )
+    if ALL_LINEAR in config.targets:
+        wanted |= linear_names
     if not wanted:
         raise ConfigError(
             "the model has no nn.Linear to put an adapter beside; train it without --lora"
         )
-    for name, module in linears.items():
-        if name.rpartition(".")[2] in wanted:
-            yield name, module
+    found = [(name, m) for name, m in linears.items() if name.rpartition(".")[2] in wanted]
+    return found + [(name, m) for name, m in experts.items() if wanted & _names_of(name)]
+
+
+def _names_of(parameter: str) -> set[str]:
+    """Return what targets may call experts: their module, or the parameter."""
+    names = set(parameter.split(".")[-2:])
+    return names - {"weight"}
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)

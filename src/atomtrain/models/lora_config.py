@@ -28,7 +28,8 @@ class LoraConfig:
     alpha: float = 16.0
     """The adapter's output is multiplied by `alpha / r`, or with `rslora` by `alpha / sqrt(r)`."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Last names of the linear layers to adapt, or `all-linear`: all but the head."""
+    """Last names of linear layers, of modules with experts or of their parameters; `all-linear`
+    stands for all linear layers but the head, and for no experts."""
     dora: bool = False
     """Train the length of the adapted matrix's rows as well."""
     rslora: bool = False

@@ -21,6 +21,7 @@ from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import HuggingFaceConfig, build, build_random
 from atomtrain.models.lora import LoraLinear, add_adapters
 from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.lora_experts import ExpertAdapter
 
 Sizes = GPTConfig | HuggingFaceConfig
 _MOST_PARAMETERS = 150_000_000
@@ -88,8 +89,8 @@ def parameter_count(model: nn.Module) -> int:
     """
     elements = {id(parameter): parameter.numel() for parameter in model.parameters()}
     for module in model.modules():
-        if isinstance(module, LoraLinear) and module.weight is None:
-            elements[id(module.codes)] = module.lora_B.out_features * module.lora_A.in_features
+        if isinstance(module, LoraLinear | ExpertAdapter) and hasattr(module, "codes"):
+            elements[id(module.codes)] *= 1 if module.codes.dtype == torch.int8 else 2
             elements[id(module.scales)] = 0
     return sum(elements.values())
 

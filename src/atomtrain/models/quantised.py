@@ -49,6 +49,17 @@ def block_of(inputs: int) -> int:
     raise ConfigError(f"a matrix of {inputs} inputs cannot be quantised; their number must be even")
 
 
+def empty_quantised(rows: int, inputs: int, bits: int, like: Tensor) -> Quantised:
+    """Return room for a matrix on the device of another.
+
+    Raises:
+        ConfigError: as `block_of`.
+    """
+    packed, kind = (inputs, torch.int8) if bits == 8 else (inputs // 2, torch.uint8)
+    scales = like.new_empty((rows, inputs // block_of(inputs)), dtype=torch.float32)
+    return Quantised(like.new_empty((rows, packed), dtype=kind), scales)
+
+
 def quantise(weight: Tensor, bits: int) -> Quantised:
     """Return `[O, I]` float32 in 8 or 4 bits."""
     blocks = weight.float().unflatten(1, (-1, block_of(weight.shape[1])))  # [O, I/block, block]
@@ -102,8 +113,8 @@ def dequantise_in_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # [O, I]
         unit = _levels_for(codes)[halves.int()]
     blocks = unit.unflatten(1, (scales.shape[1], -1)) * scales[..., None]
-    wide: Tensor = blocks.flatten(1).to(dtype)
-    return wide
+    out: Tensor = blocks.flatten(1).to(dtype)
+    return out
 
 
 def _levels_for(codes: Tensor) -> Tensor:
@@ -118,6 +129,18 @@ def _levels_for(codes: Tensor) -> Tensor:
 def _levels_on(device: torch.device) -> Tensor:
     with uncounted(), torch.inference_mode(False):
         return torch.tensor(_NF4, device=device)
+
+
+@torch.library.custom_op("atomtrain::wide", mutates_args=())
+def wide(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `dequantise` returns, as one operation of a graph."""
+    return dequantise(codes, scales, dtype)
+
+
+@wide.register_fake
+def _(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    inputs = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    return codes.new_empty((codes.shape[0], inputs), dtype=dtype)
 
 
 @torch.library.custom_op("atomtrain::quantised_linear", mutates_args=())
@@ -138,8 +161,8 @@ def _(inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 @_backward.register_fake
 def _(gradient: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    wide = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
-    return gradient.new_empty((*gradient.shape[:-1], wide))
+    inputs = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    return gradient.new_empty((*gradient.shape[:-1], inputs))
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -62,15 +62,19 @@ class Entry(NamedTuple):
 class WeightFiles:
     """The tensors of the safetensors files of a folder, by name; nothing is kept open."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         """Read the headers of `folder`'s files: of `model.safetensors`, or of those of its index.
+
+        Args:
+            folder: Of a model.
+            files: Others of that folder, in place of the model's.
 
         Raises:
             DataError: there is none, one is missing, or is no complete safetensors file.
         """
         self.folder = folder
         self.entries: dict[str, Entry] = {}
-        for file in files_of(folder):
+        for file in files_of(folder) if files is None else files:
             for name, entry in read_header(file).items():
                 if name in self.entries:
                     raise DataError(

@@ -106,6 +106,12 @@ def qwen3_with_adapters() -> Case:
     return case
 
 
+def mixtral_with_adapted_experts() -> Case:
+    case = any_models.mixtral()
+    add_adapters(case.model, parse_lora("r=2,targets=q_proj+experts"))
+    return case
+
+
 def half_sized_gpt2() -> Case:
     case = any_models.gpt2_with_dropout()
     case.model.bfloat16()
@@ -116,7 +122,7 @@ def half_sized_gpt2() -> Case:
     "make",
     [
         any_models.llama_with_padding, any_models.mixtral, any_models.whisper, half_sized_gpt2,
-        gemma_of_two_kinds, qwen3_with_adapters,
+        gemma_of_two_kinds, qwen3_with_adapters, mixtral_with_adapted_experts,
     ],
     ids=lambda make: make.__name__,
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def adapted(folder: Path, config: LoraConfig) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, layer in adapted_layers(model).items():
-            for part, values in layer.beginning(stored[f"{name}.weight"], name):
+            for part, values in layer.beginning(partial(stored.get, f"{name}.weight"), name):
                 layer.get_parameter(part).copy_(values)
             drawn = torch.randn(layer.lora_B.weight.shape, generator=generator)
             layer.lora_B.weight.copy_(0.02 * drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def model_in(folder: Path, lora: LoraConfig | None) -> Any:
         add_adapters(model, lora)
         with torch.no_grad():
             for name, layer in adapted_layers(model).items():
-                for part, values in layer.beginning(stored[f"{name}.weight"], name):
+                for part, values in layer.beginning(partial(stored.get, f"{name}.weight"), name):
                     layer.get_parameter(part).copy_(values)
                 layer.lora_B.weight.fill_(0.01)
     return model

@@ -206,8 +206,8 @@ class Recipe:
     lora: LoraConfig | None = option(
         None,
         "Freeze the model and train adapters: r=8,alpha=16,targets=q_proj+v_proj (or all-linear, "
-        "the default), dora=true, rslora=true, dropout=0.05, and bits=8 or 4 to hold the "
-        "frozen matrices in so many bits.",
+        "the default; all-linear+experts), dora=true, rslora=true, dropout=0.05, "
+        "and bits=8 or 4 to hold the frozen matrices in so many bits.",
         "SETTINGS",
         check=_named(parse_lora),
         on_resume=FIXED,

@@ -1,10 +1,8 @@
-"""Trained adapters in a checkpoint: read, merged into their model, named as in peft."""
+"""Trained adapters beside the frozen weights that they belong to, and how they are merged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +12,47 @@ from atomtrain.errors import CheckpointError
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
 from atomtrain.models.lora import ADAPTER_PARTS, merged
 from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.lora_experts import (
+    adapted_by,
+    adapter_of,
+    experts_of,
+    is_transposed,
+    merged_experts,
+)
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
 
 _PARAMETER = "/parameter"
-_PEFT_PREFIX = "base_model.model."
 
 
 class Adapters:
-    """The adapters of a checkpoint, and the frozen weights that they belong to."""
+    """Adapters, and the frozen weights that they belong to."""
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
-        """Read the adapters; of the frozen model's files, the headers.
+    def __init__(self, config: LoraConfig, sizes: HuggingFaceConfig, folder: Path) -> None:
+        """Read the headers of the frozen model's files; there is no adapter yet.
+
+        Args:
+            config: Of the adapters.
+            sizes: Of the frozen model.
+            folder: Where it lies.
+
+        Raises:
+            DataError: another model lies there.
+        """
+        self.config, self.sizes, self.folder = config, sizes, folder
+        self.weights = Weights(folder, sizes)
+        outline = self.weights.outline
+        self.experts = experts_of(outline)
+        """See `experts_of`; in the model's order."""
+        self.outline = {**dict(outline.named_parameters()), **dict(outline.named_buffers())}
+        """The frozen model's tensors without data, those that its files have."""
+        self.outline = {name: self.outline[name] for name in self.weights.names}
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+        """By layer, then by `ADAPTER_PARTS`."""
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, recipe: Recipe) -> Adapters:
+        """Read those of a run with `--lora`.
 
         Raises:
             CheckpointError: the frozen model is not where it was.
@@ -33,76 +60,45 @@ class Adapters:
         """
         assert recipe.lora is not None
         assert isinstance(recipe.sizes, HuggingFaceConfig)
-        self.config: LoraConfig = recipe.lora
-        self.folder = Path(str(checkpoint.meta.get("model_folder")))
-        if not self.folder.is_dir():
+        folder = Path(str(checkpoint.meta.get("model_folder")))
+        if not folder.is_dir():
             raise CheckpointError(
-                f"{checkpoint.path} holds adapters of the model in {self.folder}, which is not "
+                f"{checkpoint.path} holds adapters of the model in {folder}, which is not "
                 "there any more; put it there again"
             )
-        self.sizes = recipe.sizes
-        self.weights = Weights(self.folder, recipe.sizes)
-        outline = self.weights.outline
-        self.outline = {**dict(outline.named_parameters()), **dict(outline.named_buffers())}
-        """The frozen model's tensors without data, those that its files have."""
-        self.outline = {name: self.outline[name] for name in self.weights.names}
-        self.tensors: dict[str, dict[str, Tensor]] = {}
-        """By layer, then by `ADAPTER_PARTS`."""
+        adapters = cls(recipe.lora, recipe.sizes, folder)
         for _, shard in checkpoint.shards():
             for key, tensor in shard.items():
-                self._take(key, tensor)
+                if key.endswith(_PARAMETER) and (found := part_of(key.removesuffix(_PARAMETER))):
+                    layer, part = found
+                    adapters.tensors.setdefault(layer, {})[part] = tensor.clone()
+        return adapters
 
     def value(self, name: str) -> Tensor:
         """Return one of the model's tensors with its adapter in it, if it has one."""
         tensor = self.weights.read(name)
+        scale = self.config.scale
+        if adapter := self.tensors.get(adapter_of(name)):
+            transposed = is_transposed(self.experts[name])
+            return merged_experts(tensor, adapter, scale, transposed=transposed)
         adapter = self.tensors.get(name.removesuffix(".weight"))
-        return tensor if adapter is None else merged(tensor, adapter, self.config.scale)
+        return tensor if adapter is None else merged(tensor, adapter, scale)
 
-    def peft_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' tensors under the names that peft gives them."""
-        for layer, parts in self.tensors.items():
-            for part, tensor in parts.items():
-                yield f"{_PEFT_PREFIX}{layer}.{part}", tensor
-
-    def peft_config(self) -> dict[str, Any]:
-        """Return the content of an `adapter_config.json`."""
-        config = self.config
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(self.folder),
-            "r": config.r,
-            "lora_alpha": config.alpha,
-            "lora_dropout": config.dropout,
-            "use_dora": config.dora,
-            "use_rslora": config.rslora,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-            "target_modules": sorted({layer.rpartition(".")[2] for layer in self.tensors}),
-        }
-
-    def _take(self, key: str, tensor: Tensor) -> None:
-        if not key.endswith(_PARAMETER):
-            return
-        name = key.removesuffix(_PARAMETER)
-        for part in ADAPTER_PARTS:
-            if name.endswith(f".{part}"):
-                layer = name.removesuffix(f".{part}")
-                self.tensors.setdefault(layer, {})[part] = tensor.clone()
+    def merged_model(self) -> nn.Module:
+        """Return the frozen model with the adapters in its weights, on the CPU."""
+        model = build(self.sizes, str(self.folder))
+        self.weights.fill(model)
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for layer in self.tensors:
+                name = adapted_by(layer) or f"{layer}.weight"
+                parameters[name].copy_(self.value(name))
+        return model
 
 
-def merged_model(checkpoint: Checkpoint, recipe: Recipe) -> nn.Module:
-    """Return the frozen model with a checkpoint's adapters in its weights, on the CPU.
-
-    Raises:
-        CheckpointError: the frozen model is not where it was.
-    """
-    adapters = Adapters(checkpoint, recipe)
-    model = build(adapters.sizes, str(adapters.folder))
-    adapters.weights.fill(model)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for layer in adapters.tensors:
-            parameters[f"{layer}.weight"].copy_(adapters.value(f"{layer}.weight"))
-    return model
+def part_of(name: str) -> tuple[str, str] | None:
+    """Return the layer and the one of `ADAPTER_PARTS` that a name ends with; `None` if none."""
+    for part in ADAPTER_PARTS:
+        if name.endswith(f".{part}"):
+            return name.removesuffix(f".{part}"), part
+    return None

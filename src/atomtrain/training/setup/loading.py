@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from atomtrain.engine.engine import Engine
 from atomtrain.models.confined import check_layers, parts_within
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.lora import adapted_layers
+from atomtrain.models.lora_experts import adapted_by
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weight_files import WeightFiles
 from atomtrain.models.weight_names import match_weights
@@ -62,7 +64,7 @@ class Weights:
                 if name not in begun:
                     self._put(engine, name, parameters[name])
         for name, layer in adapted_layers(engine.model).items():
-            for part, values in layer.beginning(self._wide(name), f"{self.seed}/{name}"):
+            for part, values in layer.beginning(partial(self._wide, name), f"{self.seed}/{name}"):
                 engine.masters.write(parameters[f"{name}.{part}"], values)
         buffers = dict(engine.model.named_buffers())
         for name in self._sources.keys() & buffers.keys():
@@ -80,8 +82,8 @@ class Weights:
             source.read_into(self._files, tensors[name].detach())
 
     def _wide(self, layer: str) -> Tensor:
-        """Return the matrix of a linear layer as float32."""
-        return self.read(f"{layer}.weight").float()
+        """Return the matrix of a linear layer, or the experts of an adapter, as float32."""
+        return self.read(adapted_by(layer) or f"{layer}.weight").float()
 
     def _put(self, engine: Engine, name: str, parameter: nn.Parameter) -> None:
         source, masters = self._sources[name], engine.masters

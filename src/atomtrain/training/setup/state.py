@@ -14,14 +14,15 @@ from atomtrain.data import Tokenizer, read_tokenizer
 from atomtrain.engine.engine import Engine
 from atomtrain.errors import CheckpointError
 from atomtrain.models import make_empty
-from atomtrain.models.hugging_face import CONFIG_FILE, build, read_config
+from atomtrain.models.hugging_face import CONFIG_FILE, read_config
 from atomtrain.models.lora import adapted_layers
-from atomtrain.models.making import make_outline
+from atomtrain.models.lora_config import LoraConfig
+from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weight_files import is_finite
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.training.setup.adapters import merged_model
+from atomtrain.training.setup.adapters import Adapters
 from atomtrain.training.setup.budgets import check_resident
-from atomtrain.training.setup.loading import Weights
+from atomtrain.training.setup.peft_folder import ADAPTER_CONFIG, read_peft
 
 PARAMETER = "parameter"
 SWARM_SHARD = "swarm"
@@ -170,7 +171,7 @@ def model_of(checkpoint: Checkpoint) -> tuple[nn.Module, Tokenizer]:
     """
     recipe, tokenizer = recipe_of(checkpoint)
     if recipe.lora is not None:
-        return merged_model(checkpoint, recipe).eval(), tokenizer
+        return Adapters.of_checkpoint(checkpoint, recipe).merged_model().eval(), tokenizer
     model = make_empty(recipe.sizes)
     for _ in _fill(model, checkpoint):
         pass  # moments are not needed
@@ -189,27 +190,30 @@ class Trained(NamedTuple):
     """Tokens that it looks back at most."""
     recipe: Recipe | None
     """How it was trained, if a checkpoint tells."""
+    sizes: Sizes
 
 
 def open_trained(path: Path) -> Trained:
     """Return the model of a checkpoint, of a run's folder or of a Hugging Face folder.
+
+    Of a folder with adapters it is the model that they name, with them in it.
 
     Raises:
         CheckpointError: no checkpoint there, or a damaged one.
         ConfigError: no configuration that can be read.
         DataError: a folder without weights or tokenizer, or with those of another model.
     """
-    if (path / CONFIG_FILE).is_file():
-        sizes = read_config(path)
-        tokenizer = read_tokenizer(path)
-        tokenizer.check_room(sizes.vocabulary, str(path))
-        weights = Weights(path, sizes)
-        check_resident(weights.outline, str(path))
-        model = build(sizes, str(path))
-        weights.fill(model)
-        return Trained(model.eval(), tokenizer, sizes.context or _USUAL_CONTEXT, None)
+    if (path / CONFIG_FILE).is_file() or (path / ADAPTER_CONFIG).is_file():
+        adapted = (path / ADAPTER_CONFIG).is_file()
+        found = read_peft(path) if adapted else Adapters(LoraConfig(), read_config(path), path)
+        sizes = found.sizes
+        tokenizer = read_tokenizer(found.folder)
+        tokenizer.check_room(sizes.vocabulary, str(found.folder))
+        check_resident(found.weights.outline, str(path))
+        model = found.merged_model()
+        return Trained(model.eval(), tokenizer, sizes.context or _USUAL_CONTEXT, None, sizes)
     checkpoint = open_checkpoint(path)
     recipe, _ = recipe_of(checkpoint)
     check_resident(make_outline(recipe.sizes), str(path))
     model, tokenizer = model_of(checkpoint)
-    return Trained(model, tokenizer, recipe.sizes.context or recipe.context, recipe)
+    return Trained(model, tokenizer, recipe.sizes.context or recipe.context, recipe, recipe.sizes)

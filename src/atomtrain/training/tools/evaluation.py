@@ -14,7 +14,7 @@ from atomtrain.checkpoint import open_checkpoint
 from atomtrain.data import Batch
 from atomtrain.data.examples import IGNORED
 from atomtrain.errors import ConfigError
-from atomtrain.models.hugging_face import CONFIG_FILE, HuggingFaceConfig, read_config
+from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.making import Sizes
 from atomtrain.training.config.recipe import PREFERENCES
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
@@ -70,14 +70,12 @@ def evaluate(
         AtomError: model or data cannot be read.
     """
     trained = open_trained(path)
-    recipe, packed = trained.recipe, False
+    recipe, sizes, packed = trained.recipe, trained.sizes, False
     if recipe is not None:
-        sizes, packed = recipe.sizes, recipe.packed
+        packed = recipe.packed
         context = context or recipe.context
         data = data or open_checkpoint(path).meta.get("data")
     else:
-        assert (path / CONFIG_FILE).is_file()
-        sizes = read_config(path)
         context = context or min(_USUAL_CONTEXT, trained.context)
     if has_pairs(data):
         return _judged(path, trained, data, context, sequences)

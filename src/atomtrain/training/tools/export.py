@@ -26,10 +26,15 @@ from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weight_conversion import Read, conversions_to_files
 from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE
 from atomtrain.training.setup.adapters import Adapters
+from atomtrain.training.setup.peft_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    peft_config,
+    peft_tensors,
+)
 from atomtrain.training.setup.state import PARAMETER, SWARM_SHARD, recipe_of
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 SHARD_BYTES = 5 * 10**9
 """Bytes of a file at most, unless a single tensor is larger."""
 
@@ -91,11 +96,11 @@ def export(
         weights = _trained(checkpoint, recipe.sizes, TYPES[dtype])
         texts = _texts(recipe.sizes, tokenizer, dtype)
     else:
-        adapters = Adapters(checkpoint, recipe)
+        adapters = Adapters.of_checkpoint(checkpoint, recipe)
         weights = _merged(adapters, TYPES[dtype]) if merge else list(_adapters(adapters, dtype))
         texts = _texts(recipe.sizes, tokenizer, dtype)
         if not merge:
-            config = json.dumps(adapters.peft_config(), indent=2) + "\n"
+            config = json.dumps(peft_config(adapters), indent=2) + "\n"
             texts = {**texts, ADAPTER_CONFIG: config}
             del texts[CONFIG_FILE]
     single = SINGLE_FILE if CONFIG_FILE in texts else ADAPTER_FILE
@@ -208,7 +213,7 @@ def _published(
 
 def _adapters(adapters: Adapters, dtype: str) -> Iterator[_Weight]:
     """Yield the adapters alone."""
-    for name, tensor in adapters.peft_tensors():
+    for name, tensor in peft_tensors(adapters):
         yield _Weight(name, _bytes(tensor, TYPES[dtype]), partial(_same, tensor))
 
 

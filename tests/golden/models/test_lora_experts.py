@@ -1,0 +1,266 @@
+"""Adapters of experts: swapped is resident bit for bit, and peft computes and merges the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atomtrain.checkpoint import open_checkpoint
+from atomtrain.cli.main import main
+from atomtrain.data import Batch
+from atomtrain.engine.api import swap
+from atomtrain.engine.options import Options
+from atomtrain.models.hugging_face import build, read_config
+from atomtrain.models.lora import adapted_layers, add_adapters
+from atomtrain.models.lora_config import LoraConfig, parse_lora
+from atomtrain.models.lora_experts import ExpertAdapter, adapted_by, experts_of, merged_experts
+from atomtrain.models.making import parameter_count
+from atomtrain.models.quantised import dequantise, quantise
+from atomtrain.optimizers import AdamW
+from atomtrain.training.setup.loading import Weights
+from atomtrain.training.setup.objective import NextToken
+from atomtrain.training.setup.state import model_of
+from tests.support.hugging_face_models import MIXTURES, saved_tensors, write_model, write_text
+from tests.support.reference import train as resident
+
+pytest.importorskip("transformers")
+_IDS = torch.arange(24).view(2, 12)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def adapted(folder: Path, config: LoraConfig) -> Any:
+    """Return a model with adapters that are not zero any more."""
+    sizes = read_config(folder)
+    weights, model = Weights(folder, sizes), build(sizes)
+    weights.fill(model)
+    add_adapters(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, layer in adapted_layers(model).items():
+            base = weights.read(adapted_by(name) or f"{name}.weight")
+            for part, values in layer.beginning(lambda base=base: base, name):
+                layer.get_parameter(part).copy_(values)
+            drawn = torch.randn(layer.lora_B.weight.shape, generator=generator)
+            layer.lora_B.weight.copy_(0.05 * drawn)
+    return model
+
+
+def steps() -> list[list[dict[str, torch.Tensor]]]:
+    ids = torch.randint(290, (3, 4, 13), generator=torch.Generator().manual_seed(2))
+    batches = [Batch(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids]
+    return [NextToken().micro_batches(batch, 2) for batch in batches]
+
+
+@pytest.mark.usefixtures("assumed_times")
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("qwen3_moe", "q_proj+experts"), ("mixtral", "all-linear+gate_up_proj"),
+        ("gpt_oss", "experts"), ("qwen3_moe", "experts,bits=8"),
+        ("gpt_oss", "all-linear+experts,bits=4"),
+    ],
+)  # fmt: skip
+def test_swapped_adapters_of_experts_are_resident_ones_bit_for_bit(
+    kind: str, targets: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path, MIXTURES[kind])
+    config = parse_lora(f"r=4,alpha=8,targets={targets}")
+    expected, model = (adapted(tmp_path, config) for _ in range(2))
+    objective = NextToken()
+    begun = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = AdamW([p for p in expected.parameters() if p.requires_grad], lr=1e-2)
+
+    def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return objective.loss(model(batch["input_ids"]), batch)
+
+    losses = resident(expected, steps(), optimizer, loss_of)
+    with swap(
+        model,
+        steps()[0][0],
+        optimizer=lambda parameters: AdamW(parameters, lr=1e-2),
+        device="emulated",
+        device_memory="640KiB" if config.bits is None else "400KiB",
+        loss=objective.loss,
+        options=Options(micro_batches=2, optimizer_on_device=False),
+    ) as engine:
+        assert len(engine.plan.backward_bounds) > 3
+        assert [engine.step(micro_batches) for micro_batches in steps()] == losses
+        engine.synchronize()
+        assert engine.last is not None
+        assert engine.last.device_peak_bytes <= engine.plan.device_peak_bytes
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), name
+            assert torch.equal(parameter, begun[name]) != parameter.requires_grad, name
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any(".expert_lora.gate_up_proj." in name for name in trained)
+    assert not any(name.endswith(".gate_up_proj") for name in trained)
+    wide = [name for name in begun if name.endswith(".experts.gate_up_proj")]
+    assert len(wide) == (3 if config.bits is None else 0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_few_bits_are_made_wide_where_they_run(
+    kind: str, bits: int, tmp_path: Path
+) -> None:
+    write_model(tmp_path, MIXTURES[kind])
+    sizes = read_config(tmp_path)
+    plain, weights = build(sizes), Weights(tmp_path, sizes)
+    weights.fill(plain)
+    narrow = adapted(tmp_path, parse_lora(f"r=4,alpha=8,targets=experts,bits={bits}"))
+    assert parameter_count(narrow) == parameter_count(plain) + sum(
+        p.numel() for p in narrow.parameters() if p.requires_grad
+    )
+    wide_bytes = sum(plain.get_parameter(name).nbytes for name in experts_of(plain))
+    frozen = [p for n, p in narrow.named_parameters() if n.endswith((".codes", ".scales"))]
+    assert sum(p.nbytes for p in frozen) < wide_bytes * (bits + 2.1) / 32
+    values = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, layer in adapted_layers(narrow).items():
+            base = values[adapted_by(name)]
+            packed = [quantise(expert, bits) for expert in base]
+            near = torch.stack([dequantise(*each, torch.float32) for each in packed])
+            assert (near - base).norm() < base.norm() * (0.01 if bits == 8 else 0.1)
+            base.copy_(layer.adapted(near))
+        assert torch.equal(narrow(_IDS).logits, plain(_IDS).logits)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_expert_has_a_product_of_its_own(transposed: bool) -> None:
+    experts, outputs, inputs, rank = 3, 5, 4, 2
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(experts, outputs, inputs, generator=generator)
+    base = base.mT.contiguous() if transposed else base
+    adapter = ExpertAdapter(base, LoraConfig(r=rank, alpha=6.0), transposed=transposed)
+    a, b = adapter.lora_A.weight, adapter.lora_B.weight
+    assert a.shape == (experts * rank, inputs)
+    assert b.shape == (outputs, rank * experts)
+    torch.nn.init.normal_(b, generator=generator)
+    found = adapter.adapted(base)
+    merged = merged_experts(base, adapter.state_dict(), adapter.scale, transposed=transposed)
+    assert found.shape == base.shape
+    torch.testing.assert_close(found, merged)
+    for expert in range(experts):
+        product = b[:, expert::experts] @ a[expert * rank : (expert + 1) * rank] * 3.0
+        expected = base[expert] + (product.mT if transposed else product)
+        torch.testing.assert_close(found[expert], expected)
+
+
+def train(folder: Path, text: Path, run: str, *more: str) -> Path:
+    arguments = [
+        "train", "--model", str(folder), "--data", str(text), "--run", run, "--host", "127.0.0.1",
+        "--device", "emulated:4GiB/s", "--device-memory", "4MiB", "--context", "16",
+        "--sequences", "2", "--steps", "2", "--plain", "--no-profile", "--threads", "1",
+        "--evaluate-every", "100", "--checkpoint-every", "100", "--learning-rate", "0.01",
+    ]  # fmt: skip
+    assert main([*arguments, *more]) == 0
+    return Path("runs") / run / "peer-0"
+
+
+def unmerged(folder: Path, run: Path, lora: str) -> Any:
+    """Return the model beside its trained adapters, by ATOM alone."""
+    model, trained = adapted(folder, parse_lora(lora)), saved_tensors(run)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(trained.pop(f"{name}/parameter"))
+    assert not any("lora_" in key and key.endswith("/parameter") for key in trained)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        ("qwen3_moe", "r=4,alpha=8,targets=q_proj+experts"),
+        ("mixtral", "r=4,alpha=8,rslora=true,targets=experts"),
+        ("gpt_oss", "r=4,alpha=8,targets=all-linear+down_proj"),
+    ],
+)
+def test_the_command_trains_experts_that_peft_loads_and_merges(
+    kind: str, lora: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    folder, text = tmp_path / kind, write_text(tmp_path / "text.txt")
+    write_model(folder, MIXTURES[kind])
+    run = train(folder, text, "mine", "--lora", lora)
+    assert main(["export", str(run), "adapters"]) == 0
+    assert main(["export", str(run), "merged", "--merge"]) == 0
+    said = json.loads(Path("adapters/adapter_config.json").read_text())
+    assert "experts.down_proj" in said["target_parameters"]
+    assert said["target_modules"] == [] or "q_proj" in said["target_modules"]
+
+    theirs = peft.PeftModel.from_pretrained(load(folder), "adapters").eval()
+    given = {n: p for n, p in theirs.named_parameters() if "lora_B" in n}
+    assert sum(".experts." in name for name in given) == (3 if "+down" in lora else 6)
+    assert all(p.abs().sum() > 0 for p in given.values())
+    ours = unmerged(folder, run, lora)
+    with torch.no_grad():
+        expected = theirs(_IDS).logits
+        assert torch.equal(ours(_IDS).logits, expected)
+        assert not torch.allclose(load(folder).eval()(_IDS).logits, expected, atol=1e-4)
+
+        inside = theirs.merge_and_unload().state_dict()
+        merged, again = load("merged").state_dict(), model_of(open_checkpoint(run))[0].state_dict()
+        assert inside.keys() == merged.keys() == again.keys()
+        for name, tensor in inside.items():
+            assert torch.equal(tensor, merged[name]), name
+            assert torch.equal(tensor, again[name]), name
+        assert torch.allclose(load("merged").eval()(_IDS).logits, expected, atol=1e-5)
+
+
+def test_adapters_of_experts_resume_with_the_same_bits(tmp_path: Path) -> None:
+    folder, text = tmp_path / "moe", write_text(tmp_path / "text.txt")
+    write_model(folder, MIXTURES["qwen3_moe"])
+    lora = ("--lora", "r=4,bits=4,targets=all-linear+experts", "--precision", "bf16")
+    run = train(folder, text, "mine", *lora, "--checkpoint-every", "1")
+    expected = saved_tensors(run)
+    shutil.rmtree(max((run / "checkpoints").glob("step-*")))
+    train(folder, text, "mine", "--resume")
+    found = saved_tensors(run)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+    assert any(".expert_lora.down_proj.lora_B.weight/exp_avg" in key for key in expected)
+
+
+def test_all_linear_adapts_no_experts(tmp_path: Path) -> None:
+    write_model(tmp_path, MIXTURES["qwen3_moe"])
+    model = adapted(tmp_path, LoraConfig())
+    assert len(experts_of(model)) == 6
+    assert {name.rpartition(".")[2] for name in adapted_layers(model)} == {
+        "q_proj", "k_proj", "v_proj", "o_proj",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lora", "expected"),
+    [
+        ("targets=expert", "Did you mean 'experts'"),
+        ("targets=gate_up_prjo", "Did you mean 'gate_up_proj'"),
+        ("targets=experts,dora=true", "neither dora nor dropout"),
+        ("targets=down_proj,dropout=0.1", "neither dora nor dropout"),
+    ],
+)
+def test_mistakes_are_one_line(
+    lora: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "moe", MIXTURES["qwen3_moe"])
+    text = write_text(tmp_path / "text.txt")
+    arguments = ["--model", str(tmp_path / "moe"), "--data", str(text), "--plain"]
+    capsys.readouterr()
+    assert main(["train", *arguments, "--lora", lora, "--device", "emulated"]) == 2
+    told = capsys.readouterr().err
+    assert expected in told
+    assert told.count("\n") == 1
