@@ -32,6 +32,9 @@ _OF_NO_MATTER = {
     "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 """Read elsewhere, or without influence on trained adapters. What is adapted, the tensors say."""
+_TAKEN_FOR_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""As `target_modules` of a mixture peft takes these for those of experts, whose names they were in
+older versions of transformers. As parameters they are what they are; rounding differs."""
 _ONLY = {"bias": ("none",), "init_lora_weights": (True, "gaussian")}
 
 
@@ -41,6 +44,10 @@ def peft_config(adapters: Adapters) -> dict[str, Any]:
     linears = [layer for layer in adapters.tensors if adapted_by(layer) is None]
     experts = [name for name in map(adapted_by, adapters.tensors) if name is not None]
     parameters = {".".join(name.split(".")[-2:]) for name in experts}
+    if adapters.experts and not config.dora and not config.dropout:
+        taken = [layer for layer in linears if layer.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
+        linears = [layer for layer in linears if layer not in taken]
+        parameters |= {".".join(layer.split(".")[-2:]) + ".weight" for layer in taken}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
