@@ -227,6 +227,35 @@ def test_the_command_trains_experts_that_peft_loads_and_merges(
         assert torch.allclose(load("merged").eval()(_IDS).logits, expected, atol=1e-5)
 
 
+def test_linear_layers_that_peft_takes_for_experts_are_exported_as_what_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dense layers and shared experts of DeepSeek-V3 have a `gate_proj`."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    folder, text = tmp_path / "moe", write_text(tmp_path / "text.txt")
+    write_model(folder, MIXTURES["deepseek_v3"])
+    run = train(folder, text, "dropped", "--lora", "r=4,targets=gate_proj,dropout=0.1")
+    assert main(["export", str(run), "adapters"]) == 0
+    theirs = peft.PeftModel.from_pretrained(load(folder), "adapters").eval()
+    assert main(["export", str(run), "merged", "--merge"]) == 0
+    with torch.no_grad():
+        expected = load("merged").eval()(_IDS).logits
+        assert torch.allclose(theirs(_IDS).logits, expected, atol=1e-5)
+        assert not torch.allclose(load(folder).eval()(_IDS).logits, expected, atol=1e-4)
+
+    run = train(folder, text, "lengths", "--lora", "r=4,targets=gate_proj,dora=true")
+    capsys.readouterr()
+    assert main(["export", str(run), "lengths"]) == 2
+    told = capsys.readouterr().err
+    assert "export the whole model with --merge" in told
+    assert told.count("\n") == 1
+    assert not Path("lengths").exists()
+    assert main(["export", str(run), "lengths", "--merge"]) == 0
+
+
 def test_adapters_of_experts_resume_with_the_same_bits(tmp_path: Path) -> None:
     folder, text = tmp_path / "moe", write_text(tmp_path / "text.txt")
     write_model(folder, MIXTURES["qwen3_moe"])

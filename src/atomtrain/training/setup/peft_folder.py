@@ -39,13 +39,23 @@ _ONLY = {"bias": ("none",), "init_lora_weights": (True, "gaussian")}
 
 
 def peft_config(adapters: Adapters) -> dict[str, Any]:
-    """Return the content of an `adapter_config.json`."""
+    """Return the content of an `adapter_config.json`.
+
+    Raises:
+        ConfigError: peft would take a linear layer's DoRA for that of experts.
+    """
     config = adapters.config
     linears = [layer for layer in adapters.tensors if adapted_by(layer) is None]
     experts = [name for name in map(adapted_by, adapters.tensors) if name is not None]
     parameters = {".".join(name.split(".")[-2:]) for name in experts}
-    if adapters.experts and not config.dora and not config.dropout:
-        taken = [layer for layer in linears if layer.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
+    taken = [layer for layer in linears if layer.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
+    if adapters.experts and taken:
+        if config.dora:
+            raise ConfigError(
+                f"peft takes DoRA of {taken[0]} for that of experts, which it does not have; "
+                "export the whole model with --merge, or train with targets that leave out "
+                f"{', '.join(sorted(_TAKEN_FOR_EXPERTS))}"
+            )
         linears = [layer for layer in linears if layer not in taken]
         parameters |= {".".join(layer.split(".")[-2:]) + ".weight" for layer in taken}
     return {
@@ -54,7 +64,8 @@ def peft_config(adapters: Adapters) -> dict[str, Any]:
         "base_model_name_or_path": str(adapters.folder),
         "r": config.r,
         "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
+        # Without influence on what is trained, and peft's adapters of parameters have none.
+        "lora_dropout": 0.0 if parameters else config.dropout,
         "use_dora": config.dora,
         "use_rslora": config.rslora,
         "bias": "none",
