@@ -64,6 +64,21 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("modules", "targets"),
+    [
+        ("lora_target_modules: [q_proj]", "q_proj+gate_up_proj+down_proj"),
+        ("lora_target_linear: true", "all-linear+gate_up_proj+down_proj"),
+    ],
+)
+def test_experts_that_axolotl_names_are_targets(tmp_path: Path, modules: str, targets: str) -> None:
+    named = "lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]"
+    text = f"base_model: org/model\nadapter: lora\nlora_r: 8\n{modules}\n{named}\n"
+    found = imported(written(tmp_path, text))
+    assert found.values["lora"] == f"r=8,targets={targets}"
+    assert not any("lora_target" in line for line in found.left_out)
+
+
 def test_axolotl(tmp_path: Path) -> None:
     found = imported(written(tmp_path, AXOLOTL))
     assert TrainOptions(**found.values) == TrainOptions(

@@ -61,6 +61,7 @@ _HANDLED = {
     *("use_dora", "peft_use_dora", "use_rslora", "peft_use_rslora"),
     *("load_in_4bit", "load_in_8bit", "quantization_bit"),
     *("lora_target", "lora_target_modules", "lora_target_linear", "lora_dropout"),
+    "lora_target_parameters",
     *("rl", "pref_loss", "simpo_gamma", "datasets", "dataset", "output_dir"),
     *_BETAS,
 }
@@ -152,6 +153,12 @@ def _adapters(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
         targets = None  # all of them is what is done anyway
     if isinstance(targets, str):
         targets = targets.split(",")
+    # Of experts, such as `mlp.experts.down_proj`; here the last name is enough.
+    experts = said.get("lora_target_parameters") or []
+    experts = experts.split(",") if isinstance(experts, str) else experts
+    if experts:
+        experts = [str(name).rpartition(".")[2] for name in experts]
+        targets = [*(targets or ["all-linear"]), *experts]
     if targets:
         parts.append("targets=" + "+".join(str(name).strip() for name in targets))
     dora = bool(said.get("use_dora") or said.get("peft_use_dora"))
