@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from atomtrain.checkpoint import open_checkpoint
+from atomtrain.cli.main import main
 from atomtrain.data import Tokenizer
 
 VOCABULARY = 300
@@ -102,3 +103,19 @@ def saved_tensors(run: Path) -> dict[str, torch.Tensor]:
         for key, tensor in tensors.items()
         if name != "swarm"
     }
+
+
+def train_by_command(
+    folder: Path, text: Path, run: str, *more: str, memory: str, sequences: int, steps: int
+) -> Path:
+    """Train the model in a folder by `atom train`, below the working directory; return the peer's
+    folder."""
+    arguments = [
+        "train", "--model", str(folder), "--data", str(text), "--run", run, "--host", "127.0.0.1",
+        "--device", "emulated:4GiB/s", "--device-memory", memory, "--context", "16",
+        "--sequences", str(sequences), "--steps", str(steps), "--plain", "--no-profile",
+        "--threads", "1", "--evaluate-every", "100", "--checkpoint-every", "100",
+        "--learning-rate", "0.01",
+    ]  # fmt: skip
+    assert main([*arguments, *more]) == 0
+    return Path("runs") / run / "peer-0"

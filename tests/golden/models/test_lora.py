@@ -34,7 +34,13 @@ from atomtrain.optimizers import AdamW
 from atomtrain.optimizers.paths import same_bits
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.training.setup.objective import NextToken
-from tests.support.hugging_face_models import UNTIED, saved_tensors, write_model, write_text
+from tests.support.hugging_face_models import (
+    UNTIED,
+    saved_tensors,
+    train_by_command,
+    write_model,
+    write_text,
+)
 from tests.support.reference import train as resident
 
 pytest.importorskip("transformers")
@@ -207,15 +213,7 @@ def test_levels_on_a_device_are_the_same_memory_whatever_counts_or_infers() -> N
     assert _levels_on(torch.device("cpu")) is first
 
 
-def train(folder: Path, text: Path, run: str, *more: str) -> Path:
-    arguments = [
-        "train", "--model", str(folder), "--data", str(text), "--run", run, "--host", "127.0.0.1",
-        "--device", "emulated:4GiB/s", "--device-memory", "2MiB", "--context", "16",
-        "--sequences", "4", "--steps", "3", "--plain", "--no-profile", "--threads", "1",
-        "--evaluate-every", "100", "--checkpoint-every", "100", "--learning-rate", "0.01",
-    ]  # fmt: skip
-    assert main([*arguments, *more]) == 0
-    return Path("runs") / run / "peer-0"
+train = partial(train_by_command, memory="2MiB", sequences=4, steps=3)
 
 
 def test_dropout_and_scale_are_those_of_peft(tmp_path: Path) -> None:

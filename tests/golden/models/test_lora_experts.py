@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from atomtrain.optimizers import AdamW
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.objective import NextToken
 from atomtrain.training.setup.state import model_of
-from tests.support.hugging_face_models import MIXTURES, saved_tensors, write_model, write_text
+from tests.support.hugging_face_models import (
+    MIXTURES,
+    saved_tensors,
+    train_by_command,
+    write_model,
+    write_text,
+)
 from tests.support.reference import train as resident
 
 pytest.importorskip("transformers")
@@ -155,15 +162,7 @@ def test_each_expert_has_a_product_of_its_own(transposed: bool) -> None:
         torch.testing.assert_close(found[expert], expected)
 
 
-def train(folder: Path, text: Path, run: str, *more: str) -> Path:
-    arguments = [
-        "train", "--model", str(folder), "--data", str(text), "--run", run, "--host", "127.0.0.1",
-        "--device", "emulated:4GiB/s", "--device-memory", "4MiB", "--context", "16",
-        "--sequences", "2", "--steps", "2", "--plain", "--no-profile", "--threads", "1",
-        "--evaluate-every", "100", "--checkpoint-every", "100", "--learning-rate", "0.01",
-    ]  # fmt: skip
-    assert main([*arguments, *more]) == 0
-    return Path("runs") / run / "peer-0"
+train = partial(train_by_command, memory="4MiB", sequences=2, steps=2)
 
 
 def unmerged(folder: Path, run: Path, lora: str) -> Any:
