@@ -102,7 +102,7 @@ $(VENV)/bin/pip:
 	./scripts/make-venv $(PYTHON) $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/pip $(PROJECTS) constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]' -e research -e benchmarks
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,swarm]' -e research -e benchmarks
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/bin/pip $(PROJECTS) constraints.txt

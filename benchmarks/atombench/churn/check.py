@@ -18,7 +18,7 @@ from atombench.churn.peers import ChurnPeer
 from atombench.churn.witness import check_means, read_notes
 from atombench.common import Result, progress
 from atomtrain.checkpoint import load_latest
-from atomtrain.training.setup.state import swarm_tensors
+from atomtrain.training.setup.state import saved_swarm
 
 HANG_S = 30.0
 
@@ -145,8 +145,10 @@ def compare_checkpoints(folders: Iterable[Path]) -> Comparison:
     anchors: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
     for folder in folders:
         checkpoint = load_latest(folder)
-        tensors = swarm_tensors(checkpoint)
-        for fragment, version in enumerate(checkpoint.meta["swarm"]["versions"]):
+        saved = saved_swarm(checkpoint)
+        assert saved is not None, "its peer has averaged"
+        tensors = saved.tensors
+        for fragment, version in enumerate(saved.meta["versions"]):
             for kind in ("anchor", "velocity"):
                 name = f"{kind}.{fragment}"
                 if name in tensors:

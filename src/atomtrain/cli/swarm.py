@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from atomtrain.cli.parsing import leaving_at_once, parse, shown
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.settings import option
+from atomtrain.swarm.packages import require_packages
 from atomtrain.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -73,14 +74,13 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(_USAGE.format(commands=commands))
         return 0 if arguments else 2
     name, *rest = arguments
-    if name == "status":
-        return _status(rest)
-    if name == "ping":
-        return _ping(rest)
-    raise ConfigError(
-        f"there is no command 'swarm {name}'.{nearest(name, _COMMANDS)} "
-        f"Commands: {', '.join(_COMMANDS)}"
-    )
+    if name not in _COMMANDS:
+        raise ConfigError(
+            f"there is no command 'swarm {name}'.{nearest(name, _COMMANDS)} "
+            f"Commands: {', '.join(_COMMANDS)}"
+        )
+    require_packages(f"'atom swarm {name}'")
+    return _status(rest) if name == "status" else _ping(rest)
 
 
 def _status(arguments: Sequence[str]) -> int:

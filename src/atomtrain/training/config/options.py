@@ -21,6 +21,7 @@ from atomtrain.settings import (
 from atomtrain.swarm.anchors.updates import check_outer_name
 from atomtrain.swarm.membership.config import SwarmConfig
 from atomtrain.swarm.membership.rules import Rules, check_group_size, check_mean, check_transport
+from atomtrain.swarm.packages import missing_packages
 from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.training.config.recipe import Recipe
 
@@ -255,8 +256,10 @@ class TrainOptions:
 
     @property
     def n_peers(self) -> int:
-        """Local peers to start."""
-        return self.peers if self.peers is not None else (2 if self.is_demo else 1)
+        """Local peers to start: of the demonstration two, where a swarm can be had."""
+        if self.peers is not None:
+            return self.peers
+        return 2 if self.is_demo and not missing_packages() else 1
 
     def _check_together(self) -> None:
         """Refuse what contradicts each other."""

@@ -29,6 +29,7 @@ def check_early(options: TrainOptions) -> None:
         AtomError: the first mistake.
     """
     check_model_name(options.model)
+    _check_swarm(options)
     _check_device(options.device, compiled=options.compile)
     if options.no_profile and options.profile_again:
         raise ConfigError(
@@ -57,6 +58,16 @@ def check_model_name(name: str | None) -> None:
     from atomtrain.models.gpt_config import preset
 
     preset(name)
+
+
+def _check_swarm(options: TrainOptions) -> None:
+    """Refuse to train with others where the packages for it are missing."""
+    from atomtrain.swarm.packages import require_packages
+
+    if options.join:
+        require_packages("--join")
+    if options.n_peers > 1:
+        require_packages(f"training with {options.n_peers} peers")
 
 
 def check_gpu_name(name: str) -> None:

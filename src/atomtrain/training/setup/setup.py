@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from atomtrain.checkpoint import Checkpoint
 from atomtrain.data import SamplerConfig
 from atomtrain.data.material import Batches
 from atomtrain.engine.api import swap
@@ -26,6 +27,7 @@ from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
 from atomtrain.settings import chosen
+from atomtrain.swarm.packages import INSTALL, missing_packages
 from atomtrain.topology import allowed_cores
 from atomtrain.training.config.folders import (
     FIRST_NAME,
@@ -52,7 +54,7 @@ from atomtrain.training.setup.objectives import objective_of
 from atomtrain.training.setup.preference import DirectPreference
 from atomtrain.training.setup.references import with_references
 from atomtrain.training.setup.sources import Source, averages_gradients, find_source
-from atomtrain.training.setup.state import restore, swarm_tensors
+from atomtrain.training.setup.state import restore, saved_swarm
 from atomtrain.training.setup.texts import Text, own_text
 from atomtrain.training.together.gradients import (
     GradientCollector,
@@ -71,7 +73,7 @@ from atomtrain.training.together.peering import (
 from atomtrain.views.plans.files import require_writable
 
 if TYPE_CHECKING:
-    from atomtrain.swarm import Swarm
+    from atomtrain.swarm import Swarm, SwarmState
 
 _log = logging.getLogger("atomtrain.training")
 
@@ -215,7 +217,7 @@ def _assemble(
             swarm=source.swarm,
             fragments=fragments,
         )
-        _enter_swarm(session, source)
+        _enter_swarm(session, source, tell)
     except BaseException:
         engine.close()
         raise
@@ -283,37 +285,51 @@ def _fragments(engine: Engine, source: Source) -> EngineFragments:
     return EngineFragments(engine, most=most_fragments(engine, source.recipe.local_steps))
 
 
-def _enter_swarm(session: Session, source: Source) -> None:
-    from atomtrain.swarm import Swarm, SwarmState
-
+def _enter_swarm(session: Session, source: Source, tell: Callable[[str], None]) -> None:
+    """Join the swarm that was found, found one, or stay alone."""
     checkpoint, options = source.checkpoint, session.options
+    saved: SwarmState | None = None
     if checkpoint is not None:
         session.step = checkpoint.step
         session.tokens = int(checkpoint.meta["tokens"])
-    saved = swarm_tensors(checkpoint) if checkpoint is not None else {}
-    if session.swarm is not None:
-        session.swarm.use_judge(_judge(session))
-        if session.swarm.manifest.fragment_elements != session.fragments.elements:
-            raise ConfigError(
-                f"the run {session.run!r} divides its model otherwise than this version does; "
-                "use the version of atomtrain that its founder uses"
-            )
-        if isinstance(session.fragments, GradientFragments):
-            recipe = Recipe.from_json(session.swarm.manifest.payload["recipe"])
-            session.swarm.use_update(step_of(recipe, session.model, session.fragments))
-        if checkpoint is not None and saved:
-            session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
-            session.swarm.rebase(session.fragments)
-        else:
-            session.swarm.download(session.fragments)
-            steps = [peer.steps for peer in session.swarm.peers() if not peer.is_self]
-            session.step = max([session.step, *steps])
-        if isinstance(session.fragments, GradientFragments):
-            session.fragments.forget(0)
-            session.step = session.swarm.version
-        return
-    if options.run is None and not saved:
-        return
+        saved = saved_swarm(checkpoint)
+    if missing_packages():
+        if options.run is not None or options.is_demo:
+            tell(f"trains alone: others can join only where {INSTALL} has been run")
+    elif session.swarm is not None:
+        _join_swarm(session, session.swarm, saved)
+    elif options.run is not None or saved is not None:
+        _found_swarm(session, checkpoint, saved)
+
+
+def _join_swarm(session: Session, swarm: Swarm, saved: SwarmState | None) -> None:
+    """Take the run's update and anchors, or go on from those of a checkpoint."""
+    swarm.use_judge(_judge(session))
+    if swarm.manifest.fragment_elements != session.fragments.elements:
+        raise ConfigError(
+            f"the run {session.run!r} divides its model otherwise than this version does; "
+            "use the version of atomtrain that its founder uses"
+        )
+    if isinstance(session.fragments, GradientFragments):
+        recipe = Recipe.from_json(swarm.manifest.payload["recipe"])
+        swarm.use_update(step_of(recipe, session.model, session.fragments))
+    if saved is not None:
+        swarm.load_state_dict(saved)
+        swarm.rebase(session.fragments)
+    else:
+        swarm.download(session.fragments)
+        steps = [peer.steps for peer in swarm.peers() if not peer.is_self]
+        session.step = max([session.step, *steps])
+    if isinstance(session.fragments, GradientFragments):
+        session.fragments.forget(0)
+        session.step = swarm.version
+
+
+def _found_swarm(session: Session, checkpoint: Checkpoint | None, saved: SwarmState | None) -> None:
+    """Open the run to others."""
+    from atomtrain.swarm import Swarm
+
+    options = session.options
     make_directory(session.directory)
     if checkpoint is None:
         forget_peers(session.directory.parent)
@@ -328,17 +344,16 @@ def _enter_swarm(session: Session, source: Source) -> None:
         session.run, recipe, tokenizer.to_json(), tokenizer.separator_text,
         session.fragments.elements,
     )  # fmt: skip
-    update = born_s = None
+    update = None
     if isinstance(session.fragments, GradientFragments):
         update = step_of(recipe, session.model, session.fragments)
         session.fragments.forget(0)
-    if saved and checkpoint is not None:
-        born_s = float(checkpoint.meta["swarm"].get("born_s", 0.0))
+    born_s = None if saved is None else float(saved.meta.get("born_s", 0.0))
     session.swarm = Swarm.found(
         config, manifest, session.fragments, update, born_s, _judge(session)
     )
-    if saved and checkpoint is not None:
-        session.swarm.load_state_dict(SwarmState(saved, checkpoint.meta["swarm"]))
+    if saved is not None:
+        session.swarm.load_state_dict(saved)
 
 
 def _judge(session: Session) -> Callable[[], float]:

@@ -16,6 +16,7 @@ from atomtrain.data import SamplerConfig, Tokenizer, read_tokenizer
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.settings import MOST_COUNT
+from atomtrain.swarm.packages import missing_packages, require_packages
 from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
@@ -132,6 +133,8 @@ def _base_of(recipe: Recipe, given: str | None, known: str | None) -> Weights | 
 def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Source:
     checkpoint = load_latest(directory / CHECKPOINTS)
     meta = checkpoint.meta
+    if meta.get("swarm"):
+        require_packages("--resume of a run that others may join")
     _check_guards(options, run, meta.get("guards", []))
     recipe, tokenizer = recipe_of(checkpoint)
     recipe = amended(recipe, options, str(checkpoint.path))
@@ -166,13 +169,15 @@ def _rejoin(
     options: TrainOptions, run: str, name: str, directory: Path, checkpoint: Checkpoint
 ) -> Swarm | None:
     """Join through the given addresses, or look for the peers that were known when it was saved."""
-    from atomtrain.swarm.catchup.joining import WrongKeyError
-
     if options.join:
         return _join(options, run, name, directory)
+    if missing_packages():  # nobody was met
+        return None
     known = tuple(checkpoint.meta.get("swarm", {}).get("known_addresses", ()))
     if not known and not knows_peers(run, directory.parent):
         return None
+    from atomtrain.swarm.catchup.joining import WrongKeyError
+
     try:
         return _join(dataclasses.replace(options, join=known), run, name, directory)
     except SwarmError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.adapters import Adapters
 from atomtrain.training.setup.budgets import check_resident
 from atomtrain.training.setup.peft_folder import ADAPTER_CONFIG, read_peft
+
+if TYPE_CHECKING:
+    from atomtrain.swarm import SwarmState
 
 PARAMETER = "parameter"
 SWARM_SHARD = "swarm"
@@ -138,11 +141,14 @@ def _check(
         )
 
 
-def swarm_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return clones of the swarm's tensors in a checkpoint, empty if it has none."""
+def saved_swarm(checkpoint: Checkpoint) -> SwarmState | None:
+    """Return what a checkpoint keeps of the swarm, its tensors cloned; `None` if nothing."""
     if SWARM_SHARD not in checkpoint.tensor_names:
-        return {}
-    return {name: tensor.clone() for name, tensor in checkpoint.shard(SWARM_SHARD).items()}
+        return None
+    from atomtrain.swarm import SwarmState
+
+    tensors = {name: tensor.clone() for name, tensor in checkpoint.shard(SWARM_SHARD).items()}
+    return SwarmState(tensors, checkpoint.meta["swarm"]) if tensors else None
 
 
 def recipe_of(checkpoint: Checkpoint) -> tuple[Recipe, Tokenizer]:

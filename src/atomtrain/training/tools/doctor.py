@@ -66,15 +66,13 @@ def examine(directory: Path, host: str, port: int) -> list[Finding]:
 def _versions() -> Iterator[Finding]:
     import torch
 
-    names = ("atomtrain", "torch", "numpy", "hivemind")
+    names = ("atomtrain", "torch", "numpy")
     found = {name: _version(name) for name in names}
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
     text = f"Python {platform.python_version()}, {text}"
     missing = [name for name, version in found.items() if version is None]
     if missing:
         yield Finding("versions", PROBLEM, text, f"pip install {' '.join(missing)}")
-    elif _number(found["numpy"]) >= (2, 4):
-        yield Finding("versions", PROBLEM, text, "pip install 'numpy<2.4', which hivemind needs")
     elif _number(str(torch.__version__)) < (2, 9):
         yield Finding("versions", PROBLEM, text, "pip install 'torch>=2.9'")
     else:
@@ -165,6 +163,12 @@ def _disk(directory: Path) -> Iterator[Finding]:
 
 
 def _network(host: str, port: int) -> Iterator[Finding]:
+    from atomtrain.swarm.packages import INSTALL, missing_packages
+
+    if missing := missing_packages():
+        text = f"this machine trains alone: {', '.join(missing)} missing"
+        yield Finding("swarm", WARNING, text, f"to train with others, run {INSTALL} (on Linux)")
+        return
     from atomtrain.swarm.membership.lan import PORT
 
     try:
