@@ -321,7 +321,10 @@ def main() -> None:
     except SwarmError as error:
         say("error", text=str(error))
         sys.exit(2)
-    say("ready", peer_id=swarm.peer_id, address=swarm.address, daemon=daemon_pid(swarm))
+    say(
+        "ready", peer_id=swarm.peer_id, address=swarm.address, daemon=daemon_pid(swarm),
+        means=vectors.means(),
+    )  # fmt: skip
     train(swarm, vectors, settings)
     if "linger_s" in settings:
         linger(swarm, settings["linger_s"])

@@ -125,7 +125,8 @@ def test_a_newcomer_takes_no_model_that_is_worse_than_none(
 def test_a_newcomer_that_joins_through_a_liar_gets_what_the_honest_ones_have(
     peers: list[PeerProcess], tmp_path: Path, what: str
 ) -> None:
-    """It has no judge: it goes by what most have had."""
+    """It has no judge: it goes by what most have had. What it does later proves nothing: without a
+    judge it goes on with whoever takes part in rounds with it, the liar first."""
     begin = tmp_path / "begin"
     honest, liar = _begun(peers, 3, fault=f"lie {what}", fault_file=str(begin))
     begin.touch()
@@ -133,8 +134,8 @@ def test_a_newcomer_that_joins_through_a_liar_gets_what_the_honest_ones_have(
     address = liar.wait_for("ready")["address"]
     newcomer = PeerProcess(**{**_SETTINGS, "judges": False}, join=[address])
     peers.append(newcomer)
-    newcomer.wait_ready()
-    for said in [newcomer.wait_for("state"), *newcomer.lines("state")]:
-        assert all(abs(mean - 1.0) < 0.4 for mean in said["means"]), said
-    wait_averaged(honest[0], *honest, newcomer)
+    got = newcomer.wait_for("ready")["means"]
+    assert all(abs(mean - 1.0) < 0.4 for mean in got), got
+    for peer in honest:
+        wait_averaged(peer, *honest)
     assert "could not tell" not in _ended(peers, newcomer)
