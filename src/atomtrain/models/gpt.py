@@ -41,6 +41,8 @@ class Past(NamedTuple):
 class Embedding(nn.Module):
     """Token and position embedding: `[B, T]` token ids to `[B, T, D]`."""
 
+    fixed_operations = True
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.token = nn.Embedding(config.vocabulary, config.width)
@@ -64,6 +66,8 @@ class Embedding(nn.Module):
 
 class Block(nn.Module):
     """Attention and MLP, each behind a normalisation and added to the stream: `[B, T, D]`."""
+
+    fixed_operations = True
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

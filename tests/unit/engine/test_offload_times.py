@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from atomtrain.engine.calibration.offload_times import with_offloading
 from atomtrain.engine.calibration.profiling import measured_times
 from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.offload import Parcel
+from atomtrain.engine.execution.saved_script import Performance
 from atomtrain.engine.planner import times_of_all
 from tests.unit.analysis.test_profile import parts, small_gpt
 
@@ -48,18 +50,22 @@ def test_layers_that_may_be_offloaded_are_measured() -> None:
 
 def test_what_takes_longer_on_the_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processor time: waits are in the plan's timeline."""
-    pack, unpack, spent_s, slept_s = Parcel.pack, Parcel.unpack, 2e-3, 50e-3
+    unpack, spent_s, slept_s = Parcel.unpack, 2e-3, 50e-3
 
-    def slow_pack(*arguments: Any) -> Any:
-        busy_for(spent_s)
-        return pack(*arguments)
+    def slow(pack: Callable[..., Any]) -> Callable[..., Any]:
+        def slow_pack(*arguments: Any) -> Any:
+            busy_for(spent_s)
+            return pack(*arguments)
+
+        return slow_pack
 
     def slow_unpack(*arguments: Any) -> Any:
         time.sleep(slept_s)
         return unpack(*arguments)
 
     monkeypatch.setattr(offload_times, "_MOST_S", 0.0)
-    monkeypatch.setattr(Parcel, "pack", slow_pack)
+    monkeypatch.setattr(Parcel, "pack", slow(Parcel.pack))
+    monkeypatch.setattr(Performance, "pack", slow(Performance.pack))
     monkeypatch.setattr(Parcel, "unpack", slow_unpack)
     costs, times = measured()
     block = max(costs.layers[:-1], key=lambda cost: cost.saved.sent)

@@ -96,7 +96,7 @@ class RematerializedOperation:
         self._results: dict[int, Tensor] = {}
         self.needed: set[int] = set()
         """Positions of the results that are still to be used."""
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         self._saved: list[Any] = []
         if nested:
             _replaced((args, kwargs), self._take)
@@ -106,8 +106,20 @@ class RematerializedOperation:
                     self._take(one.packed)
         self._arguments: Sequence[Any] | None = None
 
+    def on(self, by: Callable[[Any], Any]) -> RematerializedOperation:
+        """Return the same operation with `by(packed)` in place of what stands for each tensor."""
+        args: Sequence[Any] = [
+            Standing(by(one.packed)) if type(one) is Standing else one for one in self._args
+        ]
+        kwargs: Mapping[str, Any] = self._kwargs
+        if self._nested:
+            args, kwargs = _replaced(
+                (self._args, self._kwargs), lambda packed: Standing(by(packed))
+            )
+        return RematerializedOperation(self._func, args, kwargs, self._nested, self.depth)
+
     def _take(self, packed: Any) -> None:
-        (self._steps if isinstance(packed, _Step) else self._saved).append(packed)
+        (self._steps if isinstance(packed, Step) else self._saved).append(packed)
 
     def arguments(self) -> Sequence[Any]:
         """Return what stands for the saved tensors from which everything begins."""
@@ -134,7 +146,7 @@ class RematerializedOperation:
                 uses[step.result] = uses.get(step.result, 0) + 1
 
         def argument(packed: Any) -> Tensor:
-            if not isinstance(packed, _Step):
+            if not isinstance(packed, Step):
                 return unpack(packed)
             view = made[packed.result].as_strided(packed.size, packed.stride, packed.offset)
             uses[packed.result] -= 1
@@ -186,7 +198,7 @@ _Result = tuple[RematerializedOperation, int]
 """An operation, and the position of one of its results."""
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """Stands for a result that was not saved itself, on the way to one that was."""
 
     operation: RematerializedOperation
@@ -313,7 +325,7 @@ class Rematerializer(TorchDispatchMode):
         if note is None or note.dtype != tensor.dtype:
             return None
         offset, stride = int(tensor.storage_offset()), tensor.stride()
-        return _Step(note.operation, note.position, offset, tensor.shape, stride)
+        return Step(note.operation, note.position, offset, tensor.shape, stride)
 
 
 _KINDS: dict[int, tuple[str, Any]] = {}

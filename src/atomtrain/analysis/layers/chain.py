@@ -26,6 +26,14 @@ class Layer:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the shapes of what it reads, and the mode, tell all operations that it does.
+
+        A module says so by an attribute `fixed_operations`; others may do otherwise each time.
+        """
+        return bool(getattr(self.module, "fixed_operations", False))
+
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The module's parameters by its own names; a weight with two names appears under both."""

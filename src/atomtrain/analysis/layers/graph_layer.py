@@ -121,6 +121,8 @@ class GraphLayer(nn.Module):
     ..., so that identical layers look identical.
     """
 
+    fixed_operations = True
+
     def __init__(
         self,
         template: Template,

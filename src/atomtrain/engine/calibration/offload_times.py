@@ -31,6 +31,7 @@ from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.engine.execution.compiled import CompiledLayer
 from atomtrain.engine.execution.graphs import WaitingGraph, Where
 from atomtrain.engine.execution.offload import Offload, Parcel
+from atomtrain.engine.execution.saved_script import Key, Script, key_of
 from atomtrain.planning.cost.saved import SavedTensors
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
@@ -168,8 +169,10 @@ class _TimedRematerializer(Rematerializer):
 class _TimedGraph(WaitingGraph):
     """Times all that it does beside the layers."""
 
-    def __init__(self, where: Where, parcel: Parcel, timer: _Timer) -> None:
-        super().__init__(where, parcel)
+    def __init__(
+        self, where: Where, parcel: Parcel, scripts: dict[Key, Script], timer: _Timer
+    ) -> None:
+        super().__init__(where, parcel, scripts)
         self._timer = timer
 
     def _new_rematerializer(self) -> Rematerializer:
@@ -216,6 +219,8 @@ class _Bench:
         self._tensors.update(buffers)
         staying = frozenset(b.untyped_storage()._cdata for b in buffers.values())
         self._where = Where(self._slot, staying, frozenset())
+        self._scripts: dict[Key, Script] = {}
+        self._key = key_of(0, layer, values)
 
     def sample(self) -> _Sample:
         """Run the layer in all ways, one after the other."""
@@ -239,11 +244,11 @@ class _Bench:
     def _offloaded(self, *, remakes: bool) -> _Spent:
         offload, timer = self._offloads[remakes], _Timer()
         parcel = offload.parcel()
-        graph = _TimedGraph(self._where, parcel, timer)
+        graph = _TimedGraph(self._where, parcel, self._scripts, timer)
         watched = remakes and not isinstance(self._layer, CompiledLayer)
 
         def run(taken: Mapping[str, Any]) -> dict[str, Any]:
-            with graph.layer() if watched else nullcontext():
+            with graph.layer(self._key) if watched else nullcontext():
                 return self._run(taken)
 
         taken = {n: v.detach() if isinstance(v, Tensor) else v for n, v in self._values.items()}

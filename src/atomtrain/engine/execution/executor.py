@@ -31,6 +31,7 @@ from atomtrain.engine.execution.graphs import Graphs, WaitingGraph, Where
 from atomtrain.engine.execution.host_layers import HostLayers
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.engine.execution.randomness import Randomness
+from atomtrain.engine.execution.saved_script import Key, key_of
 from atomtrain.engine.execution.slots import Slots, Tensors
 from atomtrain.engine.state.buffers import DeviceBuffers
 from atomtrain.engine.state.store import HostStore
@@ -43,6 +44,10 @@ from atomtrain.planning.plan.shape import Layers
 
 Values = Mapping[str, Any]
 """A micro-batch: the chain's inputs by name."""
+
+
+def _alone(_key: Key | None) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Executor:
@@ -228,8 +233,8 @@ class Executor:
             self.slots.slot_of(visit), self._staying, self.buffers.changing(*visit.layers)
         )
         parcel = self._graphs.offload.parcel() if visit.activation == "offload" else None
-        graph = WaitingGraph(where, parcel)
-        around = graph.layer if self._remakes else nullcontext
+        graph = WaitingGraph(where, parcel, self._graphs.scripts)
+        around = graph.layer if self._remakes else _alone
         values = graph.run(
             taken,
             lambda name: self._costs.values[name].requires_grad,
@@ -324,9 +329,10 @@ class Executor:
         micro_batch: int,
         taken: Mapping[str, Any],
         wanted: Sequence[str],
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        around: Callable[[Key | None], AbstractContextManager[None]] = _alone,
     ) -> dict[str, Any]:
-        """Run the segment's layers, each within `around()`; return the wanted values."""
+        """Run the segment's layers, each within `around(its script's key)`; return the wanted
+        values."""
         start, stop = visit.layers
         values = dict(taken)
         again = visit.phase is Phase.BACKWARD
@@ -339,8 +345,9 @@ class Executor:
                 if draws:
                     self._random.reach(micro_batch, index, first=index == start)
                 of_layer = self.buffers.of(index, micro_batch, visit.phase, visit.leaves)
-                with around(), of_layer as buffers:
-                    arguments = [values[name] for name in layer.reads]
+                arguments = [values[name] for name in layer.reads]
+                key = None if around is _alone else key_of(index, layer, arguments)
+                with around(key), of_layer as buffers:
                     written = layer.run({**tensors[index - start], **buffers}, arguments)
                 del arguments
                 values.update(zip(layer.writes, written, strict=True))

@@ -24,16 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from atomtrain.analysis.costs.rematerialization import Rematerializer
-from atomtrain.engine.execution.offload import Away, Offload, Parcel, view_at
-
-
-class _Place(NamedTuple):
-    """Where a saved tensor lies in the segment's slot."""
-
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+from atomtrain.engine.execution.offload import Away, Offload, Parcel, View, view_at, view_of
+from atomtrain.engine.execution.saved_script import Key, Performance, Script
 
 
 class _Entrance(torch.autograd.Function):
@@ -63,9 +55,20 @@ class Where(NamedTuple):
 class WaitingGraph:
     """One micro-batch's graph of one segment, from its forward visit to its backward visit."""
 
-    def __init__(self, where: Where, parcel: Parcel | None) -> None:
-        """`parcel` takes what is saved to the host; `None` keeps it."""
+    def __init__(
+        self, where: Where, parcel: Parcel | None, scripts: dict[Key, Script] | None = None
+    ) -> None:
+        """Make a graph of nothing yet.
+
+        Args:
+            where: What stays in place.
+            parcel: Takes what is saved to the host; `None` keeps it.
+            scripts: Of layers that have run; those of others are added.
+        """
         self._where, self.parcel = where, parcel
+        self._scripts = {} if scripts is None else scripts
+        self._learning: Script | None = None
+        self._performance: Performance | None = None
         self._slot = where.slot
         self._slot_key = where.slot.untyped_storage()._cdata
         self._device = where.slot.device
@@ -76,18 +79,31 @@ class WaitingGraph:
         self._edges: dict[str, GradientEdge] = {}
 
     @contextmanager
-    def layer(self) -> Iterator[None]:
-        """Give the context in which one of the segment's layers runs."""
+    def layer(self, key: Key | None) -> Iterator[None]:
+        """Give the context in which a layer runs; `key` tells which script may hold for it."""
         if self.parcel is None:
             yield
             return
         self.parcel.begin_layer()
+        script = None if key is None else self._scripts.get(key)
+        if script is not None:
+            self._performance = Performance(script, self.parcel)
+            try:
+                yield
+                self._performance.end()
+            finally:
+                self._performance = None
+            return
         self._rematerializer = self._new_rematerializer()
+        learning = self._learning = None if key is None else Script()
         try:
             with self._rematerializer:
                 yield
+            if key is not None and learning is not None:
+                learning.learnt()
+                self._scripts[key] = learning
         finally:
-            self._rematerializer = None
+            self._rematerializer = self._learning = None
 
     def run(
         self,
@@ -155,15 +171,24 @@ class WaitingGraph:
         assert self.parcel is not None
         key = tensor.untyped_storage()._cdata
         if key == self._slot_key:
-            return _place_of(tensor)
+            return view_of(tensor)
         if key in self._where.changing:
             return None
         return tensor.data if key in self._where.staying else self.parcel.find(tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
+        if self._performance is not None:
+            return self._performance.pack(tensor)
+        packed = self._watched(tensor)
+        if self._learning is not None:
+            changing = tensor.untyped_storage()._cdata in self._where.changing
+            self._learning.learn(tensor, packed, changing=changing)
+        return packed
+
+    def _watched(self, tensor: Tensor) -> Any:
         key = tensor.untyped_storage()._cdata
         if key == self._slot_key:
-            return _place_of(tensor)
+            return view_of(tensor)
         if key in self._where.changing:
             return tensor.detach().clone()
         # An alias without history: a graph must not hold its own outputs.
@@ -178,13 +203,8 @@ class WaitingGraph:
             return packed
         if isinstance(packed, Away):
             return packed.parcel.unpack(packed, self._unpack)
-        return view_at(
-            self._slot.untyped_storage(), packed.dtype, packed.offset, packed.size, packed.stride
-        )
-
-
-def _place_of(tensor: Tensor) -> _Place:
-    return _Place(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        place: View = packed
+        return view_at(self._slot.untyped_storage(), place)
 
 
 class Graphs:
@@ -192,6 +212,8 @@ class Graphs:
 
     def __init__(self, offload: Offload) -> None:
         self.offload = offload
+        self.scripts: dict[Key, Script] = {}
+        """Of layers that have run."""
         self._waiting: dict[tuple[tuple[int, int], int], WaitingGraph] = {}
 
     def put(self, layers: tuple[int, int], micro_batch: int, graph: WaitingGraph) -> None:

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ _JOBS_PER_WINDOW = 8
 """Copies begin while most of the window is still free."""
 
 
-class _Storage:
+class SentStorage:
     """One storage that waits on the host."""
 
     __slots__ = ("back", "fetched", "host", "n_bytes", "saved", "together", "users")
@@ -50,7 +50,7 @@ class _Storage:
         self.n_bytes = host.numel()
         self.saved: Event | None = None
         """`None` as long as it waits for others to leave with."""
-        self.together: Sequence[_Storage] = ()
+        self.together: Sequence[SentStorage] = ()
         """What left in the same job, this one too."""
         self.users = 0
         """Saved tensors in it that backward has not asked for yet."""
@@ -63,7 +63,7 @@ class _Storage:
         assert self.host is not None
         return self.host
 
-    def to_bring(self) -> list[_Storage]:
+    def to_bring(self) -> list[SentStorage]:
         """Return this one, and what else of its job is still wanted and not on the device."""
         return [
             one
@@ -72,24 +72,39 @@ class _Storage:
         ]
 
 
+AnyStorage: TypeAlias = "SentStorage | RematerializedStorage"
+
+
+class View(NamedTuple):
+    """Where a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def view_of(tensor: Tensor) -> View:
+    """Return where a tensor lies in its storage."""
+    return View(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
 class Away:
     """Stands for a saved tensor whose storage is on the host or will be made again, or for an
     argument of what will."""
 
-    __slots__ = ("dtype", "offset", "parcel", "size", "storage", "stride", "used")
+    __slots__ = ("parcel", "storage", "used", "view")
 
     def __init__(
         self,
         parcel: Parcel,
-        storage: _Storage | RematerializedStorage,
-        tensor: Tensor,
+        storage: AnyStorage,
+        view: View,
         *,
         argument: bool = False,
     ) -> None:
-        self.parcel, self.storage = parcel, storage
+        self.parcel, self.storage, self.view = parcel, storage, view
         self.used = argument  # an argument is a user until what is made of it is dropped
-        self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
-        self.size, self.stride = tensor.shape, tensor.stride()
 
 
 class _Leaving(NamedTuple):
@@ -109,13 +124,13 @@ class Offload:
         self._device, self._pool, self._window_bytes = device, pool, window_bytes
         share = window_bytes // _JOBS_PER_WINDOW
         self._job_bytes = max(_LEAST_JOB_BYTES, min(share, _MOST_JOB_BYTES))
-        self._waiting: list[tuple[torch.UntypedStorage, _Storage]] = []
+        self._waiting: list[tuple[torch.UntypedStorage, SentStorage]] = []
         """What leaves in the next job."""
         self._waiting_bytes = 0
         self._leaving: deque[_Leaving] = deque()
         self._leaving_bytes = 0
         """Of what is in both."""
-        self._to_fetch: deque[_Storage] = deque()
+        self._to_fetch: deque[SentStorage] = deque()
         self._ahead_bytes = 0
         self._freed = False
         """Whether there may be room for more to come ahead."""
@@ -124,14 +139,14 @@ class Offload:
         """Return what takes the saved tensors of one graph."""
         return Parcel(self)
 
-    def send(self, storage: torch.UntypedStorage) -> _Storage:
+    def send(self, storage: torch.UntypedStorage) -> SentStorage:
         """Begin to copy a storage to the host, as soon as there is enough for a job."""
         n_bytes = storage.nbytes()
         if self._leaving_bytes + n_bytes > self._window_bytes:
             self._send_waiting()
             while self._leaving and self._leaving_bytes + n_bytes > self._window_bytes:
                 self._let_go()
-        sent = _Storage(self._pool.take(n_bytes))
+        sent = SentStorage(self._pool.take(n_bytes))
         self._waiting.append((storage, sent))
         self._leaving_bytes += n_bytes
         self._waiting_bytes += n_bytes
@@ -145,7 +160,7 @@ class Offload:
         self._to_fetch.extend(s for parcel in parcels for s in parcel.order())
         self._advance()
 
-    def use(self, storage: _Storage) -> Tensor:
+    def use(self, storage: SentStorage) -> Tensor:
         """Return a storage's bytes on the device; compute waits until they are there."""
         if storage.back is None:
             self._fetch([storage])  # alone: there was no room for it in the window
@@ -155,14 +170,14 @@ class Offload:
             self._arrived(storage)
         return back
 
-    def used(self, storage: _Storage) -> None:
+    def used(self, storage: SentStorage) -> None:
         """Free a storage's device buffer (its last view may outlive this), and bring the next."""
         if not storage.users:
             storage.back = None
         if self._freed:
             self._advance()
 
-    def forget(self, storage: _Storage) -> None:
+    def forget(self, storage: SentStorage) -> None:
         """Free a storage on device and host."""
         if storage.fetched is not None:
             self._arrived(storage)
@@ -205,7 +220,7 @@ class Offload:
             sent.saved, sent.together = saved, together
         self._leaving.append(_Leaving(storages, n_bytes, saved))
 
-    def _fetch(self, storages: Sequence[_Storage]) -> None:
+    def _fetch(self, storages: Sequence[SentStorage]) -> None:
         """Begin to bring back, in one job, storages that left in one job."""
         saved = storages[0].saved
         assert saved is not None
@@ -220,7 +235,7 @@ class Offload:
         for one in storages:
             one.fetched = fetched
 
-    def _arrived(self, storage: _Storage) -> None:
+    def _arrived(self, storage: SentStorage) -> None:
         assert storage.fetched is not None
         self._device.hold(storage.fetched)
         storage.fetched = None
@@ -238,7 +253,7 @@ class Offload:
         def copy() -> None:
             while copies:
                 host, storage = copies.pop()
-                flat = view_at(storage, torch.uint8, 0, host.shape, (1,))
+                flat = view_at(storage, View(torch.uint8, 0, host.shape, (1,)))
                 self._device.copy_out(host, flat)
 
         return copy
@@ -256,12 +271,12 @@ class Parcel:
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
-        self._known = LiveStorages[tuple[_Storage | RematerializedStorage, int]]()
+        self._known = LiveStorages[tuple[AnyStorage, int]]()
         """What was saved, and by which layer last. Only from what the layer that runs has saved is
         anything made again, so that each layer's backward needs what was predicted for the layer
         alone."""
         self._layer = 0
-        self._packed: list[_Storage] = []
+        self._packed: list[SentStorage] = []
 
     def begin_layer(self) -> None:
         """Take note that the next layer's operations follow."""
@@ -272,7 +287,7 @@ class Parcel:
         known = self._known.get(tensor)
         if known is None or known[1] != self._layer:
             return None
-        return Away(self, known[0], tensor, argument=True)
+        return Away(self, known[0], view_of(tensor), argument=True)
 
     def pack(
         self, tensor: Tensor, recipe: Callable[[Tensor], RematerializedStorage | None] | None = None
@@ -281,22 +296,37 @@ class Parcel:
         a `recipe` by which it is made again."""
         storage, layer = self._known.get(tensor) or (None, None)
         if layer != self._layer:
-            if not isinstance(storage, _Storage):  # what another layer makes again does not count
+            if not isinstance(
+                storage, SentStorage
+            ):  # what another layer makes again does not count
                 storage = self._new(tensor, recipe)
                 if storage is None:
                     return tensor.data
             self._known.put(tensor, (storage, self._layer))
         assert storage is not None
         storage.users += 1
-        if isinstance(storage, _Storage):
+        if isinstance(storage, SentStorage):
             self._packed.append(storage)
         else:
             self._note_needed(storage)
-        return Away(self, storage, tensor)
+        return Away(self, storage, view_of(tensor))
+
+    def send(self, tensor: Tensor) -> SentStorage:
+        """Send a tensor's storage, unless an earlier layer has."""
+        known = self._known.get(tensor)
+        storage = None if known is None else known[0]
+        if not isinstance(storage, SentStorage):
+            storage = self._offload.send(tensor.untyped_storage())
+        self._known.put(tensor, (storage, self._layer))
+        return storage
+
+    def note(self, needed: Iterable[SentStorage]) -> None:
+        """Note that backward needs these next, before what was noted earlier."""
+        self._packed.extend(needed)
 
     def _new(
         self, tensor: Tensor, recipe: Callable[[Tensor], RematerializedStorage | None] | None
-    ) -> _Storage | RematerializedStorage | None:
+    ) -> AnyStorage | None:
         """Return what a tensor's storage becomes, or `None` where there is nothing to send."""
         storage = tensor.untyped_storage()
         if not storage.nbytes():
@@ -304,25 +334,25 @@ class Parcel:
         rematerialized = None if recipe is None else recipe(tensor)
         if rematerialized is None:
             return self._offload.send(storage)
-        for argument in _arguments(rematerialized):
+        for argument in arguments_of(rematerialized):
             argument.users += 1
         return rematerialized
 
     def unpack(self, away: Away, unpack: Unpack) -> Tensor:
         """Return a saved tensor; `unpack` finds what it is made from, if it is made again."""
         storage = away.storage
-        if isinstance(storage, _Storage):
+        if isinstance(storage, SentStorage):
             back = self._offload.use(storage)
         else:
             back = storage.operation.result(storage.index, unpack)
-        view = view_at(back.untyped_storage(), away.dtype, away.offset, away.size, away.stride)
+        view = view_at(back.untyped_storage(), away.view)
         if not away.used:
             away.used = True
             storage.users -= 1
         self._release(storage)
         return view
 
-    def order(self) -> list[_Storage]:
+    def order(self) -> list[SentStorage]:
         """Return the storages in the order in which backward first needs them.
 
         It goes through forward's operations from the last one.
@@ -337,28 +367,21 @@ class Parcel:
 
     def _note_needed(self, storage: RematerializedStorage) -> None:
         """Note what is needed where backward makes a storage again."""
-        needed: dict[_Storage | RematerializedStorage, None] = {}
-        _add_needed(storage, needed)
-        self._packed.extend(one for one in reversed(needed) if isinstance(one, _Storage))
+        self.note(needed_for(storage))
 
-    def _release(self, storage: _Storage | RematerializedStorage) -> None:
+    def _release(self, storage: AnyStorage) -> None:
         """Free on the device what nobody uses any more, and bring the next."""
-        if isinstance(storage, _Storage):
+        if isinstance(storage, SentStorage):
             self._offload.used(storage)
         elif not storage.users and storage.drop():
-            for argument in _arguments(storage):
+            for argument in arguments_of(storage):
                 argument.users -= 1
                 self._release(argument)
 
 
-def view_at(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    offset: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-) -> Tensor:
+def view_at(storage: torch.UntypedStorage, view: View) -> Tensor:
     """Return a tensor in a storage, without history; any thread may ask for it."""
+    dtype, offset, size, stride = view
     with uncounted():
         return _nothing(dtype, storage.device).new().set_(storage, offset, size, stride)
 
@@ -369,17 +392,27 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
+def needed_for(storage: AnyStorage) -> list[SentStorage]:
+    """Return the sent storages that a storage is made from, or it alone, in their order."""
+    needed: dict[AnyStorage, None] = {}
+    _add_needed(storage, needed)
+    return [one for one in reversed(needed) if isinstance(one, SentStorage)]
+
+
 def _add_needed(
-    storage: _Storage | RematerializedStorage, needed: dict[_Storage | RematerializedStorage, None]
+    storage: AnyStorage,
+    needed: dict[AnyStorage, None],
 ) -> None:
     """Add a storage and all that it is made from, each once, last ones first."""
     if storage not in needed:
         needed[storage] = None
         if isinstance(storage, RematerializedStorage):
-            for argument in reversed(_arguments(storage)):
+            for argument in reversed(arguments_of(storage)):
                 _add_needed(argument, needed)
 
 
-def _arguments(rematerialized: RematerializedStorage) -> list[_Storage | RematerializedStorage]:
+def arguments_of(
+    rematerialized: RematerializedStorage,
+) -> list[AnyStorage]:
     """Return the storages among the arguments that are not in a place of their own."""
     return [at.storage for at in rematerialized.operation.arguments() if isinstance(at, Away)]
