@@ -22,7 +22,7 @@ QWEN3: dict[str, Any] = {**UNTIED, "model_type": "qwen3", "head_dim": 8}
 GPT_OSS: dict[str, Any] = {
     **MIXTURES["gpt_oss"], "hidden_size": 32, "intermediate_size": 32,
 }  # fmt: skip
-DEEPSEEK: dict[str, Any] = {**MIXTURES["deepseek_v3"], "kv_lora_rank": 24}
+DEEPSEEK: dict[str, Any] = {**MIXTURES["deepseek_v3"], "qk_rope_head_dim": 16}
 _LINEAR = re.compile(r"layers\.\d+\..*_proj(_with_mqa)?\.weight$")
 _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 _NF4 = [
@@ -167,18 +167,22 @@ FORMS: dict[str, tuple[dict[str, Any], Quantise, dict[str, Any]]] = {
 """By a name: the model, what quantises one weight, and what `config.json` says."""
 
 
-def write_quantised(folder: Path, form: str, wide_folder: Path | None = None) -> Tensors:
+def write_quantised(
+    folder: Path,
+    form: str,
+    wide_folder: Path | None = None,
+    config: dict[str, Any] | None = None,
+) -> None:
     """Write a model whose linear layers (or experts) are in few bits.
 
     Args:
         folder: To make.
         form: One of `FORMS`.
         wide_folder: If given, the same model is written there with wide weights.
-
-    Returns:
-        All tensors of the files wide, by the names that they have so.
+        config: Another than the form's own.
     """
-    config, quantise, settings = FORMS[form]
+    usual, quantise, settings = FORMS[form]
+    config = config or usual
     write_model(folder, config)
     tensors = load_file(folder / "model.safetensors")
     stored: Tensors = {}
@@ -195,7 +199,6 @@ def write_quantised(folder: Path, form: str, wide_folder: Path | None = None) ->
         _save(wide, wide_folder)
     _save(stored, folder)
     change_config(folder, quantization_config=settings)
-    return wide
 
 
 def _save(tensors: Tensors, folder: Path) -> None:

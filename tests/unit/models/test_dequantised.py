@@ -106,7 +106,7 @@ def test_values_are_those_of_the_formula(
     assert torch.equal(found, expected)
     assert torch.equal(files.reader(torch.bfloat16)("a.b.weight"), expected.bfloat16())
     assert torch.equal(files.reader(torch.bfloat16)("plain"), torch.arange(3.0))
-    with pytest.raises(DataError, match="config.json and weights must be of one model"):
+    with pytest.raises(DataError, match=r"config\.json and weights must be of one model"):
         files.read_into("a.b.weight", torch.empty(1))
 
 
@@ -122,17 +122,18 @@ def test_experts_of_fp8_may_lie_together(tmp_path: Path) -> None:
     assert torch.equal(files.read("experts.up"), torch.stack([wide for _, wide in each]))
 
 
-def test_reading_needs_a_slice_beside_what_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["fp8", "nf4", "int8"])
+def test_reading_needs_little_beside_what_is_read(form: str, tmp_path: Path) -> None:
     """Every storage counts; a layer is many slices."""
-    stored, expected = quantised.fp8("a.weight", torch.randn(2048, 2048), (128, 128))
-    settings = {**FP8, "weight_block_size": [128, 128]}
+    quantise, settings, _ = FORMS[form]
+    stored, expected = quantise("a.weight", torch.randn(2048, 2048))
     files, target = opened(tmp_path, stored, settings), torch.empty(2048, 2048)
     with StorageTracker() as tracker:
         tracker.adopt(target)
         tracker.reset_peak()
         files.read_into("a.weight", target)
     assert torch.equal(target, expected)
-    assert target.nbytes < tracker.peak_bytes <= target.nbytes + 3 * 4 * (1 << 19)
+    assert target.nbytes < tracker.peak_bytes <= target.nbytes + (5 << 20)
 
 
 def _without(part: str) -> Callable[[Path], None]:
@@ -191,7 +192,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "no row factors": ("int8", _without("SCB"), "SCB' is missing"),
     "no zero points": ("gptq", _without("qzeros"), "qzeros' is missing"),
-    "groups beyond": ("gptq", _with("g_idx", lambda t: t + 1), "with groups beyond 2"),
+    "groups beyond": ("gptq", _with("g_idx", lambda t: t + 1), "with groups beyond"),
     "3 bits": ("gptq", _says(quant_method="gptq", bits=3), "says bits '3'"),
     "another version": (
         "awq", _says(quant_method="awq", bits=4, version="gemv"), "read are gemm, GEMM",
@@ -219,5 +220,5 @@ def test_damage_is_told_in_one_line(damage: str, tmp_path: Path) -> None:
 
 def test_what_is_wide_too_is_refused(tmp_path: Path) -> None:
     stored, wide = quantised.gptq("a.weight", torch.randn(24, 64))
-    with pytest.raises(DataError, match="'a.weight' is there wide, too"):
+    with pytest.raises(DataError, match=r"'a\.weight' is there wide, too"):
         opened(tmp_path, {**stored, "a.weight": wide}, GPTQ)

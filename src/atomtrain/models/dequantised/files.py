@@ -72,7 +72,7 @@ class DequantisedFiles(WeightFiles):
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target`; beside it, memory holds what its format makes wide at once.
 
-        That is 2 MiB or less with FP8 and bitsandbytes, one expert with MXFP4, and one matrix's
+        That is 5 MiB or less with FP8 and bitsandbytes, one expert with MXFP4, and one matrix's
         codes with GPTQ and AWQ.
 
         Raises:

@@ -13,7 +13,7 @@ from atomtrain.errors import DataError
 from atomtrain.models.weight_files import Entry, WeightFiles
 
 Entries = Mapping[str, Entry]
-SLICE_ELEMENTS = 1 << 19
+SLICE_ELEMENTS = 1 << 18
 """Elements that are made wide at once, where a format does not ask for more."""
 
 
