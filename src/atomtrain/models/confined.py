@@ -7,8 +7,9 @@ that is checked wherever a recipe is read, and needs no transformers.
 Left out without a word is what the model that is built does not depend on: ATOM builds the class
 that transformers itself has for a `model_type`, from the configuration alone. Such are references
 to code that would be used in its place, names of where the model came from, and private names
-(with an underscore in front), which transformers writes for itself. What would make another model,
-or its numbers by other code, is refused.
+(with an underscore in front), which transformers writes for itself. So is how weights were
+quantised, if that is known: it decides how they are read, and the model is wide. What would make
+another model, or its numbers by other code, is refused.
 
 The libraries themselves are held to it, for as long as they make something: whatever they would
 still look for on a hub is refused.
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from atomtrain.errors import ConfigError
+from atomtrain.models.quantisation import check_method
 
 ATTENTION = (None, "eager", "sdpa")
 EXPERTS = (None, "eager", "grouped_mm", "batched_mm")
@@ -137,10 +139,7 @@ def _check(key: str, value: Any, what: str) -> None:
     if key in _IMPLEMENTATIONS:
         _check_choice(key, value, what)
     elif key in _QUANTISED and value is not None:
-        raise ConfigError(
-            f"the model of {what} is quantised and cannot be trained; give the model that it was "
-            "made from"
-        )
+        check_method(value, what)
     elif key in _BACKBONE and value:
         raise ConfigError(
             f"{what} takes a part from another model ({key}), which is not fetched here; give a "

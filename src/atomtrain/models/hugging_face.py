@@ -30,6 +30,7 @@ from atomtrain.models.confined import (
     parts_within,
 )
 from atomtrain.models.gpt_config import PRESETS
+from atomtrain.models.quantisation import quantisation_of
 from atomtrain.models.weight_files import files_of
 
 CONFIG_FILE = "config.json"
@@ -192,6 +193,19 @@ def read_config(source: Path) -> HuggingFaceConfig:
         context=_first_number(text, _CONTEXT_KEYS),
         width=_first_number(text, _WIDTH_KEYS) or _USUAL_WIDTH,
         files=files,
+    )
+
+
+def read_quantisation(folder: Path) -> dict[str, Any] | None:
+    """Return what a folder's `config.json` says of how its weights were quantised; `None` if wide.
+
+    Raises:
+        ConfigError: it cannot be read, or the method is not known.
+    """
+    file = folder / CONFIG_FILE
+    stored = _read_json(file)
+    return quantisation_of(stored, str(file)) or quantisation_of(
+        stored.get("text_config"), str(file)
     )
 
 

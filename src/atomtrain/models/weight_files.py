@@ -11,7 +11,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -35,6 +36,9 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _HEADER_MOST_BYTES = 32 << 20
 """Of a header or an index: a model of 10^12 parameters takes 15 MiB."""
@@ -106,32 +110,42 @@ class WeightFiles:
                 cannot be read.
         """
         entry = self._entry(name)
-        if entry.shape != tuple(target.shape):
-            raise DataError(
-                f"{entry.file} holds {name!r} of shape {list(entry.shape)}, the model's has "
-                f"{list(target.shape)}; config.json and weights must be of one model"
-            )
-        if not target.is_contiguous():
-            raise DataError(f"{name!r} cannot be read into memory that is not contiguous")
+        check_target(entry, name, target)
         flat = target.view(-1)
-        try:
-            with entry.file.open("rb", buffering=0) as stream:
-                stream.seek(entry.start)
-                step = _SLICE_BYTES // entry.dtype.itemsize
-                scratch = torch.empty(min(step, flat.numel()), dtype=entry.dtype)
-                for first in range(0, flat.numel(), step):
-                    part = flat[first : first + step]
-                    read = part if entry.dtype == part.dtype else scratch[: part.numel()]
-                    _read_exactly(stream, read)
-                    if not is_finite(read):
-                        raise DataError(
-                            f"{entry.file} holds {name!r} with values that are not numbers "
-                            "(NaN or infinite); its weights are damaged: give a whole copy"
-                        )
-                    if read is not part:
-                        part.copy_(read)
-        except OSError as error:
-            raise DataError(f"{entry.file} cannot be read ({error.strerror or error})") from error
+        with _opened(entry) as stream:
+            step = _SLICE_BYTES // entry.dtype.itemsize
+            scratch = torch.empty(min(step, flat.numel()), dtype=entry.dtype)
+            for first in range(0, flat.numel(), step):
+                part = flat[first : first + step]
+                read = part if entry.dtype == part.dtype else scratch[: part.numel()]
+                _read_exactly(stream, read)
+                if not is_finite(read):
+                    raise DataError(
+                        f"{entry.file} holds {name!r} with values that are not numbers "
+                        "(NaN or infinite); its weights are damaged: give a whole copy"
+                    )
+                if read is not part:
+                    part.copy_(read)
+
+    def read_elements(self, name: str, first: int, count: int) -> Tensor:
+        """Return `count` elements of a tensor from its `first` on, 1-D, as they are stored.
+
+        Raises:
+            DataError: no such tensor, or the file cannot be read.
+        """
+        entry = self._entry(name)
+        tensor = torch.empty(count, dtype=entry.dtype)
+        with _opened(entry, first) as stream:
+            _read_exactly(stream, tensor)
+        return tensor
+
+    def reader(self, dtype: torch.dtype) -> Callable[[str], Tensor]:
+        """Return what reads a tensor by its name, as it is stored.
+
+        Args:
+            dtype: Of what is made of it; decides where tensors are stored in few bits.
+        """
+        return self.read
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in memory of its own, as it is stored."""
@@ -150,9 +164,38 @@ class WeightFiles:
             ) from None
 
 
+def check_target(entry: Entry, name: str, target: Tensor) -> None:
+    """Refuse memory that a tensor cannot be read into.
+
+    Raises:
+        DataError: it is of another shape, or not contiguous.
+    """
+    if entry.shape != tuple(target.shape):
+        raise DataError(
+            f"{entry.file} holds {name!r} of shape {list(entry.shape)}, the model's has "
+            f"{list(target.shape)}; config.json and weights must be of one model"
+        )
+    if not target.is_contiguous():
+        raise DataError(f"{name!r} cannot be read into memory that is not contiguous")
+
+
+@contextmanager
+def _opened(entry: Entry, first: int = 0) -> Iterator[BinaryIO]:
+    """Open a tensor's file at one of its elements."""
+    try:
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.start + first * entry.dtype.itemsize)
+            yield stream
+    except OSError as error:
+        raise DataError(f"{entry.file} cannot be read ({error.strerror or error})") from error
+
+
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all of a tensor's values are numbers; a sum tells of nearly all that it is."""
-    if not tensor.is_floating_point():
+    """Return whether all of a tensor's values are numbers; a sum tells of nearly all that it is.
+
+    Those of 8 bits are codes: what they are made is looked at.
+    """
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         return True
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 

@@ -38,7 +38,7 @@ class Source(NamedTuple):
         if self.conversion.converter is None:
             files.read_into(self.stored[0], target)
         else:
-            target.copy_(self.read(files))
+            target.copy_(self.conversion.run(files.reader(target.dtype))[self.name])
 
 
 class _Folder(NamedTuple):

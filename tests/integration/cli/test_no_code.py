@@ -109,7 +109,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a type that is a function": ({"dtype": "load"}, "says dtype 'load'"),
     "a type, old name": ({"torch_dtype": "hub"}, "says torch_dtype 'hub'"),
-    "quantised": ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
+    "quantised otherwise": ({"quantization_config": {"quant_method": EVIL}}, "is not read here"),
+    "quantised in a part": (
+        {"text_config": {"quantization_config": {"quant_method": "fp4"}}}, "'fp4', which is not",
+    ),
     "a backbone of a hub": ({"vision_config": {"backbone": "evil-org/evil"}}, "not fetched"),
     "a foreign part": (
         {"vision_config": {"model_type": "timm_wrapper", "architecture": "hf-hub:evil-org/evil"}},

@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "atomtrain.native": set(),
     "atomtrain.optimizers": {"atomtrain.native"},
     "atomtrain.models": ANALYSED | {"atomtrain.native"},
+    "atomtrain.models.dequantised": {"atomtrain.models"},
     "atomtrain.data": set(),
     "atomtrain.checkpoint": set(),
     "atomtrain.metrics": set(),
@@ -74,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | (ENGINES | LIGHT | SWARMS),
     "atomtrain.training.setup": {
         *("atomtrain.training.config", "atomtrain.training.together", "atomtrain.views.plans"),
+        "atomtrain.models.dequantised",
         *(ENGINES | PLANNED | ANALYSED | LIGHT | SWARMS),
     },
     "atomtrain.training.trainer": {

@@ -150,7 +150,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deeper": (lambda f: _config(f, num_hidden_layers=4), "lack 'model.layers.3."),
     "shallower": (lambda f: _config(f, num_hidden_layers=2), "a layer that config.json does not"),
     "unknown": (lambda f: _config(f, model_type="lama"), "Did you mean 'llama'"),
-    "quantised": (lambda f: _config(f, quantization_config={}), "quantised and cannot be trained"),
+    "quantised": (
+        lambda f: _config(f, quantization_config={"quant_method": "hqq"}),
+        "quantised by 'hqq', which is not read here. Methods: fp8, mxfp4, bitsandbytes, gptq, awq",
+    ),
     "other head": (_other_head, "set tie_word_embeddings to false"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
     "other tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "cannot be read"),

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from atomtrain.engine.engine import Engine
 from atomtrain.models.confined import check_layers, parts_within
+from atomtrain.models.dequantised.files import open_weights
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.lora import adapted_layers
 from atomtrain.models.lora_experts import adapted_by
 from atomtrain.models.making import Sizes, make_outline
-from atomtrain.models.weight_files import WeightFiles
 from atomtrain.models.weight_names import match_weights
 
 _PARTS_A_TENSOR, _MORE_PARTS = 16, 1000
@@ -33,7 +33,7 @@ class Weights:
         self.folder = folder
         self.seed = 0
         """Seed of adapters that begin with the weights."""
-        self._files = WeightFiles(folder)
+        self._files = open_weights(folder)
         count = len(self._files.entries)
         if isinstance(sizes, HuggingFaceConfig):
             check_layers(sizes.config, count, str(folder))
@@ -72,7 +72,7 @@ class Weights:
         engine.refresh_buffers()
 
     def read(self, name: str) -> Tensor:
-        """Return one of the model's tensors, in the type in which it is stored."""
+        """Return one of the model's tensors in the files' type, a quantised one as float32."""
         return self._sources[name].read(self._files)
 
     def fill(self, model: nn.Module) -> None:

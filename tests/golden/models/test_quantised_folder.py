@@ -1,0 +1,146 @@
+"""Folders in few bits: read as transformers makes them wide, and trained like their wide copies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atomtrain.analysis.costs.storages import StorageTracker
+from atomtrain.cli.main import main
+from atomtrain.models.hugging_face import build, read_config
+from atomtrain.training.setup.loading import Weights
+from tests.support.hugging_face_models import saved_tensors, train_by_command, write_text
+from tests.support.quantised_folders import DEEPSEEK, FORMS, write_quantised
+
+pytest.importorskip("transformers")
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    return load(folder, **{"dtype": torch.float32, **options}).eval()
+
+
+def made_wide(folder: Path, form: str, dtype: torch.dtype) -> Any:
+    """Return the model as transformers itself makes it wide."""
+    from transformers import FineGrainedFP8Config, Mxfp4Config
+
+    wide: Any = Mxfp4Config if form == "mxfp4" else FineGrainedFP8Config
+    block = {} if form == "mxfp4" else {"weight_block_size": (16, 16)}
+    return loaded(folder, quantization_config=wide(dequantize=True, **block), dtype=dtype)
+
+
+def filled(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    sizes = read_config(folder)
+    model: Any = build(sizes).to(dtype)
+    Weights(folder, sizes).fill(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["fp8", "fp8 experts", "mxfp4"])
+def test_weights_and_loss_are_those_of_transformers(
+    form: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    write_quantised(tmp_path, form)
+    expected, found = made_wide(tmp_path, form, dtype), filled(tmp_path, dtype)
+    names = dict(expected.named_parameters())
+    assert names.keys() == dict(found.named_parameters()).keys()
+    for name, parameter in found.named_parameters():
+        assert torch.equal(parameter, names[name].to(dtype)), name
+    if dtype == torch.float32:
+        rows = torch.arange(24).view(2, 12)
+        with torch.no_grad():
+            losses = [model(rows, labels=rows).loss for model in (expected, found)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_is_its_wide_copy(form: str, tmp_path: Path) -> None:
+    write_quantised(tmp_path / "narrow", form, tmp_path / "wide")
+    expected = filled(tmp_path / "wide").state_dict()
+    for name, tensor in filled(tmp_path / "narrow").state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_loading_peaks_at_a_tenth_above_the_model(tmp_path: Path) -> None:
+    """Every storage counts; experts are wide and put together one parameter at a time."""
+    config = {**DEEPSEEK, "num_hidden_layers": 32}
+    write_quantised(tmp_path, "fp8 experts", config=config)
+    sizes = read_config(tmp_path)
+    weights, empty = Weights(tmp_path, sizes), build(sizes)
+    held = sum(parameter.nbytes for parameter in empty.parameters())
+    with StorageTracker() as tracker:
+        for parameter in empty.parameters():
+            tracker.adopt(parameter.detach())
+        assert tracker.live_bytes == held
+        tracker.reset_peak()
+        weights.fill(empty)
+    assert held < tracker.peak_bytes <= 1.1 * held
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_the_commands_take_it_like_its_wide_copy(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_quantised(tmp_path / "narrow", form, tmp_path / "wide")
+    text = write_text(tmp_path / "text.txt")
+    assert main(["plan", "narrow", "--context", "16", "--gpu", "rtx-3090"]) == 0
+    runs = {}
+    for name in ("narrow", "wide"):
+        for more, steps in (((), 1), (("--resume",), 2)):
+            runs[name] = train_by_command(
+                *(tmp_path / name, text, f"run-{name}", *more),
+                memory="16MiB", sequences=2, steps=steps,
+            )  # fmt: skip
+    narrow, wide = saved_tensors(runs["narrow"]), saved_tensors(runs["wide"])
+    assert narrow.keys() == wide.keys()
+    assert all(torch.equal(tensor, wide[key]) for key, tensor in narrow.items())
+
+    capsys.readouterr()
+    assert main(["export", str(runs["narrow"]), "out"]) == 0
+    assert "quantization_config" not in json.loads(Path("out/config.json").read_text())
+    assert {t.dtype for t in load_file("out/model.safetensors").values()} == {torch.float32}
+    expected = filled(tmp_path / "wide")
+    with torch.no_grad():
+        for name, parameter in expected.named_parameters():
+            parameter.copy_(narrow[f"{name}/parameter"])
+        rows = torch.arange(12)[None]
+        assert torch.equal(loaded(Path("out"))(rows).logits, expected(rows).logits)
+
+    told = {}
+    for name in ("narrow", "wide"):
+        capsys.readouterr()
+        assert main(["generate", name, "--prompt", "the cat", "--tokens", "3"]) == 0
+        assert main(["evaluate", name, "--data", str(text), "--context", "16"]) == 0
+        told[name] = capsys.readouterr().out.replace(name, "")
+    assert told["narrow"] == told["wide"]
+
+
+def test_adapters_begin_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_quantised(tmp_path / "narrow", "fp8", tmp_path / "wide")
+    text = write_text(tmp_path / "text.txt")
+    runs = [
+        train_by_command(
+            *(tmp_path / name, text, f"run-{name}", "--lora", "r=2,bits=4"),
+            memory="16MiB", sequences=2, steps=1,
+        )
+        for name in ("narrow", "wide")
+    ]  # fmt: skip
+    narrow, wide = (saved_tensors(run) for run in runs)
+    assert narrow.keys() == wide.keys()
+    assert all(torch.equal(tensor, wide[key]) for key, tensor in narrow.items())
+    merged = []
+    for run, name in zip(runs, ("narrow", "wide"), strict=True):
+        assert main(["export", str(run), f"merged-{name}", "--merge"]) == 0
+        merged.append(load_file(f"merged-{name}/model.safetensors"))
+    assert merged[0].keys() == merged[1].keys()
+    assert all(torch.equal(tensor, merged[1][name]) for name, tensor in merged[0].items())
