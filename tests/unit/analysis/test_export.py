@@ -269,21 +269,6 @@ class Numbers(nn.Linear):
         return torch.from_numpy(x.numpy() * 2) + super().forward(x)  # this line
 
 
-class _Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.sign(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class StraightThrough(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return _Straight.apply(super().forward(x))
-
-
 class Autocast(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -299,7 +284,6 @@ class Autocast(nn.Linear):
         (WritesInput, r"changes its input in place at .*test_export\.py:\d+"),
         (WritesWeight, r"changes a parameter in place at .*test_export\.py:\d+"),
         (Numbers, r"test_export\.py:\d+ \(return torch\.from_numpy"),
-        (StraightThrough, r"uses _Straight, a torch\.autograd\.Function"),
         (Autocast, r"uses autocast at .*test_export\.py:\d+"),
     ],
 )
