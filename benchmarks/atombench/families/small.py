@@ -78,6 +78,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
     "dory": {
         "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3,
         "layer_types": None,

@@ -18,7 +18,7 @@ three steps of 1, 3 and 1 micro-batches on the emulated device and in an ordinar
 measures them again.
 
 - *training*: `equal` if losses, parameters, buffers, moments and random state have the same bits,
-  else what was said.
+  `equal at 1` if they have with one micro-batch a step, else what was said.
 - *evaluation*: whether `Engine.evaluate` gives the model's own loss.
 - *packing*: whether `atom train --packing` keeps documents apart, as probed.
 
@@ -41,6 +41,8 @@ def sentences() -> str:
         f"{found['versions']['transformers']}, {built} were built small: {found['equal']} are "
         f"equal bit for bit, {len(others)} refused ({', '.join(others)})"
     )
+    if found["equal_at_1"]:
+        text += f", {found['equal_at_1']} equal with one micro-batch a step"
     if found["wrong"]:
         text += f", wrong: {', '.join(f'`{name}`' for name in found['wrong'])}"
     return f"{text} (`make families`).\n"

@@ -167,6 +167,22 @@ def test_signs_of_zero_and_moments_of_nobody_are_differences() -> None:
     assert case.first_difference({"a": zero}, {"a": zero}) is None
 
 
+def test_shared_weights_that_add_otherwise_are_looked_at_with_one_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def swapped(model: Any, steps: Any, reference: Any) -> Any:
+        if max(map(len, steps)) == 1:
+            return {"result": at_one}
+        return {"result": "differs", "shared": "table"}
+
+    at_one = "equal"
+    row = _row_of(_Tiny(), monkeypatch, swapped)
+    assert row["result"] == case.ONE
+    assert "table, which layers share" in row["reason"]
+    at_one = "differs"
+    assert _row_of(_Tiny(), monkeypatch, swapped) == {"family": "tiny", "result": "differs"}
+
+
 def test_what_is_seen_of_another_document() -> None:
     assert case._seen(_Tiny()) < case._LEAK
     assert case._seen(_Tiny(leaks=True)) > 0.01
