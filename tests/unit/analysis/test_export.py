@@ -264,6 +264,12 @@ class WritesWeight(nn.Linear):
         return super().forward(x)
 
 
+class WritesData(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-1, 1)
+        return super().forward(x)
+
+
 class Numbers(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return torch.from_numpy(x.numpy() * 2) + super().forward(x)  # this line
@@ -283,6 +289,7 @@ class Autocast(nn.Linear):
         (Counts, r"changes the attribute 'calls' of module ''.* keep such a state in a registered"),
         (WritesInput, r"changes its input in place at .*test_export\.py:\d+"),
         (WritesWeight, r"changes a parameter in place at .*test_export\.py:\d+"),
+        (WritesData, r"cannot analyse WritesData .*works on a tensor's \.data"),
         (Numbers, r"test_export\.py:\d+ \(return torch\.from_numpy"),
         (Autocast, r"uses autocast at .*test_export\.py:\d+"),
     ],

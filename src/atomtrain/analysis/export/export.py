@@ -36,6 +36,8 @@ from atomtrain.analysis.export.structure import take_apart
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 
 _log = logging.getLogger("atomtrain.analysis")
+_LIFTED = "fake tensor in the exported program constant's list"
+"""What torch says where a model takes the `.data` of a parameter."""
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 
 
@@ -358,4 +360,6 @@ def _cannot_export(model: nn.Module, error: BaseException) -> str:
     reason = reason_of(first) or type(first).__name__
     if "data-dependent" in str(error) or "DataDependent" in type(first).__name__:
         reason = "what runs depends on data"
+    elif _LIFTED in str(error):
+        reason = "it works on a tensor's .data, past autograd and past what is traced"
     return f"cannot analyse {type(model).__name__} at {place}: {reason}; change that line, {MANUAL}"
