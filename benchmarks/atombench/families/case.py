@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -42,6 +43,7 @@ _SHARES = (0.4, 1.0, 8.0, 64.0)
 """Budgets of the device that are tried, of the whole state: activations do not become small."""
 _LEAK = 1e-5
 """Share of the largest logit, above which the other document was seen; see `model_check`."""
+_FOLDER = re.compile(r"\S*/site-packages/")
 MicroBatch = dict[str, Tensor]
 
 
@@ -330,7 +332,12 @@ def _seen(model: nn.Module) -> float:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]
+    return told(str(error))
+
+
+def told(text: str) -> str:
+    """Return what was said in one line, without where packages lie on this machine."""
+    return " ".join(_FOLDER.sub("", text).split())[:400]
 
 
 def main(arguments: Sequence[str]) -> int:

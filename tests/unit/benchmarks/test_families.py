@@ -144,6 +144,11 @@ def test_a_case_says_what_was_raised(
     assert _row_of(nn.Linear(2, 2), monkeypatch, fails)["result"] == "not built"
 
 
+def test_reasons_do_not_tell_where_packages_lie() -> None:
+    said = "at /home/me/.venv/lib/python3/site-packages/transformers/models/a.py:3\n(x)"
+    assert case.told(said) == "at transformers/models/a.py:3 (x)"
+
+
 def test_other_bits_are_a_difference_unless_the_model_makes_them_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
