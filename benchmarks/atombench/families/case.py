@@ -25,7 +25,7 @@ from atombench.common import Result
 from atombench.families.small import MOST_PARAMETERS, VOCABULARY, small_config
 from atomtrain.data import Batch
 from atomtrain.engine.execution.randomness import micro_batch_seeds
-from atomtrain.errors import AtomError, PlanError
+from atomtrain.errors import AtomError, DeviceMemoryError, PlanError
 from atomtrain.models.hugging_face import build, read_config
 from atomtrain.training.setup.model_check import check_separation
 from atomtrain.training.setup.objective import NextToken
@@ -203,6 +203,8 @@ def _at(family: str, counts: Sequence[int]) -> Result:
     start = copy.deepcopy(model)
     try:
         row = _swapped(model, steps, reference)
+    except DeviceMemoryError as error:  # its plan said that it fits
+        return {"result": "failed", "reason": _one_line(error)}
     except AtomError as error:
         return {"result": "refused", "reason": _one_line(error)}
     except Exception as error:  # noqa: BLE001 (is what this benchmark is to find)

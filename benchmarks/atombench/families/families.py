@@ -9,7 +9,7 @@ row is one family's: its `result` is
   in the order that the docs tell, which the loop knows of input and output embeddings only;
 - `refused`: ATOM said in one line why it cannot be trained swapped (`reason`);
 - `differs`: something has other bits (`reason` names it);
-- `failed`: ATOM raised what is not an error of its own, or took too long;
+- `failed`: ATOM raised what is not an error of its own, took more memory than planned, or too long;
 - `not built`: transformers cannot build it small, or cannot train it on token ids alone.
 
 `evaluation` is `equal`, `differs`, or why it was refused. `packing` says whether `atom train

@@ -21,14 +21,15 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ("(pad|cls)_token_id$", 0),
     ("(bos|decoder_start)_token_id$", 1),
     ("(eos|sep|mask|forced_eos)_token_id$", 2),
-    ("^(hidden_size|hidden_size_global|n_embd|d_model|hidden_dim|embedding_dim|emb_dim|lru_width|attention_hidden_size"
-     "|embedding_size|input_embedding_size|output_embedding_size|word_embed_proj_dim|out_hidden_size"
+    ("^(hidden_size|hidden_size_global|n_embd|d_model|hidden_dim|embedding_dim|emb_dim"
+     "|lru_width|attention_hidden_size|embedding_size|input_embedding_size|output_embedding_size"
+     "|word_embed_proj_dim|out_hidden_size"
      "|vision_output_dim|projector_(in|out)put_dim|adapter_(in|out)_dim|adapter_input_size"
      "|q_latent_size)$", 32),
     ("(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|dim_ff|dff|mlp_dim|feed_forward_size"
      "|d_inner|intermediate_size_mlp)$", 48),
     ("^(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(de|en)coder_layers"
-     "|num_blocks|depth)$", _LAYERS),
+     "|num_blocks|num_layers_per_stack|depth)$", _LAYERS),
     ("^(mamba_d_state|state_size|ssm_state_size)$", 8),
     ("^(mamba_n_heads|n_mamba_heads|mamba_num_heads)$", 8),
     ("^mamba_d_ssm$", 64),

@@ -44,7 +44,7 @@ def sentences() -> str:
     if found["equal_at_1"]:
         text += f", {found['equal_at_1']} equal with one micro-batch a step"
     if found["wrong"]:
-        text += f", wrong: {', '.join(f'`{name}`' for name in found['wrong'])}"
+        text += f", wrong or failed: {', '.join(f'`{name}`' for name in found['wrong'])}"
     return f"{text} (`make families`).\n"
 
 
