@@ -8,7 +8,7 @@ PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml \
 CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 
-.PHONY: train test check first-hour test-gpu bench-gpu interleavings lint types house docs pages release clean
+.PHONY: train test check first-hour test-gpu bench-gpu interleavings lint types house docs pages families release clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
@@ -79,12 +79,18 @@ house: $(VENV)/.installed-dev
 
 # The documentation site, in site/.
 docs: $(VENV)/.installed-docs
-	$(BIN)/python -m atombench.pages commands
+	$(BIN)/python -m atombench.pages commands families
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The tables in docs/, from code and from benchmarks/results; some minutes, for the plans.
 pages: $(VENV)/.installed
 	$(BIN)/python -m atombench.pages
+
+# Every family of causal language models that transformers has, swapped against an ordinary loop;
+# beside other work it takes half an hour.
+families: $(VENV)/.installed
+	$(BIN)/atom bench families --out benchmarks/results/families.json > /dev/null
+	$(BIN)/python -m atombench.pages families analysis
 
 # What is published, in dist/: built, checked, and tried in an environment without a compiler.
 release: $(VENV)/.installed-release

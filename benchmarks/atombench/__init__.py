@@ -98,6 +98,11 @@ REGISTRY: dict[str, Benchmark] = {
     "finetune": Benchmark(
         "atombench.engine.finetune", "SmolLM2-135M fine-tuned on a device of 256 MiB, exported"
     ),
+    "families": Benchmark(
+        "atombench.families.families",
+        "every family of transformers: bits of swapped training against an ordinary loop",
+        takes=("model",),
+    ),
     "swarm": Benchmark(
         "atombench.swarm.swarm", "training slowed down by averaging in the background"
     ),

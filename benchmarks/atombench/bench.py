@@ -65,7 +65,11 @@ class BenchOptions:
     case: tuple[int, ...] = option(
         (), "With plan: run this case only, from 1; may be repeated.", "NUMBER"
     )
-    model: str | None = option(None, "With large: a preset. Default: gpt3-6.7b.", "NAME")
+    model: str | None = option(
+        None,
+        "With large: a preset. Default: gpt3-6.7b. With families: the only one, such as llama.",
+        "NAME",
+    )
     optimizer: str | None = option(
         None, "With large: an optimizer. Default: the most exact AdamW that fits the host.", "NAME"
     )

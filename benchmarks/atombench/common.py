@@ -60,7 +60,7 @@ class BenchmarkOptions:
     case: tuple[int, ...] = ()
     """Numbers of the cases that `plan` runs, from 1; none: all."""
     model: str | None = None
-    """The preset that `large` trains."""
+    """The preset that `large` trains, or the only family of `families`."""
     optimizer: str | None = None
     """By name, for `large`."""
     micro_batches: int | None = None

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 from tests.support import ROOT
 
+MADE = ("commands.md", "families.md")
+"""Pages that are made of code and results when the site is built."""
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "commands.md"),
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in MADE),
 ]
-"""All but the page that is made from the code."""
+"""All but those."""
 _BLOCK = re.compile(r"(<!-- runs -->\n+)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHELLS = ("sh", "bash")
 

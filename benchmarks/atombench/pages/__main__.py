@@ -1,8 +1,8 @@
 """Fills what is made of the pages in `docs/`; what is between is written by people.
 
 A part that is made stands between the lines `<!--made:NAME-->` and `<!--end-->`: a table, and
-sentences with figures. Results are those in `benchmarks/results`. `commands.md` is not kept: it is
-written as a whole.
+sentences with figures. Results are those in `benchmarks/results`. Pages of `WHOLE` are not
+kept: they are written as a whole.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from atombench.pages import code_tables, network_tables, plan_tables, simulation_tables
+from atombench.pages import (
+    code_tables,
+    family_tables,
+    network_tables,
+    plan_tables,
+    simulation_tables,
+)
 from atomtrain.errors import AtomError, ConfigError, nearest
 from atomtrain.metrics import names
 
 DOCS = Path(__file__).parents[3] / "docs"
-COMMANDS = "commands"
 _BLOCK = re.compile(r"(?<=^<!--made:)(\S+)-->\n(.*?)^(?=<!--end-->$)", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"^<!--(made:\S+|end)-->$", re.MULTILINE)
 Parts = Mapping[str, Callable[[], str]]
 """What makes each part, by name."""
+WHOLE: Parts = {"commands": code_tables.commands, "families": family_tables.page}
+"""What makes each page that is not kept."""
 PRINTED: Parts = {**network_tables.PRINTED, **simulation_tables.PRINTED}
 """Long lists that are on no page: who names one gets it on standard output."""
 
@@ -37,6 +44,7 @@ def parts() -> Parts:
         "metrics": names.table,
         **code_tables.PARTS,
         **plan_tables.PARTS,
+        **family_tables.PARTS,
         **network_tables.PARTS,
         **simulation_tables.PARTS,
         **network,
@@ -66,8 +74,8 @@ def filled(page: str, made: Parts) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages that are named, such as `scale`, or all; print a list of `PRINTED`."""
-    paths = [path for path in sorted(DOCS.glob("*.md")) if path.stem != COMMANDS]
-    known = [COMMANDS, *(path.stem for path in paths)]
+    paths = [path for path in sorted(DOCS.glob("*.md")) if path.stem not in WHOLE]
+    known = [*WHOLE, *(path.stem for path in paths)]
     try:
         for name in arguments or known:
             if name in PRINTED:
@@ -80,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
                 )
             path = DOCS / f"{stem}.md"
             before = path.read_text(encoding="utf-8") if path.exists() else ""
-            text = code_tables.commands() if stem == COMMANDS else filled(before, parts())
+            text = WHOLE[stem]() if stem in WHOLE else filled(before, parts())
             if text != before:
                 path.write_text(text, encoding="utf-8")
                 sys.stdout.write(f"{path}\n")

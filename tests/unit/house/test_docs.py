@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from atombench.pages.__main__ import DOCS, WHOLE
 from atombench.pages.code_tables import commands
 from atomtrain.cli.completion import SHELLS, all_parsers
 from atomtrain.cli.main import COMMANDS, main
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe_files import ready_recipes
-from tests.support.doc_commands import PAGES, ROOT, Shown, shown_commands
+from tests.support.doc_commands import MADE, PAGES, ROOT, Shown, shown_commands
 from tests.support.waiting import PATIENCE_S
 
 SHOWN = list(shown_commands())
@@ -61,7 +62,7 @@ def test_there_are_commands_that_are_run() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
-            made = target.endswith("commands.md")
+            made = Path(target).name in MADE
             assert made or (page.parent / target).exists(), target
 
 
@@ -123,10 +124,11 @@ def test_shells_complete_commands_and_options(
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("material")
-    made = ROOT / "docs" / "commands.md"
-    was_there = made.exists()
-    if not was_there:
-        made.write_text(commands(), encoding="utf-8")
+    made = {DOCS / f"{name}.md": page for name, page in WHOLE.items()}
+    assert {path.name for path in made} == set(MADE)
+    missing = [path for path in made if not path.exists()]
+    for path in missing:
+        path.write_text(made[path](), encoding="utf-8")
     try:
         done = subprocess.run(
             [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)],
@@ -134,7 +136,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
             env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1", "HOME": str(tmp_path)},
         )  # fmt: skip
     finally:
-        if not was_there:
-            made.unlink()
+        for path in missing:
+            path.unlink()
     assert done.returncode == 0, done.stderr
     assert "atom train" in (tmp_path / "commands" / "index.html").read_text(encoding="utf-8")

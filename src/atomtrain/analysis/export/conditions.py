@@ -1,6 +1,6 @@
 """What must hold while a model is exported, or the graph would not do what the model does.
 
-The model does not notice, seems to be on its device, keeps every backward, and is not changed.
+The model does not notice, seems to be on its device, and is not changed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from atomtrain.errors import AnalysisError
 CPU = torch.device("cpu")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MANUAL = "or give the layers by hand: layers=['path.of.module', ...]"
-_REGISTERED = "GeneratedBackwardFor"
-"""Functions of this name belong to operations that graphs keep, with their backward."""
 _GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROW_BYTES = 16
 """Rows of grouped products begin at multiples of it, those of the result too."""
@@ -107,26 +105,6 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextmanager
-def no_functions() -> Iterator[None]:
-    """Refuse operations with a backward of their own: a graph would keep their forward only."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def refuse(function: type, *args: Any, **kwargs: Any) -> Any:
-        if function.__name__.startswith(_REGISTERED):
-            return original.__get__(None, function)(*args, **kwargs)
-        raise AnalysisError(
-            f"forward uses {function.__name__}, a torch.autograd.Function, whose backward would "
-            f"be lost; register it as an operation (torch.library.custom_op), {MANUAL}"
-        )
-
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from atomtrain.analysis.export.functions import FunctionCall
+
 _RANDOM = torch.Tag.nondeterministic_seeded
 # Their schemas do not say that they write running statistics (arguments 3 and 4) when argument 5
 # says so.
@@ -34,6 +36,8 @@ def n_bytes_of(node: fx.Node) -> int:
 def is_random(node: fx.Node) -> bool:
     """Return whether the operation may advance a random number generator."""
     target = node.target
+    if isinstance(target, FunctionCall):
+        return target.is_random
     if not isinstance(target, torch._ops.OpOverload):
         return False
     # Composite operations carry no tag: dropout, and attention with dropout.

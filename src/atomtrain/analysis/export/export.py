@@ -24,18 +24,20 @@ from atomtrain.analysis.export.conditions import (
     check_dtypes,
     check_side_effects,
     hidden,
-    no_functions,
     quiet,
     seeming_on,
     ways_to_trace,
     without_collector,
 )
 from atomtrain.analysis.export.equal_modules import equal_modules
+from atomtrain.analysis.export.functions import Functions
 from atomtrain.analysis.export.stand_ins import StandIns, repeat, why_unequal
 from atomtrain.analysis.export.structure import take_apart
 from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 
 _log = logging.getLogger("atomtrain.analysis")
+_LIFTED = "fake tensor in the exported program constant's list"
+"""What torch says where a model takes the `.data` of a parameter."""
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 
 
@@ -161,28 +163,34 @@ def _traced(
     of the model, or one of ours: tracing every module would not mend it.
     """
     equal = equal_modules(recorded)
+    functions = Functions()
     if equal:
         try:
             with StandIns(equal) as stand_ins:
-                program = _program(recorded, given, grad, device)
-            return _flatten(recorded, program, stand_ins.paths)
+                program = _program(recorded, given, grad, device, functions)
+            return _flatten(recorded, program, functions, stand_ins.paths)
         except Exception as error:
             reason = why_unequal(error)
             if reason is None:
                 raise
             _log.info("every module of %s is traced: %s", type(recorded.model).__name__, reason)
-            recorded.output = _Output()
-    return _flatten(recorded, _program(recorded, given, grad, device), ())
+            recorded.output, functions = _Output(), Functions()
+    program = _program(recorded, given, grad, device, functions)
+    return _flatten(recorded, program, functions, ())
 
 
 def _program(
-    recorded: _Recorded, given: Sequence[Tensor], grad: bool, device: torch.device
+    recorded: _Recorded,
+    given: Sequence[Tensor],
+    grad: bool,
+    device: torch.device,
+    functions: Functions,
 ) -> torch.export.ExportedProgram:
     state = torch.get_rng_state()
     try:
         with (
-            torch.set_grad_enabled(grad), quiet(), without_collector(), no_functions(),
-            seeming_on(device),
+            torch.set_grad_enabled(grad), quiet(), without_collector(), seeming_on(device),
+            functions.noted(),
         ):  # fmt: skip
             return torch.export.export(recorded, tuple(given), strict=False)
     finally:
@@ -190,12 +198,15 @@ def _program(
 
 
 def _flatten(
-    recorded: _Recorded, program: torch.export.ExportedProgram, calls: Sequence[str]
+    recorded: _Recorded,
+    program: torch.export.ExportedProgram,
+    functions: Functions,
+    calls: Sequence[str],
 ) -> Exported:
     """Return the program without nested graphs; `calls` are the paths of stand-ins' calls."""
     signature = program.graph_signature
     names = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    flat = Flattener(program.graph_module)
+    flat = Flattener(program.graph_module, functions)
     graph = flat.run(program.graph)
     moved = flat.moved
     model_parameters = dict(recorded.named_parameters(remove_duplicate=False))
@@ -226,10 +237,10 @@ def _flatten(
 class Flattener:
     """Copies a graph, with the bodies of nested graphs in place of their calls."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, functions: Functions) -> None:
         self.graph = fx.Graph()
         self.moved: dict[fx.Node, Any] = {}
-        self._root = root
+        self._root, self._functions = root, functions
 
     def run(self, source: fx.Graph) -> fx.Graph:
         """Return the flat copy; `moved` then maps nodes of `source` to its nodes."""
@@ -271,6 +282,7 @@ class Flattener:
                 _check_node(node)
                 copied = self.graph.node_copy(node, lambda n: moved[n])
                 copied.meta["no_grad"] = no_grad
+                self._functions.place(copied)
                 moved[node] = copied
         raise AnalysisError("the exported graph has no output")
 
@@ -348,4 +360,6 @@ def _cannot_export(model: nn.Module, error: BaseException) -> str:
     reason = reason_of(first) or type(first).__name__
     if "data-dependent" in str(error) or "DataDependent" in type(first).__name__:
         reason = "what runs depends on data"
+    elif _LIFTED in str(error):
+        reason = "it works on a tensor's .data, past autograd and past what is traced"
     return f"cannot analyse {type(model).__name__} at {place}: {reason}; change that line, {MANUAL}"

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from atomtrain.analysis.export.effects import tensors_of
 from atomtrain.analysis.export.equal_modules import Equal
+from atomtrain.analysis.export.skeletons import NotPlainError, put_together, taken_apart
 
 _LIBRARY = torch.library.Library("atomtrain", "FRAGMENT")
 _LIBRARY.define("mark(Tensor[] given, int call) -> ()")
@@ -29,7 +30,6 @@ STAND_IN = torch.ops.atomtrain.stand_in.default
 """Call number `call`, which does on `given` what call `same_as` did; its results are `like` that
 call's."""
 
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
@@ -153,7 +153,7 @@ class StandIns:
             number = len(self.paths)
             self.paths.append(path)
             given: list[Tensor] = []
-            skeleton = _taken_apart((args, kwargs), given)
+            skeleton = _taken_apart((args, kwargs), given, opaque=_UnreadNumber)
             if not given:
                 raise UnequalError(f"{path} is called without tensors")
             key = (group, skeleton, _layout(given), torch.is_grad_enabled())
@@ -176,7 +176,7 @@ def _traced(number: int, result: Any, given: Sequence[Tensor]) -> _Traced:
 
 def _stand_in_for(traced: _Traced, number: int, given: Sequence[Tensor]) -> Any:
     made = STAND_IN(given, traced.fresh, number, traced.call)
-    return _put_together(traced.skeleton, [*given, *made])
+    return put_together(traced.skeleton, [*given, *made])
 
 
 def _layout(tensors: Sequence[Tensor]) -> Hashable:
@@ -194,43 +194,11 @@ def _layout(tensors: Sequence[Tensor]) -> Hashable:
     )  # fmt: skip
 
 
-class _Slot(NamedTuple):
-    """Stands for the tensor of this number."""
-
-    number: int
-
-
-def _taken_apart(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Return what `value` is but for its tensors, which are added to the list, each once."""
-    if type(value) is _UnreadNumber:
-        return _UnreadNumber, None
-    if isinstance(value, Tensor):
-        for index, known in enumerate(tensors):
-            if known is value:
-                return _Slot(index)
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
-    if type(value) in (tuple, list):
-        return type(value), tuple(_taken_apart(item, tensors) for item in value)
-    if type(value) is dict:
-        items = tuple((key, _taken_apart(item, tensors)) for key, item in value.items())
-        return dict, items
-    if type(value) in _PLAIN or isinstance(value, torch.dtype | torch.device):
-        return type(value), value
-    raise UnequalError(f"{type(value).__name__} is not understood")
-
-
-def _put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(skeleton, _Slot):
-        return tensors[skeleton.number]
-    kind, content = skeleton
-    if kind in (tuple, list):
-        return kind(_put_together(item, tensors) for item in content)
-    if kind is dict:
-        return {key: _put_together(item, tensors) for key, item in content}
-    if kind is _UnreadNumber:
-        raise UnequalError("a module returns its number")
-    return content
+def _taken_apart(value: Any, tensors: list[Tensor], opaque: type | None = None) -> Hashable:
+    try:
+        return taken_apart(value, tensors, opaque)
+    except NotPlainError as error:
+        raise UnequalError(f"{error} is not understood") from None
 
 
 class _Call(NamedTuple):

@@ -1,0 +1,1 @@
+"""Every family of causal language models of transformers: small, random, trained, and compared."""
