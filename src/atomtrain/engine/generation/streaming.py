@@ -44,8 +44,7 @@ class _Block:
         self.held, self.n_bytes = held, n_bytes
         # To stand where the data is not; made once.
         self._absent = [
-            nn.Parameter(torch.empty_like(one.parameter, device="meta"), requires_grad=False)
-            for one in held
+            _as_parameter(torch.empty_like(one.parameter, device="meta"), one) for one in held
         ]
 
     def views(self, memory: Tensor) -> list[Tensor]:
@@ -55,7 +54,7 @@ class _Block:
     def put(self, values: list[Tensor] | None) -> None:
         """Have the modules use these values; `None`: what has no data."""
         for index, (one, absent) in enumerate(zip(self.held, self._absent, strict=True)):
-            used = absent if values is None else nn.Parameter(values[index], requires_grad=False)
+            used = absent if values is None else _as_parameter(values[index], one)
             for module, name in one.places:
                 module._parameters[name] = used
 
@@ -64,6 +63,11 @@ class _Block:
         for one in self.held:
             for module, name in one.places:
                 module._parameters[name] = one.parameter
+
+
+def _as_parameter(data: Tensor, held: _Held) -> nn.Parameter:
+    # Some operations choose their kernel by whether a weight is trained, even without autograd.
+    return nn.Parameter(data, held.parameter.requires_grad)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -128,6 +132,10 @@ class Streamed:
         self._rest, self._blocks = _units(model)
         self._slot_bytes = max((block.n_bytes for _, block in self._blocks), default=0)
         self._slot_count = min(2, len(self._blocks))
+        buffers_bytes = sum(buffer.nbytes for buffer in model.buffers())
+        self._rest_bytes = self._rest.n_bytes + buffers_bytes
+        self.least_bytes = self._rest_bytes + self._slot_count * self._slot_bytes
+        """What has to be on the device at once, beside what prompts take."""
         self._check_budget()
         self._slots: list[Tensor] = []
         self._holds: list[int | None] = [None] * self._slot_count
@@ -144,17 +152,14 @@ class Streamed:
         return len(self._kept) == len(self._blocks)
 
     def _check_budget(self) -> None:
-        buffers_bytes = sum(buffer.nbytes for buffer in self._model.buffers())
-        rest_bytes = self._rest.n_bytes + buffers_bytes
-        least_bytes = rest_bytes + self._slot_count * self._slot_bytes
         budget_bytes = self._device.memory_bytes - self._device.reserved_bytes
-        if least_bytes > budget_bytes:
+        if self.least_bytes > budget_bytes:
             raise PlanError(
                 f"the model does not fit a device budget of "
                 f"{format_bytes(self._device.memory_bytes)}, not even block by block: to generate, "
                 f"two blocks take {format_bytes(self._slot_count * self._slot_bytes)}, embedding "
-                f"and head {format_bytes(rest_bytes)}; raise --device-memory above "
-                f"{format_bytes(least_bytes + self._device.reserved_bytes)}"
+                f"and head {format_bytes(self._rest_bytes)}; raise --device-memory above "
+                f"{format_bytes(self.least_bytes + self._device.reserved_bytes)}"
             )
 
     def __enter__(self) -> Self:
