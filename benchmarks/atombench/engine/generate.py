@@ -113,7 +113,8 @@ def _llama(setup: GenerateSetup) -> Any:
         eos_token_id=None,  # all turns write as many tokens
     )
     torch.manual_seed(setup.seed)
-    return LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config)
+    return model.eval()
 
 
 def _prompts(setup: GenerateSetup) -> Tensor:
@@ -142,5 +143,6 @@ def _first_logits(model: nn.Module, device: Device, ids: Tensor) -> Tensor:
     predict = Predictor(model, None, device.torch_device)
     if device.one_memory:
         return predict(ids)
-    with device.computing(), Streamed(model, device):
+    streamed = Streamed(model, device)
+    with device.computing(), streamed:
         return predict(ids).clone()

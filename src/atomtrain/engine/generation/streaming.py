@@ -117,7 +117,9 @@ def gather(model: nn.Module, device: Device) -> None:
 
 
 class Streamed:
-    """A model that runs on a device inside a `with` block; enter it inside `Device.computing`.
+    """A model that runs on a device inside a `with` block.
+
+    Made outside of `Device.computing`, entered inside.
 
     Not thread-safe. The model's own parameters are read only, and are back in it afterwards.
     """
