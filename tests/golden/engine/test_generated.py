@@ -101,6 +101,18 @@ def test_streamed_logits_have_the_bits_of_resident_ones(name: str) -> None:
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_each_token_is_computed_once(name: str) -> None:
+    model = model_of(name)
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    lengths: list[int] = []
+    hook = embedding.register_forward_hook(lambda *of: lengths.append(of[1][0].shape[1]))
+    with closing(open_device("cpu")) as host:
+        generate(model, host, PROMPTS, Wish(3, 0.0))
+    hook.remove()
+    assert lengths == [4, 1, 1]
+
+
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_as_much_of_a_model_stays_as_fits(precision: torch.dtype) -> None:
     """The emulated device refuses each byte above the budget, and its peak is that of all."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError
 
+_CACHE_NAMES = ("cache", "past_key_values")
+"""Of the argument and of the output: since `transformers` 5.24, and before."""
 _CONTEXT_KEYS = ("context", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -68,6 +70,7 @@ class Predictor:
         self._model, self._context, self._device = model, context, device
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._own = hasattr(model, "continued")
+        self._cache_name = next((name for name in _CACHE_NAMES if name in self._takes), None)
         self._cache: Any = None
         self._past: list[Any] = []
         self._done = 0
@@ -87,7 +90,7 @@ class Predictor:
             ConfigError: the model's output has no logits.
         """
         length = ids.shape[1]
-        keeps = self._own or "past_key_values" in self._takes
+        keeps = self._own or self._cache_name is not None
         if keeps and (self._context is None or length <= self._context):
             new, self._done = ids[:, self._done :], length
             return self._asked(new, length, padding, keeps=True)
@@ -107,8 +110,8 @@ class Predictor:
             found: Tensor = model.continued(ids, self._past if keeps else [], before)
             return found
         given: dict[str, Any] = {"input_ids": ids}
-        if keeps:
-            given.update(past_key_values=self._cache, use_cache=True)
+        if keeps and self._cache_name is not None:
+            given.update({self._cache_name: self._cache, "use_cache": True})
         if "logits_to_keep" in self._takes:
             given["logits_to_keep"] = 1
         if before is not None:
@@ -124,6 +127,9 @@ class Predictor:
                 "generate with a GPT or a causal language model of Hugging Face"
             )
         if keeps:
-            self._cache = out.past_key_values
+            kept = (getattr(out, name, None) for name in _CACHE_NAMES)
+            self._cache = next((cache for cache in kept if cache is not None), None)
+            if self._cache is None:
+                self._done = 0  # it kept nothing, so the next call begins anew
         last: Tensor = out.logits[:, -1]
         return last
