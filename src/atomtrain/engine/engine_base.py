@@ -188,7 +188,10 @@ class EngineCore:
             yield
         except BaseException as error:
             # What waits in the frames of what failed would take the memory that comes back.
-            traceback.clear_frames(error.__traceback__)
+            failed: BaseException | None = error
+            while failed is not None:
+                traceback.clear_frames(failed.__traceback__)
+                failed = failed.__cause__
             raise
         finally:
             with self.guarded():
