@@ -53,6 +53,9 @@ REGISTRY: dict[str, Benchmark] = {
     "overhead": Benchmark(
         "atombench.engine.overhead", "what the launching thread spends on a block"
     ),
+    "generate": Benchmark(
+        "atombench.engine.generate", "generated tokens a second against transformers; streamed too"
+    ),
     "precision": Benchmark(
         "atombench.engine.precision", "host memory and loss of bfloat16 with exact masters"
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,9 +17,17 @@ from torch import Tensor, nn
 
 from atomtrain.analysis.layers.trace import MicroBatch, Traced
 from atomtrain.engine.devices.device import Device
+from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.devices.tracing import Record
 from atomtrain.engine.engine_base import EngineCore, SegmentDone, StepReport
 from atomtrain.engine.engine_state import EngineState
+from atomtrain.engine.generation.generating import (
+    Generated,
+    decoded,
+    encoded,
+    generate,
+    wish_of,
+)
 from atomtrain.engine.planner import Planner
 from atomtrain.engine.state.disk_placement import DiskTraffic
 from atomtrain.engine.state.precision import LossScale, Masters
@@ -224,6 +232,41 @@ class Engine:
             for device in self.devices:
                 device.take_wait_s()
             return loss
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        *,
+        tokenizer: Any = None,
+        on_host: bool = False,
+        **wish: Any,
+    ) -> Generated:
+        """Return what the model writes behind each prompt, on the first device.
+
+        Blocks of the model stay on the device as far as they fit, and are loaded for each token
+        where they do not; the result is the same. In between the engine gives up its own device
+        memory, and takes it again at the end: generate between many steps, not after each.
+
+        Args:
+            prompts: Token ids, or texts.
+            tokenizer: With `encode` and `decode`; needed for texts, and to get some.
+            on_host: Compute on the processor instead, where the whole model lies.
+            wish: `max_new_tokens`, `temperature`, `seed`, `stop` and others of `Wish`.
+
+        Raises:
+            ConfigError: no or empty prompts, texts without a tokenizer, numbers that cannot be, or
+                not a language model.
+            PlanError: embedding, head and two blocks do not fit the budget.
+            DeviceMemoryError: the prompts with their new tokens do not fit it.
+            DataError: what the model gives is not a number.
+        """
+        ids, wanted = encoded(prompts, tokenizer), wish_of(wish)
+        if on_host:
+            self.synchronize()
+            with self._core.evaluating(), closing(open_device("cpu")) as host:
+                return decoded(generate(self.model, host, ids, wanted), tokenizer)
+        with self._core.lending(), self._core.evaluating():
+            return decoded(generate(self.model, self.device, ids, wanted), tokenizer)
 
     def synchronize(self) -> None:
         """Block until all updates are applied and the model on the host is current.

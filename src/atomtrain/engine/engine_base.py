@@ -7,6 +7,7 @@ everything that would read the model refuses.
 from __future__ import annotations
 
 import contextlib
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -165,6 +166,36 @@ class EngineCore:
                 "choose one with memory of its own, such as 'emulated'"
             )
         self.updates.combining = combine
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """Give the devices' memory to somebody else, between two steps.
+
+        Raises:
+            ConfigError: the engine is closed.
+        """
+        self.synchronize()
+        if self.executor is None:
+            raise ConfigError("the engine is closed; call atomtrain.swap again")
+        if self.devices[0].one_memory:
+            yield
+            return
+        with self.guarded():
+            self.executor = None
+        for device in self.devices:
+            device.trim()
+        try:
+            yield
+        except BaseException as error:
+            # What waits in the frames of what failed would take the memory that comes back.
+            failed: BaseException | None = error
+            while failed is not None:
+                traceback.clear_frames(failed.__traceback__)
+                failed = failed.__cause__
+            raise
+        finally:
+            with self.guarded():
+                self.executor = self._execute(self.plan)
 
     def bring_to_host(self, blocks: Iterable[int], *, moments: bool) -> None:
         """Bring the host's copies of blocks that are updated on the device up to date."""

@@ -31,11 +31,26 @@ class GPTOutput(NamedTuple):
     logits: Tensor | None
 
 
-class Past(NamedTuple):
+class Past:
     """What a block keeps of the tokens that it has seen, to go on from there."""
 
-    key: Tensor  # [B, H, T, K]
-    value: Tensor  # [B, H, T, K]
+    def __init__(self) -> None:
+        self.key: Tensor | None = None  # [B, H, T, K]
+        self.value: Tensor | None = None  # [B, H, T, K]
+        self.seen: Tensor | None = None
+        """`[B, 1, T, all]` bool, what the new tokens look at; `None`: all before and themselves."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that were seen."""
+        return 0 if self.key is None else self.key.shape[2]
+
+    def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all tokens, with those of new ones."""
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat((self.key, key), 2), torch.cat((self.value, value), 2)
+        self.key, self.value = key, value
+        return key, value
 
 
 class Embedding(nn.Module):
@@ -81,21 +96,27 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, documents: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        if past is not None:
+            return self._continued(hidden, past)
         attended = self._attention(self.attention_norm(hidden), documents)
         hidden = hidden + self.dropout(attended)
         mlp = self._mlp(hidden)
         out: Tensor = hidden + self.dropout(mlp)
         return out
 
-    def continued(self, hidden: Tensor, past: Past | None) -> tuple[Tensor, Past]:
+    def _continued(self, hidden: Tensor, past: Past) -> Tensor:
         """Run in evaluation on the first tokens, or on a single one behind `past`."""
         query, key, value = self._projected(self.attention_norm(hidden))
-        if past is not None:
-            key, value = torch.cat((past.key, key), 2), torch.cat((past.value, value), 2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=past is None)
+        first = past.length == 0 and past.seen is None
+        key, value = past.extended(key, value)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=past.seen, is_causal=first
+        )
         hidden = hidden + self.attention_out(mixed.transpose(1, 2).flatten(2))
-        return hidden + self._mlp(hidden), Past(key, value)
+        return hidden + self._mlp(hidden)
 
     def _mlp(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh"))
@@ -238,20 +259,31 @@ class GPT(nn.Module):
             return GPTOutput(self.head(hidden, labels), None)
         return GPTOutput(None, self.head.logits(hidden))
 
-    def continued(self, input_ids: Tensor, past: list[Past]) -> Tensor:
+    def continued(
+        self, input_ids: Tensor, past: list[Past], padding: Tensor | None = None
+    ) -> Tensor:
         """Return `[B, V]`, the logits behind the last token; to generate, in evaluation mode.
 
         Args:
             input_ids: `[B, T]` int64, the first tokens; behind `past` a single one.
             past: What the blocks have kept so far, brought up to date; empty: nothing.
+            padding: `[B]`, columns to leave out before each sequence; `None`: none.
         """
-        length = past[0].key.shape[2] if past else 0
-        hidden = self.embedding.token(input_ids)
-        hidden = hidden + self.embedding.position.weight[length : length + input_ids.shape[1]]
-        before: Sequence[Past | None] = list(past) or [None] * len(self.blocks)
-        past.clear()
-        for block, kept in zip(self.blocks, before, strict=True):
-            assert isinstance(block, Block)
-            hidden, now = block.continued(hidden, kept)
-            past.append(now)
+        if not past:
+            past.extend(Past() for _ in self.blocks)
+        length, seen = past[0].length, None
+        stop = length + input_ids.shape[1]
+        if padding is None:
+            positions = self.embedding.position.weight[length:stop]
+        else:
+            columns = torch.arange(stop, device=input_ids.device)
+            rows = columns[length:]
+            mine = (columns >= padding[:, None, None]) & (columns <= rows[:, None])
+            # What is left out sees itself: of nothing, attention is not a number.
+            seen = (mine | (columns == rows[:, None]))[:, None]
+            positions = self.embedding.position((rows - padding[:, None]).clamp(min=0))
+        hidden = self.embedding.token(input_ids) + positions
+        for block, kept in zip(self.blocks, past, strict=True):
+            kept.seen = seen
+            hidden = block(hidden, None, kept)
         return self.head.logits(hidden[:, -1])

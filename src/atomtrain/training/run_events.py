@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from atomtrain.engine.devices.native import tf32_hint
+from atomtrain.engine.generation.generating import Wish
+from atomtrain.errors import DeviceMemoryError, PlanError
 from atomtrain.events import EventLog
 from atomtrain.files import replacing
 from atomtrain.models.making import parameter_count
-from atomtrain.models.sampling import sample
 from atomtrain.training.setup.setup import Session
 from atomtrain.training.together.peering import pasted_address
 from atomtrain.views.plans.trace import Account, write_trace
@@ -107,29 +106,28 @@ _SAMPLES = 3
 
 
 def tell_samples(session: Session, events: EventLog) -> None:
-    """Generate a few sentences with the model on the host; stops soon after twenty seconds."""
-    session.engine.synchronize()
-    session.model.eval()
+    """Generate a few sentences; stops soon after twenty seconds.
+
+    On the run's device; on the host where the device is too small for that.
+    """
+    engine, tokenizer, prompt = session.engine, session.text.tokenizer, session.options.prompt
     # Peers that end together have one and the same model: let each say something else.
-    seed = seed_of(session.recipe.seed, session.name, "samples")
-    generator = torch.Generator().manual_seed(seed)
-    tokenizer = session.text.tokenizer
-    prompt = torch.tensor(tokenizer.encode(session.options.prompt) or [tokenizer.separator])
-    context = session.recipe.sizes.context or session.recipe.context
-    deadline_s = time.monotonic() + _SAMPLE_S
-    for _ in range(_SAMPLES):
-        ids: list[int] = []
-        for token in sample(session.model, prompt, 0.8, generator, context):
-            if token == tokenizer.separator or len(ids) == _TOKENS:
-                break
-            ids.append(token)
-            if time.monotonic() > deadline_s:
-                break
-        text = tokenizer.decode(ids)
-        events.emit("sample", prompt=session.options.prompt, text=text)
-        if time.monotonic() > deadline_s:
-            break
-    session.model.train()
+    seeds = [seed_of(session.recipe.seed, session.name, f"sample {n}") for n in range(_SAMPLES)]
+    wish = Wish(
+        max_new_tokens=_TOKENS,
+        seed=seeds,
+        stop=(tokenizer.separator,),
+        context=session.recipe.sizes.context or session.recipe.context,
+        max_s=_SAMPLE_S,
+    )
+    ids = [tokenizer.encode(prompt) or [tokenizer.separator]] * _SAMPLES
+    try:
+        found = engine.generate(ids, **wish._asdict())
+    except (PlanError, DeviceMemoryError) as error:
+        events.emit("warning", message=f"samples are generated on the host: {error}")
+        found = engine.generate(ids, on_host=True, **wish._asdict())
+    for tokens in found.tokens:
+        events.emit("sample", prompt=prompt, text=tokenizer.decode(tokens))
 
 
 def seed_of(run_seed: int, peer: str, what: object) -> int:

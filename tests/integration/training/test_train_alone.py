@@ -76,11 +76,19 @@ def test_every_step_keeps_to_the_budget(straight: tuple[Path, str]) -> None:
 
 def test_generate_continues_a_text(straight: tuple[Path, str]) -> None:
     command = [sys.executable, "-m", "atomtrain.cli.main", "generate", str(straight[0])]
-    command += ["--prompt", "12: swarm", "--tokens", "20", "--seed", "3"]
-    texts = [forks.run(command, PATIENCE_S).stdout for _ in range(2)]
-    assert texts[0].startswith("12: swarm")
-    assert len(texts[0]) > len("12: swarm\n")
-    assert texts[0] == texts[1]
+    command += ["--prompt", "12: swarm", "--prompt", "1", "--tokens", "20", "--seed", "3"]
+    small = ["--device", "emulated", "--device-memory", "800KiB"]
+    whole, streamed = (forks.run([*command, *more], PATIENCE_S) for more in ([], small))
+    assert whole.stdout.startswith("12: swarm")
+    assert "\n1" in whole.stdout
+    assert len(whole.stdout) > len("12: swarm\n1\n")
+    assert streamed.stdout == whole.stdout
+    assert "tokens/s, streamed on emulated, fp32" in streamed.stderr
+    small[-1] = "200KiB"
+    refused = forks.run([*command, *small], PATIENCE_S)
+    assert refused.returncode == 2
+    assert "raise --device-memory above" in refused.stderr
+    assert refused.stderr.count("\n") == 1
 
 
 def test_another_seed_is_another_run(trainer: Trainer, straight: tuple[Path, str]) -> None:

@@ -22,7 +22,7 @@ BASE = {
 }
 ANALYSIS = ("export", "layers", "costs", "head")
 PLANNING = ("plan", "cost", "search")
-ENGINE = ("devices", "state", "updates", "execution", "calibration")
+ENGINE = ("devices", "state", "updates", "execution", "calibration", "generation")
 SWARM = ("transport", "codecs", "anchors", "membership", "rounds", "catchup", "node")
 
 

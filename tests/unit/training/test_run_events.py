@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atomtrain.engine.devices.devices import open_device
+from atomtrain.engine.generation.generating import Generated, Wish, generate
+from atomtrain.errors import PlanError
 from atomtrain.swarm.membership.records import PeerStatus
 from atomtrain.training.run_events import SwarmFile, tell_samples
 from atomtrain.views.runs.files import SWARM_FILE
@@ -20,21 +24,30 @@ VOCABULARY = 50
 class Anything(nn.Module):
     """Thinks every token as likely as any other."""
 
-    def forward(self, ids: Tensor) -> Any:
-        return SimpleNamespace(logits=torch.zeros(*ids.shape, VOCABULARY))
+    def forward(self, input_ids: Tensor) -> Any:
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, VOCABULARY))
 
 
-def samples(name: str, seed: int = 0) -> list[str]:
+def samples(name: str, seed: int = 0, *, small: bool = False) -> list[str]:
     told: list[str] = []
+
+    def written(prompts: list[list[int]], *, on_host: bool = False, **wish: Any) -> Generated:
+        if small and not on_host:
+            raise PlanError("too small")
+        with closing(open_device("cpu")) as device:
+            return generate(Anything(), device, prompts, Wish(**wish))
+
     sizes, tokenizer = SimpleNamespace(context=8), SimpleNamespace(
         separator=VOCABULARY, encode=lambda _: [1], decode=lambda ids: " ".join(map(str, ids))
     )  # fmt: skip
     session: Any = SimpleNamespace(
-        engine=SimpleNamespace(synchronize=lambda: None), model=Anything(), name=name,
+        engine=SimpleNamespace(generate=written), name=name,
         recipe=SimpleNamespace(seed=seed, sizes=sizes), options=SimpleNamespace(prompt="a"),
         text=SimpleNamespace(tokenizer=tokenizer),
     )  # fmt: skip
-    events: Any = SimpleNamespace(emit=lambda _, prompt, text: told.append(text))
+    events: Any = SimpleNamespace(
+        emit=lambda kind, **fields: told.append(fields["text" if kind == "sample" else "message"])
+    )
     tell_samples(session, events)
     return told
 
@@ -45,6 +58,12 @@ def test_peers_with_one_model_tell_different_things() -> None:
     assert samples("peer-0") == told
     assert not set(samples("peer-1")) & set(told)
     assert not set(samples("peer-0", seed=1)) & set(told)
+
+
+def test_where_the_device_is_too_small_the_host_writes_and_that_is_told() -> None:
+    warning, *told = samples("peer-0", small=True)
+    assert "on the host: too small" in warning
+    assert told == samples("peer-0")
 
 
 def status(name: str) -> PeerStatus:
