@@ -15,17 +15,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atomtrain.data.examples import Examples, Part, Rows, RowSampler, held_out_rows
+from atomtrain.data.examples import Examples, Laid, Part, Rows, RowSampler, held_out_rows
 from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, divided_at, held_out_batches
 from atomtrain.data.tokens import Tokens
 from atomtrain.errors import DataError
 
 
-class Batches(Protocol):
-    """An endless order of batches, by position."""
+class Draws(Protocol):
+    """An endless order of sequences (of pairs: of twos), by number; and of batches, by position."""
+
+    draws_per_batch: int
+    draws_per_epoch: int
+
+    @property
+    def laid(self) -> Laid | None:
+        """How rows lie in sequences; `None` of running text."""
+        ...
 
     def batch(self, position: int) -> Batch:
         """Return batch number `position`."""
+        ...
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """Return the draws of these numbers, counted through all epochs, in this order."""
         ...
 
     def epoch(self, position: int) -> float:
@@ -34,9 +46,9 @@ class Batches(Protocol):
 
 
 class Material(Protocol):
-    """Text or examples as tokens."""
+    """One source of text or examples as tokens."""
 
-    def sampler(self, config: SamplerConfig, peer_key: str) -> Batches:
+    def sampler(self, config: SamplerConfig, peer_key: str) -> Draws:
         """Return the batches that a peer trains on."""
         ...
 
@@ -44,24 +56,20 @@ class Material(Protocol):
         """Yield the batches to evaluate on."""
         ...
 
-    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float | None:
-        """Return a held-out loss in bits per byte of what is predicted; `None` if it is no text."""
+    def predicted(self, context: int) -> tuple[int, int] | None:
+        """Return how many held-out tokens are predicted, and the bytes of their text; `None` if the
+        loss is not that of a text."""
         ...
 
 
-class _Divided(NamedTuple):
+class _Divided(Sampler):
     """Batches of running text whose documents do not see each other."""
 
-    whole: Batches
     separator: int
 
-    def batch(self, position: int) -> Batch:
-        """See `Batches`."""
-        return divided_at(self.whole.batch(position), self.separator)
-
-    def epoch(self, position: int) -> float:
-        """See `Batches`."""
-        return self.whole.epoch(position)
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """See `Draws`."""
+        return divided_at(super().take(numbers), self.separator)
 
 
 class TextMaterial(NamedTuple):
@@ -71,10 +79,13 @@ class TextMaterial(NamedTuple):
     separator: int | None = None
     """What stands between documents that must not see each other; `None`: they do."""
 
-    def sampler(self, config: SamplerConfig, peer_key: str) -> Batches:
+    def sampler(self, config: SamplerConfig, peer_key: str) -> Draws:
         """See `Material`."""
-        sampler = Sampler(self.tokens.train, config, peer_key)
-        return sampler if self.separator is None else _Divided(sampler, self.separator)
+        if self.separator is None:
+            return Sampler(self.tokens.train, config, peer_key)
+        divided = _Divided(self.tokens.train, config, peer_key)
+        divided.separator = self.separator
+        return divided
 
     def held_out(self, context: int, sequences: int, limit: int | None) -> Iterator[Batch]:
         """See `Material`."""
@@ -84,9 +95,9 @@ class TextMaterial(NamedTuple):
             return batches
         return (divided_at(batch, separator) for batch in batches)
 
-    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float:
+    def predicted(self, context: int) -> tuple[int, int]:
         """See `Material`."""
-        return self.tokens.held_out_bits_per_byte(loss_nats_per_token)
+        return len(self.tokens.held_out), self.tokens.held_out_bytes
 
 
 class ExampleMaterial(NamedTuple):
@@ -96,7 +107,7 @@ class ExampleMaterial(NamedTuple):
     packed: bool
     padding: int
 
-    def sampler(self, config: SamplerConfig, peer_key: str) -> Batches:
+    def sampler(self, config: SamplerConfig, peer_key: str) -> Draws:
         """See `Material`."""
         part = self.examples.train
         rows = Rows(part, config.context_tokens, packed=self.packed, padding=self.padding)
@@ -106,9 +117,9 @@ class ExampleMaterial(NamedTuple):
         """See `Material`."""
         return held_out_rows(self._held_out(context), sequences, limit)
 
-    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float:
+    def predicted(self, context: int) -> tuple[int, int]:
         """See `Material`."""
-        return self._held_out(context).bits_per_byte(loss_nats_per_token)
+        return self._held_out(context).predicted()
 
     def _held_out(self, context: int) -> Rows:
         # Never packed: each example is judged alone.
@@ -167,6 +178,9 @@ class PairRows:
                 "the prompts"
             )
         self._references = references
+        self.laid = self._rows.laid._replace(
+            rows=part.count // 2, sequences=2 * len(self._pairs), dropped=self.dropped
+        )
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -196,8 +210,15 @@ class PairMaterial(NamedTuple):
         """See `Material`."""
         return held_out_rows(self.judged(context), max(1, sequences // 2), limit)
 
-    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> None:
+    def predicted(self, context: int) -> None:
         """Return nothing: the loss is not that of a text."""
+
+    def parts(self, context: int) -> tuple[PairRows | None, PairRows | None]:
+        """Return the pairs to learn from and those to evaluate on, `None` where there are none."""
+        return (
+            self.train(context) if self.examples.train.count else None,
+            self.judged(context) if self.examples.held_out.count else None,
+        )
 
     def train(self, context: int) -> PairRows:
         """Return the pairs to learn from."""

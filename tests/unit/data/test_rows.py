@@ -354,7 +354,7 @@ def test_the_order_is_a_function_of_seed_peer_and_position() -> None:
     assert one.epoch(11) == 3.0
     held = list(held_out_rows(rows, 4))
     assert [tuple(b.inputs.shape) for b in held] == [(4, 4), (4, 4)]
-    assert rows.bits_per_byte(1.0) == pytest.approx(2 / (7 * np.log(2)))
+    assert rows.predicted() == (2 * 11, 7 * 11)
 
 
 USER = {"role": "user", "content": "the cat"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,15 +72,18 @@ def evaluate(
     """
     trained = open_trained(path)
     recipe, sizes, packed = trained.recipe, trained.sizes, False
+    named, validation = [data] if data else [], None
     if recipe is not None:
         packed = recipe.packed
         context = context or recipe.context
-        data = data or open_checkpoint(path).meta.get("data")
+        if not named:
+            meta = open_checkpoint(path).meta
+            named, validation = meta["data"], meta["validation"]
     else:
         context = context or min(_USUAL_CONTEXT, trained.context)
-    if has_pairs(data):
-        return _judged(path, trained, data, context, sequences)
-    text = read_text(data, sizes, trained.tokenizer, packed=packed)
+    if has_pairs(named):
+        return _judged(path, trained, named, validation, context, sequences)
+    text = read_text(named, sizes, trained.tokenizer, packed=packed, validation=validation)
     _warn_of(text)
     total, targets, count = 0.0, 0, 0
     for batch in text.material.held_out(context, 1, sequences):
@@ -104,15 +108,20 @@ def _warn_of(text: Text) -> None:
 
 
 def _judged(
-    path: Path, trained: Trained, data: str | None, context: int, sequences: int
+    path: Path,
+    trained: Trained,
+    data: Sequence[str],
+    validation: str | None,
+    context: int,
+    sequences: int,
 ) -> PairEvaluation:
     recipe = trained.recipe
     if recipe is None or not recipe.in_pairs:
         raise ConfigError(
-            f"{data} has pairs of answers, which only a run with --objective "
+            f"{', '.join(data)} has pairs of answers, which only a run with --objective "
             f"{' or '.join(PREFERENCES)} can judge; {path} is not one: name other --data"
         )
-    text = read_text(data, recipe.sizes, trained.tokenizer, pairs=True)
+    text = read_text(data, recipe.sizes, trained.tokenizer, pairs=True, validation=validation)
     _warn_of(text)
     objective = preference_of(recipe)
     batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
