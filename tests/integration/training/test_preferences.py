@@ -161,7 +161,7 @@ MISTAKES = {
     "not said": (["--objective", "next-token"], "pairs.jsonl:1: is a pair of answers"),
     "preset": (["--model", "tiny"], "name its folder with --model"),
     "no pairs": (["--data", "chats.jsonl"], "chats.jsonl:1: has 'text'; answers are compared"),
-    "text": (["--data", "book.txt"], "book.txt is running text"),
+    "text": (["--data", "book.txt"], "book.txt has running text, and pairs.jsonl has rows"),
 }
 
 
