@@ -40,6 +40,7 @@ class Part:
     answers: NDArray[np.bool_]  # [tokens of all]
     starts: NDArray[np.int64]  # [examples + 1]
     answer_bytes: NDArray[np.int64]  # [examples]
+    good: NDArray[np.bool_]  # [examples]
 
     @property
     def count(self) -> int:
@@ -94,6 +95,7 @@ class Examples:
             kinds[example.kind] += 1
             digest.update(np.asarray(example.tokens, np.uint32).tobytes())
             digest.update(np.asarray(example.answers, np.bool_).tobytes())
+            digest.update(b"" if example.good else b"not good")
             count, tokens = count + 1, tokens + len(example.tokens)
             answers, longest = answers + sum(example.answers), max(longest, len(example.tokens))
         least = _LEAST if hold_out == "some" else 1
@@ -270,6 +272,7 @@ def _joined(examples: Sequence[Example]) -> Part:
         np.fromiter((a for e in examples for a in e.answers), np.bool_, int(starts[-1])),
         starts.astype(np.int64),
         np.array([example.answer_bytes for example in examples], np.int64),
+        np.array([example.good for example in examples], np.bool_),
     )
 
 

@@ -149,6 +149,7 @@ class PairRows:
         *,
         padding: int,
         references: NDArray[np.float32] | None = None,
+        judged: bool = False,
     ) -> None:
         """Divide a part into pairs.
 
@@ -157,6 +158,7 @@ class PairRows:
             context: Tokens of a row.
             padding: Token behind an answer.
             references: `[2 * pairs]`, see `References`; of none, batches carry none.
+            judged: Whether a pair is an answer that is judged, and one of another row.
 
         Raises:
             DataError: no pair has both answers within the context.
@@ -178,6 +180,7 @@ class PairRows:
                 "the prompts"
             )
         self._references = references
+        self._good = part.good.reshape(-1, 2)[:, 0].astype(np.float32) if judged else None
         self.laid = self._rows.laid._replace(
             rows=part.count // 2, sequences=2 * len(self._pairs), dropped=self.dropped
         )
@@ -188,6 +191,9 @@ class PairRows:
     def batch(self, pairs: Sequence[int], /) -> Batch:
         """Return inputs, labels and references of some pairs, two rows each."""
         found = self._rows.batch([row for pair in pairs for row in self._pairs[pair]])
+        if self._good is not None:
+            good = self._good[[self._rows.rows[self._pairs[pair][0]][0] // 2 for pair in pairs]]
+            found = found._replace(good=torch.from_numpy(good.repeat(2)))
         if self._references is None:
             return found
         picked = self._references.reshape(-1, 2)[list(pairs)].reshape(-1)
@@ -201,6 +207,8 @@ class PairMaterial(NamedTuple):
     padding: int
     references: References | None = None
     """Known as soon as the model to compare with was asked."""
+    judges: bool = False
+    """Whether a pair is an answer that is judged, and one of another row (see `encode_judged`)."""
 
     def sampler(self, config: SamplerConfig, peer_key: str) -> RowSampler:
         """See `Material`; a batch has half as many pairs as sequences."""
@@ -223,12 +231,15 @@ class PairMaterial(NamedTuple):
     def train(self, context: int) -> PairRows:
         """Return the pairs to learn from."""
         known = None if self.references is None else self.references.train
-        return PairRows(self.examples.train, context, padding=self.padding, references=known)
+        return PairRows(
+            self.examples.train, context, padding=self.padding, references=known, judged=self.judges
+        )
 
     def judged(self, context: int) -> PairRows:
         """Return the pairs to evaluate on."""
         known = None if self.references is None else self.references.held_out
-        return PairRows(self.examples.held_out, context, padding=self.padding, references=known)
+        part = self.examples.held_out
+        return PairRows(part, context, padding=self.padding, references=known, judged=self.judges)
 
 
 def _pairs_of(config: SamplerConfig) -> SamplerConfig:

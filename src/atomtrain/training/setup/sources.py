@@ -100,7 +100,7 @@ def _text(
     data: Sequence[str], validation: str | None, recipe: Recipe, tokenizer: Tokenizer | None
 ) -> Text:
     return read_text(
-        data, recipe.sizes, tokenizer, packed=recipe.packed, pairs=recipe.in_pairs,
+        data, recipe.sizes, tokenizer, packed=recipe.packed, learns=recipe.learns,
         validation=validation,
     )  # fmt: skip
 

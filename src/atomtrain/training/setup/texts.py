@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from atomtrain.data import Batch, Tokenizer, default_cache, open_tokens, read_corpus
 from atomtrain.data.chat import ChatTemplate, Encoder
 from atomtrain.data.corpus import Corpus, corpus_of_texts
-from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand
+from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand, understand_judged
 from atomtrain.data.examples import Examples
 from atomtrain.data.material import (
     Draws,
@@ -28,6 +28,8 @@ from atomtrain.data.weighted import parse_weighted
 from atomtrain.errors import DataError
 from atomtrain.models import HuggingFaceConfig, Sizes
 
+Learns = Literal["answers", "pairs", "labels"]
+"""What rows must say."""
 _Understood = TypeVar("_Understood")
 _JUDGED_SEQUENCES = 8
 """Enough to tell poison from chance, few enough to be a small part of a step."""
@@ -100,7 +102,7 @@ def read_text(
     tokenizer: Tokenizer | None,
     *,
     packed: bool = False,
-    pairs: bool = False,
+    learns: Learns = "answers",
     validation: str | None = None,
 ) -> Text:
     """Return what the user named, as tokens.
@@ -112,7 +114,7 @@ def read_text(
         tokenizer: `None` trains one on the text.
         packed: Whether a sequence may hold several rows; they, and documents of running text, do
             not see each other then.
-        pairs: Whether each row must say which of two answers is the better one.
+        learns: Whether each row has answers, says which of two is the better one, or labels one.
         validation: What the loss is measured on; then no part of the data is held out.
 
     Raises:
@@ -129,13 +131,13 @@ def read_text(
                 f"{flag} {spec} has {kinds[not rows]}, and {specs[0] if specs else 'the demo'} has "
                 f"{kinds[rows]}; give files of one kind"
             )
-    if pairs and not rows:
+    if learns != "answers" and not rows:
+        keys = "chosen and rejected" if learns == "pairs" else "prompt, completion and label"
         raise DataError(
             f"{', '.join(data) or 'the demo corpus'} is running text; answers to compare are in "
-            "rows with chosen and rejected: name files with --data that end in "
-            f"{', '.join(SUFFIXES)}"
+            f"rows with {keys}: name files with --data that end in {', '.join(SUFFIXES)}"
         )
-    reader = _Reader(sizes, tokenizer, packed, pairs)
+    reader = _Reader(sizes, tokenizer, packed, learns)
     hold_out: HoldOut = "some" if validation is None else "none"
     if not rows or not isinstance(sizes, HuggingFaceConfig):
         read = reader.running(specs or [None], validation, hold_out, rows=rows)
@@ -161,11 +163,11 @@ class _Reader:
     """Reads sources, all in one way; each becomes a material and the checksum of what it says."""
 
     def __init__(
-        self, sizes: Sizes, tokenizer: Tokenizer | None, packed: bool, pairs: bool
+        self, sizes: Sizes, tokenizer: Tokenizer | None, packed: bool, learns: Learns
     ) -> None:
         self.tokenizer = tokenizer
         self.answered: list[_Answered] = []
-        self._sizes, self._packed, self._pairs = sizes, packed, pairs
+        self._sizes, self._packed, self._learns = sizes, packed, learns
 
     def running(
         self, specs: Sequence[str | None], validation: str | None, hold_out: HoldOut, *, rows: bool
@@ -189,7 +191,10 @@ class _Reader:
         encoder = Encoder(self.tokenizer, ChatTemplate(self._sizes.files))
         separator, answered = self.tokenizer.separator, self._answered(spec)
         material: ExampleMaterial | PairMaterial
-        if self._pairs:
+        if self._learns == "labels":
+            judged = encoder.encode_judged(answered.through(understand_judged))
+            material = PairMaterial(Examples(judged, spec, 2, hold_out), separator, judges=True)
+        elif self._learns == "pairs":
             both = itertools.chain.from_iterable(answered.through(encoder.encode_pair))
             material = PairMaterial(Examples(both, spec, 2, hold_out), separator)
         else:

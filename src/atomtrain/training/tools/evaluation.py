@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.data import Batch
 from atomtrain.data.examples import IGNORED
+from atomtrain.data.sampler import joined
 from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.making import Sizes
@@ -48,7 +49,8 @@ class PairEvaluation(NamedTuple):
     loss: float
     """Mean over pairs, nats; see `atomtrain.training.setup.preference`."""
     reward_accuracy: float
-    reward_margin: float
+    reward_margin: float | None
+    """`None` of judged answers that are all good, or none of them."""
     pairs: int
     context: int
 
@@ -81,7 +83,8 @@ def evaluate(
             named, validation = meta["data"], meta["validation"]
     else:
         context = context or min(_USUAL_CONTEXT, trained.context)
-    if has_pairs(named):
+    judges = recipe is not None and recipe.learns == "labels"
+    if judges or has_pairs(named):
         return _judged(path, trained, named, validation, context, sequences)
     text = read_text(named, sizes, trained.tokenizer, packed=packed, validation=validation)
     _warn_of(text)
@@ -121,19 +124,17 @@ def _judged(
             f"{', '.join(data)} has pairs of answers, which only a run with --objective "
             f"{' or '.join(PREFERENCES)} can judge; {path} is not one: name other --data"
         )
-    text = read_text(data, recipe.sizes, trained.tokenizer, pairs=True, validation=validation)
+    text = read_text(
+        data, recipe.sizes, trained.tokenizer, learns=recipe.learns, validation=validation
+    )
     _warn_of(text)
     objective = preference_of(recipe)
     batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
     said = _said(objective, trained.model, batches)
     reference = _said(objective, _began_with(path), batches) if recipe.has_reference else None
-    margins = objective.margins(said, reference)
+    loss, numbers = objective.judged(said, joined(batches)._replace(reference=reference))
     return PairEvaluation(
-        float(objective.losses(said, reference).mean()),
-        float((margins > 0).float().mean()),
-        float(margins.mean()),
-        len(margins),
-        context,
+        loss, numbers["reward_accuracy"], numbers.get("reward_margin"), len(said) // 2, context
     )
 
 

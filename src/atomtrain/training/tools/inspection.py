@@ -25,7 +25,9 @@ def inspect(
         AtomError: data or model cannot be read; names file and line.
     """
     sizes, tokenizer = _known_of(model)
-    text = read_text([data], sizes, tokenizer, packed=packed, pairs=has_pairs([data]))
+    text = read_text(
+        [data], sizes, tokenizer, packed=packed, learns="pairs" if has_pairs([data]) else "answers"
+    )
     tokenizer, [material] = text.tokenizer, text.material.sources
     if isinstance(material, TextMaterial):
         tokens = material.tokens
