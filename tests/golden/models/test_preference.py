@@ -163,6 +163,29 @@ def test_kto_is_the_published_loss(shift: float) -> None:
     assert numbers["reward_accuracy"] == sum(map(bool, right)) / 4
 
 
+@pytest.mark.parametrize(
+    ("shift", "expected"), [(0.0, 0.464884877204895), (-7.0, 0.4687567949295044)]
+)
+def test_kto_has_the_loss_of_the_package_trl(shift: float, expected: float) -> None:
+    """Numbers of trl 1.16.0: `KTOTrainer._compute_loss` got a model that says these sums.
+
+    They are `-20 * torch.rand(4)`, three times, and `-24 * torch.rand(4)`, from one generator of
+    seed 0, with `precompute_ref_logps`, beta 0.3 and both weights 1. KL is 0, and 1.38137.
+    """
+    generator = torch.Generator().manual_seed(0)
+    own, other, of_own = (-20 * torch.rand(4, generator=generator) for _ in range(3))
+    of_other = -24 * torch.rand(4, generator=generator) + shift
+    good = torch.tensor([1.0, 0, 0, 1]).repeat_interleave(2)
+    said, reference = (
+        torch.stack(both, 1).flatten() for both in ((own, other), (of_own, of_other))
+    )
+    blank = torch.zeros(8, 2, dtype=torch.long)
+    batch = Batch(blank, blank, reference, good=good)
+    loss, numbers = JudgedAnswer(0.3).judged(said, batch)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert numbers["reward_margin"] == pytest.approx(0.3136729300022125, abs=1e-6)
+
+
 def test_odds_of_a_certain_answer_are_finite() -> None:
     said = torch.tensor([0.0, -200.0], requires_grad=True)
     loss = OBJECTIVES["orpo"].losses(said, None).sum()
