@@ -149,6 +149,19 @@ def test_inspecting_shows_both_answers(place: Path, capsys: pytest.CaptureFixtur
     assert "within 2 tokens; raise --context" in capsys.readouterr().err
 
 
+def test_pairs_of_several_sources_are_compared_with_the_model_before(place: Path) -> None:
+    for name, count in (("more", 9), ("own", 3)):
+        (place / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs(count))))
+    named = ["--data", "more.jsonl:2", "--validation", "own.jsonl"]
+    events = train("several", *named, "--steps", "2")
+    first, last = (kinds(events, "evaluation")[n] for n in (0, -1))
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-4), "each pair has its own reference"
+    assert last["reward_margin"] != 0.0
+    (laid,) = kinds(events, "data")
+    assert (laid["rows"], laid["sequences"]) == (49, 98), "none is held out"
+    train("several", "--resume", "--steps", "3")
+
+
 def judged(count: int = 40) -> list[dict[str, Any]]:
     return [
         {"prompt": row["prompt"], "completion": row["rejected" if n % 3 else "chosen"],

@@ -115,6 +115,15 @@ def test_all_sources_are_held_out_in_turns_unless_there_is_a_validation() -> Non
     assert judged.sampler(CONFIG, "a").draws_per_epoch == 80
 
 
+def test_a_source_that_holds_out_too_little_is_passed_over_if_others_do() -> None:
+    long = [Example("text", [n] * 9, [False] * 8 + [True], 7) for n in range(20)]
+    small = ExampleMaterial(Examples(long, "x"), packed=False, padding=0)
+    found = Mixture((small, source(20, 1000, "some")), (1.0, 1.0))
+    assert [int(batch.inputs[0, 0]) for batch in found.held_out(4, 1, None)] == [1010]
+    with pytest.raises(DataError, match="raise --context"):
+        Mixture((small, small), (1.0, 1.0)).held_out(4, 1, None)
+
+
 def test_how_the_rows_of_all_sources_lie_adds_up() -> None:
     sampler = mixture((7, 1.0), (5, 2.0)).sampler(CONFIG, "a")
     assert isinstance(sampler, MixedSampler)
