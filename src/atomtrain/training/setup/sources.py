@@ -21,7 +21,7 @@ from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
-from atomtrain.training.setup.state import recipe_of
+from atomtrain.training.setup.state import data_of, recipe_of
 from atomtrain.training.setup.texts import Text, read_text
 from atomtrain.training.together.peering import check_rules, knows_peers, swarm_config
 
@@ -141,8 +141,9 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
     _check_guards(options, run, meta.get("guards", []))
     recipe, tokenizer = recipe_of(checkpoint)
     recipe = amended(recipe, options, str(checkpoint.path))
-    validation = options.validation or meta["validation"]
-    text = _text(options.data or meta["data"], validation, recipe, tokenizer)
+    data, validation = data_of(checkpoint)
+    validation = options.validation or validation
+    text = _text(options.data or data, validation, recipe, tokenizer)
     named = options.data or options.validation
     if not named and text.sha256 != meta["text_sha256"]:
         raise DataError(

@@ -22,7 +22,7 @@ from atomtrain.training.config.recipe import PREFERENCES
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
 from atomtrain.training.setup.objectives import preference_of
 from atomtrain.training.setup.preference import PreferredAnswer, sums_of
-from atomtrain.training.setup.state import Trained, open_trained
+from atomtrain.training.setup.state import Trained, data_of, open_trained
 from atomtrain.training.setup.texts import Text, has_pairs, read_text
 
 _log = logging.getLogger("atomtrain.training")
@@ -74,13 +74,13 @@ def evaluate(
     """
     trained = open_trained(path)
     recipe, sizes, packed = trained.recipe, trained.sizes, False
-    named, validation = [data] if data else [], None
+    named: tuple[str, ...] = (data,) if data else ()
+    validation: str | None = None
     if recipe is not None:
         packed = recipe.packed
         context = context or recipe.context
         if not named:
-            meta = open_checkpoint(path).meta
-            named, validation = meta["data"], meta["validation"]
+            named, validation = data_of(open_checkpoint(path))
     else:
         context = context or min(_USUAL_CONTEXT, trained.context)
     judges = recipe is not None and recipe.learns == "labels"
