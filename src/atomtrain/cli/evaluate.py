@@ -56,8 +56,9 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(
             f"loss            {found.loss:.4f} nats a pair\n"
             f"preferred       {found.reward_accuracy:.1%} of {found.pairs} pairs\n"
-            f"margin          {found.reward_margin:.4f} nats\n"
         )
+        if found.reward_margin is not None:
+            sys.stdout.write(f"margin          {found.reward_margin:.4f} nats\n")
     else:
         sys.stdout.write(
             f"loss            {found.loss:.4f} nats a token\n"

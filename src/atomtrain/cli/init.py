@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomtrain.cli.parsing import complain, leaving_at_once, parse
-from atomtrain.data.corpus import check_files
 from atomtrain.data.named import is_named
+from atomtrain.data.weighted import check_sources
 from atomtrain.errors import AtomError, ConfigError, DataError
 from atomtrain.settings import option
 from atomtrain.training.config.options import TrainOptions
@@ -135,14 +135,13 @@ def filled(text: str, facts: Facts, ask: Ask) -> str:
 def notes(values: dict[str, Any]) -> list[str]:
     """Return what is still missing before a run with these options can start."""
     missing = []
-    model, data = values.get("model"), values.get("data")
+    model, data = values.get("model"), values.get("data", ())
     if model is not None and "/" in model and not os.path.exists(os.path.expanduser(model)):
         missing.append(f"there is no folder {model} here; it is taken for an id of Hugging Face")
-    if data is not None and not is_named(data):
-        try:
-            check_files(data)
-        except DataError as error:
-            missing.append(str(error))
+    try:
+        check_sources(data, values.get("validation"))
+    except DataError as error:
+        missing.append(str(error))
     if any(address.startswith(PLACEHOLDER) for address in values.get("join", ())):
         missing.append("join has no address yet; put in the one that a peer of the run prints")
     return missing
@@ -205,7 +204,7 @@ def _model(answer: str) -> str:
 
 def _data(answer: str) -> str:
     if is_named(answer):
-        check_early(TrainOptions(data=answer))
+        check_early(TrainOptions(data=(answer,)))
     return answer  # files may come later: `notes` looks for them
 
 

@@ -166,6 +166,7 @@ def _tell(line: str) -> None:
 def _run_peers(options: TrainOptions) -> int:
     from atomtrain.data import read_corpus
     from atomtrain.data.rows import has_rows
+    from atomtrain.data.weighted import parse_weighted
     from atomtrain.metrics.targets import for_local_peer
     from atomtrain.training.config.new_recipe import check_model, model_name
     from atomtrain.training.launcher import PeerCommand, launch_peers
@@ -177,8 +178,10 @@ def _run_peers(options: TrainOptions) -> int:
     # Mistakes that every peer would make are told once, here.
     if options.model is not None:
         check_model(options.model)
-    if not has_rows(options.data):
-        read_corpus(options.data)
+    for given in options.data or (None,):
+        spec = given and parse_weighted(given).spec
+        if not has_rows(spec):
+            read_corpus(spec)
     require_writable(options.trace, "--trace")
     if options.name is not None:
         raise ConfigError("--name names one peer; leave it out with --peers")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atomtrain.data.bounded import bounded
 from atomtrain.data.dialogues import (
     Dialogue,
+    Judged,
     Message,
     Plain,
+    exchanged,
     is_answer,
     understand,
     understand_pair,
@@ -35,6 +38,8 @@ class Example(NamedTuple):
     answers: list[bool]
     answer_bytes: int
     """UTF-8 bytes of the text that is to be predicted."""
+    good: bool = True
+    """Whether the answer is to become more probable, where rows say so."""
 
 
 class ChatTemplate:
@@ -109,6 +114,25 @@ class Encoder:
         """
         chosen, rejected = understand_pair(row)
         return self._encoded(row, chosen), self._encoded(row, rejected)
+
+    def encode_judged(self, rows: Iterable[Judged]) -> Iterator[Example]:
+        """Yield two examples a row: its own, and its prompt with the answer of the row before it.
+
+        The first row gets the second one's answer. What a model thinks of answers that have nothing
+        to do with their prompts tells how far it has moved (see `preference.py`).
+
+        Raises:
+            DataError: there are fewer than two rows, or not all of one form.
+        """
+        found = iter(rows)
+        first = list(itertools.islice(found, 2))
+        if len(first) < 2:
+            raise DataError("there are fewer than 2 rows with prompt, completion and label")
+        before = first[1]
+        for judged in itertools.chain(first, found):
+            for said in (judged.said, exchanged(judged, before)):
+                yield self._encoded(judged.row, said)._replace(good=judged.good)
+            before = judged
 
     def _encoded(self, row: Row, said: Dialogue | Plain) -> Example:
         try:

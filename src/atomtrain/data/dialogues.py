@@ -14,6 +14,12 @@ A row may instead say which of two answers is the better one:
 |---|---|
 | preference | `chosen` and `rejected`, and possibly `prompt`: texts, or lists of messages |
 
+or whether an answer is a good one:
+
+| kind | keys of a row |
+|---|---|
+| judged | `prompt` and `completion` as above, and `label`: true or false |
+
 An answer that is empty, blank or null is none.
 """
 
@@ -120,6 +126,51 @@ def understand_pair(row: Row) -> Pair:
             f"{row.place}: 'chosen' and 'rejected' must both be texts, or both lists of messages"
         )
     return Pair(chosen, rejected)
+
+
+class Judged(NamedTuple):
+    """An answer that is a good one, or not."""
+
+    row: Row
+    said: Dialogue | Plain
+    good: bool
+
+
+def understand_judged(row: Row) -> Judged:
+    """Return the answer of a row behind its prompt, and its label.
+
+    Raises:
+        NoAnswerError: it has no answer.
+        DataError: it lacks something, or the label is not a boolean; names file and line.
+    """
+    if not {"prompt", "completion", "label"} <= row.values.keys():
+        keys = ", ".join(map(repr, row.values)) or "nothing"
+        raise DataError(
+            f"{row.place}: has {keys}; answers are judged in rows that all have prompt, completion "
+            "and label"
+        )
+    label = row.values["label"]
+    if not isinstance(label, bool):
+        raise DataError(f"{row.place}: 'label' must be true or false, not {label!r:.40}")
+    return Judged(row, _completion(row), label)
+
+
+def exchanged(judged: Judged, other: Judged) -> Dialogue | Plain:
+    """Return another row's answer behind the prompt of this one.
+
+    Raises:
+        DataError: one has texts, the other one messages; names file and line.
+    """
+    said, instead = judged.said, other.said
+    if isinstance(said, Plain) and isinstance(instead, Plain):
+        return Plain(said.kind, said.prompt, instead.answer)
+    if isinstance(said, Dialogue) and isinstance(instead, Dialogue):
+        messages = said.messages[: said.from_message] + instead.messages[instead.from_message :]
+        return Dialogue(said.kind, messages, said.from_message)
+    raise DataError(
+        f"{judged.row.place}: has texts where {other.row.place} has messages, or the reverse; give "
+        "all rows in one form"
+    )
 
 
 def _preferred(row: Row, key: str) -> Dialogue | Plain:

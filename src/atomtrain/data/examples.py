@@ -7,12 +7,13 @@ examples do not see each other: batches say which example each token belongs to.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atomtrain.data.chat import Example
-from atomtrain.data.sampler import Batch, SamplerConfig
-from atomtrain.data.tokens import bits_per_byte
+from atomtrain.data.sampler import Batch, SamplerConfig, shuffled
+from atomtrain.data.split import HoldOut
 from atomtrain.errors import DataError
 
 IGNORED = -100
@@ -39,6 +40,7 @@ class Part:
     answers: NDArray[np.bool_]  # [tokens of all]
     starts: NDArray[np.int64]  # [examples + 1]
     answer_bytes: NDArray[np.int64]  # [examples]
+    good: NDArray[np.bool_]  # [examples]
 
     @property
     def count(self) -> int:
@@ -63,38 +65,69 @@ class Counts:
 class Examples:
     """All examples: those to train on, and every twentieth to evaluate on."""
 
-    def __init__(self, examples: Iterable[Example], name: str, together: int = 1) -> None:
+    def __init__(
+        self,
+        examples: Iterable[Example],
+        name: str,
+        together: int = 1,
+        hold_out: HoldOut = "some",
+    ) -> None:
         """Read all examples.
 
         Args:
             examples: In the order of the data.
             name: Of the data, for messages.
             together: So many, one after the other, stay together: 2 of pairs.
+            hold_out: What of them to evaluate on.
 
         Raises:
-            DataError: there are fewer than two (twos), so none would be left to evaluate on.
+            DataError: there are none, or fewer than two (twos) of which one is to be held out.
         """
         kinds: Counter[str] = Counter()
         digest = hashlib.sha256()
         parts: tuple[list[Example], list[Example]] = ([], [])
         count = tokens = answers = longest = 0
         for example in examples:
-            held_out = count // together % HELD_OUT_EVERY == _HELD_OUT_INDEX
+            held_out = hold_out == "all" or (
+                hold_out == "some" and count // together % HELD_OUT_EVERY == _HELD_OUT_INDEX
+            )
             parts[held_out].append(example)
             kinds[example.kind] += 1
             digest.update(np.asarray(example.tokens, np.uint32).tobytes())
             digest.update(np.asarray(example.answers, np.bool_).tobytes())
+            digest.update(b"" if example.good else b"not good")
             count, tokens = count + 1, tokens + len(example.tokens)
             answers, longest = answers + sum(example.answers), max(longest, len(example.tokens))
-        if count < _LEAST * together:
+        least = _LEAST if hold_out == "some" else 1
+        if count < least * together:
             raise DataError(
-                f"{name} has {count // together} examples, at least {_LEAST} are needed; add some"
+                f"{name} has {count // together} examples, at least {least} are needed; add some"
             )
-        if not parts[1]:  # few examples: the last one is held out
+        if hold_out == "some" and not parts[1]:  # few examples: the last one is held out
             parts[1].extend(parts[0][-together:])
             del parts[0][-together:]
         self.train, self.held_out = _joined(parts[0]), _joined(parts[1])
         self.counts = Counts(dict(kinds), count, tokens, answers, longest, digest.hexdigest())
+
+
+class Laid(NamedTuple):
+    """How rows of data lie in sequences; those of several sources add up."""
+
+    rows: int
+    sequences: int
+    cut: int
+    """Rows that are longer than a sequence."""
+    dropped: int
+    """Rows whose answers all lie beyond a sequence, or that have none."""
+    tokens: int
+    """Of rows, as far as they are within sequences."""
+    room_tokens: int
+    """Of the sequences."""
+
+    @property
+    def filled_share(self) -> float:
+        """The share of the sequences' tokens that are not padding."""
+        return self.tokens / self.room_tokens
 
 
 class Rows:
@@ -136,6 +169,14 @@ class Rows:
                 "the examples"
             )
         self.rows = _packed(lengths, counted, context + 1) if packed else [[i] for i in counted]
+        self.laid = Laid(
+            rows=part.count,
+            sequences=len(self.rows),
+            cut=self.cut,
+            dropped=self.dropped,
+            tokens=int(lengths[counted].sum()),
+            room_tokens=len(self.rows) * (context + 1),
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -161,12 +202,11 @@ class Rows:
         own = torch.from_numpy(documents[:, :-1].copy()) if self._separate else None
         return Batch(inputs, torch.from_numpy(labels.copy()), documents=own)
 
-    def bits_per_byte(self, loss_nats_per_token: float) -> float:
-        """Return a mean loss over the answers in bits per byte of their text."""
+    def predicted(self) -> tuple[int, int]:
+        """Return how many tokens are predicted, and the bytes of their text."""
         counted = [index for row in self.rows for index in row]
         tokens = sum(int(self._part.answers[slice(*self._range(i))].sum()) for i in counted)
-        n_bytes = sum(int(self._part.answer_bytes[i]) for i in counted)
-        return bits_per_byte(loss_nats_per_token, tokens, max(1, n_bytes))
+        return tokens, sum(int(self._part.answer_bytes[i]) for i in counted)
 
     def _range(self, index: int) -> tuple[int, int]:
         start, stop = int(self._part.starts[index]), int(self._part.starts[index + 1])
@@ -179,6 +219,8 @@ class Rows:
 
 class Drawn(Protocol):
     """What batches are drawn from: rows, or pairs of them."""
+
+    laid: Laid
 
     def __len__(self) -> int: ...
 
@@ -193,12 +235,18 @@ class RowSampler:
     def __init__(self, rows: Drawn, config: SamplerConfig, peer_key: str) -> None:
         """Draw from all rows; each epoch has an order of its own."""
         self._rows, self._config, self._peer_key = rows, config, peer_key
+        self.draws_per_batch, self.draws_per_epoch = config.sequences, len(rows)
+        self.laid: Laid | None = rows.laid
         self._order = lru_cache(maxsize=2)(self._draw)
 
     def batch(self, position: int) -> Batch:
         """Return batch number `position`, 0 or more."""
         first = position * self._config.sequences
-        places = [divmod(n, len(self._rows)) for n in range(first, first + self._config.sequences)]
+        return self.take(range(first, first + self._config.sequences))
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """Return the rows of these numbers, counted through all epochs, in this order."""
+        places = [divmod(number, len(self._rows)) for number in numbers]
         return self._rows.batch([int(self._order(epoch)[rank]) for epoch, rank in places])
 
     def epoch(self, position: int) -> float:
@@ -206,10 +254,7 @@ class RowSampler:
         return position * self._config.sequences / len(self._rows)
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
-        seed = f"{self._config.seed}/{epoch}/{self._peer_key}"
-        key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:16], "little")
-        order = np.argsort(np.random.Philox(key=key).random_raw(len(self._rows)), kind="stable")
-        return order.astype(np.int64, copy=False)
+        return shuffled(f"{self._config.seed}/{epoch}/{self._peer_key}", len(self._rows))
 
 
 def held_out_rows(rows: Drawn, sequences: int, limit: int | None = None) -> Iterator[Batch]:
@@ -227,29 +272,31 @@ def _joined(examples: Sequence[Example]) -> Part:
         np.fromiter((a for e in examples for a in e.answers), np.bool_, int(starts[-1])),
         starts.astype(np.int64),
         np.array([example.answer_bytes for example in examples], np.int64),
+        np.array([example.good for example in examples], np.bool_),
     )
 
 
 def _packed(lengths: NDArray[np.int64], wanted: Sequence[int], width: int) -> list[list[int]]:
-    """Put examples into rows in their order: into the first of the open rows with room.
+    """Put examples into rows: best fit decreasing within windows of the data's order.
 
-    Only few rows stay open, so that it takes linear time.
+    The longest goes first, each into the fullest row with room for it (Johnson 1974). What shares a
+    row keeps its order.
     """
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # index of the row, tokens left
-    for index in wanted:
-        length = int(lengths[index])
-        for place, (row, left) in enumerate(open_rows):
-            if length <= left:
-                rows[row].append(index)
-                open_rows[place] = (row, left - length)
-                break
-        else:
-            rows.append([index])
-            open_rows.append((len(rows) - 1, width - length))
-            if len(open_rows) > _OPEN_ROWS:
-                open_rows.remove(min(open_rows, key=lambda entry: entry[1]))
-    return rows
+    for first in range(0, len(wanted), _WINDOW):
+        room: list[tuple[int, int]] = []  # sorted: tokens left, index of the row
+        for index in sorted(wanted[first : first + _WINDOW], key=lambda i: -int(lengths[i])):
+            length = int(lengths[index])
+            place = bisect.bisect_left(room, (length, -1))
+            if place < len(room):
+                left, row = room.pop(place)
+            else:
+                left, row = width, len(rows)
+                rows.append([])
+            rows[row].append(index)
+            bisect.insort(room, (left - length, row))
+    return [sorted(row) for row in rows]
 
 
-_OPEN_ROWS = 32
+_WINDOW = 8192
+"""Examples: enough to fill rows well, few enough to be quick."""

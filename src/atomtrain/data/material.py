@@ -15,17 +15,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atomtrain.data.examples import Examples, Part, Rows, RowSampler, held_out_rows
+from atomtrain.data.examples import Examples, Laid, Part, Rows, RowSampler, held_out_rows
 from atomtrain.data.sampler import Batch, Sampler, SamplerConfig, divided_at, held_out_batches
 from atomtrain.data.tokens import Tokens
 from atomtrain.errors import DataError
 
 
-class Batches(Protocol):
-    """An endless order of batches, by position."""
+class Draws(Protocol):
+    """An endless order of sequences (of pairs: of twos), by number; and of batches, by position."""
+
+    draws_per_batch: int
+    draws_per_epoch: int
+
+    @property
+    def laid(self) -> Laid | None:
+        """How rows lie in sequences; `None` of running text."""
+        ...
 
     def batch(self, position: int) -> Batch:
         """Return batch number `position`."""
+        ...
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """Return the draws of these numbers, counted through all epochs, in this order."""
         ...
 
     def epoch(self, position: int) -> float:
@@ -34,9 +46,9 @@ class Batches(Protocol):
 
 
 class Material(Protocol):
-    """Text or examples as tokens."""
+    """One source of text or examples as tokens."""
 
-    def sampler(self, config: SamplerConfig, peer_key: str) -> Batches:
+    def sampler(self, config: SamplerConfig, peer_key: str) -> Draws:
         """Return the batches that a peer trains on."""
         ...
 
@@ -44,24 +56,20 @@ class Material(Protocol):
         """Yield the batches to evaluate on."""
         ...
 
-    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float | None:
-        """Return a held-out loss in bits per byte of what is predicted; `None` if it is no text."""
+    def predicted(self, context: int) -> tuple[int, int] | None:
+        """Return how many held-out tokens are predicted, and the bytes of their text; `None` if the
+        loss is not that of a text."""
         ...
 
 
-class _Divided(NamedTuple):
+class _Divided(Sampler):
     """Batches of running text whose documents do not see each other."""
 
-    whole: Batches
     separator: int
 
-    def batch(self, position: int) -> Batch:
-        """See `Batches`."""
-        return divided_at(self.whole.batch(position), self.separator)
-
-    def epoch(self, position: int) -> float:
-        """See `Batches`."""
-        return self.whole.epoch(position)
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """See `Draws`."""
+        return divided_at(super().take(numbers), self.separator)
 
 
 class TextMaterial(NamedTuple):
@@ -71,10 +79,13 @@ class TextMaterial(NamedTuple):
     separator: int | None = None
     """What stands between documents that must not see each other; `None`: they do."""
 
-    def sampler(self, config: SamplerConfig, peer_key: str) -> Batches:
+    def sampler(self, config: SamplerConfig, peer_key: str) -> Draws:
         """See `Material`."""
-        sampler = Sampler(self.tokens.train, config, peer_key)
-        return sampler if self.separator is None else _Divided(sampler, self.separator)
+        if self.separator is None:
+            return Sampler(self.tokens.train, config, peer_key)
+        divided = _Divided(self.tokens.train, config, peer_key)
+        divided.separator = self.separator
+        return divided
 
     def held_out(self, context: int, sequences: int, limit: int | None) -> Iterator[Batch]:
         """See `Material`."""
@@ -84,9 +95,9 @@ class TextMaterial(NamedTuple):
             return batches
         return (divided_at(batch, separator) for batch in batches)
 
-    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float:
+    def predicted(self, context: int) -> tuple[int, int]:
         """See `Material`."""
-        return self.tokens.held_out_bits_per_byte(loss_nats_per_token)
+        return len(self.tokens.held_out), self.tokens.held_out_bytes
 
 
 class ExampleMaterial(NamedTuple):
@@ -96,7 +107,7 @@ class ExampleMaterial(NamedTuple):
     packed: bool
     padding: int
 
-    def sampler(self, config: SamplerConfig, peer_key: str) -> Batches:
+    def sampler(self, config: SamplerConfig, peer_key: str) -> Draws:
         """See `Material`."""
         part = self.examples.train
         rows = Rows(part, config.context_tokens, packed=self.packed, padding=self.padding)
@@ -106,9 +117,9 @@ class ExampleMaterial(NamedTuple):
         """See `Material`."""
         return held_out_rows(self._held_out(context), sequences, limit)
 
-    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> float:
+    def predicted(self, context: int) -> tuple[int, int]:
         """See `Material`."""
-        return self._held_out(context).bits_per_byte(loss_nats_per_token)
+        return self._held_out(context).predicted()
 
     def _held_out(self, context: int) -> Rows:
         # Never packed: each example is judged alone.
@@ -138,6 +149,7 @@ class PairRows:
         *,
         padding: int,
         references: NDArray[np.float32] | None = None,
+        judged: bool = False,
     ) -> None:
         """Divide a part into pairs.
 
@@ -146,6 +158,7 @@ class PairRows:
             context: Tokens of a row.
             padding: Token behind an answer.
             references: `[2 * pairs]`, see `References`; of none, batches carry none.
+            judged: Whether a pair is an answer that is judged, and one of another row.
 
         Raises:
             DataError: no pair has both answers within the context.
@@ -167,6 +180,10 @@ class PairRows:
                 "the prompts"
             )
         self._references = references
+        self._good = part.good.reshape(-1, 2)[:, 0].astype(np.float32) if judged else None
+        self.laid = self._rows.laid._replace(
+            rows=part.count // 2, sequences=2 * len(self._pairs), dropped=self.dropped
+        )
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -174,6 +191,9 @@ class PairRows:
     def batch(self, pairs: Sequence[int], /) -> Batch:
         """Return inputs, labels and references of some pairs, two rows each."""
         found = self._rows.batch([row for pair in pairs for row in self._pairs[pair]])
+        if self._good is not None:
+            good = self._good[[self._rows.rows[self._pairs[pair][0]][0] // 2 for pair in pairs]]
+            found = found._replace(good=torch.from_numpy(good.repeat(2)))
         if self._references is None:
             return found
         picked = self._references.reshape(-1, 2)[list(pairs)].reshape(-1)
@@ -187,6 +207,8 @@ class PairMaterial(NamedTuple):
     padding: int
     references: References | None = None
     """Known as soon as the model to compare with was asked."""
+    judges: bool = False
+    """Whether a pair is an answer that is judged, and one of another row (see `encode_judged`)."""
 
     def sampler(self, config: SamplerConfig, peer_key: str) -> RowSampler:
         """See `Material`; a batch has half as many pairs as sequences."""
@@ -196,18 +218,28 @@ class PairMaterial(NamedTuple):
         """See `Material`."""
         return held_out_rows(self.judged(context), max(1, sequences // 2), limit)
 
-    def bits_per_byte(self, context: int, loss_nats_per_token: float) -> None:
+    def predicted(self, context: int) -> None:
         """Return nothing: the loss is not that of a text."""
+
+    def parts(self, context: int) -> tuple[PairRows | None, PairRows | None]:
+        """Return the pairs to learn from and those to evaluate on, `None` where there are none."""
+        return (
+            self.train(context) if self.examples.train.count else None,
+            self.judged(context) if self.examples.held_out.count else None,
+        )
 
     def train(self, context: int) -> PairRows:
         """Return the pairs to learn from."""
         known = None if self.references is None else self.references.train
-        return PairRows(self.examples.train, context, padding=self.padding, references=known)
+        return PairRows(
+            self.examples.train, context, padding=self.padding, references=known, judged=self.judges
+        )
 
     def judged(self, context: int) -> PairRows:
         """Return the pairs to evaluate on."""
         known = None if self.references is None else self.references.held_out
-        return PairRows(self.examples.held_out, context, padding=self.padding, references=known)
+        part = self.examples.held_out
+        return PairRows(part, context, padding=self.padding, references=known, judged=self.judges)
 
 
 def _pairs_of(config: SamplerConfig) -> SamplerConfig:

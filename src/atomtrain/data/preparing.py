@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atomtrain.data.corpus import Corpus
-from atomtrain.data.split import pieces
+from atomtrain.data.split import HoldOut, pieces
 from atomtrain.data.tokenizer import DEFAULT_VOCABULARY, Tokenizer
 from atomtrain.data.tokens import Tokens, disk_errors, open_tokens
 from atomtrain.errors import DataError
@@ -35,6 +35,7 @@ def prepare(
     *,
     vocabulary: int = DEFAULT_VOCABULARY,
     tokenizer: Tokenizer | None = None,
+    hold_out: HoldOut = "some",
 ) -> Prepared:
     """Return tokenizer and tokens of `corpus`; a few seconds the first time, then from `cache`.
 
@@ -43,16 +44,18 @@ def prepare(
         cache: folder for the tokenizer and the token file; made if missing.
         vocabulary: tokens of the tokenizer that is trained on the corpus, held-out text excluded.
         tokenizer: use this one (of a checkpoint, of the swarm) and train none.
+        hold_out: what of the tokens to evaluate on.
 
     Raises:
         DataError: see `Tokenizer.train` and `open_tokens`.
     """
     if tokenizer is None:
-        tokenizer = _cached_tokenizer(corpus, vocabulary, cache)
-    return Prepared(tokenizer, open_tokens(corpus, tokenizer, cache))
+        tokenizer = cached_tokenizer(corpus, vocabulary, cache)
+    return Prepared(tokenizer, open_tokens(corpus, tokenizer, cache, hold_out))
 
 
-def _cached_tokenizer(corpus: Corpus, vocabulary: int, cache: Path) -> Tokenizer:
+def cached_tokenizer(corpus: Corpus, vocabulary: int, cache: Path) -> Tokenizer:
+    """Return the tokenizer of a corpus, from `cache` if it is there and intact."""
     path = cache / f"tokenizer-{corpus.sha256[:32]}-{vocabulary}.json"
     try:
         return _read(path)

@@ -34,6 +34,8 @@ class Batch(NamedTuple):
     """`[sequences]` float32: of pairs of answers, what the model to compare with says of each."""
     documents: Tensor | None = None  # [sequences, context] int64
     """Numbers of documents that must not see each other; `None`: each sees those before it."""
+    good: Tensor | None = None
+    """`[sequences]` float32: of answers that are judged, 1 of a good one and 0 of another."""
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
@@ -89,8 +91,9 @@ class Sampler:
         self._config = config
         self._peer_key = peer_key
         context = config.context_tokens
-        self.windows_per_epoch: int = windows_per_epoch(len(tokens), context)
-        self._offsets = min(context, len(tokens) - self.windows_per_epoch * context)
+        self.draws_per_batch = config.sequences
+        self.draws_per_epoch: int = windows_per_epoch(len(tokens), context)
+        self._offsets = min(context, len(tokens) - self.draws_per_epoch * context)
         # A batch touches two epochs at most, unless it is larger than an epoch.
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
 
@@ -103,28 +106,46 @@ class Sampler:
         if position < 0:
             raise DataError(f"position {position} does not exist; positions start at 0")
         first = position * self._config.sequences
-        numbers = range(first, first + self._config.sequences)
+        return self.take(range(first, first + self._config.sequences))
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """Return the sequences of these numbers, counted through all epochs, in this order."""
         starts = [self._start(number) for number in numbers]
         return _gather(self._tokens, starts, self._config.context_tokens)
 
+    laid = None
+    """Running text has no rows."""
+
     def epoch(self, position: int) -> float:
         """Return how many times the training text has been visited before batch `position`."""
-        return position * self._config.sequences / self.windows_per_epoch
+        return position * self._config.sequences / self.draws_per_epoch
 
     def _start(self, number: int) -> int:
         """Return the first token of sequence `number`."""
-        epoch, rank = divmod(number, self.windows_per_epoch)
+        epoch, rank = divmod(number, self.draws_per_epoch)
         drawn = self._epoch(epoch)
         return drawn.offset + int(drawn.order[rank]) * self._config.context_tokens
 
     def _draw_epoch(self, epoch: int) -> _Epoch:
-        seed = f"{self._config.seed}/{epoch}/{self._peer_key}"
-        key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:16], "little")
-        # Raw bits and a stable sort: numpy promises both for all versions, but no shuffle.
-        bits = np.random.Philox(key=key)
+        bits = _bits(f"{self._config.seed}/{epoch}/{self._peer_key}")
         offset = int(bits.random_raw() % self._offsets)
-        order = np.argsort(bits.random_raw(self.windows_per_epoch), kind="stable")
-        return _Epoch(offset, order.astype(np.int64, copy=False))
+        return _Epoch(offset, _order(bits, self.draws_per_epoch))
+
+
+def shuffled(seed: str, count: int) -> NDArray[np.int64]:
+    """Return the numbers from 0 to `count - 1` in an order that the seed alone decides."""
+    return _order(_bits(seed), count)
+
+
+def _bits(seed: str) -> np.random.Philox:
+    return np.random.Philox(
+        key=int.from_bytes(hashlib.sha256(seed.encode()).digest()[:16], "little")
+    )
+
+
+def _order(bits: np.random.Philox, count: int) -> NDArray[np.int64]:
+    # Raw bits and a stable sort: numpy promises both for all versions, but no shuffle.
+    return np.argsort(bits.random_raw(count), kind="stable").astype(np.int64, copy=False)
 
 
 def windows_per_epoch(tokens: int, context_tokens: int) -> int:

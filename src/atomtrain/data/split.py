@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 
 from atomtrain.data.corpus import Corpus
 
-Part = Literal["train", "held_out"]
+Part = Literal["train", "held_out", "whole"]
+HoldOut = Literal["some", "none", "all"]
+"""What of a source is held out; `none` and `all` where what a run is judged by is named."""
 
 SPLIT_VERSION = 1
 HELD_OUT_EVERY = 20
@@ -34,7 +36,7 @@ class Piece(NamedTuple):
 
 
 def pieces(corpus: Corpus, part: Part) -> Iterator[Piece]:
-    """Yield the chunks of one part in order, one document in memory at a time."""
+    """Yield the chunks of one part (or of all) in order, one document in memory at a time."""
     limit = min(MAX_CHUNK_CHARACTERS, corpus.characters // MIN_CHUNKS)
     index = 0
     for document in corpus.documents:
@@ -42,7 +44,7 @@ def pieces(corpus: Corpus, part: Part) -> Iterator[Piece]:
         for text in chunks(document.read(), limit):
             is_held_out = index % HELD_OUT_EVERY == _HELD_OUT_INDEX
             index += 1
-            if is_held_out == (part == "held_out"):
+            if part == "whole" or is_held_out == (part == "held_out"):
                 yield Piece(text, continues)
                 continues = True
             else:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atomtrain.data.corpus import Corpus
-from atomtrain.data.split import SPLIT_VERSION, Part, pieces
+from atomtrain.data.split import SPLIT_VERSION, HoldOut, Part, pieces
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
 from atomtrain.files import replacing
@@ -99,7 +99,9 @@ def bits_per_byte(loss_nats_per_token: float, tokens: int, size_bytes: int) -> f
     return loss_nats_per_token * tokens / (math.log(2) * size_bytes)
 
 
-def open_tokens(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> Tokens:
+def open_tokens(
+    corpus: Corpus, tokenizer: Tokenizer, cache: Path, hold_out: HoldOut = "some"
+) -> Tokens:
     """Return the tokens of `corpus`, from the file in `cache` if it is there and intact.
 
     Blocks while the file is built or its checksum verified. Safe in several processes at once.
@@ -107,7 +109,7 @@ def open_tokens(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> Tokens:
     Raises:
         DataError: the file cannot be written (names it, and says what to do) or the corpus read.
     """
-    key = _key(corpus, tokenizer)
+    key = _key(corpus, tokenizer, hold_out)
     path = cache / f"tokens-{key[:32]}.bin"
     try:
         return _open(path, key)
@@ -118,12 +120,12 @@ def open_tokens(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> Tokens:
     with disk_errors(path):
         cache.mkdir(parents=True, exist_ok=True)
         _remove_stale(cache)
-        _build(path, key, corpus, tokenizer)
+        _build(path, key, corpus, tokenizer, hold_out)
     return _open(path, key)
 
 
-def _key(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    parts = (FORMAT_VERSION, SPLIT_VERSION, corpus.sha256, tokenizer.sha256)
+def _key(corpus: Corpus, tokenizer: Tokenizer, hold_out: HoldOut) -> str:
+    parts = (FORMAT_VERSION, f"{SPLIT_VERSION}-{hold_out}", corpus.sha256, tokenizer.sha256)
     return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
 
 
@@ -167,13 +169,22 @@ def _read_header(stream: BinaryIO, path: Path, key: str) -> _Header:
     return header
 
 
-def _build(path: Path, key: str, corpus: Corpus, tokenizer: Tokenizer) -> None:
+_PARTS: dict[HoldOut, tuple[Part | None, Part | None]] = {
+    "some": ("train", "held_out"),
+    "none": ("whole", None),
+    "all": (None, "whole"),
+}
+"""What is trained on, and what is evaluated on."""
+
+
+def _build(path: Path, key: str, corpus: Corpus, tokenizer: Tokenizer, hold_out: HoldOut) -> None:
     dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
     with replacing(path) as unfinished, unfinished.open("xb") as stream:
         stream.write(b"\0" * _HEADER_BYTES)
         body = _BodyWriter(stream, tokenizer, _DTYPES[dtype])
-        train_tokens, train_bytes = body.write(corpus, "train")
-        held_out_tokens, held_out_bytes = body.write(corpus, "held_out")
+        trained, judged = _PARTS[hold_out]
+        train_tokens, train_bytes = body.write(corpus, trained)
+        held_out_tokens, held_out_bytes = body.write(corpus, judged)
         header = _Header(
             version=FORMAT_VERSION,
             key=key,
@@ -200,8 +211,10 @@ class _BodyWriter:
         self._dtype = dtype
         self.digest = hashlib.sha256()
 
-    def write(self, corpus: Corpus, part: Part) -> tuple[int, int]:
+    def write(self, corpus: Corpus, part: Part | None) -> tuple[int, int]:
         """Write one part; return its tokens and its bytes of text."""
+        if part is None:
+            return 0, 0
         tokens, size_bytes = 0, 0
         found = pieces(corpus, part)
         while batch := list(itertools.islice(found, _BATCH_PIECES)):

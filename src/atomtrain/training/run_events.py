@@ -45,11 +45,22 @@ def announce(session: Session, events: EventLog) -> None:
         state_bytes=engine.state_bytes,
         steps=session.recipe.steps,
         tokens_per_step=session.recipe.tokens_per_step,
-        data=session.text.data or "the demo corpus",
+        data=session.text.named,
         join_address=None if swarm is None else pasted_address(session.run, swarm.address),
         fetched_bytes=None if swarm is None else swarm.fetched_bytes,
         directory=str(session.directory),
     )
+    if (laid := session.sampler.laid) is not None:
+        events.emit(
+            "data",
+            rows=laid.rows,
+            sequences=laid.sequences,
+            cut_rows=laid.cut,
+            dropped_rows=laid.dropped,
+            context_tokens=session.recipe.context,
+            filled_share=laid.filled_share,
+            packed=session.recipe.packed,
+        )
     if session.text.skipped is not None:
         skipped = session.text.skipped_rows
         events.emit("warning", message=session.text.skipped, skipped_rows=skipped)

@@ -21,6 +21,7 @@ from atomtrain.optimizers import AdamW
 from atomtrain.training.setup.objective import IGNORED
 from atomtrain.training.setup.preference import (
     DirectPreference,
+    JudgedAnswer,
     OddsRatio,
     PreferredAnswer,
     SimplePreference,
@@ -34,8 +35,11 @@ OBJECTIVES = {
     "dpo": DirectPreference(BETA),
     "simpo": SimplePreference(2.0, 0.7),
     "orpo": OddsRatio(BETA),
+    "kto": JudgedAnswer(BETA),
 }
 ROWS, CONTEXT, MICRO_BATCH = 8, 12, 4
+GOOD = torch.tensor([1.0, 1, 0, 0, 0, 0, 1, 1])
+"""Of judged answers, each with one of another row."""
 
 
 class Output:
@@ -54,7 +58,7 @@ def batch_of(generator: torch.Generator) -> Batch:
         labels[row, :first] = IGNORED
         labels[row, last + 1 :] = IGNORED
     said = -20 * torch.rand(ROWS, generator=generator)
-    return Batch(ids[:, :-1].contiguous(), labels, said)
+    return Batch(ids[:, :-1].contiguous(), labels, said, good=GOOD)
 
 
 def steps(objective: PreferredAnswer) -> list[list[dict[str, Tensor]]]:
@@ -127,6 +131,61 @@ def test_losses_without_a_reference_are_those_of_their_papers(name: str) -> None
     assert numbers["reward_accuracy"] == float((leads > 0).float().mean())
 
 
+@pytest.mark.parametrize("shift", [0.0, 60.0])
+def test_kto_is_the_published_loss(shift: float) -> None:
+    """In float64, as Ethayarajh et al. 2024 write equations 7 and 8; `shift` makes KL positive."""
+    batch = batch_of(torch.Generator().manual_seed(0))
+    assert batch.reference is not None
+    batch = batch._replace(reference=batch.reference - shift)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(ROWS, CONTEXT, VOCABULARY, generator=generator, requires_grad=True)
+    ratio = sums(logits.double(), batch.labels) - batch.reference
+    baseline = max(0.0, sum(float(r) for r in ratio[1::2].detach()) / (ROWS // 2))
+    assert (baseline > 0) == (shift > 0)
+    values = []
+    for own, good in zip(ratio[0::2], GOOD[0::2], strict=True):
+        margin = own - baseline if good else baseline - own
+        values.append(1 - 1 / (1 + torch.exp(-BETA * margin)))
+    expected = torch.stack(values).mean()
+    objective = OBJECTIVES["kto"]
+    micro_batches = objective.micro_batches(batch, ROWS)
+    with objective.listening() as heard:
+        loss = objective.loss(Output(logits), micro_batches[0])
+    assert float(loss) == pytest.approx(float(expected), abs=1e-6)
+    found, wanted = (torch.autograd.grad(value, logits)[0] for value in (loss, expected))
+    torch.testing.assert_close(found, wanted)
+    assert float(found[1::2].abs().max()) == 0.0, "nothing is learnt from answers of other rows"
+    numbers = objective.numbers(heard, micro_batches)
+    own = BETA * ratio.detach()[0::2]
+    better = float(own[[0, 3]].mean() - own[[1, 2]].mean())
+    assert numbers["reward_margin"] == pytest.approx(better, abs=1e-5)
+    right = [(r > BETA * baseline) == bool(g) for r, g in zip(own, GOOD[0::2], strict=True)]
+    assert numbers["reward_accuracy"] == sum(map(bool, right)) / 4
+
+
+@pytest.mark.parametrize(
+    ("shift", "expected"), [(0.0, 0.464884877204895), (-7.0, 0.4687567949295044)]
+)
+def test_kto_has_the_loss_of_the_package_trl(shift: float, expected: float) -> None:
+    """Numbers of trl 1.16.0: `KTOTrainer._compute_loss` got a model that says these sums.
+
+    They are `-20 * torch.rand(4)`, three times, and `-24 * torch.rand(4)`, from one generator of
+    seed 0, with `precompute_ref_logps`, beta 0.3 and both weights 1. KL is 0, and 1.38137.
+    """
+    generator = torch.Generator().manual_seed(0)
+    own, other, of_own = (-20 * torch.rand(4, generator=generator) for _ in range(3))
+    of_other = -24 * torch.rand(4, generator=generator) + shift
+    good = torch.tensor([1.0, 0, 0, 1]).repeat_interleave(2)
+    said, reference = (
+        torch.stack(both, 1).flatten() for both in ((own, other), (of_own, of_other))
+    )
+    blank = torch.zeros(8, 2, dtype=torch.long)
+    batch = Batch(blank, blank, reference, good=good)
+    loss, numbers = JudgedAnswer(0.3).judged(said, batch)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert numbers["reward_margin"] == pytest.approx(0.3136729300022125, abs=1e-6)
+
+
 def test_odds_of_a_certain_answer_are_finite() -> None:
     said = torch.tensor([0.0, -200.0], requires_grad=True)
     loss = OBJECTIVES["orpo"].losses(said, None).sum()
@@ -160,9 +219,9 @@ LORA = LoraConfig(r=4, alpha=8.0)
     ("name", "lora", "memory"),
     [
         ("dpo", None, "280KiB"), ("dpo", None, "1MiB"), ("dpo", LORA, "280KiB"),
-        ("simpo", None, "280KiB"), ("orpo", None, "280KiB"),
+        ("simpo", None, "280KiB"), ("orpo", None, "280KiB"), ("kto", None, "280KiB"),
     ],
-    ids=["swapped", "resident", "adapters", "simpo", "orpo"],
+    ids=["swapped", "resident", "adapters", "simpo", "orpo", "kto"],
 )  # fmt: skip
 def test_swapped_training_is_resident_training_bit_for_bit(
     name: str, lora: LoraConfig | None, memory: str, tmp_path: Path
@@ -207,7 +266,7 @@ def test_swapped_training_is_resident_training_bit_for_bit(
     with torch.no_grad():
         model.eval()
         said = torch.cat([sums(model(b["input_ids"]).logits, b["targets"]) for b in micro_batches])
-    if name != "dpo":
+    if name not in ("dpo", "kto"):
         said /= torch.cat([(b["targets"] != IGNORED).sum(1) for b in micro_batches])
     torch.testing.assert_close(sums_of(heard), said)
 

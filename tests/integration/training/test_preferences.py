@@ -149,11 +149,71 @@ def test_inspecting_shows_both_answers(place: Path, capsys: pytest.CaptureFixtur
     assert "within 2 tokens; raise --context" in capsys.readouterr().err
 
 
+def test_pairs_of_several_sources_are_compared_with_the_model_before(place: Path) -> None:
+    for name, count in (("more", 9), ("own", 3)):
+        (place / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs(count))))
+    named = ["--data", "more.jsonl:2", "--validation", "own.jsonl"]
+    events = train("several", *named, "--steps", "2")
+    first, last = (kinds(events, "evaluation")[n] for n in (0, -1))
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-4), "each pair has its own reference"
+    assert last["reward_margin"] != 0.0
+    (laid,) = kinds(events, "data")
+    assert (laid["rows"], laid["sequences"]) == (49, 98), "none is held out"
+    train("several", "--resume", "--steps", "3")
+
+
+def judged(count: int = 40) -> list[dict[str, Any]]:
+    return [
+        {"prompt": row["prompt"], "completion": row["rejected" if n % 3 else "chosen"],
+         "label": n % 3 == 0}
+        for n, row in enumerate(pairs(count))
+    ]  # fmt: skip
+
+
+def test_judged_answers_become_more_probable_if_they_are_good(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "judged.jsonl").write_text("\n".join(map(json.dumps, judged())))
+    kto = ["--objective", "kto", "--beta", "0.5"]
+    given = ["--model", "model", "--data", "judged.jsonl", "--learning-rate", "0.003", *OPTIONS]
+    assert main(["train", "--run", "whole", *given, *kto, "--steps", "4"]) == 0
+    events = list(read_events(Path("runs/whole/peer-0/events.jsonl")))
+    first, last = (kinds(events, "evaluation")[n] for n in (0, -1))
+    assert first["loss"] == 0.5  # nothing has changed yet
+    assert last["loss"] < first["loss"]
+    assert last["reward_margin"] > 0
+    assert main(["train", "--run", "whole", "--resume", *OPTIONS, "--steps", "5"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", "runs/whole/peer-0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["pairs"], found["reward_accuracy"]) == (2, 1.0)
+    assert found["loss"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "'label' must be true or false, not"),
+        ({"prompt": "a", "completion": "b", "label": 1}, "'label' must be true or false, not 1"),
+        ({"prompt": "a", "completion": "b"}, "rows that all have prompt, completion and label"),
+    ],
+)
+def test_labels_that_cannot_be_are_told_in_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], expected: str
+) -> None:
+    (place / "bad.jsonl").write_text("\n".join(map(json.dumps, [*judged(2), row])))
+    given = ["--model", "model", "--data", "bad.jsonl", "--objective", "kto", *OPTIONS]
+    assert main(["train", "--run", "bad", *given]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"bad.jsonl:3: {expected if 'label' in row else ''}" in line
+    assert expected in line
+
+
 MISTAKES = {
     "odd": (["--sequences", "7", "--micro-batch", "1"], "--sequences 7 is odd"),
     "odd micro-batch": (["--micro-batch", "1"], "--micro-batch 1 is odd"),
     "packed": (["--packing"], "every answer has its own"),
-    "unknown": (["--objective", "ppo"], "choose next-token, dpo, simpo or orpo"),
+    "unknown": (["--objective", "ppo"], "choose next-token, dpo, simpo, orpo or kto"),
     "beta": (["--beta", "0"], "--beta must be above 0"),
     "beta alone": (["--objective", "next-token", "--beta", "1"], "--beta belongs to"),
     "gamma alone": (["--gamma", "1"], "--gamma belongs to --objective simpo"),
@@ -161,7 +221,7 @@ MISTAKES = {
     "not said": (["--objective", "next-token"], "pairs.jsonl:1: is a pair of answers"),
     "preset": (["--model", "tiny"], "name its folder with --model"),
     "no pairs": (["--data", "chats.jsonl"], "chats.jsonl:1: has 'text'; answers are compared"),
-    "text": (["--data", "book.txt"], "book.txt is running text"),
+    "text": (["--data", "book.txt"], "book.txt has running text, and pairs.jsonl has rows"),
 }
 
 

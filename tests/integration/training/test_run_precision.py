@@ -92,7 +92,13 @@ def averaged(session: Session) -> set[tuple[int, str]]:
 @pytest.mark.parametrize("own", ["fp32", "fp16"])
 def test_peers_of_unlike_precision_train_one_run(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "_interruptible", lambda _: nullcontext())  # of the main thread
-    shared = {**COMMON, "data": "text.txt", "steps": 30, "local_steps": 2, "directory": Path("r")}
+    shared = {
+        **COMMON,
+        "data": ("text.txt",),
+        "steps": 30,
+        "local_steps": 2,
+        "directory": Path("r"),
+    }
     with ExitStack() as closing:
 
         def opened(**more: Any) -> Session:

@@ -19,6 +19,7 @@ from atomtrain.data.dialogues import (
     Plain,
     is_pair,
     understand,
+    understand_judged,
     understand_pair,
 )
 from atomtrain.data.examples import IGNORED, Examples, Rows, RowSampler, held_out_rows
@@ -354,7 +355,7 @@ def test_the_order_is_a_function_of_seed_peer_and_position() -> None:
     assert one.epoch(11) == 3.0
     held = list(held_out_rows(rows, 4))
     assert [tuple(b.inputs.shape) for b in held] == [(4, 4), (4, 4)]
-    assert rows.bits_per_byte(1.0) == pytest.approx(2 / (7 * np.log(2)))
+    assert rows.predicted() == (2 * 11, 7 * 11)
 
 
 USER = {"role": "user", "content": "the cat"}
@@ -398,6 +399,25 @@ def test_bad_pairs_are_named(values: dict[str, Any], expected: str) -> None:
         encoder().encode_pair(row(**values))
     assert str(caught.value).startswith("file.jsonl:7: ")
     assert expected in str(caught.value)
+
+
+def test_judged_answers_have_one_of_another_row_beside_them() -> None:
+    said = [("a", "x", True), ("b", "y", False), ("c", "z", True)]
+    rows = [row(prompt=f"{p} ", completion=c, label=good) for p, c, good in said]
+    made = list(encoder().encode_judged(map(understand_judged, rows)))
+    texts = [tokenizer().decode(example.tokens) for example in made]
+    end = "<|endoftext|>"
+    assert texts == [f"{t}{end}" for t in ("a x", "a y", "b y", "b x", "c z", "c y")]
+    assert [example.good for example in made] == [True, True, False, False, True, True]
+    material = PairMaterial(Examples(made, "x", 2, "none"), 0, judges=True)
+    batch = material.train(16).batch([1, 2])
+    assert batch.good is not None
+    assert batch.good.tolist() == [0.0, 0.0, 1.0, 1.0]
+    with pytest.raises(DataError, match="fewer than 2 rows"):
+        list(encoder().encode_judged(map(understand_judged, rows[:1])))
+    messages = row(prompt=[USER], completion=[ANSWER], label=True)
+    with pytest.raises(DataError, match=r"has texts where .* has messages"):
+        list(encoder().encode_judged(map(understand_judged, [rows[0], messages])))
 
 
 def test_answers_of_a_pair_stay_together() -> None:

@@ -60,7 +60,7 @@ def test_each_epoch_visits_every_window_once(
             sampler(count=count, context=context)
         return
     drawn = sampler(seed=seed, context=context, sequences=sequences, count=count)
-    windows = drawn.windows_per_epoch
+    windows = drawn.draws_per_epoch
     batches = -(-3 * windows // sequences)
     found = starts(drawn, 0, batches)
     for epoch in range(3):
@@ -94,7 +94,7 @@ def test_the_order_is_the_same_in_another_process_and_for_ever() -> None:
 
 
 def test_peers_seeds_and_epochs_have_orders_of_their_own() -> None:
-    windows = sampler().windows_per_epoch
+    windows = sampler().draws_per_epoch
     assert windows == 99
     orders = {
         "a": starts(sampler("a"), 0, 24),
@@ -129,7 +129,7 @@ def test_epoch_counts_visits_of_the_text() -> None:
 
 def test_batches_larger_than_the_text_span_epochs() -> None:
     drawn = sampler(sequences=10, count=31)
-    assert drawn.windows_per_epoch == 2
+    assert drawn.draws_per_epoch == 2
     assert drawn.batch(0).inputs.shape == (10, 10)
 
 

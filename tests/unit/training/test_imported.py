@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_experts_that_axolotl_names_are_targets(tmp_path: Path, modules: str, ta
 def test_axolotl(tmp_path: Path) -> None:
     found = imported(written(tmp_path, AXOLOTL))
     assert TrainOptions(**found.values) == TrainOptions(
-        model="org/model-1B", data="rows.jsonl", epochs=1.0, sequences=8, micro_batch=2,
+        model="org/model-1B", data=("rows.jsonl",), epochs=1.0, sequences=8, micro_batch=2,
         context=2048, packing=True,
         lora="r=32,alpha=16,targets=gate_proj+down_proj,bits=4,dropout=0.05",
         learning_rate=2e-4, warmup_steps=10, weight_decay=0.0, optimizer="adamw-int8",
@@ -102,6 +103,27 @@ def test_llama_factory(tmp_path: Path) -> None:
     (line,) = found.left_out
     assert "dpo_en_demo" in line
     assert "--data" in line
+
+
+def test_several_sets_and_those_to_measure_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sets = "[{path: a.jsonl}, {path: org/b, name: en, shards: 4}, {path: a.jsonl}]"
+    judged = "[{path: json, data_files: [c.jsonl, d.jsonl]}]"
+    text = f"base_model: org/m\ndatasets: {sets}\ntest_datasets: {judged}\n"
+    found = imported(written(tmp_path, text))
+    assert found.values["data"] == ("a.jsonl:2", "datasets:org/b:en:train")
+    assert found.values["validation"] == "c.jsonl,d.jsonl"
+    assert found.left_out == ["datasets: shards of org/b: all rows are taken"]
+    (tmp_path / "data").mkdir()
+    table = {"x": {"file_name": "x.json"}, "y": {"hf_hub_url": "org/y", "split": "test"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(table))
+    text = "model_name_or_path: org/m\ndataset: x, z\neval_dataset: y\n"
+    found = imported(written(tmp_path, text + "interleave_probs: 0.5,0.5\nval_size: 0.1\n"))
+    assert found.values["data"] == (str(Path("data/x.json")),)
+    assert found.values["validation"] == "datasets:org/y:test"
+    assert [line.partition(":")[0] for line in found.left_out] == ["dataset", "interleave_probs"]
 
 
 @pytest.mark.parametrize(

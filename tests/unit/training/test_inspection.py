@@ -19,11 +19,11 @@ from tests.support.hugging_face_models import write_text
 def test_sequences_are_those_of_a_pass_of_training(tmp_path: Path, context: int) -> None:
     data = str(write_text(tmp_path / "text.txt"))
     found = inspect(data, "tiny", context)
-    tokens = read_text(data, preset("tiny"), None).material.tokens.train  # type: ignore[attr-defined]
+    tokens = read_text([data], preset("tiny"), None).material.sources[0].tokens.train  # type: ignore[attr-defined]
     assert found["train_tokens"] == len(tokens)
     config = SamplerConfig(context_tokens=context, sequences=1, seed=0)
     if context < len(tokens):
-        assert found["sequences"] == Sampler(tokens, config, "a").windows_per_epoch > 1
+        assert found["sequences"] == Sampler(tokens, config, "a").draws_per_epoch > 1
     else:
         assert found["sequences"] == 0
         with pytest.raises(DataError, match="shorten the context"):
@@ -34,7 +34,7 @@ def test_a_text_that_is_too_short_is_told_with_the_context_that_would_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = str(write_text(tmp_path / "text.txt"))
-    tokens = read_text(data, preset("tiny"), None).material.tokens  # type: ignore[attr-defined]
+    tokens = read_text([data], preset("tiny"), None).material.sources[0].tokens  # type: ignore[attr-defined]
     longest = inspect(data, "tiny", 100_000)["longest_context"]
     for part in (tokens.train, tokens.held_out):
         assert next(held_out_batches(part, longest, 1)).inputs.shape == (1, longest)

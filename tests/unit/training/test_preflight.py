@@ -42,7 +42,7 @@ def test_nothing_heavy_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
-RIGHT = TrainOptions(model="tiny", data=__file__)
+RIGHT = TrainOptions(model="tiny", data=(__file__,))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_the_demo_has_two_peers_and_everything_else_one() -> None:
     for options in (
         TrainOptions(model="tiny"),
         TrainOptions(run="mine"),
-        TrainOptions(data="x"),
+        TrainOptions(data=("x",)),
         TrainOptions(join=("a@b",)),
     ):
         assert options.n_peers == 1

@@ -139,7 +139,7 @@ def test_any_bytes_are_a_recipe_or_a_mistake(content: bytes) -> None:
 
 def test_options_survive_being_written_and_read(tmp_path: Path) -> None:
     options = TrainOptions(
-        model="tiny", data="a b: #c", learning_rate=6e-4, steps=3, join=("a@/x",), resume=True,
+        model="tiny", data=("a b: #c",), learning_rate=6e-4, steps=3, join=("a@/x",), resume=True,
         run="r", directory=Path("/x y"), prompt="\N{SNOWMAN}: 'said'", seed=0,
     )  # fmt: skip
     assert options_with(read_recipe(written(tmp_path, recipe_text(options))), {}) == options
@@ -218,7 +218,7 @@ def test_init_asks_for_the_budget_that_a_recipe_has() -> None:
 def test_any_answer_is_read_as_it_was_given(answer: str, tmp_path: Path) -> None:
     text = filled("data: books/ # text\nsteps: 3\n", GPU, answering({"text to train": answer}))
     assert "# text" in text
-    assert read_recipe(written(tmp_path, text)).values["data"] == answer
+    assert read_recipe(written(tmp_path, text)).values["data"] == (answer,)
 
 
 class Typist:
@@ -258,7 +258,7 @@ def test_init_asks_again_after_a_wrong_answer(
     )
     assert main(["init", "--out", "x.yaml"]) == 0
     options = options_of(["x.yaml"])
-    assert (options.model, options.data, options.steps) == ("tiny", "*.txt", 7)
+    assert (options.model, options.data, options.steps) == ("tiny", ("*.txt",), 7)
     assert options.device_memory == "2 GiB"
     shown = capsys.readouterr()
     assert [line.partition(":")[0] for line in shown.err.splitlines()] == ["atom"] * 6

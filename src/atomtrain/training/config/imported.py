@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atomtrain.errors import ConfigError
+from atomtrain.training.config.imported_data import HANDLED, data_of
 from atomtrain.training.config.other_names import KINDS, translated
 from atomtrain.training.config.recipe import PREFERENCES
 
@@ -62,7 +63,8 @@ _HANDLED = {
     *("load_in_4bit", "load_in_8bit", "quantization_bit"),
     *("lora_target", "lora_target_modules", "lora_target_linear", "lora_dropout"),
     "lora_target_parameters",
-    *("rl", "pref_loss", "simpo_gamma", "datasets", "dataset", "output_dir"),
+    *("rl", "pref_loss", "simpo_gamma", "output_dir"),
+    *HANDLED,
     *_BETAS,
 }
 
@@ -87,7 +89,7 @@ def imported(path: Path) -> Imported:
     values = {name: _typed(path, name, said[name]) for name in _SAME if name in said}
     values.update(_adapters(said, left_out))
     values.update(_objective(said, left_out))
-    values.update(_data(said, left_out))
+    values.update(data_of(said, left_out))
     if "output_dir" in said:
         values["directory"] = Path(str(said["output_dir"]))
     if "warmup_ratio" in said and "max_steps" not in said:
@@ -194,21 +196,3 @@ def _objective(said: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
     gamma = said.get("simpo_gamma") if kind == "simpo" else None
     numbers = {"beta": beta, "gamma": gamma}
     return {"objective": kind, **{k: float(v) for k, v in numbers.items() if v is not None}}
-
-
-def _data(said: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
-    """Return the one file or data set that there is; others are told."""
-    if "dataset" in said:
-        left_out.append(
-            f"dataset: {said['dataset']!r} is a name of dataset_info.json; give its file with "
-            "--data"
-        )
-        return {}
-    sets = said.get("datasets")
-    if not sets:
-        return {}
-    paths = [part.get("path") if isinstance(part, Mapping) else part for part in sets]
-    if len(paths) > 1:
-        left_out.append(f"datasets: only one at a time can be trained on; left out: {paths[1:]}")
-    first = str(paths[0])
-    return {"data": first if Path(first).suffix or Path(first).exists() else f"datasets:{first}"}

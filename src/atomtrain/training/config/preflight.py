@@ -41,14 +41,10 @@ def check_early(options: TrainOptions) -> None:
     if options.disk is not None and not options.disk.is_dir():
         raise ConfigError(f"{options.disk} is no folder; make it, or name another one for --disk")
     _check_addresses(options)
-    if options.data is not None:
-        from atomtrain.data.corpus import check_files
-        from atomtrain.data.named import is_named, parse_named
+    if options.data or options.validation is not None:
+        from atomtrain.data.weighted import check_sources
 
-        if is_named(options.data):
-            parse_named(options.data)
-        else:
-            check_files(options.data)
+        check_sources(options.data, options.validation)
 
 
 def check_model_name(name: str | None) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from atomtrain.errors import CheckpointError, ConfigError, nearest
 from atomtrain.models.lora_config import LoraConfig, parse_lora
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 FIXED, MAY_CHANGE, EACH_PEER = "fixed", "may change", "each peer's own"
 """What who resumes or joins may say of a field; of the last kind only who joins may."""
-OBJECTIVES = ("next-token", "dpo", "simpo", "orpo")
+OBJECTIVES = ("next-token", "dpo", "simpo", "orpo", "kto")
 PREFERENCES = OBJECTIVES[1:]
-"""Those that learn from pairs of answers."""
+"""Those that learn from pairs of answers; KTO's pairs are an answer and one of another row."""
 _MOST = 2**63 - 1
 _MOST_CONTEXT, _MOST_SEQUENCES = 1 << 31, 1 << 20
 _PLAIN = {"str": str, "bool": bool}
@@ -231,17 +231,18 @@ class Recipe:
     )
     objective: str = option(
         OBJECTIVES[0],
-        "What is learnt: next-token, or to prefer the better of two answers (rows with chosen and "
-        "rejected): dpo, simpo or orpo. Default: next-token.",
+        "What is learnt: next-token; to prefer the better of two answers (rows with chosen and "
+        "rejected): dpo, simpo or orpo; or to give good answers (rows with prompt, completion and "
+        "label): kto. Default: next-token.",
         "NAME",
         check=one_of(OBJECTIVES),
         on_resume=FIXED,
     )
     beta: float = option(
         0.1,
-        "With --objective dpo: how strongly the model is held to what it was; with simpo: how much "
-        "a difference of two answers counts; with orpo: the weight of the preference beside the "
-        "next token. Default: 0.1, with simpo 2.",
+        "With --objective dpo or kto: how strongly the model is held to what it was; with simpo: "
+        "how much a difference of two answers counts; with orpo: the weight of the preference "
+        "beside the next token. Default: 0.1, with simpo 2.",
         "NUMBER",
         check=_check_beta,
         on_resume=FIXED,
@@ -272,7 +273,14 @@ class Recipe:
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares with the model as it was before the first step."""
-        return self.objective == "dpo"
+        return self.objective in ("dpo", "kto")
+
+    @property
+    def learns(self) -> Literal["answers", "pairs", "labels"]:
+        """What rows of data must say."""
+        if self.objective == "kto":
+            return "labels"
+        return "pairs" if self.in_pairs else "answers"
 
     @property
     def tokens_per_step(self) -> int:

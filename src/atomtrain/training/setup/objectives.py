@@ -7,6 +7,7 @@ from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.objective import NextToken, Objective, OwnLoss
 from atomtrain.training.setup.preference import (
     DirectPreference,
+    JudgedAnswer,
     OddsRatio,
     PreferredAnswer,
     SimplePreference,
@@ -22,6 +23,8 @@ def objective_of(recipe: Recipe) -> Objective:
 
 def preference_of(recipe: Recipe) -> PreferredAnswer:
     """Return the loss of a recipe that learns from pairs of answers."""
+    if recipe.objective == "kto":
+        return JudgedAnswer(recipe.beta)
     if recipe.has_reference:
         return DirectPreference(recipe.beta)
     if recipe.objective == "orpo":

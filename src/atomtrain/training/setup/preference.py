@@ -1,4 +1,4 @@
-"""Of two answers, the better one is to become the more probable: three losses.
+"""Of two answers, the better one is to become the more probable: three losses; and KTO.
 
 With `s` the sum of the logarithms of an answer's probabilities, `r` the same of the model as it
 was before, `a` the mean of the logarithms, and `c`, `j` for chosen and rejected:
@@ -10,6 +10,13 @@ was before, `a` the mean of the logarithms, and `c`, `j` for chosen and rejected
 with odds(p) = p / (1 - p). A loss is the mean over pairs. Sources: Rafailov et al. 2023 (arXiv
 2305.18290), equation 7; Meng et al. 2024 (arXiv 2405.14734), equation 6; Hong et al. 2024 (arXiv
 2403.07691), equations 6 and 7.
+
+KTO (Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8, both weights 1) takes answers one
+by one, with `d` for their prompts with the answers of other rows:
+
+    kl = max(0, mean over the micro-batch of (s_d - r_d)), no gradient
+    loss of a good answer = 1 - sigmoid(beta (s - r - kl))
+    loss of another       = 1 - sigmoid(beta (kl - (s - r)))
 
 Only `cross_entropy` touches the logits, so that the head can compute it in pieces.
 """
@@ -65,7 +72,20 @@ class PreferredAnswer(ABC):
         # Costs are found with tensors without data.
         if self._heard is not None and type(said) is Tensor:
             self._heard.append(_kept(said))
-        return self.losses(said, batch.get("reference")).mean()
+        return self._losses_of(said, batch).mean()
+
+    def _losses_of(self, said: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.losses(said, batch.get("reference"))
+
+    def judged(self, said: Tensor, batch: Batch) -> tuple[float, dict[str, float]]:
+        """Return the mean loss of all pairs of a batch at once, and what `numbers` does.
+
+        Args:
+            said: `[B]`, what the model says of each answer.
+            batch: With references, if the loss takes them.
+        """
+        [entries] = self.micro_batches(batch, len(said))
+        return float(self._losses_of(said, entries).mean()), self.numbers([said], [entries])
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
         """See `Objective`."""
@@ -128,6 +148,45 @@ class DirectPreference(PreferredAnswer):
             reference = torch.zeros(len(batch.inputs))
         parts = zip(super().micro_batches(batch, sequences), rows_of(batch, sequences), strict=True)
         return [{**entries, "reference": reference[part]} for entries, part in parts]
+
+
+class JudgedAnswer(DirectPreference):
+    """KTO: rows `2 i` of a micro-batch are judged, rows `2 i + 1` have the answer of another."""
+
+    def losses_of(self, said: Tensor, reference: Tensor, good: Tensor) -> Tensor:
+        """Return `[B / 2]`: the loss of each judged answer; `good` is `[B]`, 1 or 0."""
+        leads = self._leads(said, reference)
+        return 1 - torch.sigmoid(torch.where(good.view(-1, 2)[:, 0] > 0, leads, -leads))
+
+    def _leads(self, said: Tensor, reference: Tensor) -> Tensor:
+        own, others = (said - reference).view(-1, 2).unbind(1)
+        return self._beta * (own - others.mean().detach().clamp(min=0))
+
+    def _losses_of(self, said: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.losses_of(said, batch["reference"], batch["good"])
+
+    def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
+        """See `Objective`; in a batch without labels all answers are good."""
+        good = torch.ones(len(batch.inputs)) if batch.good is None else batch.good
+        parts = zip(super().micro_batches(batch, sequences), rows_of(batch, sequences), strict=True)
+        return [{**entries, "good": good[part]} for entries, part in parts]
+
+    def numbers(
+        self, heard: Sequence[Said], micro_batches: Sequence[MicroBatch]
+    ) -> dict[str, float]:
+        """Return the share of answers on the right side of `kl`, and by how much the mean reward
+        of good ones is above that of the others, in nats, if there are both."""
+        leads, rewards, good = [], [], []
+        for said, batch in zip(heard, micro_batches, strict=True):
+            sums, reference = sums_of([said]), batch["reference"]
+            leads.append(self._leads(sums, reference))
+            rewards.append(self._beta * (sums - reference)[0::2])
+            good.append(batch["good"][0::2] > 0)
+        reward, is_good = torch.cat(rewards), torch.cat(good)
+        found = {"reward_accuracy": float(((torch.cat(leads) > 0) == is_good).float().mean())}
+        if is_good.any() and not is_good.all():
+            found["reward_margin"] = float(reward[is_good].mean() - reward[~is_good].mean())
+        return found
 
 
 class SimplePreference(PreferredAnswer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,16 +56,20 @@ def with_references(
     Raises:
         ConfigError: the file cannot be written.
     """
-    material = text.material
-    assert isinstance(material, PairMaterial)
-    parts = [material.train(recipe.context), material.judged(recipe.context)]
+    *sources, validation = (*text.material.sources, text.material.validation)
+    pairs = [each for each in (*sources, validation) if isinstance(each, PairMaterial)]
+    parts = [material.parts(recipe.context) for material in pairs]
     file, key = directory / REFERENCES_FILE, _key(text, recipe)
     found = _read(file, key)
     if found is None:
-        asked = _Asked(engine, objective, micro_batch, sum(map(len, parts)), tell)
-        found = References(*(asked.of(part) for part in parts))
+        total = sum(len(part) for both in parts for part in both if part is not None)
+        asked = _Asked(engine, objective, micro_batch, total, tell)
+        found = [References(*(asked.of(part) for part in both)) for both in parts]
         _write(file, key, found)
-    return text._replace(material=material._replace(references=found))
+    known = [each._replace(references=of) for each, of in zip(pairs, found, strict=True)]
+    judged = None if validation is None else known[-1]
+    material = text.material._replace(sources=tuple(known[: len(sources)]), validation=judged)
+    return text._replace(material=material)
 
 
 class _Asked:
@@ -83,8 +87,10 @@ class _Asked:
         self._total, self._done, self._tell = total, 0, tell
         self._started_s = self._told_s = time.monotonic()
 
-    def of(self, rows: PairRows) -> NDArray[np.float32]:
+    def of(self, rows: PairRows | None) -> NDArray[np.float32]:
         """Return `[2 * pairs]`: the sum of the logarithms of each answer's probabilities."""
+        if rows is None:
+            return np.empty(0, np.float32)
         values = np.empty(2 * len(rows), np.float32)
         # As many as the plan takes at once: each evaluation brings all parameters to the device.
         size = self._micro_batch * self._engine.plan.micro_batches // 2
@@ -116,26 +122,35 @@ def _key(text: Text, recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def _read(file: Path, key: str) -> References | None:
-    """Return what the file has, `None` if there is none or it is of other pairs or damaged."""
+def _read(file: Path, key: str) -> list[References] | None:
+    """Return what the file has of each source, `None` if it is not there, damaged or of others."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="numpy") as stored:
             if (stored.metadata() or {}).get(_KEY) != key:
                 return None
-            return References(*(stored.get_tensor(name) for name in References._fields))
+            count = len(stored.keys()) // len(References._fields)
+            return [
+                References(*(stored.get_tensor(f"{index}.{name}") for name in References._fields))
+                for index in range(count)
+            ]
     except (OSError, SafetensorError):
         return None
 
 
-def _write(file: Path, key: str, references: References) -> None:
+def _write(file: Path, key: str, references: Sequence[References]) -> None:
     from safetensors.numpy import save_file
 
     make_directory(file.parent)
     try:
         with replacing(file) as temporary:
-            save_file(references._asdict(), temporary, metadata={_KEY: key})
+            tensors = {
+                f"{index}.{name}": values
+                for index, one in enumerate(references)
+                for name, values in one._asdict().items()
+            }
+            save_file(tensors, temporary, metadata={_KEY: key})
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be written ({error.strerror}); choose another --directory"

@@ -15,7 +15,7 @@ from torch import nn
 
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.data import SamplerConfig
-from atomtrain.data.material import Batches
+from atomtrain.data.material import Draws
 from atomtrain.engine.api import swap
 from atomtrain.engine.devices.device import Device
 from atomtrain.engine.devices.devices import open_devices
@@ -96,7 +96,7 @@ class Session:
     """How a step is divided."""
     model_folder: Path | None
     """Where the weights came from."""
-    sampler: Batches
+    sampler: Draws
     swarm: Swarm | None
     fragments: EngineFragments
     step: int = 0

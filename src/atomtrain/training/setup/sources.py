@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
-from atomtrain.training.setup.state import recipe_of
+from atomtrain.training.setup.state import data_of, recipe_of
 from atomtrain.training.setup.texts import Text, read_text
 from atomtrain.training.together.peering import check_rules, knows_peers, swarm_config
 
@@ -70,7 +70,7 @@ def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> 
 def _new(options: TrainOptions, recipe: Recipe) -> Source:
     if isinstance(recipe.sizes, HuggingFaceConfig):
         return _from_folder(options, recipe)
-    return Source(recipe, read_text(options.data, recipe.sizes, None, packed=recipe.packed))
+    return Source(recipe, _text(options.data, options.validation, recipe, None))
 
 
 def _steps_of(epochs: float, source: Source, name: str) -> int:
@@ -93,11 +93,17 @@ def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:
     tokenizer = read_tokenizer(folder)
     tokenizer.check_room(recipe.sizes.vocabulary, str(folder))
     weights = _weights_in(folder, recipe)
-    return Source(recipe, _text(options.data, recipe, tokenizer), weights=weights)
+    text = _text(options.data, options.validation, recipe, tokenizer)
+    return Source(recipe, text, weights=weights)
 
 
-def _text(data: str | None, recipe: Recipe, tokenizer: Tokenizer) -> Text:
-    return read_text(data, recipe.sizes, tokenizer, packed=recipe.packed, pairs=recipe.in_pairs)
+def _text(
+    data: Sequence[str], validation: str | None, recipe: Recipe, tokenizer: Tokenizer | None
+) -> Text:
+    return read_text(
+        data, recipe.sizes, tokenizer, packed=recipe.packed, learns=recipe.learns,
+        validation=validation,
+    )  # fmt: skip
 
 
 def _weights_in(folder: Path, recipe: Recipe) -> Weights:
@@ -138,11 +144,13 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
     _check_guards(options, run, meta.get("guards", []))
     recipe, tokenizer = recipe_of(checkpoint)
     recipe = amended(recipe, options, str(checkpoint.path))
-    data = options.data or meta["data"]
-    text = _text(data, recipe, tokenizer)
-    if options.data is None and text.sha256 != meta["text_sha256"]:
+    data, validation = data_of(checkpoint)
+    validation = options.validation or validation
+    text = _text(options.data or data, validation, recipe, tokenizer)
+    named = options.data or options.validation
+    if not named and text.sha256 != meta["text_sha256"]:
         raise DataError(
-            f"the text of {meta['data'] or 'the demo corpus'} is not what {checkpoint.path} was "
+            f"the text of {text.named} is not what {checkpoint.path} was "
             "trained on; restore it, or name with --data what to go on with"
         )
     weights = _base_of(recipe, options.model, meta.get("model_folder"))
@@ -205,7 +213,7 @@ def _joined(options: TrainOptions, swarm: Swarm) -> Source:
         tokenizer = Tokenizer.from_json(payload["tokenizer"], payload["separator"])
         tokenizer.check_room(recipe.sizes.vocabulary, "the manifest")
     weights = _base_of(recipe, options.model, None)
-    text = _text(options.data, recipe, tokenizer)
+    text = _text(options.data, options.validation, recipe, tokenizer)
     return Source(recipe, text, None, swarm, weights)
 
 

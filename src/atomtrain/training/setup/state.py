@@ -169,6 +169,23 @@ def recipe_of(checkpoint: Checkpoint) -> tuple[Recipe, Tokenizer]:
     return recipe, tokenizer
 
 
+def data_of(checkpoint: Checkpoint) -> tuple[tuple[str, ...], str | None]:
+    """Return the sources of a checkpoint's run, and what its loss was measured on.
+
+    Raises:
+        CheckpointError: they are not named as `atom train` names them.
+    """
+    data = checkpoint.meta.get("data") or []
+    validation = checkpoint.meta.get("validation")
+    known = isinstance(data, list) and all(isinstance(each, str) for each in data)
+    if not known or not isinstance(validation, str | None):
+        raise CheckpointError(
+            f"{checkpoint.path} names its data as {str(data)[:40]!r}; it was not written by 'atom "
+            "train'"
+        )
+    return tuple(data), validation
+
+
 def model_of(checkpoint: Checkpoint) -> tuple[nn.Module, Tokenizer]:
     """Return the model (in evaluation mode, on the CPU) and the tokenizer of a checkpoint.
 

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
-from atomtrain.data import Batch, Tokenizer, default_cache, prepare, read_corpus
+from atomtrain.data import Batch, Tokenizer, default_cache, open_tokens, read_corpus
 from atomtrain.data.chat import ChatTemplate, Encoder
 from atomtrain.data.corpus import Corpus, corpus_of_texts
-from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand
+from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand, understand_judged
 from atomtrain.data.examples import Examples
 from atomtrain.data.material import (
-    Batches,
+    Draws,
     ExampleMaterial,
     Material,
     PairMaterial,
     TextMaterial,
 )
+from atomtrain.data.mixture import Mixture
+from atomtrain.data.preparing import cached_tokenizer
 from atomtrain.data.rows import SUFFIXES, Row, has_rows, read_rows
 from atomtrain.data.sampler import joined
+from atomtrain.data.split import HoldOut
+from atomtrain.data.weighted import parse_weighted
 from atomtrain.errors import DataError
 from atomtrain.models import HuggingFaceConfig, Sizes
 
+Learns = Literal["answers", "pairs", "labels"]
+"""What rows must say."""
 _Understood = TypeVar("_Understood")
 _JUDGED_SEQUENCES = 8
 """Enough to tell poison from chance, few enough to be a small part of a step."""
@@ -31,15 +38,22 @@ _JUDGED_SEQUENCES = 8
 class Text(NamedTuple):
     """What is trained on."""
 
-    data: str | None
-    """As the user named it; `None` is the demo corpus."""
+    data: tuple[str, ...]
+    """Sources as the user named them; none is the demo corpus."""
+    validation: str | None
+    """What the loss is measured on; `None`: what the data hold out."""
     sha256: str
     tokenizer: Tokenizer
-    material: Material
+    material: Mixture
     skipped_rows: int = 0
     """Rows that have no answer."""
     skipped: str | None = None
     """What is to be told of them."""
+
+    @property
+    def named(self) -> str:
+        """The data in words."""
+        return ", ".join(self.data) or "the demo corpus"
 
 
 class _Answered:
@@ -83,55 +97,131 @@ class _Answered:
 
 
 def read_text(
-    data: str | None,
+    data: Sequence[str],
     sizes: Sizes,
     tokenizer: Tokenizer | None,
     *,
     packed: bool = False,
-    pairs: bool = False,
+    learns: Learns = "answers",
+    validation: str | None = None,
 ) -> Text:
     """Return what the user named, as tokens.
 
     Args:
-        data: Text files, or files of rows; `None` is the demonstration corpus.
+        data: Sources, each possibly with a weight: text files, or files of rows, all of one kind;
+            none is the demonstration corpus.
         sizes: The model's; a Hugging Face model has a chat template among its files.
         tokenizer: `None` trains one on the text.
         packed: Whether a sequence may hold several rows; they, and documents of running text, do
             not see each other then.
-        pairs: Whether each row must say which of two answers is the better one.
+        learns: Whether each row has answers, says which of two is the better one, or labels one.
+        validation: What the loss is measured on; then no part of the data is held out.
 
     Raises:
-        DataError: something cannot be read or learnt, or no row has an answer; names the file, and
-            the line if there is one.
+        DataError: something cannot be read or learnt, no row has an answer, or the sources are not
+            of one kind; names the file, and the line if there is one.
     """
-    if not has_rows(data):
-        if pairs:
+    sources = [parse_weighted(given) for given in data]
+    specs = [source.spec for source in sources]
+    rows = bool(specs) and has_rows(specs[0])
+    for flag, spec in [*(("--data", s) for s in specs[1:]), ("--validation", validation)]:
+        if spec is not None and has_rows(spec) != rows:
+            kinds = ("running text", "rows")
             raise DataError(
-                f"{data or 'the demo corpus'} is running text; answers to compare are in rows "
-                "with chosen and rejected: name files with --data that end in "
-                f"{', '.join(SUFFIXES)}"
+                f"{flag} {spec} has {kinds[not rows]}, and {specs[0] if specs else 'the demo'} has "
+                f"{kinds[rows]}; give files of one kind"
             )
-        return _running(data, read_corpus(data), sizes, tokenizer, packed)
-    assert data is not None
-    answered = _Answered(data)
-    if not isinstance(sizes, HuggingFaceConfig):
-        corpus = corpus_of_texts(data, list(answered.through(_text_only)))
-        text = _running(data, corpus, sizes, tokenizer, packed)
-        return text._replace(skipped_rows=answered.skipped_rows, skipped=answered.told)
-    assert tokenizer is not None
-    encoder = Encoder(tokenizer, ChatTemplate(sizes.files))
-    material: ExampleMaterial | PairMaterial
-    if pairs:
-        both = itertools.chain.from_iterable(answered.through(encoder.encode_pair))
-        material = PairMaterial(Examples(both, data, together=2), tokenizer.separator)
+    if learns != "answers" and not rows:
+        keys = "chosen and rejected" if learns == "pairs" else "prompt, completion and label"
+        raise DataError(
+            f"{', '.join(data) or 'the demo corpus'} is running text; answers to compare are in "
+            f"rows with {keys}: name files with --data that end in {', '.join(SUFFIXES)}"
+        )
+    reader = _Reader(sizes, tokenizer, packed, learns)
+    hold_out: HoldOut = "some" if validation is None else "none"
+    if not rows or not isinstance(sizes, HuggingFaceConfig):
+        read = reader.running(specs or [None], validation, hold_out, rows=rows)
     else:
-        examples = Examples(answered.through(encoder.encode), data)
-        material = ExampleMaterial(examples, packed, tokenizer.separator)
-    sha256 = material.examples.counts.sha256
-    return Text(data, sha256, tokenizer, material, answered.skipped_rows, answered.told)
+        read = [reader.examples(spec, hold_out) for spec in specs]
+        read += [] if validation is None else [reader.examples(validation, "all")]
+    materials, checksums = zip(*read, strict=True)
+    judged = None if validation is None else materials[-1]
+    assert reader.tokenizer is not None
+    weights = tuple(source.weight for source in sources) or (1.0,)
+    return Text(
+        tuple(data),
+        validation,
+        checksums[0] if len(checksums) == 1 else _sha256(checksums),
+        reader.tokenizer,
+        Mixture(materials[: len(weights)], weights, judged),
+        sum(answered.skipped_rows for answered in reader.answered),
+        "; ".join(filter(None, (answered.told for answered in reader.answered))) or None,
+    )
 
 
-def own_text(material: Material, sampler: Batches, context: int, micro_batch: int) -> Batch:
+class _Reader:
+    """Reads sources, all in one way; each becomes a material and the checksum of what it says."""
+
+    def __init__(
+        self, sizes: Sizes, tokenizer: Tokenizer | None, packed: bool, learns: Learns
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.answered: list[_Answered] = []
+        self._sizes, self._packed, self._learns = sizes, packed, learns
+
+    def running(
+        self, specs: Sequence[str | None], validation: str | None, hold_out: HoldOut, *, rows: bool
+    ) -> list[tuple[Material, str]]:
+        """Return running text, or rows that are texts; the tokenizer is trained on all of it."""
+        read = self._texts if rows else read_corpus
+        corpora = [read(spec) for spec in specs]
+        if self.tokenizer is None:
+            whole = corpora[0]
+            if len(corpora) > 1:
+                documents = tuple(d for corpus in corpora for d in corpus.documents)
+                whole = Corpus(name="all sources", documents=documents, licence="")
+            self.tokenizer = cached_tokenizer(whole, self._sizes.vocabulary, default_cache())
+        found = [self._tokens(corpus, hold_out) for corpus in corpora]
+        return found + ([] if validation is None else [self._tokens(read(validation), "all")])
+
+    def examples(self, spec: str, hold_out: HoldOut) -> tuple[Material, str]:
+        """Return rows with answers."""
+        assert self.tokenizer is not None
+        assert isinstance(self._sizes, HuggingFaceConfig)
+        encoder = Encoder(self.tokenizer, ChatTemplate(self._sizes.files))
+        separator, answered = self.tokenizer.separator, self._answered(spec)
+        material: ExampleMaterial | PairMaterial
+        if self._learns == "labels":
+            judged = encoder.encode_judged(answered.through(understand_judged))
+            material = PairMaterial(Examples(judged, spec, 2, hold_out), separator, judges=True)
+        elif self._learns == "pairs":
+            both = itertools.chain.from_iterable(answered.through(encoder.encode_pair))
+            material = PairMaterial(Examples(both, spec, 2, hold_out), separator)
+        else:
+            examples = Examples(answered.through(encoder.encode), spec, 1, hold_out)
+            material = ExampleMaterial(examples, self._packed, separator)
+        return material, material.examples.counts.sha256
+
+    def _texts(self, spec: str | None) -> Corpus:
+        assert spec is not None
+        return corpus_of_texts(spec, list(self._answered(spec).through(_text_only)))
+
+    def _tokens(self, corpus: Corpus, hold_out: HoldOut) -> tuple[Material, str]:
+        assert self.tokenizer is not None
+        tokens = open_tokens(corpus, self.tokenizer, default_cache(), hold_out)
+        separator = self.tokenizer.separator if self._packed else None
+        return TextMaterial(tokens, separator), corpus.sha256
+
+    def _answered(self, spec: str) -> _Answered:
+        self.answered.append(_Answered(spec))
+        return self.answered[-1]
+
+
+def _sha256(checksums: Sequence[str]) -> str:
+    return hashlib.sha256(" ".join(checksums).encode()).hexdigest()
+
+
+def own_text(material: Mixture, sampler: Draws, context: int, micro_batch: int) -> Batch:
     """Return the few sequences by which a peer judges what others give, always the same ones.
 
     They are held out; where too little is for one sequence, they come from what is trained on.
@@ -146,20 +236,12 @@ def own_text(material: Material, sampler: Batches, context: int, micro_batch: in
         )
 
 
-def has_pairs(data: str | None) -> bool:
+def has_pairs(data: Sequence[str]) -> bool:
     """Return whether the first row of data says which of two answers is the better one."""
-    if data is None or not has_rows(data):
+    if not data or not has_rows(spec := parse_weighted(data[0]).spec):
         return False
-    first = next(iter(read_rows(data)), None)
+    first = next(iter(read_rows(spec)), None)
     return first is not None and is_pair(first)
-
-
-def _running(
-    data: str | None, corpus: Corpus, sizes: Sizes, tokenizer: Tokenizer | None, packed: bool
-) -> Text:
-    prepared = prepare(corpus, default_cache(), vocabulary=sizes.vocabulary, tokenizer=tokenizer)
-    separator = prepared.tokenizer.separator if packed else None
-    return Text(data, corpus.sha256, prepared.tokenizer, TextMaterial(prepared.tokens, separator))
 
 
 def _text_only(row: Row) -> str:

@@ -66,7 +66,13 @@ def _model(session: Session) -> list[tuple[str, str]]:
 
 def _data(session: Session) -> list[tuple[str, str]]:
     epochs = session.sampler.epoch(session.recipe.steps)
-    rows = [("data", f"{session.text.data or 'the demo corpus'}, seen {epochs:.2f} times")]
+    rows = [("data", f"{session.text.named}, seen {epochs:.2f} times")]
+    if (laid := session.sampler.laid) is not None:
+        fills = f", {laid.filled_share:.1%} filled" if session.recipe.packed else ""
+        told = (
+            f"{laid.sequences} of {laid.rows} rows{fills}, {laid.cut} cut, {laid.dropped} left out"
+        )
+        rows.append(("sequences", told))
     if session.text.skipped is not None:
         rows.append(("skipped", session.text.skipped))
     first = _sample(session.sampler.batch(0))

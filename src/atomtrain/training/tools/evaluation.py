@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from atomtrain.checkpoint import open_checkpoint
 from atomtrain.data import Batch
 from atomtrain.data.examples import IGNORED
+from atomtrain.data.sampler import joined
 from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.making import Sizes
@@ -20,7 +22,7 @@ from atomtrain.training.config.recipe import PREFERENCES
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
 from atomtrain.training.setup.objectives import preference_of
 from atomtrain.training.setup.preference import PreferredAnswer, sums_of
-from atomtrain.training.setup.state import Trained, open_trained
+from atomtrain.training.setup.state import Trained, data_of, open_trained
 from atomtrain.training.setup.texts import Text, has_pairs, read_text
 
 _log = logging.getLogger("atomtrain.training")
@@ -47,7 +49,8 @@ class PairEvaluation(NamedTuple):
     loss: float
     """Mean over pairs, nats; see `atomtrain.training.setup.preference`."""
     reward_accuracy: float
-    reward_margin: float
+    reward_margin: float | None
+    """`None` of judged answers that are all good, or none of them."""
     pairs: int
     context: int
 
@@ -71,15 +74,19 @@ def evaluate(
     """
     trained = open_trained(path)
     recipe, sizes, packed = trained.recipe, trained.sizes, False
+    named: tuple[str, ...] = (data,) if data else ()
+    validation: str | None = None
     if recipe is not None:
         packed = recipe.packed
         context = context or recipe.context
-        data = data or open_checkpoint(path).meta.get("data")
+        if not named:
+            named, validation = data_of(open_checkpoint(path))
     else:
         context = context or min(_USUAL_CONTEXT, trained.context)
-    if has_pairs(data):
-        return _judged(path, trained, data, context, sequences)
-    text = read_text(data, sizes, trained.tokenizer, packed=packed)
+    judges = recipe is not None and recipe.learns == "labels"
+    if judges or has_pairs(named):
+        return _judged(path, trained, named, validation, context, sequences)
+    text = read_text(named, sizes, trained.tokenizer, packed=packed, validation=validation)
     _warn_of(text)
     total, targets, count = 0.0, 0, 0
     for batch in text.material.held_out(context, 1, sequences):
@@ -104,27 +111,30 @@ def _warn_of(text: Text) -> None:
 
 
 def _judged(
-    path: Path, trained: Trained, data: str | None, context: int, sequences: int
+    path: Path,
+    trained: Trained,
+    data: Sequence[str],
+    validation: str | None,
+    context: int,
+    sequences: int,
 ) -> PairEvaluation:
     recipe = trained.recipe
     if recipe is None or not recipe.in_pairs:
         raise ConfigError(
-            f"{data} has pairs of answers, which only a run with --objective "
+            f"{', '.join(data)} has pairs of answers, which only a run with --objective "
             f"{' or '.join(PREFERENCES)} can judge; {path} is not one: name other --data"
         )
-    text = read_text(data, recipe.sizes, trained.tokenizer, pairs=True)
+    text = read_text(
+        data, recipe.sizes, trained.tokenizer, learns=recipe.learns, validation=validation
+    )
     _warn_of(text)
     objective = preference_of(recipe)
     batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
     said = _said(objective, trained.model, batches)
     reference = _said(objective, _began_with(path), batches) if recipe.has_reference else None
-    margins = objective.margins(said, reference)
+    loss, numbers = objective.judged(said, joined(batches)._replace(reference=reference))
     return PairEvaluation(
-        float(objective.losses(said, reference).mean()),
-        float((margins > 0).float().mean()),
-        float(margins.mean()),
-        len(margins),
-        context,
+        loss, numbers["reward_accuracy"], numbers.get("reward_margin"), len(said) // 2, context
     )
 
 

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from atomtrain.data import Tokenizer, read_tokenizer
-from atomtrain.data.examples import Examples, Part, Rows
+from atomtrain.data.examples import Part, Rows
 from atomtrain.data.material import ExampleMaterial, PairMaterial, TextMaterial
 from atomtrain.data.sampler import windows_per_epoch
 from atomtrain.models import Sizes, preset
@@ -25,10 +25,12 @@ def inspect(
         AtomError: data or model cannot be read; names file and line.
     """
     sizes, tokenizer = _known_of(model)
-    text = read_text(data, sizes, tokenizer, packed=packed, pairs=has_pairs(data))
-    tokenizer = text.tokenizer
-    if isinstance(text.material, TextMaterial):
-        tokens = text.material.tokens
+    text = read_text(
+        [data], sizes, tokenizer, packed=packed, learns="pairs" if has_pairs([data]) else "answers"
+    )
+    tokenizer, [material] = text.tokenizer, text.material.sources
+    if isinstance(material, TextMaterial):
+        tokens = material.tokens
         shown = tokens.train[:_SHOWN_TOKENS].tolist()
         return {
             "kind": "text",
@@ -41,11 +43,11 @@ def inspect(
             "longest_context": max(0, min(len(tokens.train), len(tokens.held_out)) - 1),
             "samples": [tokenizer.decode(shown)][:samples],
         }
-    assert isinstance(text.material, ExampleMaterial | PairMaterial)
-    if isinstance(text.material, PairMaterial):
-        found = _pairs(text.material, tokenizer, context, samples)
+    assert isinstance(material, ExampleMaterial | PairMaterial)
+    if isinstance(material, PairMaterial):
+        found = _pairs(material, tokenizer, context, samples)
         return {**found, "skipped_rows": text.skipped_rows}
-    examples = text.material.examples
+    examples = material.examples
     rows = Rows(examples.train, context, packed=packed, padding=tokenizer.separator)
     return {
         "kinds": examples.counts.kinds,
@@ -58,7 +60,7 @@ def inspect(
         "sequences": len(rows),
         "cut": rows.cut,
         "dropped": rows.dropped,
-        "filled_share": round(_filled(examples, rows, context), 4),
+        "filled_share": round(rows.laid.filled_share, 4),
         "samples": [
             _marked(examples.train, index, tokenizer)
             for index in range(min(samples, examples.train.count))
@@ -96,13 +98,6 @@ def _pairs(
             for index in shown
         ],
     }
-
-
-def _filled(examples: Examples, rows: Rows, context: int) -> float:
-    """Return the share of the sequences' tokens that are not padding."""
-    lengths = [int(b - a) for a, b in itertools.pairwise(examples.train.starts)]
-    used = sum(min(lengths[index], context + 1) for row in rows.rows for index in row)
-    return used / (len(rows) * (context + 1))
 
 
 def _marked(part: Part, index: int, tokenizer: Tokenizer) -> str:

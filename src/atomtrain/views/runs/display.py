@@ -27,7 +27,7 @@ WIDE_COLUMNS = 140
 ROW_KINDS = frozenset(("run_started", "step", "evaluation", "run_finished", "peer_lost"))
 MESSAGE_KINDS = frozenset(
     (
-        "evaluation", "membership", "checkpoint", "sample", "warning", "stopping",
+        "evaluation", "membership", "checkpoint", "sample", "warning", "stopping", "data",
         "run_finished", "peer_lost",
     )
 )  # fmt: skip

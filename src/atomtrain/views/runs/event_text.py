@@ -162,6 +162,20 @@ def _started_line(event: Event) -> str:
     )
 
 
+def _data_line(event: Event) -> str:
+    filled = "packing fills {} of each" if event.get("packed") else None
+    cut = tag(count(event, "cut_rows"), "{} rows are cut at ") if event.get("cut_rows") else None
+    return "data: " + _sentence(
+        tag(count(event, "rows"), "{} rows"),
+        tag(count(event, "sequences"), "{} sequences"),
+        filled and tag(share(event, "filled_share"), filled),
+        cut and tag(count(event, "context_tokens"), cut + "{} tokens"),
+        tag(count(event, "dropped_rows"), "{} rows are left out, with no answer within")
+        if event.get("dropped_rows")
+        else None,
+    )
+
+
 def _step_line(event: Event) -> str:
     return _sentence(
         tag(steps_text(event), "step {}"),
@@ -249,6 +263,7 @@ def _lost_line(event: Event) -> str:
 
 _LINES = {
     "run_started": _started_line,
+    "data": _data_line,
     "step": _step_line,
     "evaluation": _evaluation_line,
     "round": _round_line,

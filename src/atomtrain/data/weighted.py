@@ -1,0 +1,69 @@
+"""A source of data as a user names it, with a weight: `chats.jsonl:2`.
+
+A weight says how many times a source's rows (or windows of its text) count in an epoch: 2 as if the
+source were named twice, 0.5 half of it in each epoch, the other half in the next one. It is not a
+share of the mixture.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atomtrain.data.corpus import check_files
+from atomtrain.data.named import PREFIXES, is_named, parse_named
+from atomtrain.errors import DataError
+
+_MOST_WEIGHT = 1000.0
+_GLOB_SIGNS = frozenset("*?[")
+
+
+class Weighted(NamedTuple):
+    """One source."""
+
+    spec: str
+    """Files or a data set, as `read_rows` and `read_corpus` take them."""
+    weight: float = 1.0
+
+
+def parse_weighted(given: str) -> Weighted:
+    """Return source and weight.
+
+    Raises:
+        DataError: the weight is not a number above 0 and at most 1000.
+    """
+    spec, _, said = given.rpartition(":")
+    whole = Weighted(given)
+    if not spec or f"{spec}:" in PREFIXES or _exists(given):
+        return whole
+    try:
+        weight = float(said)
+    except ValueError:
+        if is_named(given) or not (_exists(spec) or _GLOB_SIGNS.intersection(spec)):
+            return whole  # a split; or a path, which whoever reads it tells
+        weight = math.nan
+    if not 0 < weight <= _MOST_WEIGHT:
+        raise DataError(
+            f"--data {given} has the weight {said!r}; a weight is a number above 0 and at most "
+            f"{_MOST_WEIGHT:g}, such as {spec}:2 (its rows count twice in an epoch)"
+        )
+    return Weighted(spec, weight)
+
+
+def check_sources(data: Sequence[str], validation: str | None) -> None:
+    """Refuse what can be seen without reading: weights, and files that are not there.
+
+    Raises:
+        DataError: says which.
+    """
+    for spec in [*(parse_weighted(each).spec for each in data), *filter(None, [validation])]:
+        if is_named(spec):
+            parse_named(spec)
+        else:
+            check_files(spec)
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(os.path.expanduser(path))
