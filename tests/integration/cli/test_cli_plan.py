@@ -13,6 +13,7 @@ import pytest
 from atomtrain.cli.main import main
 from atomtrain.planning.catalogue import GPUS
 from atomtrain.units import format_bytes, format_count
+from tests.support.hugging_face_models import LLAMA
 
 TINY = ("tiny", "--gpu", "rtx-3090")
 STEP = ("--tokens-per-step", "256")
@@ -132,6 +133,13 @@ def test_this_machine_is_measured_where_no_gpu_is_named(output: Output) -> None:
     assert found["gpu"] is None
     assert found["peak_flops_per_s"] > 0
     assert found["machine"]["load_bytes_per_s"] > 0
+
+
+def test_models_of_hugging_face_are_measured_here_too(output: Output, tmp_path: Path) -> None:
+    """Their layers are exported, and have no copies of all that they know."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    planned = json.loads(output(str(tmp_path / "config.json"), *STEP, "--context", "32", "--json"))
+    assert planned["plan"]["step_s"] > 0
 
 
 def test_picture_and_trace_are_written_whole(output: Output, tmp_path: Path) -> None:

@@ -140,7 +140,10 @@ def _with_data(chain: Chain, costs: ChainCosts) -> Chain:
 
 
 def _filled(layer: Layer) -> Layer:
-    module = copy.deepcopy(layer.module).to_empty(device="cpu")
+    # What an exported layer runs is the same for all, and knows tensors that have no copies.
+    shared = [getattr(layer.module, name, None) for name in ("template", "mode", "other")]
+    memo = {id(part): part for part in shared if part is not None}
+    module = copy.deepcopy(layer.module, memo).to_empty(device="cpu")
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
