@@ -213,12 +213,18 @@ def test_mistakes_leave_an_engine_as_it_was() -> None:
 
 def test_prompts_that_do_not_fit_leave_a_small_engine_as_it_was() -> None:
     """What the failure still holds must not take the place of the engine's own memory."""
-    with engine_of(small_gpt(layers=4), memory="80KiB") as engine:
-        for _ in range(2):
-            engine.step([some_tokens()])
-            with pytest.raises(DeviceMemoryError, match="do not fit the device budget"):
-                engine.generate([[1] * 16] * 40, max_new_tokens=2)
-        engine.step([some_tokens()])
+    losses: list[list[float]] = []
+    for writes in (False, True):
+        torch.manual_seed(3)
+        batches = [some_tokens() for _ in range(3)]
+        with engine_of(small_gpt(layers=4), memory="80KiB") as engine:
+            losses.append([])
+            for batch in batches:
+                losses[-1].append(engine.step([batch]))
+                if writes:
+                    with pytest.raises(DeviceMemoryError, match="do not fit the device budget"):
+                        engine.generate([[1] * 16] * 40, max_new_tokens=2)
+    assert losses[0] == losses[1]
 
 
 def test_another_model_than_of_language_is_refused() -> None:
