@@ -122,8 +122,9 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"{prompt}{tokenizer.decode(tokens)}\n")
     how = "resident" if found.resident else "streamed"
     number = sum(map(len, found.tokens))
+    tokens_text = "1 token" if number == 1 else f"{number} tokens"
     sys.stderr.write(
-        f"{number} tokens, {found.tokens_per_s:.1f} tokens/s, {how} on {device.name}, {precision}\n"
+        f"{tokens_text}, {found.tokens_per_s:.1f} tokens/s, {how} on {device.name}, {precision}\n"
     )
     return 0
 
