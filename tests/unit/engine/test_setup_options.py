@@ -76,7 +76,7 @@ def test_compiled_layers_train_the_same_model() -> None:
 
 
 def test_the_emulated_device_refuses_before_the_model_is_made() -> None:
-    options = TrainOptions(model="tiny", device="emulated", compile=True, data=setup.__file__)
+    options = TrainOptions(model="tiny", device="emulated", compile=True, data=(setup.__file__,))
     with pytest.raises(ConfigError, match="leave compile out"):
         setup.open_session(options)
 
