@@ -265,6 +265,10 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     store = swarm._service.context.mailbox.store
     if settings.get("blind"):
         see_nothing()
+    if "barred_s" in settings:
+        from atomtrain.swarm.membership import standing
+
+        standing._BARRED_S = settings["barred_s"]
     fault, fault_file = settings.get("fault", ""), Path(settings.get("fault_file", "/"))
     what = fault.partition(" at ")
     misdeed = Misdeed(what[0], swarm) if what[2] and what[0] in MISDEEDS else None
