@@ -102,9 +102,9 @@ def _source(options: DashboardOptions) -> Source:
 
     if "@" not in options.target or Path(options.target).is_dir():
         return FolderSource(Path(options.target))
-    from atomtrain.swarm.packages import require_packages
+    from atomtrain.swarm.packages import require_swarm
 
-    require_packages("the dashboard of a swarm at an address")
+    require_swarm("the dashboard of a swarm at an address")
     from atomtrain.cli.swarm import outside_config, pasted_addresses
     from atomtrain.views.dashboard.remote import SwarmSource
 

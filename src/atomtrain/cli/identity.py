@@ -10,7 +10,7 @@ from pathlib import Path
 
 from atomtrain.cli.parsing import parse
 from atomtrain.settings import option
-from atomtrain.swarm.packages import require_packages
+from atomtrain.swarm.packages import require_swarm
 
 _EXAMPLES = """\
   atom identity mine.key                        makes the key if it is not there; prints the id
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("path",),
     )
-    require_packages("'atom identity'")
+    require_swarm("'atom identity'")
     if options.new_run_key:
         return _new_run_key(options)
     from atomtrain.swarm.transport.identity import Identity

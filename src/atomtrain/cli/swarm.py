@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from atomtrain.cli.parsing import leaving_at_once, parse, shown
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.settings import option
-from atomtrain.swarm.packages import require_packages
+from atomtrain.swarm.packages import require_swarm
 from atomtrain.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
             f"there is no command 'swarm {name}'.{nearest(name, _COMMANDS)} "
             f"Commands: {', '.join(_COMMANDS)}"
         )
-    require_packages(f"'atom swarm {name}'")
+    require_swarm(f"'atom swarm {name}'")
     return _status(rest) if name == "status" else _ping(rest)
 
 

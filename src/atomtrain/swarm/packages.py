@@ -19,7 +19,7 @@ def missing_packages() -> list[str]:
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
-def require_packages(what: str) -> None:
+def require_swarm(what: str) -> None:
     """Refuse what needs a swarm where it cannot be had.
 
     Args:

@@ -49,6 +49,10 @@ def test_a_run_trains_alone_says_so_and_goes_on(tmp_path: Path) -> None:
     [
         (("train", "--join", ADDRESS), "--join"),
         (("train", "--peers", "3"), "training with 3 peers"),
+        (
+            ("train", "--average", "gradient", "--target-batch-tokens", "4096", "--run", "mine"),
+            "--average gradient",
+        ),
         (("identity", "a.key"), "'atom identity'"),
         (("swarm", "ping", ADDRESS), "'atom swarm ping'"),
         (("dashboard", ADDRESS), "the dashboard of a swarm at an address"),

@@ -58,12 +58,14 @@ def check_model_name(name: str | None) -> None:
 
 def _check_swarm(options: TrainOptions) -> None:
     """Refuse to train with others where the packages for it are missing."""
-    from atomtrain.swarm.packages import require_packages
+    from atomtrain.swarm.packages import require_swarm
 
     if options.join:
-        require_packages("--join")
+        require_swarm("--join")
+    if options.average == "gradient":  # alone nobody would take the step
+        require_swarm("--average gradient")
     if options.n_peers > 1:
-        require_packages(f"training with {options.n_peers} peers")
+        require_swarm(f"training with {options.n_peers} peers")
 
 
 def check_gpu_name(name: str) -> None:

@@ -16,7 +16,7 @@ from atomtrain.data import SamplerConfig, Tokenizer, read_tokenizer
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.settings import MOST_COUNT
-from atomtrain.swarm.packages import missing_packages, require_packages
+from atomtrain.swarm.packages import missing_packages, require_swarm
 from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
 from atomtrain.training.config.new_recipe import amended, new_recipe
 from atomtrain.training.config.options import TrainOptions
@@ -140,7 +140,7 @@ def _resumed(options: TrainOptions, run: str, name: str, directory: Path) -> Sou
     checkpoint = load_latest(directory / CHECKPOINTS)
     meta = checkpoint.meta
     if meta.get("swarm"):
-        require_packages("--resume of a run that others may join")
+        require_swarm("--resume of a run that others may join")
     _check_guards(options, run, meta.get("guards", []))
     recipe, tokenizer = recipe_of(checkpoint)
     recipe = amended(recipe, options, str(checkpoint.path))
