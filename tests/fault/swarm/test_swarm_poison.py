@@ -67,13 +67,12 @@ def test_a_mean_that_does_harm_is_undone_by_all_and_rounds_go_on_from_before(
     """Also where no audit finds it.
 
     Honest peers may have the bad mean for a moment, and hand it on: who got it fetches nothing of
-    them for a while, which is short here, as all times are. Without momentum: where all have long
-    been at what they want, it carries even an honest mean beyond, which harms as well.
+    them for a while, which is short here, as all times are.
     """
     begin = tmp_path / "begin"
     honest, liar = _begun(
         peers, 3, fault="false mean times -5", fault_file=str(begin), moves_file=str(begin),
-        moves_to=3.0, blind=True, momentum=0.0, barred_s=2.0,
+        moves_to=3.0, blind=True, barred_s=2.0,
     )  # fmt: skip
     begun = {peer: peer.now for peer in honest}
     begin.touch()

@@ -22,6 +22,7 @@ enum { VECTOR = 8 };
 
 struct wide {
     float values[BLOCK], gradient[BLOCK], first[BLOCK], second[BLOCK];
+    float root[BLOCK]; /* of the second moment: its code needs it, too, and roots take long */
 } __attribute__((aligned(64)));
 
 INLINE float joined(uint16_t stream, uint16_t rest) {
@@ -169,12 +170,13 @@ INLINE void encode_first(const float *restrict in, int n, const uint16_t *restri
     }
 }
 
-INLINE void encode_second(const float *restrict in, int n, const uint16_t *restrict random,
-                          int8_t *restrict codes, float *restrict scale) {
+INLINE void encode_second(const float *restrict in, const float *restrict root, int n,
+                          const uint16_t *restrict random, int8_t *restrict codes,
+                          float *restrict scale) {
     *scale = largest(in, n);
     const float factor = root_factor(*scale);
     for (int i = 0; i < n; i++) {
-        int32_t whole = (int32_t)multiply_add(256.0f * sqrtf(in[i]), factor, fraction(random[i]));
+        int32_t whole = (int32_t)multiply_add(256.0f * root[i], factor, fraction(random[i]));
         whole = whole < 257 ? 257 : whole > 512 ? 512 : whole; /* no code is zero */
         codes[i] = (int8_t)(uint8_t)(whole + 127);
     }
@@ -185,9 +187,9 @@ INLINE uint16_t to_bfloat16_at_random(float value, uint16_t random) {
     return (uint16_t)((bits_of(value) + random) >> 16);
 }
 
-/* AdamW's arithmetic for one element; returns the new value. */
+/* AdamW's arithmetic for one element; returns the new value, and the second moment's root. */
 INLINE float adamw_element(struct adamw a, float value, float gradient, float *first,
-                           float *second, int tail) {
+                           float *second, float *root, int tail) {
     /* As PyTorch interpolates: from the nearer end. */
     const int near = fabsf(a.weight1) < 0.5f;
     /* The plain loop subtracts, so 0 has another sign there. */
@@ -197,7 +199,8 @@ INLINE float adamw_element(struct adamw a, float value, float gradient, float *f
     float square = a.weight2 * gradient;
     *second = tail ? multiply_add(*second, a.beta2, square * gradient)
                    : multiply_add(square, gradient, *second * a.beta2);
-    float denominator = sqrtf(*second) / a.root_correction + a.eps;
+    *root = sqrtf(*second);
+    float denominator = *root / a.root_correction + a.eps;
     return value * a.keep + -a.step * *first / denominator;
 }
 
@@ -226,7 +229,8 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
                        : moments == BFLOAT16_MOMENTS ? from_bfloat16(second16[i])
                                                      : w->second[i];
         float gradient = values == FLOAT32_VALUES ? gradient32[i] * by : w->gradient[i];
-        value = adamw_element(numbers, value, gradient, &first, &second, tail);
+        float root;
+        value = adamw_element(numbers, value, gradient, &first, &second, &root, tail);
         if (values == BFLOAT16_SPLIT) {
             stream[i] = to_stream(value);
             rest[i] = (uint16_t)bits_of(value);
@@ -244,6 +248,7 @@ INLINE void adamw(const struct parameter *p, const struct adamw *a, struct rando
         } else {
             w->first[i] = first;
             w->second[i] = second;
+            w->root[i] = root;
         }
     }
 }
@@ -266,8 +271,9 @@ INLINE void adamw_pairs(const struct parameter *p, const struct adamw *a, struct
         float value1 = float_of((stream & UPPER) + (uint32_t)((int32_t)rest >> 16));
         float first0 = float_of(first << 16), first1 = float_of(first & UPPER);
         float second0 = float_of(second << 16), second1 = float_of(second & UPPER);
-        value0 = adamw_element(numbers, value0, even[i], &first0, &second0, 0);
-        value1 = adamw_element(numbers, value1, odd[i], &first1, &second1, 0);
+        float root;
+        value0 = adamw_element(numbers, value0, even[i], &first0, &second0, &root, 0);
+        value1 = adamw_element(numbers, value1, odd[i], &first1, &second1, &root, 0);
         uint32_t bits0 = bits_of(value0), bits1 = bits_of(value1);
         set_word(streams, i, (bits0 + 0x8000) >> 16 | ((bits1 + 0x8000) & UPPER));
         set_word(rests, i, (bits0 & LOWER) | bits1 << 16);
@@ -328,7 +334,7 @@ INLINE void adamw_block(const struct parameter *p, const struct adamw *a, struct
     if (whole < n) adamw(p, a, r, at, whole, n, &w, values, moments, 1);
     if (moments == INT8_MOMENTS) {
         encode_first(w.first, n, r.first, first, p->first_scale + at / BLOCK);
-        encode_second(w.second, n, r.second, second, p->second_scale + at / BLOCK);
+        encode_second(w.second, w.root, n, r.second, second, p->second_scale + at / BLOCK);
     }
 }
 

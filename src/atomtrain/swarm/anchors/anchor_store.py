@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -119,6 +120,26 @@ class AnchorStore:
         self._put(fragment, anchor, None)
         self._measured_from[fragment] = anchor.stamp.version
         self._had[fragment].append(anchor.stamp)
+
+    def drop_momentum(self, fragment: int) -> bool:
+        """Have rounds begin anew from a fragment's anchor; return whether it had momentum.
+
+        The values stay, and the velocity becomes zero. Everybody who does it has the same anchor,
+        bit for bit, of one version more: so it wins over the one with momentum.
+        """
+        old, velocity = self.anchor(fragment), self.velocity(fragment)
+        if self.gradients or velocity is None or not velocity.any():
+            return False
+        if old.grouped:
+            self._velocities[fragment] = None
+            return True
+        version = old.stamp.next(0).version
+        fresh = self.fresh(old.values, version=version, tokens=old.stamp.tokens)
+        self._anchors[fragment] = replace(fresh, origin=old.origin)
+        self._had[fragment].append(fresh.stamp)
+        if self._measured_from[fragment] == old.stamp.version:
+            self._measured_from[fragment] = version
+        return True
 
     def _put(self, fragment: int, anchor: Anchor, velocity: torch.Tensor | None) -> None:
         kept = self.velocity(fragment) if velocity is None else velocity

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, cast
@@ -34,6 +35,9 @@ from atomtrain.swarm.anchors.stamps import Stamp
 _log = logging.getLogger("atomtrain.swarm")
 _HELD_S = 600.0
 """How long a fetched anchor may wait for those of other fragments, which it may need."""
+_REFUSED_IN_A_ROW = 2
+"""Rounds of a fragment after which its momentum is dropped. Where all peers are about where they
+want to be, momentum carries an honest mean beyond, and would do it again in each round."""
 
 
 class Refusal(NamedTuple):
@@ -77,6 +81,8 @@ class Trial:
         """The loss when merges were last judged; not a number before that."""
         self._good: dict[int, Anchor] = {}
         """By fragment: the anchor before the first round that was not judged yet."""
+        self._refused: Counter[int] = Counter()
+        """By fragment: how many rounds in a row were refused."""
         self._held = 0
         self._held_since_s = 0.0
 
@@ -117,8 +123,25 @@ class Trial:
         before = self.loss()
         why = self._attempt([merge], access, before)
         if why:
+            self._count(merge.fragment)
             self._refuse(merge, why)
+        else:
+            del self._refused[merge.fragment]
         return why
+
+    def _count(self, fragment: int) -> None:
+        """Count a round that was refused; drop the momentum if it may be the reason."""
+        self._refused[fragment] += 1
+        if self._refused[fragment] < _REFUSED_IN_A_ROW:
+            return
+        del self._refused[fragment]
+        with self._lock:
+            dropped = self._store.drop_momentum(fragment)
+        if dropped:
+            _log.warning(
+                "fragment %d: %d rounds in a row did harm, so its outer momentum begins anew",
+                fragment, _REFUSED_IN_A_ROW,
+            )  # fmt: skip
 
     def _look_back(self, access: FragmentAccess) -> str:
         """Judge all rounds since the last time; go back to the anchors before if that helps.
@@ -129,6 +152,8 @@ class Trial:
         now = self.loss()
         why = self._losses.objection(now, self._last)
         if not why:
+            for fragment in good:
+                del self._refused[fragment]
             self._keep(now)
             return ""
         restart = not math.isfinite(now)
@@ -144,6 +169,7 @@ class Trial:
         _log.warning("going back to the last good anchors, before %d fragments' last rounds: %s",
                      len(good), why)  # fmt: skip
         for fragment, stamp in given_up:
+            self._count(fragment)
             self._on_refusal(Refusal(fragment, stamp, ""))
         return f"back to the last good anchors: {why}"
 

@@ -27,9 +27,9 @@ STANDING_FILE = "standing.json"
 _STRIKES = 2
 _EXCLUDED_ROUNDS = 8
 _EXCLUDED_ROUNDS_MAX = 1024
-_BARRED_S, _BARRED_S_MAX = 60.0, 86400.0
+_BARRED_S, _BARRED_S_MAX = 5.0, 86400.0
 """How long nothing is fetched from who gave an anchor that made this peer worse; twice as long each
-time. Not for good: such a donor may have been deceived itself."""
+time. Not for good, and short at first: such a donor may have been deceived itself."""
 FULL_ROUNDS = 8
 """Rounds after which a newcomer weighs what it claims."""
 _PEERS_MAX = 4096

@@ -183,6 +183,7 @@ class Service:
         if refusal.donor and refusal.stamp.digest not in roster.refused:
             roster.bar(refusal.donor)
         roster.refuse(refusal.stamp.digest)
+        self._publish_soon.set()  # the anchor that this peer goes on from may be a new one
 
     # Membership -----------------------------------------------------------------------------
 

@@ -273,6 +273,97 @@ def test_what_makes_the_loss_not_finite_never_stays() -> None:
     assert math.isfinite(peer.model.loss())
 
 
+# Momentum
+
+
+def _refused_twice(peer: Peer) -> None:
+    for _ in range(2):
+        peer.mailbox.leave_merge(peer.round(BAD), report())
+        assert [said.outcome for said in peer.cross(tokens=0)] == ["refused"]
+
+
+def _with_velocity() -> Peer:
+    peer = Peer(momentum=1)
+    peer.mailbox.leave_merge(peer.round(GOOD), report())
+    assert [said.outcome for said in peer.cross()] == ["averaged"]
+    return peer
+
+
+def test_two_rounds_in_a_row_that_do_harm_cost_the_momentum(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may be what carries an honest mean too far, and would be in every round."""
+    one, other = _with_velocity(), _with_velocity()
+    before = one.store.anchor(0)
+    for peer in (one, other):
+        with caplog.at_level(logging.WARNING):
+            _refused_twice(peer)
+    after = one.store.anchor(0)
+    assert after.values is before.values
+    assert before.velocity is not None
+    assert before.velocity.any()
+    assert after.velocity is not None
+    assert not after.velocity.any()
+    assert after.stamp.beats(before.stamp)
+    assert after.stamp.tokens == before.stamp.tokens
+    assert after.stamp == other.store.anchor(0).stamp, "all who do it have the same"
+    assert one.store.had(0, after.stamp)
+    assert after.origin == before.origin
+    assert after.stamp == Stamp(2, 30, digest_of(after.values, after.velocity))
+    assert not one.round(GOOD).snapshot.late, "what was measured from it still is"  # type: ignore[union-attr]
+    assert sum("outer momentum begins anew" in said for said in caplog.messages) == 2
+
+
+def test_one_round_that_does_harm_costs_no_momentum() -> None:
+    peer = _with_velocity()
+    for _ in range(3):
+        peer.mailbox.leave_merge(peer.round(BAD), report())
+        peer.cross()
+        peer.mailbox.leave_merge(peer.round(GOOD), report())
+        assert [said.outcome for said in peer.cross()] == ["averaged"]
+    velocity = peer.store.anchor(0).velocity
+    assert velocity is not None
+    assert velocity.any()
+
+
+@pytest.mark.parametrize("momentum", [0, 1])
+def test_where_there_is_no_momentum_the_anchor_stays(momentum: int) -> None:
+    peer = Peer(momentum=momentum)
+    before = peer.store.anchor(0)
+    _refused_twice(peer)
+    assert peer.store.anchor(0) is before
+
+
+def test_beside_a_groups_anchor_a_peer_drops_its_own_velocity() -> None:
+    store = AnchorStore((ELEMENTS,), 1)
+    anchor = Anchor(torch.zeros(ELEMENTS), None, Stamp(3, 40, "d"), grouped=True)
+    store.place(0, anchor)
+    assert not store.drop_momentum(0)
+    store.hold(0, store.holding(0)._replace(velocity=torch.ones(ELEMENTS)))
+    assert store.drop_momentum(0)
+    assert store.velocity(0) is None
+    assert store.anchor(0) is anchor
+
+
+def test_the_optimizers_moments_are_no_momentum_to_drop() -> None:
+    store = AnchorStore((ELEMENTS,), 2, gradients=True)
+    moments = torch.ones(2 * ELEMENTS)
+    store.place(0, Anchor(torch.zeros(ELEMENTS), moments, Stamp(3, 40, "d")))
+    assert not store.drop_momentum(0)
+
+
+def test_rounds_that_are_judged_together_cost_the_momentum_together() -> None:
+    peer = Peer(momentum=1)
+    _, rounds, _ = timed(0.03, 1.0, peer.model.loss, peer)
+    rounds([GOOD] * 9)
+    good = peer.store.anchor(0)
+    rounds([BAD] * 4)
+    assert peer.store.anchor(0) is good
+    rounds([BAD] * 4)
+    assert peer.store.anchor(0).stamp == good.stamp.next(0, peer.store.anchor(0).stamp.digest)
+    assert peer.store.anchor(0).values is good.values
+
+
 # Several fragments
 
 

@@ -27,8 +27,8 @@ def test_what_was_seen_of_a_peer_is_known_after_a_restart(tmp_path: Path) -> Non
     after = Standing("run", path)
     assert after.expelled("liar")
     assert not after.trusts("liar", lambda: 1e12)
-    assert not after.trusts("deceived", lambda: 1059.0)
-    assert after.trusts("deceived", lambda: 1060.0)
+    assert not after.trusts("deceived", lambda: 1004.0)
+    assert after.trusts("deceived", lambda: 1005.0)
     assert after.excluded(5) == {"odd"}
     assert after.lowered("me", ("good", "me", "new"), (8, 8, 8)) == (8, 8, 4)
     assert Standing("another", path).trusts("liar", lambda: 0.0)
