@@ -17,6 +17,7 @@ import torch
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.anchors.anchors import HASH, OLD_HASH, Anchor, Merge, Snapshot, digest_of
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.anchors.updates import DROPPED
 from atomtrain.swarm.codecs.slices import Span, piece_spans
 
 _CACHED_ELEMENTS = 1 << 16
@@ -122,21 +123,24 @@ class AnchorStore:
         self._had[fragment].append(anchor.stamp)
 
     def drop_momentum(self, fragment: int) -> bool:
-        """Have rounds begin anew from a fragment's anchor; return whether it had momentum.
+        """Have the next round take a plain step from a fragment's anchor; return whether it will.
 
-        The values stay, and the velocity becomes zero. Everybody who does it has the same anchor,
-        bit for bit, of one version more: so it wins over the one with momentum.
+        The values stay, and the velocity is dropped. Everybody who does it has the same anchor, bit
+        for bit, of one version more: so it wins over the one with momentum.
         """
+        if self.gradients or not self.momentum:
+            return False
         old, velocity = self.anchor(fragment), self.velocity(fragment)
-        if self.gradients or velocity is None or not velocity.any():
+        dropped = torch.full((self.momentum * old.values.numel(),), DROPPED)
+        if velocity is not None and same_bits(dropped, velocity):
             return False
         if old.grouped:
-            self._velocities[fragment] = None
+            self._velocities[fragment] = dropped
             return True
         version = old.stamp.next(0).version
-        fresh = self.fresh(old.values, version=version, tokens=old.stamp.tokens)
-        self._anchors[fragment] = replace(fresh, origin=old.origin)
-        self._had[fragment].append(fresh.stamp)
+        stamp = Stamp(version, old.stamp.tokens, digest_of(old.values, dropped))
+        self._anchors[fragment] = replace(old, velocity=dropped, stamp=stamp)
+        self._had[fragment].append(stamp)
         if self._measured_from[fragment] == old.stamp.version:
             self._measured_from[fragment] = version
         return True
@@ -372,6 +376,11 @@ class AnchorStore:
             self._residuals[fragment] = residual
         self._tokens_merged = [self.tokens_seen - since for since in meta["tokens_since"]]
         self._measured_from = list(meta.get("measured_from", meta["versions"]))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two float32 tensors are equal, and their zeros of the same sign."""
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def _cached(spans: Iterable[Span]) -> Iterator[Span]:

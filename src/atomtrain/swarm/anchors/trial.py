@@ -139,7 +139,7 @@ class Trial:
             dropped = self._store.drop_momentum(fragment)
         if dropped:
             _log.warning(
-                "fragment %d: %d rounds in a row did harm, so its outer momentum begins anew",
+                "fragment %d: %d rounds in a row did harm, so its outer momentum is dropped",
                 fragment, _REFUSED_IN_A_ROW,
             )  # fmt: skip
 

@@ -29,6 +29,13 @@ check_outer_name = one_of(OUTERS, "outer update")
 """Refuses a name that is not among them."""
 OVERLAP_WEIGHTS = {"nesterov": 0.5, "mean": 1.0}
 """By name: share of what is learnt during a round that its merge leaves in the parameters."""
+DROPPED = -0.0
+"""Velocity of an element whose momentum was dropped: its next step is a plain one.
+
+Nesterov's update looks ahead also from a velocity of zero, and so would carry a mean beyond what
+its contributors want, which is why momentum is dropped at all.
+"""
+_DROPPED_BITS = -(1 << 31)
 LONG_STEPS = 100
 """Local steps from which on a round's change is a smooth enough gradient for full momentum."""
 
@@ -86,7 +93,8 @@ class OuterUpdate:
     but neither feed nor release momentum (after delayed Nesterov, Liu et al. 2024, arXiv
     2401.09135, algorithm 4): with the share `q` of on-time tokens in the mean `m`,
     `v := (1 - q (1 - momentum)) v + q m`, `anchor += rate (m + q momentum v)`. With `q = 1` this is
-    Nesterov's update as `torch.optim.SGD` computes it, with `q = 0` a plain step.
+    Nesterov's update as `torch.optim.SGD` computes it, with `q = 0` a plain step. Where the
+    velocity is `DROPPED` the step is plain, too, and the velocity zero after it.
     """
 
     learning_rate: float = 1.0
@@ -130,9 +138,13 @@ class OuterUpdate:
         if self.momentum:
             assert velocity is not None, "momentum needs a velocity"
             share, momentum = on_time_share, self.momentum
+            dropped = velocity.view(torch.int32) == _DROPPED_BITS
             fed = mean if share == 1.0 else mean.mul(share)
             velocity.mul_(momentum if share == 1.0 else 1.0 - share * (1.0 - momentum)).add_(fed)
             change = velocity.mul(momentum * share).add_(mean)
+            if dropped.any():
+                velocity.masked_fill_(dropped, 0.0)
+                change = torch.where(dropped, mean, change)
         if self.learning_rate != 1.0:
             change = change.mul(self.learning_rate)
         torch.add(anchor, change, out=anchor if out is None else out)

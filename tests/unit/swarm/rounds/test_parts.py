@@ -28,7 +28,7 @@ from atomtrain.swarm.anchors.buffer_pool import (
     pooled_empty,
 )
 from atomtrain.swarm.anchors.stamps import Stamp
-from atomtrain.swarm.anchors.updates import OuterUpdate
+from atomtrain.swarm.anchors.updates import DROPPED, OuterUpdate
 from atomtrain.swarm.codecs.codec import byte_view
 from atomtrain.swarm.codecs.slices import Span, piece_spans, slice_spans, slices_per_member
 from atomtrain.swarm.membership.agenda import Agenda, lead_order
@@ -84,6 +84,18 @@ def test_late_contributions_neither_feed_nor_release_momentum() -> None:
     outer.apply(anchor, mean, kept, 0.5)
     assert kept.item() == 4.0 * 0.75 + 1.0
     assert anchor.item() == 1.0 + 0.5 * (2.0 + 0.25 * 4.0)
+
+
+def test_the_step_after_momentum_was_dropped_is_a_plain_one() -> None:
+    outer = OuterUpdate(learning_rate=0.5, momentum=0.5)
+    anchor, mean = torch.zeros(3), torch.tensor([1.0, 1.0, 1.0])
+    velocity = torch.tensor([DROPPED, 0.0, 2.0])
+    outer.apply(anchor, mean, velocity)
+    assert anchor.tolist() == [0.5, 0.75, 1.0]
+    assert velocity.tolist() == [0.0, 1.0, 2.0]
+    assert not velocity.signbit().any(), "the one after it is as any other"
+    outer.apply(anchor, torch.zeros(3), velocity)
+    assert anchor.tolist() == [0.5, 0.875, 1.25]
 
 
 def test_plain_outer_update_lands_on_the_mean_exactly() -> None:
