@@ -13,6 +13,7 @@ from torch import Tensor
 
 from atomtrain.data import Batch
 from atomtrain.engine.api import swap
+from atomtrain.engine.execution.multi_device import DEVICE_NUMBER
 from atomtrain.engine.options import Options
 from atomtrain.models.hugging_face import build, read_config
 from atomtrain.models.lora import adapted_layers, add_adapters
@@ -216,15 +217,16 @@ LORA = LoraConfig(r=4, alpha=8.0)
 
 @pytest.mark.usefixtures("assumed_times")
 @pytest.mark.parametrize(
-    ("name", "lora", "memory"),
+    ("name", "lora", "memory", "devices"),
     [
-        ("dpo", None, "280KiB"), ("dpo", None, "1MiB"), ("dpo", LORA, "280KiB"),
-        ("simpo", None, "280KiB"), ("orpo", None, "280KiB"), ("kto", None, "280KiB"),
+        ("dpo", None, "280KiB", 1), ("dpo", None, "1MiB", 1), ("dpo", LORA, "280KiB", 1),
+        ("simpo", None, "280KiB", 1), ("orpo", None, "280KiB", 1), ("kto", None, "280KiB", 1),
+        ("dpo", None, "280KiB", 2), ("kto", LORA, "280KiB", 2),
     ],
-    ids=["swapped", "resident", "adapters", "simpo", "orpo", "kto"],
+    ids=["swapped", "resident", "adapters", "simpo", "orpo", "kto", "devices", "kto-devices"],
 )  # fmt: skip
 def test_swapped_training_is_resident_training_bit_for_bit(
-    name: str, lora: LoraConfig | None, memory: str, tmp_path: Path
+    name: str, lora: LoraConfig | None, memory: str, devices: int, tmp_path: Path
 ) -> None:
     write_model(tmp_path, UNTIED)
     expected, model = (model_in(tmp_path, lora) for _ in range(2))
@@ -247,7 +249,7 @@ def test_swapped_training_is_resident_training_bit_for_bit(
         model,
         steps(objective)[0][0],
         optimizer=lambda parameters: AdamW(parameters, lr=1e-2),
-        device="emulated",
+        device=["emulated"] * devices,
         device_memory=memory,
         loss=objective.loss,
         options=Options(micro_batches=ROWS // MICRO_BATCH),
@@ -269,6 +271,21 @@ def test_swapped_training_is_resident_training_bit_for_bit(
     if name not in ("dpo", "kto"):
         said /= torch.cat([(b["targets"] != IGNORED).sum(1) for b in micro_batches])
     torch.testing.assert_close(sums_of(heard), said)
+
+
+def test_what_devices_say_at_the_same_time_is_heard_in_the_order_of_the_micro_batches() -> None:
+    objective = DirectPreference(BETA)
+    order: list[float] = []
+    with objective.listening() as heard:
+        for number, said in ((1, 2.0), (0, 0.0), (1, 3.0), (0, 1.0)):
+            token = DEVICE_NUMBER.set(number)
+            objective._hear([said])
+            DEVICE_NUMBER.reset(token)
+        order = sums_of(heard).tolist()
+    assert order == [0.0, 1.0, 2.0, 3.0]
+    with objective.listening() as again:
+        objective._hear([4.0])
+    assert again == [[4.0]]
 
 
 @pytest.mark.usefixtures("assumed_times")

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -86,6 +87,11 @@ def executor_of(
         with device.computing():
             executors.append(Executor(chain, costs, plan, store, device, delivery))
     return executors[0] if shared is None else MultiDeviceExecutor(members, executors, shared)
+
+
+DEVICE_NUMBER = ContextVar("device_number", default=0)
+"""Which of several devices the thread drives; each gets the micro-batches after those of the one
+before."""
 
 
 class _StoppedError(Exception):
@@ -194,6 +200,8 @@ class MultiDeviceExecutor:
             # The caller's thread computes on the first device already.
             device = self._members[number].device
             try:
+                if number:
+                    DEVICE_NUMBER.set(number)
                 with device.computing() if number else nullcontext():
                     results[number] = work(self._executors[number], shares[number])
             except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread

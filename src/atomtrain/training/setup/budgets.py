@@ -123,19 +123,6 @@ def check_micro_batch(micro_batch: int, recipe: Recipe) -> None:
         )
 
 
-def check_devices(devices: int, recipe: Recipe) -> None:
-    """Refuse several devices for an objective that hears its losses one after the other.
-
-    Raises:
-        ConfigError: it is such an objective.
-    """
-    if devices > 1 and recipe.in_pairs:
-        raise ConfigError(
-            f"--objective {recipe.objective} compares pairs one micro-batch after the other; give "
-            "one --device"
-        )
-
-
 class Fit(NamedTuple):
     """How a step is divided so that it fits the device."""
 

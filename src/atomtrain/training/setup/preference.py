@@ -23,7 +23,9 @@ Only `cross_entropy` touches the logits, so that the head can compute it in piec
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomtrain.data import Batch
+from atomtrain.engine.execution.multi_device import DEVICE_NUMBER
 from atomtrain.training.setup.objective import IGNORED, MicroBatch, Said, rows_of
 
 _MOST_MEAN = -1e-6
@@ -46,6 +49,9 @@ class PreferredAnswer(ABC):
 
     def __init__(self) -> None:
         self._heard: list[Said] | None = None
+        self._lock = threading.Lock()
+        self._devices: list[int] = []
+        """Which device each thing was heard from."""
 
     @abstractmethod
     def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
@@ -71,7 +77,7 @@ class PreferredAnswer(ABC):
         said = self._of_answers(-losses.view(targets.shape), targets != IGNORED)
         # Costs are found with tensors without data.
         if self._heard is not None and type(said) is Tensor:
-            self._heard.append(_kept(said))
+            self._hear(_kept(said))
         return self._losses_of(said, batch).mean()
 
     def _losses_of(self, said: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -94,11 +100,19 @@ class PreferredAnswer(ABC):
             for part in rows_of(batch, sequences)
         ]
 
+    def _hear(self, said: Said) -> None:
+        number = DEVICE_NUMBER.get()
+        with self._lock:
+            assert self._heard is not None
+            place = bisect_right(self._devices, number)
+            self._devices.insert(place, number)
+            self._heard.insert(place, said)
+
     @contextmanager
     def listening(self) -> Iterator[list[Said]]:
         """Yield a list that gets what is said of each micro-batch's rows, in order."""
         heard: list[Said] = []
-        self._heard = heard
+        self._heard, self._devices = heard, []
         try:
             yield heard
         finally:

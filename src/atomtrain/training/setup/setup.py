@@ -41,7 +41,6 @@ from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe, check_spending
 from atomtrain.training.setup.budgets import (
     Fit,
-    check_devices,
     check_host_memory,
     check_micro_batch,
     device_memory_of,
@@ -174,7 +173,6 @@ def _assemble(
             require_compilable(devices[0])
         for device in devices:
             require_native(device, recipe.precision)
-        check_devices(len(devices), recipe)
         fit = _fit(options, source, outline, devices, objective)
         check_micro_batch(fit.micro_batch, recipe)
         torch.manual_seed(recipe.seed)
