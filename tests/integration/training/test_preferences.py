@@ -96,6 +96,18 @@ def test_the_better_answer_becomes_the_preferred_one(
     assert (saved["objective"], saved["beta"]) == ("dpo", 2.0)
 
 
+@pytest.mark.usefixtures("place")
+def test_two_devices_learn_the_same_from_pairs_as_one() -> None:
+    """Each asks about, and learns from, half of a step's pairs."""
+    one = train("one", "--steps", "3")
+    two = train("two", "--steps", "3", "--device", "emulated:4GiB/s,emulated:4GiB/s")
+    for kind in ("step", "evaluation"):
+        names = ("loss", "reward_accuracy", "reward_margin")
+        told = [[[e[n] for n in names] for e in kinds(run, kind)] for run in (one, two)]
+        assert told[0] == told[1]
+        assert told[0]
+
+
 @pytest.mark.parametrize("name", ["simpo", "orpo"])
 def test_some_objectives_need_no_reference(
     name: str, place: Path, capsys: pytest.CaptureFixture[str]
