@@ -19,9 +19,11 @@ from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.making import Sizes
 from atomtrain.training.config.recipe import PREFERENCES
+from atomtrain.training.setup.classification import Classification
+from atomtrain.training.setup.hearing import rows_heard
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
 from atomtrain.training.setup.objectives import preference_of
-from atomtrain.training.setup.preference import PreferredAnswer, sums_of
+from atomtrain.training.setup.preference import PreferredAnswer
 from atomtrain.training.setup.state import Trained, data_of, open_trained
 from atomtrain.training.setup.texts import Text, has_pairs, read_text
 
@@ -55,12 +57,24 @@ class PairEvaluation(NamedTuple):
     context: int
 
 
+class ClassEvaluation(NamedTuple):
+    """How well a model tells of which class held-out texts are."""
+
+    loss: float
+    """Mean over texts, nats."""
+    accuracy: float
+    """Share of texts."""
+    texts: int
+    context: int
+
+
 def evaluate(
     path: Path, data: str | None, context: int | None = None, sequences: int = 64
-) -> Evaluation | PairEvaluation:
+) -> Evaluation | PairEvaluation | ClassEvaluation:
     """Return the held-out loss of a checkpoint's model, or of a Hugging Face folder's.
 
     Pairs of answers are judged as in training, beside the model that the run began with.
+    Classifiers tell classes.
 
     Args:
         path: As `open_trained` takes it.
@@ -83,6 +97,9 @@ def evaluate(
             named, validation = data_of(open_checkpoint(path))
     else:
         context = context or min(_USUAL_CONTEXT, trained.context)
+    labels = getattr(sizes, "labels", None)
+    if labels is not None and len(labels) > 1:
+        return _classified(trained, named, validation, context, sequences)
     judges = recipe is not None and recipe.learns == "labels"
     if judges or has_pairs(named):
         return _judged(path, trained, named, validation, context, sequences)
@@ -110,6 +127,23 @@ def _warn_of(text: Text) -> None:
         _log.warning(text.skipped)
 
 
+def _classified(
+    trained: Trained, data: Sequence[str], validation: str | None, context: int, sequences: int
+) -> ClassEvaluation:
+    text = read_text(
+        data, trained.sizes, trained.tokenizer, learns="classes", validation=validation
+    )
+    _warn_of(text)
+    objective, losses, found = Classification(), [], []
+    with torch.no_grad(), objective.listening() as heard:
+        for batch in text.material.held_out(context, 1, sequences):
+            [micro_batch] = objective.micro_batches(batch, 1)
+            losses.append(float(objective.loss(trained.model(batch.inputs), micro_batch)))
+            found.append(micro_batch)
+    accuracy = objective.numbers(heard, found)["accuracy"]
+    return ClassEvaluation(sum(losses) / len(losses), accuracy, len(losses), context)
+
+
 def _judged(
     path: Path,
     trained: Trained,
@@ -122,7 +156,8 @@ def _judged(
     if recipe is None or not recipe.in_pairs:
         raise ConfigError(
             f"{', '.join(data)} has pairs of answers, which only a run with --objective "
-            f"{' or '.join(PREFERENCES)} can judge; {path} is not one: name other --data"
+            f"{' or '.join((*PREFERENCES, 'reward'))} can judge; {path} is not one: name other "
+            "--data"
         )
     text = read_text(
         data, recipe.sizes, trained.tokenizer, learns=recipe.learns, validation=validation
@@ -155,7 +190,7 @@ def _said(objective: PreferredAnswer, model: Any, batches: list[Batch]) -> torch
         for batch in batches:
             [micro_batch] = objective.micro_batches(batch, len(batch.inputs))
             objective.loss(model(batch.inputs), micro_batch)
-    return sums_of(heard)
+    return rows_heard(heard)
 
 
 def _inputs(sizes: Sizes, batch: Batch) -> MicroBatch:
