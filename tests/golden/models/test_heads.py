@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atomtrain import Trainer, TrainerArguments
 from atomtrain.data import Batch
 from atomtrain.engine.api import swap
 from atomtrain.engine.options import Options
@@ -145,6 +146,60 @@ def test_swapped_training_is_resident_training_bit_for_bit(
         torch.testing.assert_close(rows_heard(heard), logits[:, 0])
         assert numbers["reward_margin"] == pytest.approx(float(margins.mean()), abs=1e-6)
         assert numbers["reward_accuracy"] == float((margins > 0).float().mean())
+
+
+@pytest.mark.usefixtures("assumed_times")
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_trainer_takes_models_of_transformers(name: str, tmp_path: Path) -> None:
+    """As docs/python.md says: a classifier has its own loss, a reward model's is given."""
+    sizes = sizes_in(tmp_path, name)
+    state = model_of(tmp_path, sizes, None).state_dict()
+    expected, model = (of_transformers(sizes, state) for _ in range(2))
+    model.config.use_cache = False
+    whole = batch_of(torch.Generator().manual_seed(2))
+    assert whole.row_labels is not None
+    if name == "classify":
+        pairs = zip(whole.inputs, whole.row_labels, strict=True)
+        data = [{"input_ids": ids, "labels": label} for ids, label in pairs]
+    else:
+        data = [{"input_ids": both} for both in whole.inputs.view(ROWS // 2, 2, CONTEXT)]
+    taken: list[dict[str, Tensor]] = []
+
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        joined = torch.stack if name == "classify" else torch.cat
+        batch = {key: joined([sample[key] for sample in samples]) for key in samples[0]}
+        taken.append(batch)
+        return batch
+
+    arguments = TrainerArguments(
+        output_dir=tmp_path / "run", micro_batch=len(data) // 2, epochs=1, schedule="constant",
+        learning_rate=1e-2, final_factor=1.0, clip_norm=None,
+    )  # fmt: skip
+    with Trainer(
+        model,
+        args=arguments,
+        train_dataset=data,
+        data_collator=collate,
+        optimizer=lambda parameters: AdamW(parameters, lr=1e-2),
+        loss=None
+        if name == "classify"
+        else lambda output, _: -F.logsigmoid(output.logits[::2] - output.logits[1::2]).mean(),
+        device="emulated",
+        device_memory="230KiB",
+    ) as trainer:
+        losses = trainer.train().losses
+        assert trainer.engine.plan.segments > 1
+        found = trainer.engine.state_dict()
+    optimizer = AdamW(expected.parameters(), lr=1e-2)
+    for batch, loss in zip(taken[1:], losses, strict=True):  # the first one is the example
+        optimizer.zero_grad(set_to_none=True)
+        row_labels = batch.get("labels", torch.empty(0))
+        mine = plain_loss(name, expected(batch["input_ids"]).logits, {"row_labels": row_labels})
+        assert float(mine.detach()) == loss
+        mine.backward()
+        optimizer.step()
+    for each, parameter in expected.named_parameters():
+        assert torch.equal(found[each], parameter), each
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
