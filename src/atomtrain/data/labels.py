@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atomtrain.data.dialogues import NoAnswerError, text_of
@@ -36,11 +36,10 @@ class Labelled(NamedTuple):
             DataError: it is not among those that are known; names file, line, and these.
         """
         if self.label not in known:
-            more = ", ..." if len(known) > _SHOWN else ""
             raise DataError(
                 f"{self.row.place}: has the label {self.label!r:.40}; the model knows "
-                f"{', '.join(list(known)[:_SHOWN])}{more}.{nearest(self.label, known)} Correct it, "
-                "or begin with a model that has no head yet"
+                f"{in_words(list(known))}.{nearest(self.label, known)} Correct it, or begin with a "
+                "model that has no head yet"
             )
         return known[self.label]
 
@@ -74,6 +73,12 @@ def _name(row: Row, label: Any) -> str:
     if not label.strip():
         raise NoAnswerError(f"{row.place}: 'label' is empty")
     return label
+
+
+def in_words(labels: Sequence[str]) -> str:
+    """Return the first labels on one line."""
+    shown = [f"{label!r:.40}" for label in labels[:_SHOWN]]
+    return ", ".join([*shown, "..."] if len(labels) > _SHOWN else shown)
 
 
 def labels_in(rows: Iterable[Labelled], what: str) -> list[str]:

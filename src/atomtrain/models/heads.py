@@ -23,6 +23,7 @@ _MOST_LABELS = 1 << 16
 _USUAL_LABELS = 2
 """Of transformers, where a configuration tells none."""
 _USUAL_STD = 0.02
+_ONE_CLASS = "single_label_classification"
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
@@ -86,7 +87,7 @@ def with_head(
         padding: Token that stands for padding if the configuration names none.
 
     Raises:
-        ConfigError: transformers has no such model of this type.
+        ConfigError: transformers has no such model of this type, or texts are not of one class.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
@@ -97,6 +98,12 @@ def with_head(
         raise ConfigError(
             f"transformers has no model with a head for classes of the type {kind!r}; give another "
             "such as a Llama or a Qwen"
+        )
+    problem = config.get("problem_type")
+    if labels is not None and len(labels) > 1 and problem not in (None, _ONE_CLASS):
+        raise ConfigError(
+            f"the model has problem_type {problem!r:.40}, where a text is not of one class; give "
+            f"another model, or remove the key from its config.json"
         )
     named = _unnamed(1) if labels is None else labels
     found = {

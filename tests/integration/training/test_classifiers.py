@@ -167,6 +167,11 @@ def test_a_reward_model_learns_which_answer_is_better(
         expected = open_trained(Path("runs/mine/peer-0")).model(ids).logits
     assert expected.shape == (4, 1)
     assert torch.equal(logits_of_export("exported", ids), expected)
+    capsys.readouterr()
+    assert main(["evaluate", "exported", "--data", "pairs.jsonl", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(found["loss"], abs=1e-6)
+    assert main(["evaluate", "runs/mine/peer-0", "--data", "rows.jsonl"]) == 2
+    assert "answers are compared in rows that all have chosen" in capsys.readouterr().err
     # It is trained further, and only for what its head says.
     more = ["train", "--model", "exported", "--steps", "1", *OPTIONS]
     assert main([*more, "--data", "pairs.jsonl", "--objective", "reward", "--run", "two"]) == 0
@@ -191,7 +196,7 @@ def test_a_trained_head_keeps_its_labels(place: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert main([*given, "--data", "bird.jsonl", "--run", "bird"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "bird.jsonl:61: has the label 'rainy'; the model knows cat, dog, rain." in line
+    assert "bird.jsonl:61: has the label 'rainy'; the model knows 'cat', 'dog', 'rain'." in line
     assert "Did you mean 'rain'?" in line
     assert main([*given, "--data", "rows.jsonl", "--objective", "next-token"]) == 2
     assert "has a head of 3 outputs on a sequence" in capsys.readouterr().err
@@ -207,7 +212,7 @@ def test_a_dry_run_tells_labels_and_rows_without_one_are_skipped(
     given = ["--model", "model", "--data", "rows.jsonl", "--objective", "classify", *OPTIONS]
     assert main(["train", "--dry-run", *given]) == 0
     told = capsys.readouterr().out
-    assert "cat, dog, rain" in told
+    assert "'cat', 'dog', 'rain'" in told
     assert "3 of 63 rows of rows.jsonl lack a text or a label and are skipped" in told
     assert "rows.jsonl:61: 'text' is empty" in told
     assert not Path("runs").exists()
@@ -224,7 +229,7 @@ MISTAKES = {
     "text": ([], [*labelled(2), {"text": 1, "label": "a"}], "bad.jsonl:3: 'text' must be a text"),
     "running text": (["--data", "book.txt"], [], "classes are learnt from rows with text and lab"),
     "validation": (["--validation", "bad.jsonl"], [{"text": "a", "label": "b"}] * 2,
-                   "bad.jsonl:1: has the label 'b'; the model knows cat, dog, rain"),
+                   "bad.jsonl:1: has the label 'b'; the model knows 'cat', 'dog', 'rain'"),
     "beta": (["--beta", "1"], [], "--beta belongs to"),
     "encoder": (["--model", "bert"], [], "does not classify by a linear layer 'score'"),
 }  # fmt: skip

@@ -68,6 +68,9 @@ def test_a_head_is_put_into_the_configuration() -> None:
     assert labels_of(with_head(LLAMA, None, 7)) == ["LABEL_0"]
     with pytest.raises(ConfigError, match="no model with a head for classes of the type 'granite'"):
         with_head({**LLAMA, "model_type": "granite"}, ["a", "b"], 7)
+    several = {**LLAMA, "problem_type": "multi_label_classification"}
+    with pytest.raises(ConfigError, match="where a text is not of one class"):
+        with_head(several, ["a", "b"], 7)
 
 
 @pytest.mark.parametrize(

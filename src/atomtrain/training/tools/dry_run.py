@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from atomtrain.data.labels import in_words
 from atomtrain.data.sampler import Batch
 from atomtrain.engine.calibration.profiling import crowding_warning
 from atomtrain.errors import ConfigError
@@ -76,7 +77,7 @@ def _data(session: Session) -> list[tuple[str, str]]:
         rows.append(("sequences", told))
     if session.recipe.objective == "classify":
         assert isinstance(session.recipe.sizes, HuggingFaceConfig)
-        rows.append(("labels", ", ".join(session.recipe.sizes.labels or ())))
+        rows.append(("labels", in_words(session.recipe.sizes.labels or ())))
     if session.text.skipped is not None:
         rows.append(("skipped", session.text.skipped))
     first = _sample(session.sampler.batch(0))

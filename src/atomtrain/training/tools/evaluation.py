@@ -23,9 +23,9 @@ from atomtrain.training.setup.classification import Classification
 from atomtrain.training.setup.hearing import rows_heard
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
 from atomtrain.training.setup.objectives import preference_of
-from atomtrain.training.setup.preference import PreferredAnswer
+from atomtrain.training.setup.preference import PreferredAnswer, RewardModel
 from atomtrain.training.setup.state import Trained, data_of, open_trained
-from atomtrain.training.setup.texts import Text, has_pairs, read_text
+from atomtrain.training.setup.texts import Learns, Text, has_pairs, read_text
 
 _log = logging.getLogger("atomtrain.training")
 _USUAL_CONTEXT = 1024
@@ -100,7 +100,7 @@ def evaluate(
     labels = getattr(sizes, "labels", None)
     if labels is not None and len(labels) > 1:
         return _classified(trained, named, validation, context, sequences)
-    judges = recipe is not None and recipe.learns == "labels"
+    judges = labels is not None or (recipe is not None and recipe.learns == "labels")
     if judges or has_pairs(named):
         return _judged(path, trained, named, validation, context, sequences)
     text = read_text(named, sizes, trained.tokenizer, packed=packed, validation=validation)
@@ -153,20 +153,23 @@ def _judged(
     sequences: int,
 ) -> PairEvaluation:
     recipe = trained.recipe
-    if recipe is None or not recipe.in_pairs:
+    objective: PreferredAnswer = RewardModel()
+    learns: Learns = "pairs"
+    if recipe is not None and recipe.in_pairs:
+        objective, learns = preference_of(recipe), recipe.learns
+    elif getattr(trained.sizes, "labels", None) is None:
         raise ConfigError(
             f"{', '.join(data)} has pairs of answers, which only a run with --objective "
             f"{' or '.join((*PREFERENCES, 'reward'))} can judge; {path} is not one: name other "
             "--data"
         )
-    text = read_text(
-        data, recipe.sizes, trained.tokenizer, learns=recipe.learns, validation=validation
-    )
+    text = read_text(data, trained.sizes, trained.tokenizer, learns=learns, validation=validation)
     _warn_of(text)
-    objective = preference_of(recipe)
     batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
     said = _said(objective, trained.model, batches)
-    reference = _said(objective, _began_with(path), batches) if recipe.has_reference else None
+    reference = None
+    if recipe is not None and recipe.has_reference:
+        reference = _said(objective, _began_with(path), batches)
     loss, numbers = objective.judged(said, joined(batches)._replace(reference=reference))
     return PairEvaluation(
         loss, numbers["reward_accuracy"], numbers.get("reward_margin"), len(said) // 2, context
