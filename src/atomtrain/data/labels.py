@@ -38,8 +38,8 @@ class Labelled(NamedTuple):
         if self.label not in known:
             raise DataError(
                 f"{self.row.place}: has the label {self.label!r:.40}; the model knows "
-                f"{in_words(list(known))}.{nearest(self.label, known)} Correct it, or begin with a "
-                "model that has no head yet"
+                f"{in_words(list(known))}.{nearest(self.label, known)} Correct it, or begin a "
+                "new head, which knows the labels of --data"
             )
         return known[self.label]
 
