@@ -128,6 +128,8 @@ def prepare(folder: Path) -> None:
         pairs.append(json.dumps({"prompt": [asked], "chosen": [answer], "rejected": [other]}))
     (folder / "chats.jsonl").write_text("\n".join(chats))
     (folder / "pairs.jsonl").write_text("\n".join(pairs))
+    reviews = [json.dumps({"text": words[n % 5], "label": n % 5 > 2}) for n in range(40)]
+    (folder / "reviews.jsonl").write_text("\n".join(reviews))
     (folder / "key").write_text("a secret that only these peers have\n")
 
 

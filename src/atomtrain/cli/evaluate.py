@@ -47,11 +47,16 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("checkpoint",),
     )
-    from atomtrain.training.tools.evaluation import PairEvaluation, evaluate
+    from atomtrain.training.tools.evaluation import ClassEvaluation, PairEvaluation, evaluate
 
     found = evaluate(options.checkpoint, options.data, options.context, options.sequences)
     if options.json:
         sys.stdout.write(json.dumps(found._asdict()) + "\n")
+    elif isinstance(found, ClassEvaluation):
+        sys.stdout.write(
+            f"loss            {found.loss:.4f} nats a text\n"
+            f"accuracy        {found.accuracy:.1%} of {found.texts} texts\n"
+        )
     elif isinstance(found, PairEvaluation):
         sys.stdout.write(
             f"loss            {found.loss:.4f} nats a pair\n"

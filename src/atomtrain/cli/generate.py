@@ -96,11 +96,17 @@ def run(arguments: Sequence[str]) -> int:
     from atomtrain.engine.generation.generating import Wish, generate
     from atomtrain.engine.generation.streaming import gather
     from atomtrain.engine.state.precision import PRECISIONS, Narrowed
+    from atomtrain.models.heads import head_of
     from atomtrain.training.setup.state import open_trained
 
     device = _opened(options)
     try:
         model, tokenizer, context, recipe, _ = open_trained(options.checkpoint)
+        if head_of(model) is not None:
+            raise ConfigError(
+                f"{options.checkpoint} says something of whole texts and continues none; see "
+                "atom evaluate, or give a language model"
+            )
         precision = options.precision or ("fp32" if recipe is None else recipe.precision)
         if precision in PRECISIONS:
             Narrowed(model, precision)

@@ -19,6 +19,7 @@ from atomtrain.data.dialogues import (
     understand,
     understand_pair,
 )
+from atomtrain.data.labels import Labelled
 from atomtrain.data.rows import Row
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
@@ -38,8 +39,8 @@ class Example(NamedTuple):
     answers: list[bool]
     answer_bytes: int
     """UTF-8 bytes of the text that is to be predicted."""
-    good: bool = True
-    """Whether the answer is to become more probable, where rows say so."""
+    label: int | None = None
+    """Number of the row's class; of judged answers 1 of a good one, 0 of another."""
 
 
 class ChatTemplate:
@@ -131,8 +132,29 @@ class Encoder:
         before = first[1]
         for judged in itertools.chain(first, found):
             for said in (judged.said, exchanged(judged, before)):
-                yield self._encoded(judged.row, said)._replace(good=judged.good)
+                yield self._encoded(judged.row, said)._replace(label=int(judged.good))
             before = judged
+
+    def encode_labelled(self, said: Labelled, known: Mapping[str, int], padding: int) -> Example:
+        """Return a text as transformers' tokenizer gives it, special tokens included.
+
+        Padding stands behind it as what is to be predicted, so that all tokens are read.
+
+        Args:
+            said: A row.
+            known: Numbers of labels.
+            padding: Token that is not read.
+
+        Raises:
+            DataError: the label is unknown, or the text cannot be learnt; names file and line.
+        """
+        label = said.number(known)
+        try:
+            tokens = self._tokenizer.encode_whole(said.text)
+        except DataError as error:
+            raise DataError(f"{said.row.place}: {error}") from error
+        answers = [True] * (len(tokens) + 1)
+        return Example("labelled", [*tokens, padding], answers, len(said.text.encode()), label)
 
     def _encoded(self, row: Row, said: Dialogue | Plain) -> Example:
         try:

@@ -14,7 +14,7 @@ A row may instead say which of two answers is the better one:
 |---|---|
 | preference | `chosen` and `rejected`, and possibly `prompt`: texts, or lists of messages |
 
-or whether an answer is a good one:
+or whether an answer is a good one (rows with classes are in `labels`):
 
 | kind | keys of a row |
 |---|---|
@@ -74,7 +74,7 @@ def understand(row: Row) -> Dialogue | Plain:
     if is_pair(row):
         raise DataError(
             f"{row.place}: is a pair of answers (chosen and rejected); learn from such with "
-            "--objective dpo, simpo or orpo, and from no other rows beside them"
+            "--objective dpo, simpo, orpo or reward, and from no other rows beside them"
         )
     if values.get("messages") is not None:
         return _answered(row, "messages", _messages(row, "messages"))
@@ -85,7 +85,7 @@ def understand(row: Row) -> Dialogue | Plain:
     if "prompt" in values and "completion" in values:
         return _completion(row)
     if "text" in values:
-        return Plain("text", "", _answer(row, "text"))
+        return Plain("text", "", text_of(row, "text"))
     keys = ", ".join(map(repr, values)) or "nothing"
     raise DataError(
         f"{row.place}: has {keys}; a row needs messages, conversations, instruction and output, "
@@ -176,7 +176,7 @@ def exchanged(judged: Judged, other: Judged) -> Dialogue | Plain:
 def _preferred(row: Row, key: str) -> Dialogue | Plain:
     prompt = row.values.get("prompt")
     if row.values[key] is None or isinstance(row.values[key], str):
-        answer_text = _answer(row, key)
+        answer_text = text_of(row, key)
         if isinstance(prompt, list):
             raise DataError(
                 f"{row.place}: 'prompt' is a list of messages, so {key!r} must be one as well"
@@ -256,7 +256,7 @@ def _alpaca(row: Row) -> list[Message]:
         asked = f"{asked}\n\n{_text(row, 'input')}"
     messages = [
         {"role": "user", "content": asked},
-        {"role": "assistant", "content": _answer(row, "output")},
+        {"role": "assistant", "content": text_of(row, "output")},
     ]
     if row.values.get("system"):
         messages.insert(0, {"role": "system", "content": _text(row, "system")})
@@ -268,11 +268,16 @@ def _completion(row: Row) -> Dialogue | Plain:
         prompt, answer = _messages(row, "prompt"), _messages(row, "completion")
         made = _answered(row, "completion", answer)
         return Dialogue("completion", [*prompt, *made.messages], len(prompt))
-    return Plain("completion", _text(row, "prompt"), _answer(row, "completion"))
+    return Plain("completion", _text(row, "prompt"), text_of(row, "completion"))
 
 
-def _answer(row: Row, key: str) -> str:
-    """Return a text that is to be learnt."""
+def text_of(row: Row, key: str) -> str:
+    """Return a text that is to be learnt.
+
+    Raises:
+        NoAnswerError: it is null or blank.
+        DataError: it is not a text.
+    """
     if row.values[key] is None or not _text(row, key).strip():
         raise NoAnswerError(f"{row.place}: {key!r} is empty")
     return _text(row, key)

@@ -40,7 +40,7 @@ class Part:
     answers: NDArray[np.bool_]  # [tokens of all]
     starts: NDArray[np.int64]  # [examples + 1]
     answer_bytes: NDArray[np.int64]  # [examples]
-    good: NDArray[np.bool_]  # [examples]
+    row_labels: NDArray[np.int64] | None  # [examples], see `Example`
 
     @property
     def count(self) -> int:
@@ -95,7 +95,7 @@ class Examples:
             kinds[example.kind] += 1
             digest.update(np.asarray(example.tokens, np.uint32).tobytes())
             digest.update(np.asarray(example.answers, np.bool_).tobytes())
-            digest.update(b"" if example.good else b"not good")
+            digest.update(b"" if example.label is None else b"label %d" % example.label)
             count, tokens = count + 1, tokens + len(example.tokens)
             answers, longest = answers + sum(example.answers), max(longest, len(example.tokens))
         least = _LEAST if hold_out == "some" else 1
@@ -182,7 +182,8 @@ class Rows:
         return len(self.rows)
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return inputs, labels and documents of some rows, `[rows, context]`."""
+        """Return inputs, labels and documents of some rows, `[rows, context]`, and the rows' own
+        labels, `[rows]`, where they have some."""
         width = self._context + 1
         tokens = np.full((len(rows), width), self._padding, np.int64)
         marks = np.zeros((len(rows), width), bool)
@@ -200,7 +201,12 @@ class Rows:
         labels = np.where(marks, tokens, IGNORED)[:, 1:]
         inputs: Tensor = torch.from_numpy(tokens[:, :-1].copy())
         own = torch.from_numpy(documents[:, :-1].copy()) if self._separate else None
-        return Batch(inputs, torch.from_numpy(labels.copy()), documents=own)
+        of_rows = None
+        if self._part.row_labels is not None:
+            first = [self.rows[row][0] for row in rows]
+            of_rows = torch.from_numpy(self._part.row_labels[first])
+        targets = torch.from_numpy(labels.copy())
+        return Batch(inputs, targets, documents=own, row_labels=of_rows)
 
     def predicted(self) -> tuple[int, int]:
         """Return how many tokens are predicted, and the bytes of their text."""
@@ -267,12 +273,13 @@ def held_out_rows(rows: Drawn, sequences: int, limit: int | None = None) -> Iter
 
 def _joined(examples: Sequence[Example]) -> Part:
     starts = np.cumsum([0, *(len(example.tokens) for example in examples)])
+    labels = [example.label for example in examples if example.label is not None]
     return Part(
         np.fromiter((t for e in examples for t in e.tokens), np.uint32, int(starts[-1])),
         np.fromiter((a for e in examples for a in e.answers), np.bool_, int(starts[-1])),
         starts.astype(np.int64),
         np.array([example.answer_bytes for example in examples], np.int64),
-        np.array([example.good for example in examples], np.bool_),
+        np.array(labels, np.int64) if labels else None,
     )
 
 

@@ -117,8 +117,10 @@ class ExampleMaterial(NamedTuple):
         """See `Material`."""
         return held_out_rows(self._held_out(context), sequences, limit)
 
-    def predicted(self, context: int) -> tuple[int, int]:
+    def predicted(self, context: int) -> tuple[int, int] | None:
         """See `Material`."""
+        if self.examples.held_out.row_labels is not None:
+            return None
         return self._held_out(context).predicted()
 
     def _held_out(self, context: int) -> Rows:
@@ -149,7 +151,6 @@ class PairRows:
         *,
         padding: int,
         references: NDArray[np.float32] | None = None,
-        judged: bool = False,
     ) -> None:
         """Divide a part into pairs.
 
@@ -158,7 +159,6 @@ class PairRows:
             context: Tokens of a row.
             padding: Token behind an answer.
             references: `[2 * pairs]`, see `References`; of none, batches carry none.
-            judged: Whether a pair is an answer that is judged, and one of another row.
 
         Raises:
             DataError: no pair has both answers within the context.
@@ -180,7 +180,6 @@ class PairRows:
                 "the prompts"
             )
         self._references = references
-        self._good = part.good.reshape(-1, 2)[:, 0].astype(np.float32) if judged else None
         self.laid = self._rows.laid._replace(
             rows=part.count // 2, sequences=2 * len(self._pairs), dropped=self.dropped
         )
@@ -191,9 +190,6 @@ class PairRows:
     def batch(self, pairs: Sequence[int], /) -> Batch:
         """Return inputs, labels and references of some pairs, two rows each."""
         found = self._rows.batch([row for pair in pairs for row in self._pairs[pair]])
-        if self._good is not None:
-            good = self._good[[self._rows.rows[self._pairs[pair][0]][0] // 2 for pair in pairs]]
-            found = found._replace(good=torch.from_numpy(good.repeat(2)))
         if self._references is None:
             return found
         picked = self._references.reshape(-1, 2)[list(pairs)].reshape(-1)
@@ -207,8 +203,6 @@ class PairMaterial(NamedTuple):
     padding: int
     references: References | None = None
     """Known as soon as the model to compare with was asked."""
-    judges: bool = False
-    """Whether a pair is an answer that is judged, and one of another row (see `encode_judged`)."""
 
     def sampler(self, config: SamplerConfig, peer_key: str) -> RowSampler:
         """See `Material`; a batch has half as many pairs as sequences."""
@@ -231,15 +225,12 @@ class PairMaterial(NamedTuple):
     def train(self, context: int) -> PairRows:
         """Return the pairs to learn from."""
         known = None if self.references is None else self.references.train
-        return PairRows(
-            self.examples.train, context, padding=self.padding, references=known, judged=self.judges
-        )
+        return PairRows(self.examples.train, context, padding=self.padding, references=known)
 
     def judged(self, context: int) -> PairRows:
         """Return the pairs to evaluate on."""
         known = None if self.references is None else self.references.held_out
-        part = self.examples.held_out
-        return PairRows(part, context, padding=self.padding, references=known, judged=self.judges)
+        return PairRows(self.examples.held_out, context, padding=self.padding, references=known)
 
 
 def _pairs_of(config: SamplerConfig) -> SamplerConfig:

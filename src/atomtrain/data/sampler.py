@@ -34,8 +34,8 @@ class Batch(NamedTuple):
     """`[sequences]` float32: of pairs of answers, what the model to compare with says of each."""
     documents: Tensor | None = None  # [sequences, context] int64
     """Numbers of documents that must not see each other; `None`: each sees those before it."""
-    good: Tensor | None = None
-    """`[sequences]` float32: of answers that are judged, 1 of a good one and 0 of another."""
+    row_labels: Tensor | None = None
+    """`[sequences]` int64: each one's class; of answers that are judged 1 of a good one, else 0."""
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

@@ -153,6 +153,12 @@ class Tokenizer:
         numbers: list[int] = self._encoded(text).ids
         return numbers
 
+    def encode_whole(self, text: str) -> list[int]:
+        """Return the token numbers of a text with the special ones that the tokenizer puts around
+        it; the text itself has none."""
+        numbers: list[int] = self._encoded(text, special=True).ids
+        return numbers
+
     def encode_marked(self, text: str) -> Marked:
         """Return the tokens of a text in which special tokens are written out, as by a template."""
         self._backend.encode_special_tokens = False
@@ -178,20 +184,20 @@ class Tokenizer:
         """Return the text; bytes that are no whole character become replacement characters."""
         return self._backend.decode(list(numbers), skip_special_tokens=False)
 
-    def _encoded(self, text: str) -> Any:
+    def _encoded(self, text: str, *, special: bool = False) -> Any:
         most = _MOST_CHARACTERS // self._growth
         if len(text) > most:
             raise DataError(
                 f"a text of {len(text)} characters is too long to be one example, at most {most} "
                 "are taken; divide it, or give it as running text (.txt)"
             )
-        return _told_of(self._backend.encode, text)
+        return _told_of(self._backend.encode, text, special=special)
 
 
-def _told_of(encode: Callable[..., Any], what: Any) -> Any:
+def _told_of(encode: Callable[..., Any], what: Any, *, special: bool = False) -> Any:
     """Encode, or say that the tokenizer cannot."""
     try:
-        return encode(what, add_special_tokens=False)
+        return encode(what, add_special_tokens=special)
     except Exception as error:  # the library raises nothing more specific
         raise DataError(
             f"the tokenizer cannot encode a text ({reason_of(error)}); copy the one that the "

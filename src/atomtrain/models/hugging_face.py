@@ -1,4 +1,4 @@
-"""Causal language models of Hugging Face: found, described and built without any weight.
+"""Models of Hugging Face that read texts: found, described and built without any weight.
 
 What decides the model is the content of its `config.json`. It travels with a run, so that peers
 that join and runs that are resumed need no folder.
@@ -30,6 +30,7 @@ from atomtrain.models.confined import (
     parts_within,
 )
 from atomtrain.models.gpt_config import PRESETS
+from atomtrain.models.heads import check_head, is_classifier, labels_of
 from atomtrain.models.quantisation import quantisation_of
 from atomtrain.models.weight_files import files_of
 
@@ -56,7 +57,7 @@ _MOST_NUMBER = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
-    """What a causal language model of Hugging Face is, without its weights."""
+    """What a model of Hugging Face is, without its weights: a causal one, or a classifier."""
 
     config: dict[str, Any]
     """Content of `config.json`."""
@@ -71,6 +72,11 @@ class HuggingFaceConfig:
     dropout: None = None
     """Set in `config.json`, under names of the architecture's own."""
 
+    @property
+    def labels(self) -> list[str] | None:
+        """What a classifier tells apart; of a reward model one; `None` of a language model."""
+        return labels_of(self.config)
+
     def __post_init__(self) -> None:
         """Keep of the configuration what may decide a model: it may come from a founder.
 
@@ -80,6 +86,7 @@ class HuggingFaceConfig:
         if not isinstance(self.config, dict) or not isinstance(self.files, dict):
             raise ConfigError("a model's configuration and its files must be JSON objects")
         object.__setattr__(self, "config", checked_config(self.config, "the configuration"))
+        labels_of(self.config)
         for name in ("vocabulary", "width", *(() if self.context is None else ("context",))):
             number = getattr(self, name)
             if not isinstance(number, int) or not 1 <= number <= _MOST_NUMBER:
@@ -224,15 +231,14 @@ def build(
         AnalysisError: the configuration cannot be made a model.
     """
     require_transformers(what)
-    from transformers import AutoModelForCausalLM
-
     config = _auto_config(sizes.config, what)
     config.use_cache = False
     on_meta = torch.get_default_device().type == "meta"
-    make: Any = AutoModelForCausalLM.from_config
+    make = _maker_of(sizes)
     dtype = config.dtype if as_stored else torch.float32
     with _making(what), nullcontext() if on_meta else _weights_on_meta():
         model: nn.Module = make(config, dtype=dtype, trust_remote_code=False)
+    check_head(model, what)
     if not on_meta:
         _give_memory(model)
     return model.train()
@@ -246,15 +252,22 @@ def build_random(sizes: HuggingFaceConfig, what: str = "the configuration") -> n
     Raises:
         AnalysisError: the configuration cannot be made a model.
     """
-    from transformers import AutoModelForCausalLM
-
     config = _auto_config(sizes.config, what)
     config.use_cache = False
     config._experts_implementation = "eager"
-    make: Any = AutoModelForCausalLM.from_config
+    make = _maker_of(sizes)
     with _making(what):
         model: nn.Module = make(config, dtype=torch.float32)
     return model.eval()
+
+
+def _maker_of(sizes: HuggingFaceConfig) -> Any:
+    """Return what makes a model of a configuration object."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if is_classifier(sizes.config):
+        return AutoModelForSequenceClassification.from_config
+    return AutoModelForCausalLM.from_config
 
 
 def _auto_config(stored: dict[str, Any], what: str) -> Any:

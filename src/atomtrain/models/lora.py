@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomtrain.errors import ConfigError, nearest
+from atomtrain.models.heads import head_of
 from atomtrain.models.lora_config import ALL_LINEAR, BITS, LoraConfig
 from atomtrain.models.lora_experts import ExpertAdapter, adapt, beginning_of, experts_of
 from atomtrain.models.quantised import dequantise, empty_quantised, quantise, quantised_linear
@@ -93,6 +94,8 @@ class LoraLinear(nn.Module):
 def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
     """Freeze a model and put adapters beside its linear layers and experts, in place; return it.
 
+    A classifier's head has no adapter: it is trained itself.
+
     Raises:
         ConfigError: a target names neither, or experts get what their adapters do not have.
     """
@@ -103,6 +106,8 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
             setattr(model.get_submodule(parent), last, LoraLinear(module, config))
         else:
             adapt(module, last, config)
+    if (head := head_of(model)) is not None:
+        head.requires_grad_(True)
     return model
 
 
@@ -129,11 +134,11 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
 
 def _targets(model: nn.Module, config: LoraConfig) -> list[tuple[str, nn.Module]]:
     """Return linear layers by name, and modules with experts by their parameter's name."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    heads = (getattr(model, "get_output_embeddings", lambda: None)(), head_of(model))
     linears: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, nn.Linear) and not any(module is head for head in heads)
     }
     experts = experts_of(model)
     linear_names = {name.rpartition(".")[2] for name in linears}

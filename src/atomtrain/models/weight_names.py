@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,9 @@ class _Folder(NamedTuple):
         return [each for each in self.published.get(name, [name]) if each not in self.files]
 
 
-def match_weights(model: nn.Module, files: WeightFiles) -> dict[str, Source]:
+def match_weights(
+    model: nn.Module, files: WeightFiles, new: Collection[str] = ()
+) -> dict[str, Source]:
     """Return what each of the model's parameters and saved buffers is made of.
 
     A tied weight is stored under one of its names. Weights that were saved without (or with) the
@@ -69,6 +71,7 @@ def match_weights(model: nn.Module, files: WeightFiles) -> dict[str, Source]:
     Args:
         model: Of transformers; may be on the meta device.
         files: Its weights.
+        new: Names of what the files need not have.
 
     Returns:
         By the model's own (first) name. Saved buffers that the files lack are left out: then the
@@ -81,6 +84,8 @@ def match_weights(model: nn.Module, files: WeightFiles) -> dict[str, Source]:
     folder = _look(model, files)
     found: dict[str, Source] = {}
     for names, parameter in _unique(model):
+        if names[0] in new:
+            continue
         source = next((folder.sources[name] for name in names if name in folder.sources), None)
         if source is None:
             raise DataError(_missing(names, folder))

@@ -299,7 +299,7 @@ class Loop:
             )
         if session.swarm is not None:
             session.swarm.leave(_LEAVE_S)
-        if reason == "completed":
+        if reason == "completed" and not session.recipe.has_head:
             tell_samples(session, self._events)
         self._events.emit(
             "run_finished",

@@ -19,6 +19,7 @@ from atomtrain.models.hugging_face import build, read_config
 from atomtrain.models.lora import adapted_layers, add_adapters
 from atomtrain.models.lora_config import LoraConfig
 from atomtrain.optimizers import AdamW
+from atomtrain.training.setup.hearing import rows_heard
 from atomtrain.training.setup.objective import IGNORED
 from atomtrain.training.setup.preference import (
     DirectPreference,
@@ -26,7 +27,6 @@ from atomtrain.training.setup.preference import (
     OddsRatio,
     PreferredAnswer,
     SimplePreference,
-    sums_of,
 )
 from tests.support.hugging_face_models import UNTIED, VOCABULARY, write_model
 
@@ -39,7 +39,7 @@ OBJECTIVES = {
     "kto": JudgedAnswer(BETA),
 }
 ROWS, CONTEXT, MICRO_BATCH = 8, 12, 4
-GOOD = torch.tensor([1.0, 1, 0, 0, 0, 0, 1, 1])
+GOOD = torch.tensor([1, 1, 0, 0, 0, 0, 1, 1])
 """Of judged answers, each with one of another row."""
 
 
@@ -59,7 +59,7 @@ def batch_of(generator: torch.Generator) -> Batch:
         labels[row, :first] = IGNORED
         labels[row, last + 1 :] = IGNORED
     said = -20 * torch.rand(ROWS, generator=generator)
-    return Batch(ids[:, :-1].contiguous(), labels, said, good=GOOD)
+    return Batch(ids[:, :-1].contiguous(), labels, said, row_labels=GOOD)
 
 
 def steps(objective: PreferredAnswer) -> list[list[dict[str, Tensor]]]:
@@ -94,7 +94,7 @@ def test_loss_and_rewards_are_those_of_the_published_formula() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
     )
-    torch.testing.assert_close(sums_of(heard), said.detach())
+    torch.testing.assert_close(rows_heard(heard), said.detach())
     numbers = objective.numbers(heard, micro_batches)
     assert numbers["reward_accuracy"] == float((rewards[0] > rewards[1]).float().mean())
     assert numbers["reward_margin"] == pytest.approx(
@@ -176,12 +176,12 @@ def test_kto_has_the_loss_of_the_package_trl(shift: float, expected: float) -> N
     generator = torch.Generator().manual_seed(0)
     own, other, of_own = (-20 * torch.rand(4, generator=generator) for _ in range(3))
     of_other = -24 * torch.rand(4, generator=generator) + shift
-    good = torch.tensor([1.0, 0, 0, 1]).repeat_interleave(2)
+    good = torch.tensor([1, 0, 0, 1]).repeat_interleave(2)
     said, reference = (
         torch.stack(both, 1).flatten() for both in ((own, other), (of_own, of_other))
     )
     blank = torch.zeros(8, 2, dtype=torch.long)
-    batch = Batch(blank, blank, reference, good=good)
+    batch = Batch(blank, blank, reference, row_labels=good)
     loss, numbers = JudgedAnswer(0.3).judged(said, batch)
     assert loss == pytest.approx(expected, abs=1e-6)
     assert numbers["reward_margin"] == pytest.approx(0.3136729300022125, abs=1e-6)
@@ -270,7 +270,7 @@ def test_swapped_training_is_resident_training_bit_for_bit(
         said = torch.cat([sums(model(b["input_ids"]).logits, b["targets"]) for b in micro_batches])
     if name not in ("dpo", "kto"):
         said /= torch.cat([(b["targets"] != IGNORED).sum(1) for b in micro_batches])
-    torch.testing.assert_close(sums_of(heard), said)
+    torch.testing.assert_close(rows_heard(heard), said)
 
 
 def test_what_devices_say_at_the_same_time_is_heard_in_the_order_of_the_micro_batches() -> None:
@@ -279,12 +279,12 @@ def test_what_devices_say_at_the_same_time_is_heard_in_the_order_of_the_micro_ba
     with objective.listening() as heard:
         for number, said in ((1, 2.0), (0, 0.0), (1, 3.0), (0, 1.0)):
             token = DEVICE_NUMBER.set(number)
-            objective._hear([said])
+            objective.hear(torch.tensor([said]))
             DEVICE_NUMBER.reset(token)
-        order = sums_of(heard).tolist()
+        order = rows_heard(heard).tolist()
     assert order == [0.0, 1.0, 2.0, 3.0]
     with objective.listening() as again:
-        objective._hear([4.0])
+        objective.hear(torch.tensor([4.0]))
     assert again == [[4.0]]
 
 
@@ -306,7 +306,7 @@ def test_the_head_in_pieces_says_the_same(name: str, tmp_path: Path) -> None:
         ) as engine:
             with objective.listening() as heard:
                 losses = [engine.step(micro_batches) for micro_batches in steps(objective)]
-            results.append((losses, sums_of(heard), engine.state_dict()))
+            results.append((losses, rows_heard(heard), engine.state_dict()))
     (one, said, state), (other, again, states) = results
     assert other == pytest.approx(one, rel=1e-5)
     torch.testing.assert_close(again, said)

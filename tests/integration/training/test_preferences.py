@@ -225,7 +225,10 @@ MISTAKES = {
     "odd": (["--sequences", "7", "--micro-batch", "1"], "--sequences 7 is odd"),
     "odd micro-batch": (["--micro-batch", "1"], "--micro-batch 1 is odd"),
     "packed": (["--packing"], "every answer has its own"),
-    "unknown": (["--objective", "ppo"], "choose next-token, dpo, simpo, orpo or kto"),
+    "unknown": (
+        ["--objective", "ppo"],
+        "choose next-token, dpo, simpo, orpo, kto, reward or classify",
+    ),
     "beta": (["--beta", "0"], "--beta must be above 0"),
     "beta alone": (["--objective", "next-token", "--beta", "1"], "--beta belongs to"),
     "gamma alone": (["--gamma", "1"], "--gamma belongs to --objective simpo"),

@@ -408,11 +408,11 @@ def test_judged_answers_have_one_of_another_row_beside_them() -> None:
     texts = [tokenizer().decode(example.tokens) for example in made]
     end = "<|endoftext|>"
     assert texts == [f"{t}{end}" for t in ("a x", "a y", "b y", "b x", "c z", "c y")]
-    assert [example.good for example in made] == [True, True, False, False, True, True]
-    material = PairMaterial(Examples(made, "x", 2, "none"), 0, judges=True)
+    assert [example.label for example in made] == [1, 1, 0, 0, 1, 1]
+    material = PairMaterial(Examples(made, "x", 2, "none"), 0)
     batch = material.train(16).batch([1, 2])
-    assert batch.good is not None
-    assert batch.good.tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert batch.row_labels is not None
+    assert batch.row_labels.tolist() == [0, 0, 1, 1]
     with pytest.raises(DataError, match="fewer than 2 rows"):
         list(encoder().encode_judged(map(understand_judged, rows[:1])))
     messages = row(prompt=[USER], completion=[ANSWER], label=True)

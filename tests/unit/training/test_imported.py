@@ -136,8 +136,12 @@ def test_several_sets_and_those_to_measure_on(
             "simpo", None, 1.0,
         ),
         ("model_name_or_path: org/m\nstage: dpo\npref_loss: ipo\n", None, None, None),
+        ("model_name_or_path: org/m\nstage: rm\npref_beta: 0.1\n", "reward", None, None),
     ],
-    ids=["axolotl orpo", "axolotl simpo", "llama-factory simpo", "llama-factory ipo"],
+    ids=[
+        "axolotl orpo", "axolotl simpo", "llama-factory simpo", "llama-factory ipo",
+        "llama-factory rm",
+    ],
 )  # fmt: skip
 def test_objectives_of_pairs(
     text: str, objective: str | None, beta: float | None, gamma: float | None, tmp_path: Path

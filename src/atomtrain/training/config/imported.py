@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from atomtrain.errors import ConfigError
 from atomtrain.training.config.imported_data import HANDLED, data_of
 from atomtrain.training.config.other_names import KINDS, translated
-from atomtrain.training.config.recipe import PREFERENCES
+from atomtrain.training.config.recipe import OBJECTIVES, PREFERENCES
 
 _PLANNED = "the plan decides this"
 _NEEDLESS = {
@@ -187,9 +187,11 @@ def _objective(said: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
     if kind == "dpo":
         loss = said.get("pref_loss", "sigmoid")
         kind = "dpo" if loss == "sigmoid" else loss
+    if kind == "rm":
+        return {"objective": "reward"}
     if kind not in PREFERENCES:
         left_out.append(
-            f"the objective {kind!r} has no counterpart; ATOM has {', '.join(PREFERENCES)}"
+            f"the objective {kind!r} has no counterpart; ATOM has {', '.join(OBJECTIVES)}"
         )
         return {}
     beta = next((said[name] for name in _BETAS if name in said), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ from atomtrain.training.config.recipe import (
     PREFERENCES,
     Recipe,
 )
+from atomtrain.units import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,10 +36,10 @@ if TYPE_CHECKING:
 
 _FINE_TUNING_CONTEXT = 1024
 _SMALL = ("demo", "tiny")
-_SLOWER = {"dpo": 20, "simpo": 20, "orpo": 4, "kto": 20}
+_SLOWER = {"dpo": 20, "simpo": 20, "orpo": 4, "kto": 20, "reward": 2}
 """Where fine-tuning takes a rate of 2e-5, DPO and SimPO take about 1e-6 (Rafailov et al. 2023,
-appendix B; Meng et al. 2024, appendix B), KTO as DPO, and ORPO 5e-6 (Hong et al. 2024, appendix
-C)."""
+appendix B; Meng et al. 2024, appendix B), KTO as DPO, ORPO 5e-6 (Hong et al. 2024, appendix C),
+and reward models 1e-5 (Touvron et al. 2023, section 3.2.2)."""
 _SIMPO_BETA = 2.0
 """The least of those that Meng et al. 2024 use."""
 """Models that train in minutes on two CPU cores; with little text, more small steps do better."""
@@ -91,10 +93,9 @@ def _precision(options: TrainOptions) -> str:
 
 def _check_objective(options: TrainOptions) -> None:
     objective = options.objective or OBJECTIVES[0]
-    if objective in PREFERENCES and not _is_folder(options.model):
+    if objective != OBJECTIVES[0] and not _is_folder(options.model):
         raise ConfigError(
-            f"--objective {objective} teaches a trained model what to prefer; name its folder with "
-            "--model"
+            f"--objective {objective} goes on with a trained model; name its folder with --model"
         )
     if objective not in PREFERENCES and options.beta is not None:
         raise ConfigError(
@@ -162,6 +163,8 @@ def _usual_of_folder(options: TrainOptions) -> _Usual:
                 "option out, or edit its config.json"
             )
     sizes = read_config(model_folder(options.model))
+    if sizes.labels is not None:
+        check_head_of(options.objective or OBJECTIVES[0], sizes.labels, options.model)
     context = options.context or min(sizes.context or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
     check_context(options.model, context, sizes.context)
     # What was learnt is to be kept: rates are those usual in fine-tuning, 2e-5 at 4096 wide.
@@ -169,6 +172,28 @@ def _usual_of_folder(options: TrainOptions) -> _Usual:
     rate = min(1e-4, 2e-5 * 4096 / sizes.width) * (1 if options.lora is None else 10)
     rate /= _SLOWER.get(options.objective or "", 1)
     return _Usual(sizes, context, rate, weight_decay=0.0)
+
+
+def check_head_of(objective: str, labels: Sequence[str] | None, what: str) -> None:
+    """Refuse a model whose head does not say what is to be learnt.
+
+    Args:
+        objective: Of a recipe.
+        labels: See `HuggingFaceConfig.labels`.
+        what: The model.
+
+    Raises:
+        ConfigError: says what its head is for.
+    """
+    found, has = OBJECTIVES[0], "is a language model"
+    if labels is not None:
+        found = "classify" if len(labels) > 1 else "reward"
+        has = f"has a head of {counted(len(labels), 'output')} on a sequence"
+    if found != (objective if objective in ("classify", "reward") else OBJECTIVES[0]):
+        raise ConfigError(
+            f"{what} {has}, which --objective {objective} does not train; give --objective "
+            f"{found}, or another --model"
+        )
 
 
 def amended(recipe: Recipe, options: TrainOptions, source: str, *, joins: bool = False) -> Recipe:

@@ -14,7 +14,7 @@ from pathlib import Path
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.training.config.folders import FIRST_NAME, check_directory, resumed_name
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import PREFERENCES
+from atomtrain.training.config.recipe import OBJECTIVES
 
 _SEPARATOR = "@"
 _LAN = "lan"
@@ -105,10 +105,10 @@ def _check_objective(options: TrainOptions) -> None:
     starts_anew = options.model in PRESETS or (
         options.model is None and not options.resume and not options.join
     )
-    if options.objective in PREFERENCES and starts_anew:
+    if options.objective not in (None, OBJECTIVES[0]) and starts_anew:
         raise ConfigError(
-            f"--objective {options.objective} teaches a trained model what to prefer; name its "
-            "folder with --model"
+            f"--objective {options.objective} goes on with a trained model; name its folder with "
+            "--model"
         )
 
 

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 FORMAT = 1
 FIXED, MAY_CHANGE, EACH_PEER = "fixed", "may change", "each peer's own"
 """What who resumes or joins may say of a field; of the last kind only who joins may."""
-OBJECTIVES = ("next-token", "dpo", "simpo", "orpo", "kto")
-PREFERENCES = OBJECTIVES[1:]
-"""Those that learn from pairs of answers; KTO's pairs are an answer and one of another row."""
+OBJECTIVES = ("next-token", "dpo", "simpo", "orpo", "kto", "reward", "classify")
+PREFERENCES = OBJECTIVES[1:5]
+"""Those that teach what to prefer, from pairs of answers; KTO's are an answer and one of another
+row."""
 _MOST = 2**63 - 1
 _MOST_CONTEXT, _MOST_SEQUENCES = 1 << 31, 1 << 20
 _PLAIN = {"str": str, "bool": bool}
@@ -233,7 +234,8 @@ class Recipe:
         OBJECTIVES[0],
         "What is learnt: next-token; to prefer the better of two answers (rows with chosen and "
         "rejected): dpo, simpo or orpo; or to give good answers (rows with prompt, completion and "
-        "label): kto. Default: next-token.",
+        "label): kto; or, with a head of its own, how good answers are (chosen and rejected): "
+        "reward; or of which class a text is (text and label): classify. Default: next-token.",
         "NAME",
         check=one_of(OBJECTIVES),
         on_resume=FIXED,
@@ -268,7 +270,12 @@ class Recipe:
     @property
     def in_pairs(self) -> bool:
         """Whether sequences come in twos: a better and another answer."""
-        return self.objective in PREFERENCES
+        return self.objective in (*PREFERENCES, "reward")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a head that says something of a whole sequence is in the place of the usual."""
+        return self.objective in ("reward", "classify")
 
     @property
     def has_reference(self) -> bool:
@@ -276,8 +283,10 @@ class Recipe:
         return self.objective in ("dpo", "kto")
 
     @property
-    def learns(self) -> Literal["answers", "pairs", "labels"]:
+    def learns(self) -> Literal["answers", "pairs", "labels", "classes"]:
         """What rows of data must say."""
+        if self.objective == "classify":
+            return "classes"
         if self.objective == "kto":
             return "labels"
         return "pairs" if self.in_pairs else "answers"
@@ -328,17 +337,16 @@ class Recipe:
                 f"a sequence has at most {_MOST_CONTEXT} tokens, a step {_MOST_SEQUENCES} "
                 f"sequences; not {self.context} and {self.sequences}"
             )
-        if not self.in_pairs:
-            return
-        if self.sequences % 2:
+        if self.in_pairs and self.sequences % 2:
             raise ConfigError(
                 f"--sequences {self.sequences} is odd, but with --objective {self.objective} every "
                 "pair takes two; give an even number"
             )
-        if self.packed:
+        if self.packed and self.objective != OBJECTIVES[0]:
+            what = "text" if self.objective == "classify" else "answer"
             raise ConfigError(
                 "--packing puts several rows into one sequence, but with --objective "
-                f"{self.objective} every answer has its own; leave it out"
+                f"{self.objective} every {what} has its own; leave it out"
             )
 
     def to_json(self) -> dict[str, Any]:

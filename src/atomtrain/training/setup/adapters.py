@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from atomtrain.checkpoint import Checkpoint
 from atomtrain.errors import CheckpointError
+from atomtrain.models.heads import HEAD_WEIGHT
 from atomtrain.models.hugging_face import HuggingFaceConfig, build
 from atomtrain.models.lora import ADAPTER_PARTS, merged
 from atomtrain.models.lora_config import LoraConfig
@@ -49,6 +50,8 @@ class Adapters:
         self.outline = {name: self.outline[name] for name in self.weights.names}
         self.tensors: dict[str, dict[str, Tensor]] = {}
         """By layer, then by `ADAPTER_PARTS`."""
+        self.whole: dict[str, Tensor] = {}
+        """What is trained itself, by name: the head of a classifier."""
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, recipe: Recipe) -> Adapters:
@@ -67,15 +70,26 @@ class Adapters:
                 "there any more; put it there again"
             )
         adapters = cls(recipe.lora, recipe.sizes, folder)
+        known = dict(adapters.weights.outline.named_parameters())
         for _, shard in checkpoint.shards():
             for key, tensor in shard.items():
-                if key.endswith(_PARAMETER) and (found := part_of(key.removesuffix(_PARAMETER))):
+                name = key.removesuffix(_PARAMETER)
+                if not key.endswith(_PARAMETER):
+                    continue
+                if found := part_of(name):
                     layer, part = found
                     adapters.tensors.setdefault(layer, {})[part] = tensor.clone()
+                elif name in known:
+                    adapters.whole[name] = tensor.clone()
+        head = known[HEAD_WEIGHT].shape if recipe.has_head else None
+        if head is not None and adapters.whole.get(HEAD_WEIGHT, torch.empty(())).shape != head:
+            raise CheckpointError(f"{checkpoint.path} lacks the parameter {HEAD_WEIGHT!r}")
         return adapters
 
     def value(self, name: str) -> Tensor:
-        """Return one of the model's tensors with its adapter in it, if it has one."""
+        """Return one of the model's tensors as it was trained, or with its adapter in it."""
+        if name in self.whole:
+            return self.whole[name]
         tensor = self.weights.read(name)
         scale = self.config.scale
         if adapter := self.tensors.get(adapter_of(name)):
@@ -90,8 +104,8 @@ class Adapters:
         self.weights.fill(model)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for layer in self.tensors:
-                name = adapted_by(layer) or f"{layer}.weight"
+            adapted = (adapted_by(layer) or f"{layer}.weight" for layer in self.tensors)
+            for name in (*adapted, *self.whole):
                 parameters[name].copy_(self.value(name))
         return model
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from atomtrain.engine.engine import Engine
 from atomtrain.models.confined import check_layers, parts_within
 from atomtrain.models.dequantised.files import open_weights
-from atomtrain.models.hugging_face import HuggingFaceConfig
+from atomtrain.models.heads import HEAD_WEIGHT, NewHead, head_of, is_classifier
+from atomtrain.models.hugging_face import HuggingFaceConfig, read_config
 from atomtrain.models.lora import adapted_layers
 from atomtrain.models.lora_experts import adapted_by
 from atomtrain.models.making import Sizes, make_outline
-from atomtrain.models.weight_names import match_weights
+from atomtrain.models.weight_names import Source, match_weights
 
 _PARTS_A_TENSOR, _MORE_PARTS = 16, 1000
 """Of a model, modules without a tensor of their own included; fewer than two is usual."""
@@ -23,16 +24,21 @@ _PARTS_A_TENSOR, _MORE_PARTS = 16, 1000
 class Weights:
     """Files that were found to fit a model."""
 
-    def __init__(self, folder: Path, sizes: Sizes) -> None:
+    def __init__(self, folder: Path, sizes: Sizes, seed: int = 0) -> None:
         """Check that `folder` has all weights of the model without adapters; reads headers only.
+
+        Args:
+            folder: Of a Hugging Face model.
+            sizes: What the model is; beside what the folder says it may have the head of a
+                classifier, which then begins anew.
+            seed: Of what begins anew: adapters, and such a head.
 
         Raises:
             DataError: it has not.
             ConfigError: the model has more layers, or far more parts, than there are tensors.
         """
         self.folder = folder
-        self.seed = 0
-        """Seed of adapters that begin with the weights."""
+        self.seed = seed
         self._files = open_weights(folder)
         count = len(self._files.entries)
         if isinstance(sizes, HuggingFaceConfig):
@@ -40,11 +46,15 @@ class Weights:
         with parts_within(_PARTS_A_TENSOR * count + _MORE_PARTS, str(folder)):
             self.outline = make_outline(sizes)
             """The model without memory."""
-        self._sources = match_weights(self.outline, self._files)
+        new: dict[str, NewHead] = {}
+        if head_of(self.outline) is not None and not is_classifier(read_config(folder).config):
+            new[HEAD_WEIGHT] = NewHead.of(self.outline, seed)
+        found = match_weights(self.outline, self._files, new)
+        self._sources: dict[str, Source | NewHead] = {**found, **new}
 
     @property
     def names(self) -> list[str]:
-        """The model's names of everything that the files have of it."""
+        """The model's names of everything that the files have of it, or that begins anew."""
         return list(self._sources)
 
     def load(self, engine: Engine) -> None:

@@ -1,4 +1,5 @@
-"""Of two answers, the better one is to become the more probable: three losses; and KTO.
+"""Of two answers, the better one is to become the more probable: three losses; and KTO; and a head
+that gives rewards.
 
 With `s` the sum of the logarithms of an answer's probabilities, `r` the same of the model as it
 was before, `a` the mean of the logarithms, and `c`, `j` for chosen and rejected:
@@ -23,11 +24,8 @@ Only `cross_entropy` touches the logits, so that the head can compute it in piec
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,23 +33,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomtrain.data import Batch
-from atomtrain.engine.execution.multi_device import DEVICE_NUMBER
+from atomtrain.training.setup.hearing import Hearing, rows_heard
 from atomtrain.training.setup.objective import IGNORED, MicroBatch, Said, rows_of
 
 _MOST_MEAN = -1e-6
 """Nats: an answer that is certain has infinite odds."""
 
 
-class PreferredAnswer(ABC):
+class PreferredAnswer(Hearing, ABC):
     """The loss of pairs of answers: rows `2 i` and `2 i + 1` of a micro-batch."""
 
     together = 2
-
-    def __init__(self) -> None:
-        self._heard: list[Said] | None = None
-        self._lock = threading.Lock()
-        self._devices: list[int] = []
-        """Which device each thing was heard from."""
 
     @abstractmethod
     def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
@@ -72,13 +64,15 @@ class PreferredAnswer(ABC):
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean loss of a micro-batch's pairs, 0-d float32."""
+        said = self._said(output, batch)
+        self.hear(said)
+        return self._losses_of(said, batch).mean()
+
+    def _said(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return `[B]`: what the model says of each answer."""
         logits, targets = output.logits.flatten(0, 1).float(), batch["targets"]
         losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
-        said = self._of_answers(-losses.view(targets.shape), targets != IGNORED)
-        # Costs are found with tensors without data.
-        if self._heard is not None and type(said) is Tensor:
-            self._hear(_kept(said))
-        return self._losses_of(said, batch).mean()
+        return self._of_answers(-losses.view(targets.shape), targets != IGNORED)
 
     def _losses_of(self, said: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return self.losses(said, batch.get("reference"))
@@ -100,24 +94,6 @@ class PreferredAnswer(ABC):
             for part in rows_of(batch, sequences)
         ]
 
-    def _hear(self, said: Said) -> None:
-        number = DEVICE_NUMBER.get()
-        with self._lock:
-            assert self._heard is not None
-            place = bisect_right(self._devices, number)
-            self._devices.insert(place, number)
-            self._heard.insert(place, said)
-
-    @contextmanager
-    def listening(self) -> Iterator[list[Said]]:
-        """Yield a list that gets what is said of each micro-batch's rows, in order."""
-        heard: list[Said] = []
-        self._heard, self._devices = heard, []
-        try:
-            yield heard
-        finally:
-            self._heard = None
-
     def numbers(
         self, heard: Sequence[Said], micro_batches: Sequence[MicroBatch]
     ) -> dict[str, float]:
@@ -128,7 +104,7 @@ class PreferredAnswer(ABC):
             micro_batches: Those that were computed meanwhile.
         """
         references = [batch["reference"] for batch in micro_batches if "reference" in batch]
-        margins = self.margins(sums_of(heard), torch.cat(references) if references else None)
+        margins = self.margins(rows_heard(heard), torch.cat(references) if references else None)
         return {
             "reward_accuracy": float((margins > 0).float().mean()),
             "reward_margin": float(margins.mean()),
@@ -177,13 +153,15 @@ class JudgedAnswer(DirectPreference):
         return self._beta * (own - others.mean().detach().clamp(min=0))
 
     def _losses_of(self, said: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.losses_of(said, batch["reference"], batch["good"])
+        return self.losses_of(said, batch["reference"], batch["row_labels"])
 
     def micro_batches(self, batch: Batch, sequences: int) -> list[MicroBatch]:
         """See `Objective`; in a batch without labels all answers are good."""
-        good = torch.ones(len(batch.inputs)) if batch.good is None else batch.good
+        good = batch.row_labels
+        if good is None:
+            good = torch.ones(len(batch.inputs), dtype=torch.int64)
         parts = zip(super().micro_batches(batch, sequences), rows_of(batch, sequences), strict=True)
-        return [{**entries, "good": good[part]} for entries, part in parts]
+        return [{**entries, "row_labels": good[part]} for entries, part in parts]
 
     def numbers(
         self, heard: Sequence[Said], micro_batches: Sequence[MicroBatch]
@@ -192,10 +170,10 @@ class JudgedAnswer(DirectPreference):
         of good ones is above that of the others, in nats, if there are both."""
         leads, rewards, good = [], [], []
         for said, batch in zip(heard, micro_batches, strict=True):
-            sums, reference = sums_of([said]), batch["reference"]
+            sums, reference = rows_heard([said]), batch["reference"]
             leads.append(self._leads(sums, reference))
             rewards.append(self._beta * (sums - reference)[0::2])
-            good.append(batch["good"][0::2] > 0)
+            good.append(batch["row_labels"][0::2] > 0)
         reward, is_good = torch.cat(rewards), torch.cat(good)
         found = {"reward_accuracy": float(((torch.cat(leads) > 0) == is_good).float().mean())}
         if is_good.any() and not is_good.all():
@@ -238,11 +216,22 @@ class OddsRatio(PreferredAnswer):
         return -said.view(-1, 2)[:, 0] - self._beta * F.logsigmoid(self.margins(said, reference))
 
 
-def sums_of(heard: Sequence[Said]) -> Tensor:
-    """Return what `PreferredAnswer.listening` gave as one tensor on the host, `[rows]` float32."""
-    return torch.cat([torch.as_tensor(part, dtype=torch.float32, device="cpu") for part in heard])
+class RewardModel(PreferredAnswer):
+    """A head gives each answer a reward, and the better one is to get the higher one.
 
+    The loss is -log sigmoid(r_c - r_j), of Bradley and Terry (Ouyang et al. 2022, arXiv 2203.02155,
+    equation 1).
+    """
 
-def _kept(said: Tensor) -> Said:
-    """Return numbers to keep: on a device that counts every byte they must take none of it."""
-    return said.detach() if said.is_cuda else said.tolist()
+    def _said(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        rewards: Tensor = output.logits.float().squeeze(1)
+        return rewards
+
+    def margins(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """See `PreferredAnswer`."""
+        chosen, rejected = said.view(-1, 2).unbind(1)
+        return chosen - rejected
+
+    def losses(self, said: Tensor, reference: Tensor | None) -> Tensor:
+        """See `PreferredAnswer`."""
+        return -F.logsigmoid(self.margins(said, reference))

@@ -21,7 +21,8 @@ from atomtrain.errors import ConfigError
 from atomtrain.files import replacing
 from atomtrain.training.config.folders import make_directory
 from atomtrain.training.config.recipe import Recipe
-from atomtrain.training.setup.preference import DirectPreference, sums_of
+from atomtrain.training.setup.hearing import rows_heard
+from atomtrain.training.setup.preference import DirectPreference
 from atomtrain.training.setup.texts import Text
 from atomtrain.units import format_seconds
 
@@ -99,7 +100,7 @@ class _Asked:
             with self._objective.listening() as heard:
                 self._engine.evaluate(self._objective.micro_batches(batch, self._micro_batch))
             count = min(size, len(rows) - first)
-            values[2 * first : 2 * (first + count)] = sums_of(heard).numpy()[: 2 * count]
+            values[2 * first : 2 * (first + count)] = rows_heard(heard).numpy()[: 2 * count]
             self._done += count
             self._tell_now_and_then()
         return values

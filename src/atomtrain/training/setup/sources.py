@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from atomtrain.checkpoint import Checkpoint, load_latest
 from atomtrain.data import SamplerConfig, Tokenizer, read_tokenizer
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
+from atomtrain.models.heads import with_head
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
 from atomtrain.settings import MOST_COUNT
 from atomtrain.swarm.packages import missing_packages, require_swarm
@@ -23,7 +24,7 @@ from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.loading import Weights
 from atomtrain.training.setup.state import data_of, recipe_of
-from atomtrain.training.setup.texts import Text, read_text
+from atomtrain.training.setup.texts import Text, read_labels, read_text
 from atomtrain.training.together.peering import check_rules, knows_peers, swarm_config
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def find_source(options: TrainOptions, run: str, name: str, directory: Path) -> 
         return source
     steps = _steps_of(options.epochs, source, name)
     recipe = new_recipe(dataclasses.replace(options, epochs=None, steps=steps))
+    recipe = dataclasses.replace(recipe, sizes=source.recipe.sizes)  # with labels
     return dataclasses.replace(source, recipe=recipe)
 
 
@@ -92,9 +94,22 @@ def _from_folder(options: TrainOptions, recipe: Recipe) -> Source:
     folder = model_folder(options.model)
     tokenizer = read_tokenizer(folder)
     tokenizer.check_room(recipe.sizes.vocabulary, str(folder))
+    if recipe.has_head:
+        recipe = _with_head(recipe, recipe.sizes, options.data, tokenizer.separator)
     weights = _weights_in(folder, recipe)
     text = _text(options.data, options.validation, recipe, tokenizer)
     return Source(recipe, text, weights=weights)
+
+
+def _with_head(
+    recipe: Recipe, sizes: HuggingFaceConfig, data: Sequence[str], separator: int
+) -> Recipe:
+    """Return the recipe of a model whose head has the labels that it had, or those of the data."""
+    labels = sizes.labels
+    if labels is None and recipe.objective == "classify":
+        labels = read_labels(data)
+    config = with_head(sizes.config, labels, separator)
+    return dataclasses.replace(recipe, sizes=dataclasses.replace(sizes, config=config))
 
 
 def _text(
@@ -108,9 +123,7 @@ def _text(
 
 def _weights_in(folder: Path, recipe: Recipe) -> Weights:
     assert isinstance(recipe.sizes, HuggingFaceConfig)
-    weights = Weights(folder, recipe.sizes)
-    weights.seed = recipe.seed
-    return weights
+    return Weights(folder, recipe.sizes, recipe.seed)
 
 
 def _base_of(recipe: Recipe, given: str | None, known: str | None) -> Weights | None:

@@ -12,6 +12,7 @@ from atomtrain.data.chat import ChatTemplate, Encoder
 from atomtrain.data.corpus import Corpus, corpus_of_texts
 from atomtrain.data.dialogues import NoAnswerError, Plain, is_pair, understand, understand_judged
 from atomtrain.data.examples import Examples
+from atomtrain.data.labels import labels_in, understand_labelled
 from atomtrain.data.material import (
     Draws,
     ExampleMaterial,
@@ -27,10 +28,17 @@ from atomtrain.data.split import HoldOut
 from atomtrain.data.weighted import parse_weighted
 from atomtrain.errors import DataError
 from atomtrain.models import HuggingFaceConfig, Sizes
+from atomtrain.models.heads import numbers_of_labels, padding_of
 
-Learns = Literal["answers", "pairs", "labels"]
+Learns = Literal["answers", "pairs", "labels", "classes"]
 """What rows must say."""
+_KEYS = {
+    "pairs": "chosen and rejected",
+    "labels": "prompt, completion and label",
+    "classes": "text and label",
+}
 _Understood = TypeVar("_Understood")
+_WANTED = {"classes": ("a text and a label", "lack a text or a label")}
 _JUDGED_SEQUENCES = 8
 """Enough to tell poison from chance, few enough to be a small part of a step."""
 
@@ -59,8 +67,9 @@ class Text(NamedTuple):
 class _Answered:
     """The rows of data that have an answer; the others are counted."""
 
-    def __init__(self, data: str) -> None:
+    def __init__(self, data: str, learns: Learns) -> None:
         self._data = data
+        self._has, self._lacks = _WANTED.get(learns, ("an answer", "have no answer"))
         self._rows = self.skipped_rows = 0
         self._first: str | None = None
 
@@ -81,8 +90,8 @@ class _Answered:
                 yield said
         if self._first is not None and self.skipped_rows == self._rows:
             raise DataError(
-                f"none of the {self._rows} rows of {self._data} has an answer (the first: "
-                f"{self._first}); add answers, or name other files with --data"
+                f"none of the {self._rows} rows of {self._data} has {self._has} (the first: "
+                f"{self._first}); add some, or name other files with --data"
             )
 
     @property
@@ -91,7 +100,7 @@ class _Answered:
         if self._first is None:
             return None
         return (
-            f"{self.skipped_rows} of {self._rows} rows of {self._data} have no answer and are "
+            f"{self.skipped_rows} of {self._rows} rows of {self._data} {self._lacks} and are "
             f"skipped (the first: {self._first})"
         )
 
@@ -114,7 +123,8 @@ def read_text(
         tokenizer: `None` trains one on the text.
         packed: Whether a sequence may hold several rows; they, and documents of running text, do
             not see each other then.
-        learns: Whether each row has answers, says which of two is the better one, or labels one.
+        learns: Whether each row has answers, says which of two is the better one, or labels one;
+            or has a text of one of the classes that the model knows.
         validation: What the loss is measured on; then no part of the data is held out.
 
     Raises:
@@ -123,20 +133,7 @@ def read_text(
     """
     sources = [parse_weighted(given) for given in data]
     specs = [source.spec for source in sources]
-    rows = bool(specs) and has_rows(specs[0])
-    for flag, spec in [*(("--data", s) for s in specs[1:]), ("--validation", validation)]:
-        if spec is not None and has_rows(spec) != rows:
-            kinds = ("running text", "rows")
-            raise DataError(
-                f"{flag} {spec} has {kinds[not rows]}, and {specs[0] if specs else 'the demo'} has "
-                f"{kinds[rows]}; give files of one kind"
-            )
-    if learns != "answers" and not rows:
-        keys = "chosen and rejected" if learns == "pairs" else "prompt, completion and label"
-        raise DataError(
-            f"{', '.join(data) or 'the demo corpus'} is running text; answers to compare are in "
-            f"rows with {keys}: name files with --data that end in {', '.join(SUFFIXES)}"
-        )
+    rows = _are_rows(specs, validation, learns)
     reader = _Reader(sizes, tokenizer, packed, learns)
     hold_out: HoldOut = "some" if validation is None else "none"
     if not rows or not isinstance(sizes, HuggingFaceConfig):
@@ -157,6 +154,41 @@ def read_text(
         sum(answered.skipped_rows for answered in reader.answered),
         "; ".join(filter(None, (answered.told for answered in reader.answered))) or None,
     )
+
+
+def _are_rows(specs: Sequence[str], validation: str | None, learns: Learns) -> bool:
+    """Return whether all sources are rows, or none is.
+
+    Raises:
+        DataError: some are, or there must be rows.
+    """
+    rows = bool(specs) and has_rows(specs[0])
+    for flag, spec in [*(("--data", s) for s in specs[1:]), ("--validation", validation)]:
+        if spec is not None and has_rows(spec) != rows:
+            kinds = ("running text", "rows")
+            raise DataError(
+                f"{flag} {spec} has {kinds[not rows]}, and {specs[0] if specs else 'the demo'} has "
+                f"{kinds[rows]}; give files of one kind"
+            )
+    if learns != "answers" and not rows:
+        what = "classes are learnt from" if learns == "classes" else "answers to compare are in"
+        raise DataError(
+            f"{', '.join(specs) or 'the demo corpus'} is running text; {what} rows with "
+            f"{_KEYS[learns]}: name files with --data that end in {', '.join(SUFFIXES)}"
+        )
+    return rows
+
+
+def read_labels(data: Sequence[str]) -> list[str]:
+    """Return the labels of all rows that the user named, in their order (see `labels_in`).
+
+    Raises:
+        DataError: a file cannot be read, or has no rows with text and label, or one label only.
+    """
+    specs = [parse_weighted(given).spec for given in data]
+    _are_rows(specs, None, "classes")
+    answered = (_Answered(spec, "classes").through(understand_labelled) for spec in specs)
+    return labels_in(itertools.chain.from_iterable(answered), ", ".join(data))
 
 
 class _Reader:
@@ -190,10 +222,20 @@ class _Reader:
         assert isinstance(self._sizes, HuggingFaceConfig)
         encoder = Encoder(self.tokenizer, ChatTemplate(self._sizes.files))
         separator, answered = self.tokenizer.separator, self._answered(spec)
+        if self._sizes.labels is not None:  # a head looks at what stands before the padding
+            separator = padding_of(self._sizes.config, separator)
         material: ExampleMaterial | PairMaterial
-        if self._learns == "labels":
+        if self._learns == "classes":
+            known = numbers_of_labels(self._sizes.labels or ())
+            labelled = (
+                encoder.encode_labelled(said, known, separator)
+                for said in answered.through(understand_labelled)
+            )
+            examples = Examples(labelled, spec, 1, hold_out)
+            material = ExampleMaterial(examples, packed=False, padding=separator)
+        elif self._learns == "labels":
             judged = encoder.encode_judged(answered.through(understand_judged))
-            material = PairMaterial(Examples(judged, spec, 2, hold_out), separator, judges=True)
+            material = PairMaterial(Examples(judged, spec, 2, hold_out), separator)
         elif self._learns == "pairs":
             both = itertools.chain.from_iterable(answered.through(encoder.encode_pair))
             material = PairMaterial(Examples(both, spec, 2, hold_out), separator)
@@ -213,7 +255,7 @@ class _Reader:
         return TextMaterial(tokens, separator), corpus.sha256
 
     def _answered(self, spec: str) -> _Answered:
-        self.answered.append(_Answered(spec))
+        self.answered.append(_Answered(spec, self._learns))
         return self.answered[-1]
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from atomtrain.data.labels import in_words
 from atomtrain.data.sampler import Batch
 from atomtrain.engine.calibration.profiling import crowding_warning
 from atomtrain.errors import ConfigError
+from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.making import parameter_count
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.setup.setup import Session, open_session
@@ -73,6 +75,9 @@ def _data(session: Session) -> list[tuple[str, str]]:
             f"{laid.sequences} of {laid.rows} rows{fills}, {laid.cut} cut, {laid.dropped} left out"
         )
         rows.append(("sequences", told))
+    if session.recipe.objective == "classify":
+        assert isinstance(session.recipe.sizes, HuggingFaceConfig)
+        rows.append(("labels", in_words(session.recipe.sizes.labels or ())))
     if session.text.skipped is not None:
         rows.append(("skipped", session.text.skipped))
     first = _sample(session.sampler.batch(0))

@@ -19,11 +19,13 @@ from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.making import Sizes
 from atomtrain.training.config.recipe import PREFERENCES
+from atomtrain.training.setup.classification import Classification
+from atomtrain.training.setup.hearing import rows_heard
 from atomtrain.training.setup.objective import MicroBatch, NextToken, OwnLoss
 from atomtrain.training.setup.objectives import preference_of
-from atomtrain.training.setup.preference import PreferredAnswer, sums_of
+from atomtrain.training.setup.preference import PreferredAnswer, RewardModel
 from atomtrain.training.setup.state import Trained, data_of, open_trained
-from atomtrain.training.setup.texts import Text, has_pairs, read_text
+from atomtrain.training.setup.texts import Learns, Text, has_pairs, read_text
 
 _log = logging.getLogger("atomtrain.training")
 _USUAL_CONTEXT = 1024
@@ -55,12 +57,24 @@ class PairEvaluation(NamedTuple):
     context: int
 
 
+class ClassEvaluation(NamedTuple):
+    """How well a model tells of which class held-out texts are."""
+
+    loss: float
+    """Mean over texts, nats."""
+    accuracy: float
+    """Share of texts."""
+    texts: int
+    context: int
+
+
 def evaluate(
     path: Path, data: str | None, context: int | None = None, sequences: int = 64
-) -> Evaluation | PairEvaluation:
+) -> Evaluation | PairEvaluation | ClassEvaluation:
     """Return the held-out loss of a checkpoint's model, or of a Hugging Face folder's.
 
     Pairs of answers are judged as in training, beside the model that the run began with.
+    Classifiers tell classes.
 
     Args:
         path: As `open_trained` takes it.
@@ -83,7 +97,10 @@ def evaluate(
             named, validation = data_of(open_checkpoint(path))
     else:
         context = context or min(_USUAL_CONTEXT, trained.context)
-    judges = recipe is not None and recipe.learns == "labels"
+    labels = getattr(sizes, "labels", None)
+    if labels is not None and len(labels) > 1:
+        return _classified(trained, named, validation, context, sequences)
+    judges = labels is not None or (recipe is not None and recipe.learns == "labels")
     if judges or has_pairs(named):
         return _judged(path, trained, named, validation, context, sequences)
     text = read_text(named, sizes, trained.tokenizer, packed=packed, validation=validation)
@@ -110,6 +127,23 @@ def _warn_of(text: Text) -> None:
         _log.warning(text.skipped)
 
 
+def _classified(
+    trained: Trained, data: Sequence[str], validation: str | None, context: int, sequences: int
+) -> ClassEvaluation:
+    text = read_text(
+        data, trained.sizes, trained.tokenizer, learns="classes", validation=validation
+    )
+    _warn_of(text)
+    objective, losses, found = Classification(), [], []
+    with torch.no_grad(), objective.listening() as heard:
+        for batch in text.material.held_out(context, 1, sequences):
+            [micro_batch] = objective.micro_batches(batch, 1)
+            losses.append(float(objective.loss(trained.model(batch.inputs), micro_batch)))
+            found.append(micro_batch)
+    accuracy = objective.numbers(heard, found)["accuracy"]
+    return ClassEvaluation(sum(losses) / len(losses), accuracy, len(losses), context)
+
+
 def _judged(
     path: Path,
     trained: Trained,
@@ -119,19 +153,23 @@ def _judged(
     sequences: int,
 ) -> PairEvaluation:
     recipe = trained.recipe
-    if recipe is None or not recipe.in_pairs:
+    objective: PreferredAnswer = RewardModel()
+    learns: Learns = "pairs"
+    if recipe is not None and recipe.in_pairs:
+        objective, learns = preference_of(recipe), recipe.learns
+    elif getattr(trained.sizes, "labels", None) is None:
         raise ConfigError(
             f"{', '.join(data)} has pairs of answers, which only a run with --objective "
-            f"{' or '.join(PREFERENCES)} can judge; {path} is not one: name other --data"
+            f"{' or '.join((*PREFERENCES, 'reward'))} can judge; {path} is not one: name other "
+            "--data"
         )
-    text = read_text(
-        data, recipe.sizes, trained.tokenizer, learns=recipe.learns, validation=validation
-    )
+    text = read_text(data, trained.sizes, trained.tokenizer, learns=learns, validation=validation)
     _warn_of(text)
-    objective = preference_of(recipe)
     batches = list(text.material.held_out(context, 2, max(1, sequences // 2)))
     said = _said(objective, trained.model, batches)
-    reference = _said(objective, _began_with(path), batches) if recipe.has_reference else None
+    reference = None
+    if recipe is not None and recipe.has_reference:
+        reference = _said(objective, _began_with(path), batches)
     loss, numbers = objective.judged(said, joined(batches)._replace(reference=reference))
     return PairEvaluation(
         loss, numbers["reward_accuracy"], numbers.get("reward_margin"), len(said) // 2, context
@@ -155,7 +193,7 @@ def _said(objective: PreferredAnswer, model: Any, batches: list[Batch]) -> torch
         for batch in batches:
             [micro_batch] = objective.micro_batches(batch, len(batch.inputs))
             objective.loss(model(batch.inputs), micro_batch)
-    return sums_of(heard)
+    return rows_heard(heard)
 
 
 def _inputs(sizes: Sizes, batch: Batch) -> MicroBatch:

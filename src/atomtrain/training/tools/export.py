@@ -96,6 +96,11 @@ def export(
         weights = _trained(checkpoint, recipe.sizes, TYPES[dtype])
         texts = _texts(recipe.sizes, tokenizer, dtype)
     else:
+        if recipe.has_head and not merge:
+            raise ConfigError(
+                f"{checkpoint.path} holds adapters and a head, and peft's folder does not say "
+                "which labels it has; export the whole model with --merge"
+            )
         adapters = Adapters.of_checkpoint(checkpoint, recipe)
         weights = _merged(adapters, TYPES[dtype]) if merge else list(_adapters(adapters, dtype))
         texts = _texts(recipe.sizes, tokenizer, dtype)

@@ -23,6 +23,7 @@ from atomtrain.engine.updates.optimizer import states_of, update_model
 from atomtrain.errors import ConfigError
 from atomtrain.models.gpt import GPT
 from atomtrain.models.gpt_config import preset
+from atomtrain.models.heads import head_of
 from atomtrain.models.hugging_face import (
     CONFIG_FILE,
     build,
@@ -115,7 +116,11 @@ class Subject:
         if sequences not in self._analyses:
             shape = (sequences, self.context_tokens)
             ids = torch.zeros(shape, dtype=torch.int64, device="meta")
-            example = {"input_ids": ids, "labels": ids}
+            head = head_of(self.model)
+            labels = ids
+            if head is not None:  # one a sequence; of a reward model a number
+                labels = ids[:, 0] if head.out_features > 1 else ids[:, 0].float()
+            example = {"input_ids": ids, "labels": labels}
             traced = chain_of(self.model, example)
             chain = traced.chain
             if self.head_pieces is not None:

@@ -231,8 +231,9 @@ def _evaluation_line(event: Event) -> str:
 
 
 def _rewards(event: Event) -> tuple[str | None, ...]:
-    """Return what is told of pairs of answers."""
+    """Return what is told of pairs of answers, and of texts of several classes."""
     return (
+        tag(share(event, "accuracy"), "accuracy {}"),
         tag(share(event, "reward_accuracy"), "preferred {}"),
         tag(decimal(event, "reward_margin"), "margin {}"),
     )

@@ -77,7 +77,9 @@ class PeerView:
         bits = text.decimal(end, "bits_per_byte") or text.decimal(held_out, "bits_per_byte")
         path = text.words(end, "checkpoint") or text.words(self.newest("checkpoint"), "path")
         held_out_margin = text.decimal(held_out, "reward_margin")
+        accuracy = text.share(held_out, "accuracy")
         unit = "nats per token" if held_out_margin is None else "nats per pair"
+        unit = unit if accuracy is None else "nats per text"
         facts = {
             "reason": text.words(lost, "reason"),
             "loss": text.tag(loss, f"{{}} {unit}"),
@@ -85,6 +87,7 @@ class PeerView:
             "preferred": text.tag(
                 text.share(held_out, "reward_accuracy"), f"{{}}, margin {held_out_margin} nats"
             ),
+            "accuracy": text.tag(accuracy, "{} of held-out texts"),
             "duration": text.optional(text.duration, text.number(end, "duration_s")),
             "checkpoint": path,
             "picture": text.words(end, "picture"),
