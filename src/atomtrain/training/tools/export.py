@@ -6,35 +6,22 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from atomtrain.checkpoint import Checkpoint
-from atomtrain.data import Tokenizer
 from atomtrain.errors import CheckpointError, ConfigError, nearest
-from atomtrain.models.gpt_as_gpt2 import gpt2_config, gpt2_name, gpt2_tensor
-from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import CONFIG_FILE
-from atomtrain.models.making import Sizes, make_outline
-from atomtrain.models.weight_conversion import Read, conversions_to_files
 from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE
-from atomtrain.training.setup.adapters import Adapters
-from atomtrain.training.setup.peft_folder import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    peft_config,
-    peft_tensors,
-)
-from atomtrain.training.setup.state import PARAMETER, SWARM_SHARD, recipe_of
+from atomtrain.training.setup.peft_folder import ADAPTER_FILE
+from atomtrain.training.tools.export_parts import TYPES, Weight, parts_of
 
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 5 * 10**9
 """Bytes of a file at most, unless a single tensor is larger."""
 
@@ -48,14 +35,6 @@ class Exported(NamedTuple):
     """Of the weights."""
     files: int
     """Of weights."""
-
-
-class _Weight(NamedTuple):
-    """One tensor of the export."""
-
-    name: str
-    size_bytes: int
-    read: Callable[[], Tensor]
 
 
 def export(
@@ -89,20 +68,7 @@ def export(
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already; choose another folder, or remove it")
-    recipe, tokenizer = recipe_of(checkpoint)
-    if recipe.lora is None:
-        if merge:
-            raise ConfigError(f"{checkpoint.path} has no adapters; leave out --merge")
-        weights = _trained(checkpoint, recipe.sizes, TYPES[dtype])
-        texts = _texts(recipe.sizes, tokenizer, dtype)
-    else:
-        adapters = Adapters.of_checkpoint(checkpoint, recipe)
-        weights = _merged(adapters, TYPES[dtype]) if merge else list(_adapters(adapters, dtype))
-        texts = _texts(recipe.sizes, tokenizer, dtype)
-        if not merge:
-            config = json.dumps(peft_config(adapters), indent=2) + "\n"
-            texts = {**texts, ADAPTER_CONFIG: config}
-            del texts[CONFIG_FILE]
+    _, weights, texts = parts_of(checkpoint, dtype, merge=merge)
     single = SINGLE_FILE if CONFIG_FILE in texts else ADAPTER_FILE
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -130,7 +96,7 @@ def export(
 
 
 def _write_weights(
-    weights: Sequence[_Weight], folder: Path, dtype: torch.dtype, shard_bytes: int, single: str
+    weights: Sequence[Weight], folder: Path, dtype: torch.dtype, shard_bytes: int, single: str
 ) -> int:
     """Write the safetensors files; return how many."""
     groups = list(_grouped(weights, shard_bytes))
@@ -153,111 +119,11 @@ def _write_weights(
     return len(groups)
 
 
-def _trained(checkpoint: Checkpoint, sizes: Sizes, dtype: torch.dtype) -> list[_Weight]:
-    """Return parameters and saved buffers in the checkpoint's order."""
-    outline = make_outline(sizes)
-    wanted: Mapping[str, Tensor] = outline.state_dict()
-    shards = lru_cache(maxsize=1)(checkpoint.shard)  # its tensors are mapped, not read
-    places: dict[str, tuple[str, str]] = {}
-    for shard, keys in checkpoint.tensor_names.items():
-        for key in keys if shard != SWARM_SHARD else ():
-            name, _, kind = key.rpartition("/")
-            if kind == PARAMETER and name in wanted:
-                places[name] = shard, key
-
-    def read(name: str) -> Tensor:
-        shard, key = places[name]
-        return shards(shard)[key]
-
-    if not isinstance(sizes, GPTConfig):
-        return _published(outline, {name: wanted[name] for name in places}, read, dtype)
-    return [
-        _Weight(gpt2_name(name), _bytes(wanted[name], dtype), partial(_as_gpt2, name, read))
-        for name in places
-    ]
-
-
-def _as_gpt2(name: str, read: Read) -> Tensor:
-    return gpt2_tensor(name, read(name))
-
-
-def _merged(adapters: Adapters, dtype: torch.dtype) -> list[_Weight]:
-    """Return the frozen model's tensors with the adapters in them."""
-    outline = make_outline(adapters.sizes)
-    return _published(outline, adapters.outline, adapters.value, dtype)
-
-
-def _published(
-    model: nn.Module, outlines: Mapping[str, Tensor], read: Read, dtype: torch.dtype
-) -> list[_Weight]:
-    """Return what becomes of a model's tensors in the form of its published files.
-
-    Args:
-        model: On the meta device.
-        outlines: Of its tensors those that are written, without data.
-        read: Returns one of them with data.
-        dtype: What is written.
-    """
-    conversions = conversions_to_files(model, list(outlines))
-    made = lru_cache(maxsize=1)(lambda index: conversions[index].run(read))
-
-    def reader(index: int, name: str) -> Callable[[], Tensor]:
-        return lambda: made(index)[name]
-
-    return [
-        _Weight(name, _bytes(outline, dtype), reader(index, name))
-        for index, conversion in enumerate(conversions)
-        for name, outline in conversion.run(outlines.__getitem__).items()
-    ]
-
-
-def _adapters(adapters: Adapters, dtype: str) -> Iterator[_Weight]:
-    """Yield the adapters alone."""
-    for name, tensor in peft_tensors(adapters):
-        yield _Weight(name, _bytes(tensor, TYPES[dtype]), partial(_same, tensor))
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
-    return tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
-
-
-def _grouped(weights: Sequence[_Weight], most_bytes: int) -> Iterator[list[_Weight]]:
-    group: list[_Weight] = []
+def _grouped(weights: Sequence[Weight], most_bytes: int) -> Iterator[list[Weight]]:
+    group: list[Weight] = []
     for weight in weights:
         if group and sum(w.size_bytes for w in group) + weight.size_bytes > most_bytes:
             yield group
             group = []
         group.append(weight)
     yield group
-
-
-def _texts(sizes: Sizes, tokenizer: Tokenizer, dtype: str) -> dict[str, str]:
-    """Return the small files by name."""
-    if isinstance(sizes, GPTConfig):
-        config = gpt2_config(sizes, tokenizer.separator)
-        files = {"tokenizer_config.json": _tokenizer_config(tokenizer, sizes.context)}
-    else:
-        config = {**sizes.config, "architectures": [type(make_outline(sizes)).__name__]}
-        files = dict(sizes.files)
-        files.setdefault("tokenizer_config.json", _tokenizer_config(tokenizer, sizes.context))
-    config.pop("torch_dtype", None)
-    config["dtype"] = dtype
-    return {
-        **files,
-        CONFIG_FILE: json.dumps(config, indent=2, sort_keys=True) + "\n",
-        "tokenizer.json": tokenizer.to_json(),
-    }
-
-
-def _tokenizer_config(tokenizer: Tokenizer, context: int | None) -> str:
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.separator_text,
-    }
-    if context is not None:
-        config["model_max_length"] = context
-    return json.dumps(config, indent=2) + "\n"
