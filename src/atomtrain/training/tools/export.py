@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from atomtrain.models.hugging_face import CONFIG_FILE
 from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE
 from atomtrain.training.setup.peft_folder import ADAPTER_FILE
 from atomtrain.training.tools.export_parts import TYPES, Weight, parts_of
+from atomtrain.training.tools.hub import PlannedFile
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of a file at most, unless a single tensor is larger."""
@@ -62,22 +63,13 @@ def export(
         CheckpointError: the checkpoint is none of `atom train`, or the folder cannot be written.
         ConfigError: the target is there already, or the model has no counterpart there.
     """
-    if dtype not in TYPES:
-        raise ConfigError(
-            f"there is no type {dtype!r}.{nearest(dtype, TYPES)} Types: {', '.join(TYPES)}"
-        )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is there already; choose another folder, or remove it")
-    _, weights, texts = parts_of(checkpoint, dtype, merge=merge)
-    single = SINGLE_FILE if CONFIG_FILE in texts else ADAPTER_FILE
+    weights, texts, groups = _prepared(checkpoint, target, dtype, shard_bytes, merge=merge)
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
         for name, text in texts.items():
             (unfinished / name).write_text(text, encoding="utf-8")
-        if single == ADAPTER_FILE:
-            shard_bytes = sum(weight.size_bytes for weight in weights) + 1
-        files = _write_weights(weights, unfinished, TYPES[dtype], shard_bytes, single)
+        _write_weights(groups, unfinished, TYPES[dtype])
         for file in unfinished.iterdir():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
@@ -92,31 +84,65 @@ def export(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     size_bytes = sum(weight.size_bytes for weight in weights)
-    return Exported(target, len(weights), size_bytes, files)
+    return Exported(target, len(weights), size_bytes, len(groups))
+
+
+def planned(
+    checkpoint: Checkpoint, target: Path, dtype: str, shard_bytes: int, *, merge: bool
+) -> list[PlannedFile]:
+    """Return the files that `export` would write; arguments and errors are the same."""
+    _, texts, groups = _prepared(checkpoint, target, dtype, shard_bytes, merge=merge)
+    sizes = {name: len(text.encode()) for name, text in texts.items()}
+    for name, group in groups.items():
+        sizes[name] = sum(weight.size_bytes for weight in group)
+    return [PlannedFile(name, size_bytes) for name, size_bytes in sorted(sizes.items())]
+
+
+class _Prepared(NamedTuple):
+    """What is written where."""
+
+    weights: list[Weight]
+    texts: dict[str, str]
+    """Small files, by name."""
+    groups: dict[str, list[Weight]]
+    """Files of weights, by name."""
+
+
+def _prepared(
+    checkpoint: Checkpoint, target: Path, dtype: str, shard_bytes: int, *, merge: bool
+) -> _Prepared:
+    if dtype not in TYPES:
+        raise ConfigError(
+            f"there is no type {dtype!r}.{nearest(dtype, TYPES)} Types: {', '.join(TYPES)}"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already; choose another folder, or remove it")
+    _, weights, texts = parts_of(checkpoint, dtype, merge=merge)
+    if CONFIG_FILE not in texts:
+        return _Prepared(weights, texts, {ADAPTER_FILE: weights})
+    groups = list(_grouped(weights, shard_bytes))
+    if len(groups) == 1:
+        return _Prepared(weights, texts, {SINGLE_FILE: groups[0]})
+    named = {
+        f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors": group
+        for index, group in enumerate(groups)
+    }
+    weight_map = {weight.name: name for name, group in named.items() for weight in group}
+    total_bytes = sum(weight.size_bytes for weight in weights)
+    index_text = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return _Prepared(weights, {**texts, INDEX_FILE: json.dumps(index_text, indent=2)}, named)
 
 
 def _write_weights(
-    weights: Sequence[Weight], folder: Path, dtype: torch.dtype, shard_bytes: int, single: str
-) -> int:
-    """Write the safetensors files; return how many."""
-    groups = list(_grouped(weights, shard_bytes))
-    weight_map = {}
-    for index, group in enumerate(groups):
-        name = single
-        if len(groups) > 1:
-            name = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
+    groups: Mapping[str, Sequence[Weight]], folder: Path, dtype: torch.dtype
+) -> None:
+    for name, group in groups.items():
         tensors: dict[str, Tensor] = {}
         for weight in group:
             tensor = weight.read()
             tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
             tensors[weight.name] = tensor.contiguous()
-            weight_map[weight.name] = name
         save_file(tensors, folder / name, metadata={"format": "pt"})
-    if len(groups) > 1:
-        total_bytes = sum(weight.size_bytes for weight in weights)
-        index_text = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index_text, indent=2), encoding="utf-8")
-    return len(groups)
 
 
 def _grouped(weights: Sequence[Weight], most_bytes: int) -> Iterator[list[Weight]]:

@@ -28,6 +28,7 @@ from atomtrain.training.tools.gguf_model import (
     turned,
 )
 from atomtrain.training.tools.gguf_tokenizer import Vocabulary, vocabulary_of
+from atomtrain.training.tools.hub import PlannedFile
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -74,14 +75,7 @@ def export_gguf(checkpoint: Checkpoint, target: Path, kind: str) -> GgufWritten:
         ConfigError: the package `gguf` is missing, the target is there already, or GGUF is not
             written for this model, tokenizer or type.
     """
-    _check(target, kind)
-    parts = parts_of(checkpoint, "float32", merge=None)
-    if isinstance(parts.sizes, HuggingFaceConfig):
-        model = described(make_outline(parts.sizes).config, parts.sizes.config["model_type"])
-    else:
-        model = described(None, "gpt (ATOM's own)")
-    vocabulary = vocabulary_of(parts.texts, model.config.vocab_size)
-    entries = _entries(parts.weights, model, kind)
+    model, vocabulary, entries = _prepared(checkpoint, target, kind)
     try:
         with replacing(target) as unfinished:
             _write(unfinished, target.stem, model, vocabulary, entries, kind)
@@ -91,6 +85,25 @@ def export_gguf(checkpoint: Checkpoint, target: Path, kind: str) -> GgufWritten:
             "another file"
         ) from error
     return GgufWritten(target, len(entries), sum(_size_bytes(entry) for entry in entries))
+
+
+def planned_gguf(checkpoint: Checkpoint, target: Path, kind: str) -> list[PlannedFile]:
+    """Return the file that `export_gguf` would write; arguments and errors are the same."""
+    _, _, entries = _prepared(checkpoint, target, kind)
+    return [PlannedFile(target.name, sum(_size_bytes(entry) for entry in entries))]
+
+
+def _prepared(
+    checkpoint: Checkpoint, target: Path, kind: str
+) -> tuple[Description, Vocabulary, list[_Entry]]:
+    _check(target, kind)
+    parts = parts_of(checkpoint, "float32", merge=None)
+    if isinstance(parts.sizes, HuggingFaceConfig):
+        model = described(make_outline(parts.sizes).config, parts.sizes.config["model_type"])
+    else:
+        model = described(None, "gpt (ATOM's own)")
+    vocabulary = vocabulary_of(parts.texts, model.config.vocab_size)
+    return model, vocabulary, _entries(parts.weights, model, kind)
 
 
 def _check(target: Path, kind: str) -> None:
