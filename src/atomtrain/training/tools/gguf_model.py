@@ -117,4 +117,5 @@ def rope_factors(model: Description) -> Tensor | None:
     made, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](model.config, torch.device("cpu"))
     frequencies: Tensor = made
     powers = torch.arange(0, model.head_width, 2, dtype=torch.float32) / model.head_width
-    return (1 / rope["rope_theta"] ** powers) / frequencies
+    base: float = rope["rope_theta"]
+    return (1 / base**powers) / frequencies

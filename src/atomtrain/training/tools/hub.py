@@ -28,7 +28,8 @@ def check_repository(name: str) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(name)
