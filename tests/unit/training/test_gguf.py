@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from atomtrain.data import Tokenizer
 from atomtrain.errors import ConfigError
+from atomtrain.training.tools import gguf_file
 from atomtrain.training.tools.gguf_model import described, rope_factors, turned
 from atomtrain.training.tools.gguf_tokenizer import CONTROL, UNUSED, USER_DEFINED, vocabulary_of
 
@@ -177,11 +179,34 @@ def test_context_is_that_of_a_window_only_where_one_slides() -> None:
     assert described(slides, "qwen2").context == 96
 
 
+def test_one_tensor_at_a_time_is_held(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def read() -> torch.Tensor:
+        assert not any(earlier() is not None for earlier in made)
+        tensor = torch.ones(4, 32)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    kinds = ("F16", "BF16", "Q8_0", "F32")
+    entries = [gguf_file._Entry(kind, (4, 32), kind, read) for kind in kinds]
+    vocabulary = vocabulary_of(texts(), 300)
+    file = tmp_path / "m.gguf"
+    gguf_file._write(file, "m", described(config(), "llama"), vocabulary, entries, "f16")
+    assert len(made) == len(kinds)
+
+
+def test_number_that_f16_cannot_hold_is_refused() -> None:
+    pytest.importorskip("gguf")
+    entry = gguf_file._Entry("output.weight", (1, 2), "F16", lambda: torch.tensor([[1.0, 1e6]]))
+    with pytest.raises(ConfigError, match="choose bf16 or q8_0"):
+        gguf_file._packed(entry)
+
+
 def test_command_refuses_before_it_reads_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from atomtrain.training.tools import gguf_file
-
     def refused(target: str, *more: str) -> str:
         with pytest.raises(ConfigError) as caught:
             gguf_file.export_gguf(None, tmp_path / target, *more)  # type: ignore[arg-type]

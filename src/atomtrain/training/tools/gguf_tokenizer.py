@@ -89,10 +89,12 @@ def vocabulary_of(texts: Mapping[str, str], rows: int) -> Vocabulary:
     for kind in _SPECIAL:
         name = settings.get(f"{kind}_token")
         name = name.get("content") if isinstance(name, dict) else name
-        if name in numbers:
+        if isinstance(name, str) and name in numbers:
             special[kind] = numbers[name]
     adds = _added(texts["tokenizer.json"], special)
     template = settings.get("chat_template") or texts.get("chat_template.jinja")
+    if not isinstance(template, str | list | None):
+        raise _refusal("has a chat template that is neither a text nor a list of them")
     return Vocabulary(pre, tokens, types, merges, special, adds, template)
 
 
@@ -139,7 +141,9 @@ def _added(text: str, special: dict[str, int]) -> dict[str, bool]:
     backend = Tokenizer.from_str(text)
     whole = backend.encode("a").ids
     bare = backend.encode("a", add_special_tokens=False).ids
-    at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), None)
+    if at is None:
+        raise _refusal("changes the tokens of a text that it puts others around")
     before, behind = whole[:at], whole[at + len(bare) :]
     for kind, found in (("bos", before), ("eos", behind)):
         if found and found != [special.get(kind)]:
