@@ -112,7 +112,7 @@ TEMPLATE = (
 def prepare(folder: Path) -> None:
     """Write what the pages name: texts, rows, pairs, models, a key, a folder for disk."""
     for name in ("smollm2-135m", "llama-7b", "llama-70b"):
-        write_model(folder / "models" / name, UNTIED)
+        write_model(folder / "models" / name, {**UNTIED, "intermediate_size": 64})
         (folder / "models" / name / "chat_template.jinja").write_text(TEMPLATE)
     for name in ("books", "disk"):
         (folder / name).mkdir()

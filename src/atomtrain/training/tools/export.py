@@ -6,35 +6,23 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from atomtrain.checkpoint import Checkpoint
-from atomtrain.data import Tokenizer
 from atomtrain.errors import CheckpointError, ConfigError, nearest
-from atomtrain.models.gpt_as_gpt2 import gpt2_config, gpt2_name, gpt2_tensor
-from atomtrain.models.gpt_config import GPTConfig
 from atomtrain.models.hugging_face import CONFIG_FILE
-from atomtrain.models.making import Sizes, make_outline
-from atomtrain.models.weight_conversion import Read, conversions_to_files
 from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE
-from atomtrain.training.setup.adapters import Adapters
-from atomtrain.training.setup.peft_folder import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    peft_config,
-    peft_tensors,
-)
-from atomtrain.training.setup.state import PARAMETER, SWARM_SHARD, recipe_of
+from atomtrain.training.setup.peft_folder import ADAPTER_FILE
+from atomtrain.training.tools.export_parts import TYPES, Weight, parts_of
+from atomtrain.training.tools.hub import PlannedFile
 
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 5 * 10**9
 """Bytes of a file at most, unless a single tensor is larger."""
 
@@ -48,14 +36,6 @@ class Exported(NamedTuple):
     """Of the weights."""
     files: int
     """Of weights."""
-
-
-class _Weight(NamedTuple):
-    """One tensor of the export."""
-
-    name: str
-    size_bytes: int
-    read: Callable[[], Tensor]
 
 
 def export(
@@ -83,40 +63,13 @@ def export(
         CheckpointError: the checkpoint is none of `atom train`, or the folder cannot be written.
         ConfigError: the target is there already, or the model has no counterpart there.
     """
-    if dtype not in TYPES:
-        raise ConfigError(
-            f"there is no type {dtype!r}.{nearest(dtype, TYPES)} Types: {', '.join(TYPES)}"
-        )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is there already; choose another folder, or remove it")
-    recipe, tokenizer = recipe_of(checkpoint)
-    if recipe.lora is None:
-        if merge:
-            raise ConfigError(f"{checkpoint.path} has no adapters; leave out --merge")
-        weights = _trained(checkpoint, recipe.sizes, TYPES[dtype])
-        texts = _texts(recipe.sizes, tokenizer, dtype)
-    else:
-        if recipe.has_head and not merge:
-            raise ConfigError(
-                f"{checkpoint.path} holds adapters and a head, and peft's folder does not say "
-                "which labels it has; export the whole model with --merge"
-            )
-        adapters = Adapters.of_checkpoint(checkpoint, recipe)
-        weights = _merged(adapters, TYPES[dtype]) if merge else list(_adapters(adapters, dtype))
-        texts = _texts(recipe.sizes, tokenizer, dtype)
-        if not merge:
-            config = json.dumps(peft_config(adapters), indent=2) + "\n"
-            texts = {**texts, ADAPTER_CONFIG: config}
-            del texts[CONFIG_FILE]
-    single = SINGLE_FILE if CONFIG_FILE in texts else ADAPTER_FILE
+    weights, texts, groups = _prepared(checkpoint, target, dtype, shard_bytes, merge=merge)
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
         for name, text in texts.items():
             (unfinished / name).write_text(text, encoding="utf-8")
-        if single == ADAPTER_FILE:
-            shard_bytes = sum(weight.size_bytes for weight in weights) + 1
-        files = _write_weights(weights, unfinished, TYPES[dtype], shard_bytes, single)
+        _write_weights(groups, unfinished, TYPES[dtype])
         for file in unfinished.iterdir():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
@@ -131,138 +84,72 @@ def export(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     size_bytes = sum(weight.size_bytes for weight in weights)
-    return Exported(target, len(weights), size_bytes, files)
+    return Exported(target, len(weights), size_bytes, len(groups))
+
+
+def planned(
+    checkpoint: Checkpoint, target: Path, dtype: str, shard_bytes: int, *, merge: bool
+) -> list[PlannedFile]:
+    """Return the files that `export` would write; arguments and errors are the same."""
+    _, texts, groups = _prepared(checkpoint, target, dtype, shard_bytes, merge=merge)
+    sizes = {name: len(text.encode()) for name, text in texts.items()}
+    for name, group in groups.items():
+        sizes[name] = sum(weight.size_bytes for weight in group)
+    return [PlannedFile(name, size_bytes) for name, size_bytes in sorted(sizes.items())]
+
+
+class _Prepared(NamedTuple):
+    """What is written where."""
+
+    weights: list[Weight]
+    texts: dict[str, str]
+    """Small files, by name."""
+    groups: dict[str, list[Weight]]
+    """Files of weights, by name."""
+
+
+def _prepared(
+    checkpoint: Checkpoint, target: Path, dtype: str, shard_bytes: int, *, merge: bool
+) -> _Prepared:
+    if dtype not in TYPES:
+        raise ConfigError(
+            f"there is no type {dtype!r}.{nearest(dtype, TYPES)} Types: {', '.join(TYPES)}"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already; choose another folder, or remove it")
+    _, weights, texts = parts_of(checkpoint, dtype, merge=merge)
+    if CONFIG_FILE not in texts:
+        return _Prepared(weights, texts, {ADAPTER_FILE: weights})
+    groups = list(_grouped(weights, shard_bytes))
+    if len(groups) == 1:
+        return _Prepared(weights, texts, {SINGLE_FILE: groups[0]})
+    named = {
+        f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors": group
+        for index, group in enumerate(groups)
+    }
+    weight_map = {weight.name: name for name, group in named.items() for weight in group}
+    total_bytes = sum(weight.size_bytes for weight in weights)
+    index_text = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return _Prepared(weights, {**texts, INDEX_FILE: json.dumps(index_text, indent=2)}, named)
 
 
 def _write_weights(
-    weights: Sequence[_Weight], folder: Path, dtype: torch.dtype, shard_bytes: int, single: str
-) -> int:
-    """Write the safetensors files; return how many."""
-    groups = list(_grouped(weights, shard_bytes))
-    weight_map = {}
-    for index, group in enumerate(groups):
-        name = single
-        if len(groups) > 1:
-            name = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
+    groups: Mapping[str, Sequence[Weight]], folder: Path, dtype: torch.dtype
+) -> None:
+    for name, group in groups.items():
         tensors: dict[str, Tensor] = {}
         for weight in group:
             tensor = weight.read()
             tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
             tensors[weight.name] = tensor.contiguous()
-            weight_map[weight.name] = name
         save_file(tensors, folder / name, metadata={"format": "pt"})
-    if len(groups) > 1:
-        total_bytes = sum(weight.size_bytes for weight in weights)
-        index_text = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index_text, indent=2), encoding="utf-8")
-    return len(groups)
 
 
-def _trained(checkpoint: Checkpoint, sizes: Sizes, dtype: torch.dtype) -> list[_Weight]:
-    """Return parameters and saved buffers in the checkpoint's order."""
-    outline = make_outline(sizes)
-    wanted: Mapping[str, Tensor] = outline.state_dict()
-    shards = lru_cache(maxsize=1)(checkpoint.shard)  # its tensors are mapped, not read
-    places: dict[str, tuple[str, str]] = {}
-    for shard, keys in checkpoint.tensor_names.items():
-        for key in keys if shard != SWARM_SHARD else ():
-            name, _, kind = key.rpartition("/")
-            if kind == PARAMETER and name in wanted:
-                places[name] = shard, key
-
-    def read(name: str) -> Tensor:
-        shard, key = places[name]
-        return shards(shard)[key]
-
-    if not isinstance(sizes, GPTConfig):
-        return _published(outline, {name: wanted[name] for name in places}, read, dtype)
-    return [
-        _Weight(gpt2_name(name), _bytes(wanted[name], dtype), partial(_as_gpt2, name, read))
-        for name in places
-    ]
-
-
-def _as_gpt2(name: str, read: Read) -> Tensor:
-    return gpt2_tensor(name, read(name))
-
-
-def _merged(adapters: Adapters, dtype: torch.dtype) -> list[_Weight]:
-    """Return the frozen model's tensors with the adapters in them."""
-    outline = make_outline(adapters.sizes)
-    return _published(outline, adapters.outline, adapters.value, dtype)
-
-
-def _published(
-    model: nn.Module, outlines: Mapping[str, Tensor], read: Read, dtype: torch.dtype
-) -> list[_Weight]:
-    """Return what becomes of a model's tensors in the form of its published files.
-
-    Args:
-        model: On the meta device.
-        outlines: Of its tensors those that are written, without data.
-        read: Returns one of them with data.
-        dtype: What is written.
-    """
-    conversions = conversions_to_files(model, list(outlines))
-    made = lru_cache(maxsize=1)(lambda index: conversions[index].run(read))
-
-    def reader(index: int, name: str) -> Callable[[], Tensor]:
-        return lambda: made(index)[name]
-
-    return [
-        _Weight(name, _bytes(outline, dtype), reader(index, name))
-        for index, conversion in enumerate(conversions)
-        for name, outline in conversion.run(outlines.__getitem__).items()
-    ]
-
-
-def _adapters(adapters: Adapters, dtype: str) -> Iterator[_Weight]:
-    """Yield the adapters alone."""
-    for name, tensor in peft_tensors(adapters):
-        yield _Weight(name, _bytes(tensor, TYPES[dtype]), partial(_same, tensor))
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
-    return tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
-
-
-def _grouped(weights: Sequence[_Weight], most_bytes: int) -> Iterator[list[_Weight]]:
-    group: list[_Weight] = []
+def _grouped(weights: Sequence[Weight], most_bytes: int) -> Iterator[list[Weight]]:
+    group: list[Weight] = []
     for weight in weights:
         if group and sum(w.size_bytes for w in group) + weight.size_bytes > most_bytes:
             yield group
             group = []
         group.append(weight)
     yield group
-
-
-def _texts(sizes: Sizes, tokenizer: Tokenizer, dtype: str) -> dict[str, str]:
-    """Return the small files by name."""
-    if isinstance(sizes, GPTConfig):
-        config = gpt2_config(sizes, tokenizer.separator)
-        files = {"tokenizer_config.json": _tokenizer_config(tokenizer, sizes.context)}
-    else:
-        config = {**sizes.config, "architectures": [type(make_outline(sizes)).__name__]}
-        files = dict(sizes.files)
-        files.setdefault("tokenizer_config.json", _tokenizer_config(tokenizer, sizes.context))
-    config.pop("torch_dtype", None)
-    config["dtype"] = dtype
-    return {
-        **files,
-        CONFIG_FILE: json.dumps(config, indent=2, sort_keys=True) + "\n",
-        "tokenizer.json": tokenizer.to_json(),
-    }
-
-
-def _tokenizer_config(tokenizer: Tokenizer, context: int | None) -> str:
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.separator_text,
-    }
-    if context is not None:
-        config["model_max_length"] = context
-    return json.dumps(config, indent=2) + "\n"

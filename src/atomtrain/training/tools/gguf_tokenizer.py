@@ -1,0 +1,159 @@
+"""A tokenizer as GGUF has it: tokens, merges, and the name of how text is cut before merging.
+
+llama.cpp knows the ways to cut text by name only (`tokenizer.ggml.pre`). A wrong name gives other
+tokens without a word, so a tokenizer whose parts are not exactly those of a known one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from atomtrain.errors import ConfigError
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""Types of tokens, by the numbers of `gguf.TokenType`."""
+_SPECIAL = ("bos", "eos", "unk", "pad")
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class _Cut(NamedTuple):
+    """How a tokenizer prepares text."""
+
+    steps: tuple[str, ...]
+    """Of its pre-tokenizer; `bytes` stands for bytes as letters, `words` for GPT-2's words too."""
+    normalizers: tuple[str | None, ...]
+    ignore_merges: bool
+    """Whether a whole word that is a token needs no merges."""
+
+
+_KNOWN = {
+    "gpt-2": _Cut(("words",), (None,), False),
+    "smollm": _Cut(("digits", "words"), (None,), False),
+    # llama.cpp does not compose characters (NFC) either where Qwen's tokenizer does.
+    "qwen2": _Cut((_WORDS + r"\p{N}" + _REST, "bytes"), (None, "NFC"), False),
+    "llama-bpe": _Cut((_WORDS + r"\p{N}{1,3}" + _REST, "bytes"), (None,), True),
+    "tekken": _Cut((_TEKKEN, "bytes"), (None,), True),
+}
+"""By the name that llama.cpp has for it (`src/llama-vocab.cpp`)."""
+
+
+class Vocabulary(NamedTuple):
+    """What GGUF says of a tokenizer."""
+
+    pre: str
+    tokens: list[str]
+    """By number, as many as the embedding has rows."""
+    types: list[int]
+    merges: list[str]
+    special: dict[str, int]
+    """Numbers of `bos`, `eos`, `unk` and `pad`, those that there are."""
+    adds: dict[str, bool]
+    """Whether `bos` and `eos` are put around a text."""
+    chat_template: str | list[dict[str, str]] | None
+
+
+def vocabulary_of(texts: Mapping[str, str], rows: int) -> Vocabulary:
+    """Return what GGUF says of a model's tokenizer.
+
+    Args:
+        texts: The small files of a Hugging Face folder, by name.
+        rows: Of the embedding.
+
+    Raises:
+        ConfigError: llama.cpp has no such tokenizer.
+    """
+    stored = json.loads(texts["tokenizer.json"])
+    settings = json.loads(texts["tokenizer_config.json"])
+    model = stored["model"]
+    pre = _pre_of(stored)
+    tokens = [f"[PAD{number}]" for number in range(rows)]
+    types = [UNUSED] * rows
+    for text, number in model["vocab"].items():
+        tokens[number], types[number] = text, NORMAL
+    for added in stored["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if odd := next((merge for merge in merges if merge.count(" ") != 1), None):
+        raise _refusal(f"has a merge of tokens with spaces in them, {odd!r}")
+    numbers = {text: number for number, text in enumerate(tokens)}
+    special = {}
+    for kind in _SPECIAL:
+        name = settings.get(f"{kind}_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        if isinstance(name, str) and name in numbers:
+            special[kind] = numbers[name]
+    adds = _added(texts["tokenizer.json"], special)
+    template = settings.get("chat_template") or texts.get("chat_template.jinja")
+    if not isinstance(template, str | list | None):
+        raise _refusal("has a chat template that is neither a text nor a list of them")
+    return Vocabulary(pre, tokens, types, merges, special, adds, template)
+
+
+def _pre_of(stored: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name for how a tokenizer prepares text."""
+    model = stored["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        kind = "SentencePiece's" if model["type"] == "BPE" else model["type"]
+        raise _refusal(f"is of the kind {kind}, not byte-level BPE")
+    marks = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    if odd := next((mark for mark in marks if model.get(mark)), None):
+        raise _refusal(f"sets {odd}")
+    normalizer = stored.get("normalizer")
+    name = None if normalizer is None else normalizer["type"]
+    cut = _steps(stored.get("pre_tokenizer"))
+    ignores = bool(model.get("ignore_merges"))
+    for pre, known in _KNOWN.items():
+        if (cut, ignores) == (known.steps, known.ignore_merges) and name in known.normalizers:
+            return pre
+    raise _refusal("cuts text in a way that is not one of these")
+
+
+def _steps(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the steps of a pre-tokenizer as `_Cut` names them; others by their type."""
+    if pre_tokenizer is None:
+        return ()
+    kind = pre_tokenizer["type"]
+    if kind == "Sequence":
+        return tuple(step for part in pre_tokenizer["pretokenizers"] for step in _steps(part))
+    if kind == "ByteLevel" and not pre_tokenizer["add_prefix_space"]:
+        return ("words" if pre_tokenizer.get("use_regex", True) else "bytes",)
+    if kind == "Digits" and pre_tokenizer["individual_digits"]:
+        return ("digits",)
+    isolated = pre_tokenizer.get("behavior") == "Isolated" and not pre_tokenizer.get("invert")
+    if kind == "Split" and isolated and "Regex" in pre_tokenizer["pattern"]:
+        return (pre_tokenizer["pattern"]["Regex"],)
+    return (kind,)
+
+
+def _added(text: str, special: dict[str, int]) -> dict[str, bool]:
+    """Return whether the tokenizer puts bos and eos around a text, found by encoding one."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(text)
+    whole = backend.encode("a").ids
+    bare = backend.encode("a", add_special_tokens=False).ids
+    at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), None)
+    if at is None:
+        raise _refusal("changes the tokens of a text that it puts others around")
+    before, behind = whole[:at], whole[at + len(bare) :]
+    for kind, found in (("bos", before), ("eos", behind)):
+        if found and found != [special.get(kind)]:
+            names = [backend.id_to_token(number) for number in found]
+            raise _refusal(f"puts {names} around a text, which is not its {kind}_token")
+    return {"bos": bool(before), "eos": bool(behind)}
+
+
+def _refusal(fault: str) -> ConfigError:
+    return ConfigError(
+        f"the tokenizer {fault}; GGUF is written for those that cut text as "
+        f"{', '.join(_KNOWN)} do. Export a folder (leave out --gguf) and convert that"
+    )
