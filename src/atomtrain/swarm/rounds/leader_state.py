@@ -88,6 +88,9 @@ class LeaderRound:
         self.late: set[str] = set()
         """Members that said nothing by a deadline."""
         self._waiting = set(members)
+        self._invited = frozenset(self._waiting)
+        self.survivors: tuple[str, ...] = ()
+        """Members on whose word the decision counts."""
         self._ready: dict[str, Ready] = {}
         self._held: dict[str, Held] = {}
         self._refusals: dict[str, str] = {}
@@ -96,6 +99,13 @@ class LeaderRound:
     def unanswered(self) -> frozenset[str]:
         """Members whose answer to the invitation is still to come."""
         return frozenset(self._waiting) if self.phase is Phase.FORMING else frozenset()
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Members that took no part: of a round without a decision those that said nothing."""
+        if not self.survivors:
+            return frozenset(self.late)
+        return self._invited - frozenset(self.survivors)
 
     def start(self) -> Outgoing:
         """Return the invitations."""
@@ -219,7 +229,8 @@ class LeaderRound:
             odd = self._odd_one(survivors)
             survivors.remove(odd)
             self._refusals.setdefault(odd, "lacks what others hold")
-        return self._finish(Commit(slices=agreed), survivors)
+        self.survivors = tuple(survivors)
+        return self._finish(Commit(slices=agreed, absent=tuple(sorted(self.absent))), survivors)
 
     def _alike(self, members: Sequence[str]) -> tuple[int, ...]:
         columns = zip(*(self._held[member].digests for member in members), strict=True)
