@@ -69,6 +69,7 @@ class LeaderIO:
             limit=context.age.limit,
             refused=context.roster.refused,
             lowered=partial(context.standing.lowered, context.peer_id),
+            leader=context.peer_id,
         )
         self._round = LeaderRound(call, [r.peer_id for r in members], self._loop.time())
 

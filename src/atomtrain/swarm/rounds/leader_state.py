@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, Stamp, best_of, siblings
-from atomtrain.swarm.membership.guards import bounded_weights
+from atomtrain.swarm.membership.guards import bounded_weights, led_weights
 from atomtrain.swarm.transport.messages import (
     Abandon,
     Begin,
@@ -65,6 +65,8 @@ class RoundCall:
     """Digests of anchors that did harm at the leader."""
     lowered: Callable[[Sequence[str], Sequence[int]], Sequence[int]] = lambda _, weights: weights
     """What members weigh, of what they claim, by what the leader has seen of them."""
+    leader: str = ""
+    """Who leads."""
 
 
 Outgoing = list[tuple[str, Message]]
@@ -182,7 +184,8 @@ class LeaderRound:
             reason = f"no two members were ready{alike}{self._why()}"
             return self._finish(Abandon(reason=reason), everybody)
         claimed = bounded_weights([self._ready[member].weight for member in group])
-        weights = bounded_weights(self.call.lowered(group, claimed))
+        leader = group.index(self.call.leader) if self.call.leader in group else None
+        weights = led_weights(self.call.lowered(group, claimed), leader)
         if not any(weights):
             return self._finish(Abandon(reason="nobody has trained since"), everybody)
         self.group = tuple(group)

@@ -170,6 +170,7 @@ class RoundMember:
         context = self._context
         setup = ExchangeSetup(
             peer_id=context.peer_id,
+            leader=self._channel.remote,
             snapshot=snapshot,
             codec=context.codec,
             open=partial(context.open, bulk=True),
