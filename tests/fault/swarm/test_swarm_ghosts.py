@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.swarm_processes import PeerProcess, wait_averaged, wait_same_anchors
+import pytest
 
+from tests.support.swarm_processes import PeerProcess, wait_averaged, wait_same_anchors
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.matrix  # the first two rounds wait out their deadlines
 _SETTINGS = {"target": 1.0, "expiry_s": 4.0, "round_floor_s": 1.0}
 
 
@@ -27,12 +31,13 @@ def test_a_member_that_takes_no_part_is_hardly_invited(
     begin.touch()
     ghost.wait_for("fault")
     begun = first.now
-    next_round = ghost.wait_for("invited")["round"]
-    first.wait_for(
-        "round",
-        lambda said: len(said["contributors"]) == 3 and said["round"] >= next_round + 12,
-        begun,
-    )
-    invited = [said["round"] for said in ghost.lines("invited")]
-    assert 2 <= len(invited) <= 5, invited
+
+    def averaged_without_inviting_it() -> bool:
+        said = [line for line in first.lines("round", begun) if len(line["contributors"]) == 3]
+        invited = [line["round"] for line in ghost.lines("invited")]
+        # What it says of the newest round may be on its way.
+        later = {line["round"] for line in said[:-1]} - set(invited)
+        return len(invited) >= 2 and any(r > invited[1] for r in later)
+
+    wait_until(averaged_without_inviting_it)
     wait_same_anchors(*honest)

@@ -192,7 +192,7 @@ def test_a_leader_that_lets_one_weigh_too_much_is_not_followed() -> None:
     assert checked_place(setup, replace(begin, weights=(60, 40, 50))) == 0, "as one that is new"
     snapshot.weight = 500
     for weights in ((501, 40, 60), (0, 40, 50), (10**6, 40, 50), (500, 40, 501 * 10)):
-        with pytest.raises(BadMessage, match="the leader (changed|lets one weigh too much)"):
+        with pytest.raises(BadMessage, match=r"the leader (changed|lets one weigh too much)"):
             checked_place(setup, replace(begin, weights=weights))
 
 
