@@ -32,6 +32,7 @@ from atomtrain.swarm.transport.messages import (
     Invite,
     Ping,
     Propose,
+    Proposed,
     RelayTo,
 )
 from atomtrain.swarm.transport.transport import Channel
@@ -147,6 +148,23 @@ def lie(swarm: Swarm, what: str) -> None:
     store.stamps = lambda: tuple(  # type: ignore[method-assign]
         anchor(fragment).stamp for fragment in range(len(store.fragment_elements))
     )
+
+
+def haunt(swarm: Swarm) -> None:
+    """Have a peer accept every invitation and every proposal, and do nothing about it."""
+    rounds = swarm._service._rounds
+
+    async def follow(channel: Channel, invite: Invite) -> bool:
+        say("invited", round=invite.round_index)
+        await asyncio.sleep(1e6)
+        return False
+
+    def consider(message: Propose) -> Proposed:
+        return Proposed(accepted=True, round_index=message.round_index, reason="")
+
+    rounds.follow = follow  # type: ignore[method-assign]
+    rounds.consider = consider  # type: ignore[method-assign]
+    rounds.on_boundary = lambda steps: None  # type: ignore[method-assign]
 
 
 def record(swarm: Swarm) -> None:

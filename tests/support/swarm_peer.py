@@ -31,7 +31,7 @@ import torch
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
-from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, hoard, lie, raid, record
+from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, haunt, hoard, lie, raid, record
 from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, judge_of, say
 
 _STOOD_STILL = (
@@ -248,8 +248,8 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         fall_at(stage, cut_off if what == "cut" else partial(os.kill, os.getpid(), numbers[what]))
     elif fault in ("raid", "hoard"):
         (raid if fault == "raid" else hoard)(swarm)
-    elif fault == "flood":
-        flood(swarm)
+    elif fault in ("flood", "haunt"):
+        (flood if fault == "flood" else haunt)(swarm)
     elif fault.startswith("lie "):
         lie(swarm, fault.removeprefix("lie "))
     else:

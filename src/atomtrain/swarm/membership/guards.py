@@ -6,7 +6,8 @@ weights are what the leader says, and each member checks that.
 * *Reject*: a contribution that is not finite, or cannot be decoded, or whose norm is above
   `limit` times the median of the group's, times `weight / median weight` bounded to 1 to 10,
   since a change grows at most in proportion to the tokens it was learnt from.
-* *Weight*: nobody weighs more than ten times the median of the group, whatever tokens it claims.
+* *Weight*: nobody weighs more than ten times the median of the group, whatever tokens it claims,
+  and who leads not more than the median of the others.
 * *Clip*: the mean by centred clipping (Karimireddy, He, Jaggi 2021, "Learning from History for
   Byzantine Robust Optimization", equation 2): `v += sum of w_i (x_i - v) min(1, tau / |x_i - v|)`,
   from `v = 0`, with the median of the distances as `tau`, and no weight above 1.25 medians.
@@ -28,6 +29,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from atomtrain.swarm.membership.standing import FULL_ROUNDS
 
 JUDGED_ELEMENTS = 32
 """Norms of fewer elements differ too much by chance."""
@@ -176,6 +179,40 @@ def bounded_weights(weights: Sequence[int]) -> tuple[int, ...]:
         return tuple(weights)
     most = _WEIGHT_MAX * statistics.median_low(claimed)
     return tuple(min(weight, most) for weight in weights)
+
+
+def led_weights(weights: Sequence[int], leader: int | None) -> tuple[int, ...]:
+    """Return the weights that count where the member at place `leader` leads; None: no member does.
+
+    Where at least two others have any, it weighs at most their median (of an even number the lower
+    one), since nobody else judges it in its own round; then `bounded_weights`. Doing so twice
+    changes nothing.
+    """
+    others = [weight for place, weight in enumerate(weights) if place != leader and weight > 0]
+    if leader is None or len(others) < _JUDGED_MEMBERS - 1:
+        return bounded_weights(weights)
+    most = statistics.median_low(others)
+    return bounded_weights([min(w, most) if i == leader else w for i, w in enumerate(weights)])
+
+
+def weights_flaw(weights: Sequence[int], place: int, claimed: int, leader: int | None) -> str:
+    """Return what is wrong with a leader's weights for the member at `place`; empty: nothing.
+
+    `claimed` is what that member has said. A leader may lower it, as far as `Standing.lowered`
+    does with newcomers, and to what `led_weights` allows.
+    """
+    own = weights[place]
+    if own > claimed or (own == 0) != (claimed == 0):
+        return "changed this member's weight"
+    if tuple(weights) != led_weights(weights, leader):
+        return "lets one weigh too much"
+    counting = [weight for weight in weights if weight > 0]
+    most = claimed
+    if len(counting) >= _JUDGED_MEMBERS:
+        most = min(claimed, _WEIGHT_MAX * statistics.median_low(counting))
+    if place != leader and own < most // (1 + FULL_ROUNDS):
+        return "lowered this member's weight further than a newcomer's"
+    return ""
 
 
 def _can_judge(members: int, elements: int) -> bool:

@@ -15,6 +15,7 @@ from atomtrain.swarm.anchors.stamps import SLACK_VERSIONS, RunAge
 from atomtrain.swarm.anchors.trainer_mailbox import TrainerMailbox
 from atomtrain.swarm.anchors.updates import Update
 from atomtrain.swarm.codecs.codec import Codec
+from atomtrain.swarm.membership.absences import Absences
 from atomtrain.swarm.membership.admission import Admission
 from atomtrain.swarm.membership.agenda import Agenda, group_of, groups_of, told_next
 from atomtrain.swarm.membership.config import PROTOCOL, Manifest, SwarmConfig
@@ -71,6 +72,8 @@ class Context:
     """How long they are waited for."""
     kept_group: KeptGroup = field(default_factory=KeptGroup)
     """With Gloo, what the last round has left for the next."""
+    absences: Absences = field(default_factory=Absences)
+    """Who was invited and took no part."""
 
     @property
     def peer_id(self) -> str:

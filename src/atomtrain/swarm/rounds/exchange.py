@@ -27,7 +27,7 @@ from atomtrain.swarm.codecs.slices import (
     slice_spans,
     slices_per_member,
 )
-from atomtrain.swarm.membership.guards import JUDGED_ELEMENTS, bounded_weights
+from atomtrain.swarm.membership.guards import JUDGED_ELEMENTS, weights_flaw
 from atomtrain.swarm.rounds.auditor import Auditor
 from atomtrain.swarm.rounds.bases import Bases
 from atomtrain.swarm.rounds.commitments import Commitment, Tree
@@ -331,11 +331,9 @@ def checked_place(setup: ExchangeSetup, begin: Begin) -> int:
     if {len(begin.weights), len(begin.late)} != {len(members)} or begin.exchange_s <= 0:
         raise BadMessage("the group has no weights or no time")
     place = members.index(setup.peer_id)
-    own, claimed = begin.weights[place], setup.snapshot.weight
-    # Less than it claims is the leader's judgement; nothing would leave it out of the group.
-    changed = own > claimed or (own == 0) != (claimed == 0)
-    if changed or begin.weights != bounded_weights(begin.weights):
-        raise BadMessage("the leader changed this member's weight, or lets one weigh too much")
+    leader = members.index(setup.leader) if setup.leader in members else None
+    if flaw := weights_flaw(begin.weights, place, setup.snapshot.weight, leader):
+        raise BadMessage(f"the leader {flaw}")
     return place
 
 

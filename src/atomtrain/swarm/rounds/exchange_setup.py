@@ -58,6 +58,8 @@ class ExchangeSetup:
     open: Callable[[str], Awaitable[Channel]]
     """Opens a stream on which this protocol has been agreed."""
     offload: Offload
+    leader: str = ""
+    """Who leads the round."""
     sign: Sign
     """Signs in this peer's name."""
     verify: Verify

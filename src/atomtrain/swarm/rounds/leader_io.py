@@ -38,7 +38,7 @@ class LeaderIO:
         self._channels: dict[str, Channel] = {}
         self._loop = asyncio.get_running_loop()
         fragment = context.agenda.fragment(round_index)
-        group = set(context.group(round_index))
+        group = context.absences.invited(context.peer_id, context.group(round_index), round_index)
         members = [record for record in context.roster.training() if record.peer_id in group]
         slack = context.slack(fragment)
         # A leader may be behind itself.
@@ -69,6 +69,7 @@ class LeaderIO:
             limit=context.age.limit,
             refused=context.roster.refused,
             lowered=partial(context.standing.lowered, context.peer_id),
+            leader=context.peer_id,
         )
         self._round = LeaderRound(call, [r.peer_id for r in members], self._loop.time())
 
@@ -84,6 +85,11 @@ class LeaderIO:
             await asyncio.wait(talks.values(), timeout=self._context.timing.floor_s)
             for member in self._round.late:
                 self._context.roster.was_late(member, self._round.call.round_index)
+            self._context.absences.observe(
+                self._round.call.round_index,
+                present=self._round.survivors,
+                absent=self._round.absent - {self._context.peer_id},
+            )
         finally:
             for task in (watch, *talks.values()):
                 task.cancel()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from atomtrain.swarm.anchors.stamps import TOKENS_MAX, VERSION_MAX, Limit, Stamp, best_of, siblings
-from atomtrain.swarm.membership.guards import bounded_weights
+from atomtrain.swarm.membership.guards import bounded_weights, led_weights
 from atomtrain.swarm.transport.messages import (
     Abandon,
     Begin,
@@ -65,6 +65,8 @@ class RoundCall:
     """Digests of anchors that did harm at the leader."""
     lowered: Callable[[Sequence[str], Sequence[int]], Sequence[int]] = lambda _, weights: weights
     """What members weigh, of what they claim, by what the leader has seen of them."""
+    leader: str = ""
+    """Who leads."""
 
 
 Outgoing = list[tuple[str, Message]]
@@ -88,6 +90,9 @@ class LeaderRound:
         self.late: set[str] = set()
         """Members that said nothing by a deadline."""
         self._waiting = set(members)
+        self._invited = frozenset(self._waiting)
+        self.survivors: tuple[str, ...] = ()
+        """Members on whose word the decision counts."""
         self._ready: dict[str, Ready] = {}
         self._held: dict[str, Held] = {}
         self._refusals: dict[str, str] = {}
@@ -96,6 +101,13 @@ class LeaderRound:
     def unanswered(self) -> frozenset[str]:
         """Members whose answer to the invitation is still to come."""
         return frozenset(self._waiting) if self.phase is Phase.FORMING else frozenset()
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Members that took no part: of a round without a decision those that said nothing."""
+        if not self.survivors:
+            return frozenset(self.late)
+        return self._invited - frozenset(self.survivors)
 
     def start(self) -> Outgoing:
         """Return the invitations."""
@@ -172,7 +184,8 @@ class LeaderRound:
             reason = f"no two members were ready{alike}{self._why()}"
             return self._finish(Abandon(reason=reason), everybody)
         claimed = bounded_weights([self._ready[member].weight for member in group])
-        weights = bounded_weights(self.call.lowered(group, claimed))
+        leader = group.index(self.call.leader) if self.call.leader in group else None
+        weights = led_weights(self.call.lowered(group, claimed), leader)
         if not any(weights):
             return self._finish(Abandon(reason="nobody has trained since"), everybody)
         self.group = tuple(group)
@@ -219,7 +232,8 @@ class LeaderRound:
             odd = self._odd_one(survivors)
             survivors.remove(odd)
             self._refusals.setdefault(odd, "lacks what others hold")
-        return self._finish(Commit(slices=agreed), survivors)
+        self.survivors = tuple(survivors)
+        return self._finish(Commit(slices=agreed, absent=tuple(sorted(self.absent))), survivors)
 
     def _alike(self, members: Sequence[str]) -> tuple[int, ...]:
         columns = zip(*(self._held[member].digests for member in members), strict=True)

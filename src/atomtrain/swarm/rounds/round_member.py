@@ -135,7 +135,15 @@ class RoundMember:
         if result.made is not None and len(set(commit.slices)) < len(result.means):
             raise BadMessage("the leader committed a part of what was made as a whole")
         self.in_doubt = None
+        self._count_absent(begin, commit)
         return Decided(snapshot, begin, commit, result)
+
+    def _count_absent(self, begin: Begin, commit: Commit) -> None:
+        """Take the leader's word for who came: else each member would invite in vain anew."""
+        leader, me = self._channel.remote, self._context.peer_id
+        absent = {p for p in commit.absent if self._context.roster.sees(p)} - {leader, me}
+        present = {leader, *begin.members} - absent
+        self._context.absences.observe(self.invite.round_index, present=present, absent=absent)
 
     async def _enter(self) -> Snapshot:
         """Return the snapshot, or leave if the leader does first."""
@@ -162,6 +170,7 @@ class RoundMember:
         context = self._context
         setup = ExchangeSetup(
             peer_id=context.peer_id,
+            leader=self._channel.remote,
             snapshot=snapshot,
             codec=context.codec,
             open=partial(context.open, bulk=True),

@@ -372,9 +372,10 @@ class Held(Message, frozen=True, kw_only=True):
 
 
 class Commit(Message, frozen=True, kw_only=True):
-    """The leader's decision: the slices that change."""
+    """The leader's decision: the slices that change, and who was invited and took no part."""
 
     slices: Counts
+    absent: Texts
 
 
 class Abandon(Message, frozen=True, kw_only=True):

@@ -216,7 +216,7 @@ def test_a_leader_commits_what_was_made_as_a_whole_or_nothing_of_it(
         held = await leader.receive(Held, 3.0)
         assert held.digests == ("mean 0", "mean 4")
         before = peer.fragments[0].clone()
-        await leader.send(Commit(slices=(0, 1) if whole else (1, 1)))
+        await leader.send(Commit(slices=(0, 1) if whole else (1, 1), absent=()))
         assert not await following
         await asyncio.sleep(2)  # the next boundary takes report and merge
         anchor = peer.service.context.mailbox.stamp(0)

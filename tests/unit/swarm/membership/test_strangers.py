@@ -103,8 +103,8 @@ def test_what_a_time_may_not_be(time_s: object) -> None:
 
 @pytest.mark.parametrize("slices", [[0] * 4097, [-1], [[0]], [True], [0.0], "0", {}, 0])
 def test_what_a_list_may_not_be(slices: object) -> None:
-    body = {"kind": "Commit", "slices": [0] * 4096}
-    assert decode(json.dumps(body).encode()) == Commit(slices=(0,) * 4096)
+    body = {"kind": "Commit", "slices": [0] * 4096, "absent": []}
+    assert decode(json.dumps(body).encode()) == Commit(slices=(0,) * 4096, absent=())
     with pytest.raises(BadMessage):
         decode(json.dumps({**body, "slices": slices}).encode())
 

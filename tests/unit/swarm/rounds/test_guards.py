@@ -168,9 +168,10 @@ def test_who_lies_about_tokens_weighs_little_more_than_others() -> None:
         for report in honest.reports[before:]:
             weights = dict(zip(report.contributors, report.weights, strict=True))
             if len(weights) == 4:
-                lied += 1
-                # The lower median of four is the second of the other three.
-                assert weights["liar"] == 10 * sorted(weights[name] for name in "abc")[1]
+                # The lower median of four is the second of the other three; less where it leads.
+                most = 10 * sorted(weights[name] for name in "abc")[1]
+                assert weights["liar"] <= most
+                lied += weights["liar"] == most
         assert lied > 4
         assert simulation.check_means() > 10
 
@@ -179,7 +180,7 @@ def test_who_lies_about_tokens_weighs_little_more_than_others() -> None:
 
 def test_a_leader_that_lets_one_weigh_too_much_is_not_followed() -> None:
     snapshot: Any = SimpleNamespace(weight=500)
-    setup: Any = SimpleNamespace(peer_id="me", snapshot=snapshot)
+    setup: Any = SimpleNamespace(peer_id="me", snapshot=snapshot, leader="")
     members = ("me", "other", "third")
     begin = Begin(
         round_id="1-x", members=members, weights=(500, 40, 50), late=(False,) * 3, exchange_s=1.0,
@@ -191,7 +192,7 @@ def test_a_leader_that_lets_one_weigh_too_much_is_not_followed() -> None:
     assert checked_place(setup, replace(begin, weights=(60, 40, 50))) == 0, "as one that is new"
     snapshot.weight = 500
     for weights in ((501, 40, 60), (0, 40, 50), (10**6, 40, 50), (500, 40, 501 * 10)):
-        with pytest.raises(BadMessage, match="weigh too much"):
+        with pytest.raises(BadMessage, match=r"the leader (changed|lets one weigh too much)"):
             checked_place(setup, replace(begin, weights=weights))
 
 

@@ -112,7 +112,7 @@ class Vandal:
             AskAnchor(fragment=rng.randint(0, 3), digest="", start_bytes=number),
             _some(Begin, round_id=rng.choice(ids), members=names, weights=(1, 1, number),
                   exchange_s=1.0),
-            Commit(slices=(0, 1, 2)),
+            Commit(slices=(0, 1, 2), absent=("a", "vandal")),
             _some(Ready, version=number, tokens=number, digest="x", weight=number),
             Held(digests=("x", "y")),
             _some(Mean, contributors=(0, 1), digest="x"),
