@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from atomtrain.analysis.export.conditions import (
     CPU,
     MANUAL,
+    Way,
     attributes_of,
     check_dtypes,
     check_side_effects,
@@ -38,6 +39,7 @@ from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 _log = logging.getLogger("atomtrain.analysis")
 _LIFTED = "fake tensor in the exported program constant's list"
 """What torch says where a model takes the `.data` of a parameter."""
+_CHECKS = "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 
 
@@ -135,9 +137,12 @@ def export(
     before = attributes_of(model)
     ways = ways_to_trace(device)
     for way in ways:
-        recorded = _Recorded(model, call, own_loss, way.as_eager)
         try:
-            exported = _traced(recorded, given, grad, way.device)
+            exported = _traced(_Recorded(model, call, own_loss, way.as_eager), given, grad, way)
+            if (after := attributes_of(model)) != before:
+                # A first call may prepare a model, if it and later calls do the same.
+                again = _traced(_Recorded(model, call, own_loss, way.as_eager), given, grad, way)
+                before = after if _operations(again) == _operations(exported) else before
             break
         except AtomError:
             raise
@@ -154,9 +159,13 @@ def export(
     return exported
 
 
-def _traced(
-    recorded: _Recorded, given: Sequence[Tensor], grad: bool, device: torch.device
-) -> Exported:
+def _operations(exported: Exported) -> list[tuple[str, str]]:
+    return [
+        (node.op, str(node.target)) for node in exported.graph.nodes if node.op != "placeholder"
+    ]
+
+
+def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool, way: Way) -> Exported:
     """Trace one of several equal modules, or each of them if they might not be equal after all.
 
     The latter takes longer and gives the same; that it happened is logged. Any other error is that
@@ -167,7 +176,7 @@ def _traced(
     if equal:
         try:
             with StandIns(equal) as stand_ins:
-                program = _program(recorded, given, grad, device, functions)
+                program = _program(recorded, given, grad, way.device, functions)
             return _flatten(recorded, program, functions, stand_ins.paths)
         except Exception as error:
             reason = why_unequal(error)
@@ -175,7 +184,7 @@ def _traced(
                 raise
             _log.info("every module of %s is traced: %s", type(recorded.model).__name__, reason)
             recorded.output, functions = _Output(), Functions()
-    program = _program(recorded, given, grad, device, functions)
+    program = _program(recorded, given, grad, way.device, functions)
     return _flatten(recorded, program, functions, ())
 
 
@@ -278,7 +287,7 @@ class Flattener:
                 self._result_of_nested(node, moved), _Nothing
             ):
                 moved[node] = self._result_of_nested(node, moved)
-            elif not _is(node, "_assert_tensor_metadata"):
+            elif not (_is(node, "_assert_tensor_metadata") or _is_only_checked(node)):
                 _check_node(node)
                 copied = self.graph.node_copy(node, lambda n: moved[n])
                 copied.meta["no_grad"] = no_grad
@@ -313,6 +322,18 @@ def _is(node: fx.Node, name: str) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return target._overloadpacket.__name__ == name
     return isinstance(target, torch._ops.HigherOrderOperator) and target.name() == name
+
+
+def _is_only_checked(node: fx.Node) -> bool:
+    """Return whether a node is a number that depends on data and that only checks read, or a check.
+
+    Such is the count of image tokens in the message of an error; no result comes from it.
+    """
+    if any(_is(node, check) for check in _CHECKS):
+        return True
+    symbols = torch.SymInt | torch.SymFloat | torch.SymBool
+    is_number = node.op == "call_function" and isinstance(node.meta.get("val"), symbols)
+    return is_number and all(_is_only_checked(user) for user in node.users)
 
 
 def _check_node(node: fx.Node) -> None:
