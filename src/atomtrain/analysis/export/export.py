@@ -64,6 +64,7 @@ class _Output:
     """Outlives the export, which takes back what forward assigns to attributes of modules."""
 
     rebuild: Callable[[Sequence[Any]], Any] = tuple
+    attributes: Mapping[str, Mapping[str, Any]] = {}
 
 
 class _Recorded(nn.Module):
@@ -81,6 +82,7 @@ class _Recorded(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         with hidden() if self.as_eager else nullcontext():
             output = self.call(self.model, tensors)
+        self.output.attributes = attributes_of(self.model)
         if self.own_loss:
             return (loss_in(output),)
         structure = take_apart(output)
@@ -141,8 +143,15 @@ def export(
             exported = _traced(_Recorded(model, call, own_loss, way.as_eager), given, grad, way)
             if (after := attributes_of(model)) != before:
                 # A first call may prepare a model, if it and later calls do the same.
-                again = _traced(_Recorded(model, call, own_loss, way.as_eager), given, grad, way)
-                before = after if _operations(again) == _operations(exported) else before
+                later = _Recorded(model, call, own_loss, way.as_eager)
+                again = _traced(later, given, grad, way)
+                settled = all(
+                    after.get(path, {}).get(name, _Nothing) == value
+                    for path, attributes in later.output.attributes.items()
+                    for name, value in attributes.items()
+                )
+                if settled and _operations(again) == _operations(exported):
+                    before = after
             break
         except AtomError:
             raise
