@@ -251,6 +251,41 @@ class Counts(nn.Linear):
         return super().forward(x)
 
 
+class Prepares(nn.Linear):
+    """Its first call does something else than the later ones."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, self.ready = 1 if self.ready else 2, True
+        return super().forward(x * scale if scale > 1 else x)
+
+
+class Settles(nn.Linear):
+    """Its first call does the same as the later ones."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ready = True
+        return super().forward(x)
+
+
+class Checks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        count = (x > 0).sum()
+        message = f"{count} are positive"
+        torch._check_tensor_all(count >= 0, lambda: message)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Settles, Checks])
+def test_what_does_not_change_the_results_is_let_through(kind: type[nn.Module]) -> None:
+    with swap(kind(4, 4), X, loss=square) as engine:
+        expected = float(square(engine.model(X)).detach())
+        assert engine.step([X]) == expected
+
+
 class WritesInput(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x += 1  # this line
@@ -287,6 +322,7 @@ class Autocast(nn.Linear):
         (ByData, r"test_export\.py:\d+ \(if x\.sum.*\): what runs depends on data"),
         (Picks, r"test_export\.py:\d+ \(return super.*this line\)"),
         (Counts, r"changes the attribute 'calls' of module ''.* keep such a state in a registered"),
+        (Prepares, r"changes the attribute 'ready' of module ''"),
         (WritesInput, r"changes its input in place at .*test_export\.py:\d+"),
         (WritesWeight, r"changes a parameter in place at .*test_export\.py:\d+"),
         (WritesData, r"cannot analyse WritesData .*works on a tensor's \.data"),

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from atomtrain.analysis.export.conditions import (
     CPU,
     MANUAL,
+    Way,
     attributes_of,
     check_dtypes,
     check_side_effects,
@@ -38,6 +39,7 @@ from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 _log = logging.getLogger("atomtrain.analysis")
 _LIFTED = "fake tensor in the exported program constant's list"
 """What torch says where a model takes the `.data` of a parameter."""
+_CHECKS = "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 
 
@@ -62,6 +64,7 @@ class _Output:
     """Outlives the export, which takes back what forward assigns to attributes of modules."""
 
     rebuild: Callable[[Sequence[Any]], Any] = tuple
+    attributes: Mapping[str, Mapping[str, Any]] = {}
 
 
 class _Recorded(nn.Module):
@@ -79,6 +82,7 @@ class _Recorded(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         with hidden() if self.as_eager else nullcontext():
             output = self.call(self.model, tensors)
+        self.output.attributes = attributes_of(self.model)
         if self.own_loss:
             return (loss_in(output),)
         structure = take_apart(output)
@@ -135,9 +139,19 @@ def export(
     before = attributes_of(model)
     ways = ways_to_trace(device)
     for way in ways:
-        recorded = _Recorded(model, call, own_loss, way.as_eager)
         try:
-            exported = _traced(recorded, given, grad, way.device)
+            exported = _traced(_Recorded(model, call, own_loss, way.as_eager), given, grad, way)
+            if (after := attributes_of(model)) != before:
+                # A first call may prepare a model, if it and later calls do the same.
+                later = _Recorded(model, call, own_loss, way.as_eager)
+                again = _traced(later, given, grad, way)
+                settled = all(
+                    after.get(path, {}).get(name, _Nothing) == value
+                    for path, attributes in later.output.attributes.items()
+                    for name, value in attributes.items()
+                )
+                if settled and _operations(again) == _operations(exported):
+                    before = after
             break
         except AtomError:
             raise
@@ -154,9 +168,13 @@ def export(
     return exported
 
 
-def _traced(
-    recorded: _Recorded, given: Sequence[Tensor], grad: bool, device: torch.device
-) -> Exported:
+def _operations(exported: Exported) -> list[tuple[str, str]]:
+    return [
+        (node.op, str(node.target)) for node in exported.graph.nodes if node.op != "placeholder"
+    ]
+
+
+def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool, way: Way) -> Exported:
     """Trace one of several equal modules, or each of them if they might not be equal after all.
 
     The latter takes longer and gives the same; that it happened is logged. Any other error is that
@@ -167,7 +185,7 @@ def _traced(
     if equal:
         try:
             with StandIns(equal) as stand_ins:
-                program = _program(recorded, given, grad, device, functions)
+                program = _program(recorded, given, grad, way.device, functions)
             return _flatten(recorded, program, functions, stand_ins.paths)
         except Exception as error:
             reason = why_unequal(error)
@@ -175,7 +193,7 @@ def _traced(
                 raise
             _log.info("every module of %s is traced: %s", type(recorded.model).__name__, reason)
             recorded.output, functions = _Output(), Functions()
-    program = _program(recorded, given, grad, device, functions)
+    program = _program(recorded, given, grad, way.device, functions)
     return _flatten(recorded, program, functions, ())
 
 
@@ -278,7 +296,7 @@ class Flattener:
                 self._result_of_nested(node, moved), _Nothing
             ):
                 moved[node] = self._result_of_nested(node, moved)
-            elif not _is(node, "_assert_tensor_metadata"):
+            elif not (_is(node, "_assert_tensor_metadata") or _is_only_checked(node)):
                 _check_node(node)
                 copied = self.graph.node_copy(node, lambda n: moved[n])
                 copied.meta["no_grad"] = no_grad
@@ -313,6 +331,18 @@ def _is(node: fx.Node, name: str) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return target._overloadpacket.__name__ == name
     return isinstance(target, torch._ops.HigherOrderOperator) and target.name() == name
+
+
+def _is_only_checked(node: fx.Node) -> bool:
+    """Return whether a node is a number that depends on data and that only checks read, or a check.
+
+    Such is the count of image tokens in the message of an error; no result comes from it.
+    """
+    if any(_is(node, check) for check in _CHECKS):
+        return True
+    symbols = torch.SymInt | torch.SymFloat | torch.SymBool
+    is_number = node.op == "call_function" and isinstance(node.meta.get("val"), symbols)
+    return is_number and all(_is_only_checked(user) for user in node.users)
 
 
 def _check_node(node: fx.Node) -> None:

@@ -91,6 +91,12 @@ class Functions:
     def _call(
         self, function: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            # Not yet refused for good: a model that knows it is traced may do without.
+            raise RuntimeError(
+                f"torch.vmap maps {function.__name__}, a torch.autograd.Function, which cannot be "
+                "written down as a whole"
+            )
         given: list[Tensor] = []
         try:
             call = FunctionCall(function, taken_apart((args, kwargs), given))
