@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -284,6 +285,13 @@ def test_what_does_not_change_the_results_is_let_through(kind: type[nn.Module]) 
     with swap(kind(4, 4), X, loss=square) as engine:
         expected = float(square(engine.model(X)).detach())
         assert engine.step([X]) == expected
+
+
+def test_checks_that_are_left_out_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"), swap(Checks(4, 4), X, loss=square):
+        pass
+    [said, *_] = [m for m in caplog.messages if "checks its data" in m]
+    assert re.search(r"leaves out, at .*test_export\.py:\d+ \(torch\._check_tensor_all", said)
 
 
 class WritesInput(nn.Linear):

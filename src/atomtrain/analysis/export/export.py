@@ -39,7 +39,8 @@ from atomtrain.errors import AnalysisError, AtomError, ConfigError, reason_of
 _log = logging.getLogger("atomtrain.analysis")
 _LIFTED = "fake tensor in the exported program constant's list"
 """What torch says where a model takes the `.data` of a parameter."""
-_CHECKS = "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"
+_ASSERT = "_assert_scalar"
+_CHECKS = _ASSERT, "sym_constrain_range", "sym_constrain_range_for_size"
 _INNER = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 
 
@@ -259,10 +260,17 @@ class Flattener:
         self.graph = fx.Graph()
         self.moved: dict[fx.Node, Any] = {}
         self._root, self._functions = root, functions
+        self._left_out: dict[str, None] = {}
+        """Places of checks."""
 
     def run(self, source: fx.Graph) -> fx.Graph:
         """Return the flat copy; `moved` then maps nodes of `source` to its nodes."""
         result = self._copy(source, self._root, self.moved, no_grad=False)
+        if self._left_out:
+            _log.warning(
+                "forward checks its data, which swapped training leaves out, at %s",
+                ", ".join(self._left_out),
+            )
         self.graph.output(tuple(result))
         return self.graph
 
@@ -296,7 +304,10 @@ class Flattener:
                 self._result_of_nested(node, moved), _Nothing
             ):
                 moved[node] = self._result_of_nested(node, moved)
-            elif not (_is(node, "_assert_tensor_metadata") or _is_only_checked(node)):
+            elif _is_only_checked(node):
+                if _is(node, _ASSERT):
+                    self._left_out[place_of(node)] = None
+            elif not _is(node, "_assert_tensor_metadata"):
                 _check_node(node)
                 copied = self.graph.node_copy(node, lambda n: moved[n])
                 copied.meta["no_grad"] = no_grad
