@@ -86,6 +86,8 @@ NOT_OURS = {
     "podman": "builds and runs containers",
     "make": "the Makefile's targets: the tests themselves, and the demo",
     "ssh": "another machine",
+    "llama-cli": "another program; the page says that it was compared by hand",
+    "vllm": "needs a GPU; the page says that it was not run",
     "lm_eval": "another harness, with many dependencies; the page says how it was run",
 }
 """Other programs in the pages' shell blocks, and why they are not run."""

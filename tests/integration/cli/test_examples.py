@@ -75,7 +75,8 @@ def test_the_proof_runs_and_would_find_what_differs(capsys: pytest.CaptureFixtur
     proof, less = names["proof"], names["less"]
     said = capsys.readouterr().out
     assert said.count(proof["resident_hash"]) == 4
-    assert less["segments"] > proof["segments"] > 1
+    assert less["segments"] >= proof["segments"] > 1  # on a busy machine both are at their most
+    assert less["device_budget_bytes"] < proof["device_budget_bytes"]
     assert proof["device_budget_bytes"] < proof["state_bytes"]
 
     for wrong in (
