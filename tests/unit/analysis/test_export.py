@@ -262,6 +262,26 @@ class Prepares(nn.Linear):
         return super().forward(x * scale if scale > 1 else x)
 
 
+class Scales(nn.Linear):
+    """Its first call does the same operations as the later ones with another number."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, self.ready = 0.5 if self.ready else 2.0, True
+        return super().forward(x * scale)
+
+
+class Shifts(nn.Linear):
+    """The same with a tensor in its code."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, self.ready = torch.tensor([0.5 if self.ready else 2.0]), True
+        return super().forward(x + shift)
+
+
 class Settles(nn.Linear):
     """Its first call does the same as the later ones."""
 
@@ -331,6 +351,8 @@ class Autocast(nn.Linear):
         (Picks, r"test_export\.py:\d+ \(return super.*this line\)"),
         (Counts, r"changes the attribute 'calls' of module ''.* keep such a state in a registered"),
         (Prepares, r"changes the attribute 'ready' of module ''"),
+        (Scales, r"changes the attribute 'ready' of module ''"),
+        (Shifts, r"changes the attribute 'ready' of module ''"),
         (WritesInput, r"changes its input in place at .*test_export\.py:\d+"),
         (WritesWeight, r"changes a parameter in place at .*test_export\.py:\d+"),
         (WritesData, r"cannot analyse WritesData .*works on a tensor's \.data"),

@@ -145,13 +145,9 @@ def export(
             if (after := attributes_of(model)) != before:
                 # A first call may prepare a model, if it and later calls do the same.
                 later = _Recorded(model, call, own_loss, way.as_eager)
-                again = _traced(later, given, grad, way)
-                settled = all(
-                    after.get(path, {}).get(name, _Nothing) == value
-                    for path, attributes in later.output.attributes.items()
-                    for name, value in attributes.items()
-                )
-                if settled and _operations(again) == _operations(exported):
+                if _does_the_same(_traced(later, given, grad, way), exported) and _is_in(
+                    later.output.attributes, after
+                ):
                     before = after
             break
         except AtomError:
@@ -169,10 +165,29 @@ def export(
     return exported
 
 
-def _operations(exported: Exported) -> list[tuple[str, str]]:
+def _does_the_same(one: Exported, other: Exported) -> bool:
+    """Return whether operations, their numbers, and the tensors in forward's code are the same."""
+    literals = zip(one.literals.values(), other.literals.values(), strict=True)
+    return _operations(one) == _operations(other) and all(
+        mine.dtype == its.dtype and torch.equal(mine, its) for mine, its in literals
+    )
+
+
+def _operations(exported: Exported) -> list[tuple[str, ...]]:
+    """Return every node in words; what it takes is in the places that earlier nodes have."""
     return [
-        (node.op, str(node.target)) for node in exported.graph.nodes if node.op != "placeholder"
+        (node.name, node.op, str(node.target), str(node.args), str(node.kwargs))
+        for node in exported.graph.nodes
     ]
+
+
+def _is_in(attributes: Mapping[str, Mapping[str, Any]], known: Mapping[str, Any]) -> bool:
+    """Return whether modules have no other attributes than those that are known."""
+    return all(
+        known.get(path, {}).get(name, _Nothing) == value
+        for path, own in attributes.items()
+        for name, value in own.items()
+    )
 
 
 def _traced(recorded: _Recorded, given: Sequence[Tensor], grad: bool, way: Way) -> Exported:
