@@ -3,8 +3,8 @@
 The first absence costs a member nothing: it was just restarted, or busy. From the second in a row
 on it is left out for 1 round, then 2, 4, 8 and at most 16. One round in which it takes part, or
 which it leads to a decision, clears all of it. A decision names who was absent, so that all members
-of a group count alike, whoever leads next; a leader that names others wrongly can do so in its own
-rounds only, and the next round in which they take part clears it.
+of a group count alike, whoever leads next. A leader that names others wrongly can do so in its own
+rounds and of their groups only, and the next round in which they take part clears it.
 """
 
 from __future__ import annotations

@@ -139,9 +139,13 @@ class RoundMember:
         return Decided(snapshot, begin, commit, result)
 
     def _count_absent(self, begin: Begin, commit: Commit) -> None:
-        """Take the leader's word for who came: else each member would invite in vain anew."""
+        """Take the leader's word for who came: else each member would invite in vain anew.
+
+        But for the group of this round only, which this peer knows by itself.
+        """
         leader, me = self._channel.remote, self._context.peer_id
-        absent = {p for p in commit.absent if self._context.roster.sees(p)} - {leader, me}
+        group = self._context.group(self.invite.round_index)
+        absent = set(group).intersection(commit.absent) - {leader, me}
         present = {leader, *begin.members} - absent
         self._context.absences.observe(self.invite.round_index, present=present, absent=absent)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from atomtrain.swarm.membership import absences
 from atomtrain.swarm.membership.absences import Absences
 from atomtrain.swarm.rounds.leader_state import LeaderRound
+from atomtrain.swarm.rounds.round_member import RoundMember
 from atomtrain.swarm.transport.messages import Begin, Commit, Held, Invite, Propose, Proposed, Ready
 from atomtrain.swarm.transport.transport import Channel
 from tests.support.swarm_virtual import Simulation, run_virtual
@@ -82,6 +84,23 @@ def test_without_a_decision_only_who_said_nothing_was_absent() -> None:
     leader.on_lost("gone", 0.2)
     leader.on_tick(10.0)
     assert leader.absent == {"dumb"}
+
+
+def test_a_leaders_word_counts_of_its_own_group_only() -> None:
+    known = Absences()
+    context = SimpleNamespace(
+        peer_id="me", absences=known, group=lambda _: ["leader", "me", "came", "ghost"]
+    )
+    for round_index in (1, 2):
+        member: Any = SimpleNamespace(
+            _channel=SimpleNamespace(remote="leader"), _context=context,
+            invite=SimpleNamespace(round_index=round_index),
+        )  # fmt: skip
+        begin: Any = SimpleNamespace(members=("leader", "me", "came"))
+        named = ("leader", "me", "ghost", "of another group")
+        RoundMember._count_absent(member, begin, Commit(slices=(0,), absent=named))
+    counted = [p for p in (*named, "came") if known.left_out(p, 3)]
+    assert counted == ["ghost"]
 
 
 @pytest.mark.slow
