@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,3 +91,18 @@ def test_without_token_or_network_one_line_says_so(
     with pytest.raises(ConfigError, match="check HF_TOKEN and the network") as caught:
         log_in()
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr("atomtrain.training.tools.hub._SILENT_S", 0.05)
+    session = huggingface_hub.get_session()
+    monkeypatch.setattr(session, "timeout", session.timeout)  # as it was, afterwards
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_made_up")
+    with socket.create_server(("127.0.0.1", 0)) as dumb:
+        address = f"http://127.0.0.1:{dumb.getsockname()[1]}"
+        hub = partial(huggingface_hub.HfApi, endpoint=address, token="hf_made_up")
+        monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+        with pytest.raises(ConfigError, match="check HF_TOKEN and the network"):
+            log_in()

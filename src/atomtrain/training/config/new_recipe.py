@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 _FINE_TUNING_CONTEXT = 1024
 _SMALL = ("demo", "tiny")
+"""Models that train in minutes on two CPU cores; with little text, more small steps do better."""
 _SLOWER = {"dpo": 20, "simpo": 20, "orpo": 4, "kto": 20, "reward": 2}
 """Where fine-tuning takes a rate of 2e-5, DPO and SimPO take about 1e-6 (Rafailov et al. 2023,
 appendix B; Meng et al. 2024, appendix B), KTO as DPO, ORPO 5e-6 (Hong et al. 2024, appendix C),
 and reward models 1e-5 (Touvron et al. 2023, section 3.2.2)."""
 _SIMPO_BETA = 2.0
 """The least of those that Meng et al. 2024 use."""
-"""Models that train in minutes on two CPU cores; with little text, more small steps do better."""
 
 
 def new_recipe(options: TrainOptions) -> Recipe:

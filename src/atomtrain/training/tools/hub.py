@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 Answer = TypeVar("Answer")
+_SILENT_S = 120.0
+"""What the hub may say nothing for; its package would wait for ever."""
 
 
 class PlannedFile(NamedTuple):
@@ -29,7 +31,7 @@ def check_repository(name: str) -> None:
         ConfigError: it cannot.
     """
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)
@@ -45,13 +47,14 @@ def log_in() -> HfApi:
     Raises:
         ConfigError: there is no token, the hub does not know it, or cannot be reached.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi, get_session, get_token
 
     if get_token() is None:
         raise ConfigError(
             "--push needs a token of Hugging Face; run hf auth login, or set HF_TOKEN"
         )
     api = HfApi()
+    get_session().timeout = _SILENT_S
     _asked(api.whoami, "check HF_TOKEN and the network")
     return api
 
