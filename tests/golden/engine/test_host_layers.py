@@ -19,11 +19,6 @@ from tests.support.swapped import TIED, adamw, check, deep_gpt, random_delays, s
 pytestmark = pytest.mark.usefixtures("assumed_times")
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(1234)
-
-
 @pytest.mark.parametrize("segments", [1, 2, LAYERS - 1])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])

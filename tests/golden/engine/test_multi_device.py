@@ -34,11 +34,6 @@ pytestmark = pytest.mark.usefixtures("assumed_times")
 TWO = "emulated:1GiB/s,emulated:1GiB/s"
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(1234)
-
-
 def swap(
     model: nn.Module,
     example: Any,

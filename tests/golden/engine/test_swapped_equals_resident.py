@@ -30,11 +30,6 @@ from tests.support.swapped import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(1234)
-
-
 @pytest.mark.parametrize("segments", [1, 2, 3, LAYERS])
 @pytest.mark.parametrize("micro_batches", [1, 7])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -19,18 +19,6 @@ pytestmark = pytest.mark.usefixtures("assumed_times")
 STEPS = 2
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(1234)
-
-
-@pytest.fixture
-def _fastest_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the fastest plan, with slots and buffers to spare, and not the leanest of those that are
-    about as fast: on chains this long the search for that one takes longer than the training."""
-    monkeypatch.setattr("atomtrain.planning.search.search.EQUAL", 0.0)
-
-
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
 
@@ -80,7 +68,7 @@ def test_hugging_face_models(make: Callable[[], Case]) -> None:
     check(make(), micro_batches=1, segments=4)
 
 
-@pytest.mark.usefixtures("_fastest_plans")
+@pytest.mark.usefixtures("fastest_plans")
 @pytest.mark.parametrize(
     "make",
     [
@@ -111,7 +99,7 @@ def test_two_heads_and_a_loss_of_the_callers(micro_batches: int, segments: int) 
     )
 
 
-@pytest.mark.usefixtures("_fastest_plans")
+@pytest.mark.usefixtures("fastest_plans")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("segments", [1, 3, 6])
 def test_skips_over_several_cuts(micro_batches: int, segments: int) -> None:

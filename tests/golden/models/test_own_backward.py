@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 import transformers as hf
 
 from tests.golden.models.test_any_model import check
@@ -13,17 +12,7 @@ from tests.support import any_models
 from tests.support.any_models import Case
 from tests.support.own_backward import own_backward
 
-pytestmark = pytest.mark.usefixtures("assumed_times", "_fastest_plans")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(1234)
-
-
-@pytest.fixture
-def _fastest_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atomtrain.planning.search.search.EQUAL", 0.0)
+pytestmark = pytest.mark.usefixtures("assumed_times", "fastest_plans")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -24,11 +24,6 @@ CLOSE = 2e-6
 """Kernels add in another order with a mask than without; logits are about 1 here."""
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(1234)
-
-
 def documents_of(lengths: Sequence[Sequence[int]] = LENGTHS) -> Tensor:
     rows = [[n for n, length in enumerate(row) for _ in range(length)] for row in lengths]
     return torch.tensor(rows)

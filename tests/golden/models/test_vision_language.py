@@ -11,18 +11,8 @@ from atomtrain.analysis import chain_of
 from tests.golden.models.test_any_model import check
 from tests.support.any_models import Case
 
-pytestmark = pytest.mark.usefixtures("assumed_times", "_fastest_plans")
+pytestmark = pytest.mark.usefixtures("assumed_times", "fastest_plans")
 IMAGE, PATCHES = 100, 16
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(1234)
-
-
-@pytest.fixture
-def _fastest_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atomtrain.planning.search.search.EQUAL", 0.0)
 
 
 def llava(*, frozen: bool) -> Case:

@@ -64,6 +64,7 @@ def test_the_notebook_shows_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
 
 
+@pytest.mark.usefixtures("assumed_times")  # a busy machine may cut both as finely as can be
 def test_the_proof_runs_and_would_find_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     start, *parts = cells("proof.ipynb")
     names: dict[str, Any] = {}
@@ -75,8 +76,7 @@ def test_the_proof_runs_and_would_find_what_differs(capsys: pytest.CaptureFixtur
     proof, less = names["proof"], names["less"]
     said = capsys.readouterr().out
     assert said.count(proof["resident_hash"]) == 4
-    assert less["segments"] >= proof["segments"] > 1  # on a busy machine both are at their most
-    assert less["device_budget_bytes"] < proof["device_budget_bytes"]
+    assert less["segments"] > proof["segments"] > 1
     assert proof["device_budget_bytes"] < proof["state_bytes"]
 
     for wrong in (
