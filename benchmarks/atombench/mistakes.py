@@ -25,6 +25,16 @@ _QUICK_EVERY = 4
 _PEER = "12D3KooWJCGm3rTQcJcNZEtzqgqBRGP9Nm5aTDuHkrKyQu1RRpqQ"
 _TINY = ("train", "--model", "tiny", "--data", "text.txt")
 
+FILES = {
+    "empty.txt": "",
+    "recipe.yaml": "modle: tiny\n",
+    "others.yaml": "model: tiny\nreport_to: wandb\n",
+    "list.yaml": "- tiny\n- text.txt\n",
+    "rows.jsonl": '{"question": "Who?"}\n',
+    "broken.jsonl": '{"text": \n',
+}
+"""What lies in the folder beside the text."""
+
 
 class Mistake(NamedTuple):
     """A command line that cannot be right, and a part of the answer."""
@@ -54,7 +64,7 @@ MISTAKES = (
     Mistake((*_TINY, "--port", "65536"), "--port must be 0 to 65535"),
     Mistake((*_TINY, "--learning-rate", "nan"), "--learning-rate must be above 0"),
     Mistake((*_TINY, "--seed", "-1"), "--seed"),
-    Mistake((*_TINY, "--objective", "ppo"), "choose next-token or dpo"),
+    Mistake((*_TINY, "--objective", "ppo"), "choose next-token, dpo"),
     Mistake((*_TINY, "--objective", "dpo"), "name its folder with --model"),
     Mistake((*_TINY, "--beta", "0"), "--beta must be above 0"),
     Mistake((*_TINY, "--lora", "rank=4"), "has no part 'rank'"),
@@ -78,6 +88,32 @@ MISTAKES = (
     Mistake(("generate", "missing", "--temperature", "-1"), "--temperature"),
     Mistake(("dashboard", "missing"), "there is no folder"),
     Mistake(("bench", "swop"), "Did you mean 'swap'?"),
+    Mistake((*_TINY, "--deepspeed", "zero3.json"), "swapping takes its place"),
+    Mistake((*_TINY, "--gradient_checkpointing"), "the plan decides this"),
+    Mistake((*_TINY, "--load_in_4bit"), "--lora with bits=8 or bits=4"),
+    Mistake((*_TINY, "--lora_r", "8"), "--lora r=8,alpha=16"),
+    Mistake((*_TINY, "--output_dir", "out"), "give --directory"),
+    Mistake((*_TINY, "--report_to", "wandb"), "give --metrics"),
+    Mistake((*_TINY, "--num_train_epochs", "nan"), "must be above 0"),
+    Mistake((*_TINY, "--num_train_epochs", "1", "--steps", "10"), "contradict each other"),
+    Mistake((*_TINY, "--per-device-train-batch-size", "0"), "must be at least 1"),
+    Mistake((*_TINY, "--gradient-accumulation-steps", "x"), "takes a whole number"),
+    Mistake((*_TINY, "--max_seq_length", "0"), "is taken as --context 0"),
+    Mistake((*_TINY, "--lr_scheduler_type", "cosin"), "Did you mean 'cosine'?"),
+    Mistake((*_TINY, "--bf16", "--fp16"), "contradict each other"),
+    Mistake((*_TINY, "--data", "text.txt:0"), "a weight is a number above 0"),
+    Mistake(("train", "--model", "tiny", "--data", "rows.jsonl"), "a row needs messages"),
+    Mistake(("train", "--model", "tiny", "--data", "broken.jsonl"), "not JSON"),
+    Mistake(("train", "others.yaml"), "others.yaml:2: report_to is not a key here"),
+    Mistake(("train", "list.yaml"), "a list of 'key: value' lines"),
+    Mistake(("import", "missing.yml"), "there is no file missing.yml"),
+    Mistake(("import", "list.yaml"), "it has no 'key: value' lines"),
+    Mistake(("export", "missing", "out"), "is not a folder"),
+    Mistake(("evaluate", "missing"), "is not a folder"),
+    Mistake(("report", "missing"), "holds no events"),
+    Mistake(("prove", "--device", "toaster"), "there is no device 'toaster'"),
+    Mistake(("completion", "tcsh"), "Did you mean 'zsh'?"),
+    Mistake(("simulate",), "MODEL is missing"),
 )
 
 
@@ -142,8 +178,8 @@ def make(mistake: Mistake) -> Answer:
         folder = Path(name)
         lines = (f"{n}: a peer meets another peer in round {n % 7}.\n" for n in range(300))
         (folder / "text.txt").write_text("".join(lines), encoding="utf-8")
-        (folder / "empty.txt").touch()
-        (folder / "recipe.yaml").write_text("modle: tiny\n", encoding="utf-8")
+        for file, text in FILES.items():
+            (folder / file).write_text(text, encoding="utf-8")
         environment = {**os.environ, "XDG_CACHE_HOME": str(folder / ".cache")}
         before = _files(folder)
         started_s = time.perf_counter()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atomtrain.cli.parsing import parse
+from atomtrain.cli.parsing import check_checkpoint, parse
 from atomtrain.settings import check_counts, option
 
 _EXAMPLES = """\
@@ -47,6 +47,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("checkpoint",),
     )
+    check_checkpoint(options.checkpoint)
     from atomtrain.training.tools.evaluation import ClassEvaluation, PairEvaluation, evaluate
 
     found = evaluate(options.checkpoint, options.data, options.context, options.sequences)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomtrain.cli.parsing import parse
+from atomtrain.cli.parsing import check_checkpoint, parse
 from atomtrain.errors import ConfigError
 from atomtrain.settings import option
 from atomtrain.units import format_bytes, parse_bytes
@@ -77,6 +77,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("checkpoint", "target"),
     )
+    check_checkpoint(options.checkpoint)
     from atomtrain.checkpoint import open_checkpoint
     from atomtrain.training.tools.hub import check_repository, log_in, upload
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomtrain.cli.parsing import parse
-from atomtrain.errors import CheckpointError, ConfigError
+from atomtrain.cli.parsing import check_checkpoint, parse
+from atomtrain.errors import ConfigError
 from atomtrain.settings import check_counts, check_seed, check_size, check_text, one_of, option
 
 if TYPE_CHECKING:
@@ -89,10 +89,7 @@ def run(arguments: Sequence[str]) -> int:
         examples=_EXAMPLES,
         positional=("checkpoint",),
     )
-    if not options.checkpoint.is_dir():
-        raise CheckpointError(
-            f"{options.checkpoint} is not a folder; give a checkpoint or the folder of a run"
-        )
+    check_checkpoint(options.checkpoint)
     from atomtrain.engine.generation.generating import Wish, generate
     from atomtrain.engine.generation.streaming import gather
     from atomtrain.engine.state.precision import PRECISIONS, Narrowed

@@ -11,12 +11,13 @@ import sys
 import threading
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from atomtrain.errors import ConfigError, nearest
+from atomtrain.errors import CheckpointError, ConfigError, nearest
 
 Options = TypeVar("Options")
 COMPLAINT = "atom: "
@@ -36,12 +37,18 @@ _INTERRUPTED = 128 + signal.SIGINT
 class Parser(argparse.ArgumentParser):
     """Reports mistakes as `ConfigError` instead of usage and exit."""
 
+    advice: Mapping[str, str] = types.MappingProxyType({})
+    """What to do instead of options of other tools, by their names."""
+
     def error(self, message: str) -> NoReturn:
         for words, ours in _OURS:
             message = re.sub(words, ours, message)
         hint = ""
         if "unrecognized arguments" in message:
             given = next((a for a in message.split() if a.startswith("-")), "").partition("=")[0]
+            instead = self.advice.get(given.lstrip("-").replace("-", "_"))
+            if instead is not None:
+                raise ConfigError(f"{given} is not an option of {self.prog}; {instead}")
             hint = nearest(given, self._option_string_actions) if given else ""
         raise ConfigError(f"{message}.{hint} See '{self.prog} --help'")
 
@@ -79,7 +86,7 @@ def parser_of(
     about: str,
     examples: str,
     positional: Sequence[str] = (),
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Return the parser of a command line; `parse` says what the arguments are."""
     parser = Parser(
         prog=prog,
@@ -147,6 +154,16 @@ def _converter(hint: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0]
     return hint
+
+
+def check_checkpoint(path: Path) -> None:
+    """Refuse a checkpoint that is not there, before anything heavy is imported.
+
+    Raises:
+        CheckpointError: it is not a folder.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; give a checkpoint or the folder of a run")
 
 
 def shown(text: str) -> str:

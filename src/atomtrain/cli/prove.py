@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from atomtrain.cli.parsing import parse
 from atomtrain.errors import ConfigError
-from atomtrain.settings import option
+from atomtrain.settings import check_size, option
 
 if TYPE_CHECKING:
     from atomtrain.training.tools.proof import Proof
@@ -38,10 +38,15 @@ class ProveOptions:
         """Check.
 
         Raises:
-            ConfigError: too few steps, or too many for what is only a proof.
+            ConfigError: too few steps or too many for what is only a proof, or not a device.
         """
+        from atomtrain.engine.devices.device_names import parse_device
+
         if not 1 <= self.steps <= _STEPS_MAX:
             raise ConfigError(f"--steps must be 1 to {_STEPS_MAX}, not {self.steps}")
+        parse_device(self.device)
+        if self.device_memory is not None:
+            check_size("--device-memory", self.device_memory)
 
 
 def run(arguments: Sequence[str]) -> int:

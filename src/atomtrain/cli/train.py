@@ -9,7 +9,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from atomtrain.metrics.targets import parse_targets, require_packages
 from atomtrain.settings import flag_of
 from atomtrain.topology import allowed_cores
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.other_names import KINDS, translated
+from atomtrain.training.config.other_names import ADVICE, KINDS, translated
 from atomtrain.training.config.preflight import check_early
 
 LOG_FILE = "peer.log"
@@ -65,23 +65,29 @@ def options_of(arguments: Sequence[str]) -> TrainOptions:
     others = {name: given.pop(_OTHER + name) for name in KINDS if _OTHER + name in given}
     recipe = given.pop(RECIPE, None)
     if recipe is None:
-        return TrainOptions(**_understood(others, given, {}))
+        understood = translated(others, given)
+        try:
+            options = TrainOptions(**given, **understood.values)
+        except ConfigError as error:
+            if not understood.line:
+                raise
+            raise ConfigError(f"{error} ({understood.line})") from error
+        _say(understood.line)
+        return options
     from atomtrain.training.config.recipe_files import options_with, read_recipe, recipe_path
 
     file = read_recipe(recipe_path(recipe))
+    understood = translated(others, given, file.values)
     if file.told:
         complain(f"{file.path}: {file.told}")
-    return options_with(file, _understood(others, given, file.values))
+    _say(understood.line)
+    return options_with(file, {**given, **understood.values})
 
 
-def _understood(
-    others: Mapping[str, Any], given: dict[str, Any], in_file: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what a command line says, names of other tools included; say what they became."""
-    understood = translated(others, given, in_file)
-    if understood.line:
-        complain(understood.line)
-    return {**given, **understood.values}
+def _say(understood: str) -> None:
+    """Say what names of other tools were taken as."""
+    if understood:
+        complain(understood)
 
 
 def _add_other_names(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +109,7 @@ def _truth(text: str) -> bool:
 def command_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = parser_of(TrainOptions, prog="atom train", about=ABOUT, examples=_EXAMPLES)
+    parser.advice = ADVICE
     parser.add_argument(
         RECIPE,
         nargs="?",

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from atomtrain.data.corpus import check_files
+from atomtrain.data.dialogues import NoAnswerError, understand
 from atomtrain.data.named import PREFIXES, is_named, parse_named
+from atomtrain.data.rows import has_rows, read_rows
 from atomtrain.errors import DataError
 
 _MOST_WEIGHT = 1000.0
@@ -52,8 +55,15 @@ def parse_weighted(given: str) -> Weighted:
     return Weighted(spec, weight)
 
 
-def check_sources(data: Sequence[str], validation: str | None) -> None:
-    """Refuse what can be seen without reading: weights, and files that are not there.
+def check_sources(
+    data: Sequence[str], validation: str | None, *, conversations: bool = False
+) -> None:
+    """Refuse what can be seen at once: weights, files that are not there, first rows.
+
+    Args:
+        data: Sources with weights.
+        validation: One without, or None.
+        conversations: Rows are texts or conversations, as opposed to pairs, labels and the like.
 
     Raises:
         DataError: says which.
@@ -63,6 +73,16 @@ def check_sources(data: Sequence[str], validation: str | None) -> None:
             parse_named(spec)
         else:
             check_files(spec)
+            _check_first_row(spec, conversations=conversations)
+
+
+def _check_first_row(spec: str, *, conversations: bool) -> None:
+    if not has_rows(spec) or ".parquet" in spec.lower():  # which takes long to open
+        return
+    row = next(read_rows(spec), None)
+    if row is not None and conversations:
+        with suppress(NoAnswerError):  # such a row is skipped later
+            understand(row)
 
 
 def _exists(path: str) -> bool:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from atomtrain.engine.calibration.profile_cache import kept_profiles
 from atomtrain.errors import ConfigError
 from atomtrain.events import read_events
 from atomtrain.files import replacing
@@ -71,6 +70,8 @@ def report_of(folder: Path) -> Iterator[dict[str, Any]]:
         )
     options = [_options(file.parent / RECIPE_FILE) for file in files]
     secrets = _secrets([*(event for file in files for event in read_events(file)), *options])
+    from atomtrain.engine.calibration.profile_cache import kept_profiles  # imports torch
+
     yield {"format": FORMAT, **surroundings(), "profiles": [*map(_profile, kept_profiles())]}
     for number, (said, file) in enumerate(zip(options, files, strict=True)):
         numbers = {k: v for k, v in said.items() if isinstance(v, bool | int | float)}

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from atombench import forks
+from atombench.mistakes import FILES, MISTAKES, Mistake
 from atomtrain.cli.main import main
 from tests.support.swarm_configs import swarm_config
 from tests.support.waiting import PATIENCE_S
@@ -97,6 +98,17 @@ def runs(trained: Path, workplace: Path) -> Path:
     """A copy of the finished run, to be spoilt."""
     shutil.copytree(trained / "runs", workplace / "runs")
     return workplace / "runs"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: " ".join(mistake.arguments))
+def test_each_mistake_of_the_benchmark_is_answered(
+    mistake: Mistake, workplace: Path, complaint: Complaint
+) -> None:
+    for name, text in FILES.items():
+        (workplace / name).write_text(text)
+    before = fingerprint(workplace)
+    assert mistake.needed in complaint(*mistake.arguments)
+    assert fingerprint(workplace) == before
 
 
 # Names and numbers

@@ -179,3 +179,16 @@ def test_what_is_not_a_weight_is_refused(weight: str, tmp_path: Path) -> None:
         check_sources([f"{file}:2"], "none.txt")
     (tmp_path / "b.txt:7").write_text("x")
     assert parse_weighted(str(tmp_path / "b.txt:7")).weight == 1.0
+
+
+def test_the_first_row_is_looked_at_before_anything_heavy(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": ')
+    with pytest.raises(DataError, match=r"a\.jsonl:1: not JSON"):
+        check_sources([str(file)], None)
+    file.write_text('{"question": 1}\n')
+    check_sources([str(file)], None)  # whoever knows the objective can tell
+    with pytest.raises(DataError, match="a row needs messages"):
+        check_sources([str(file)], None, conversations=True)
+    file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    check_sources([str(file)], None, conversations=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atomtrain.cli.train import options_of
+from atomtrain.cli.train import command_parser, options_of
 from atomtrain.errors import ConfigError, RecipeFileError
-from atomtrain.training.config.other_names import translated
+from atomtrain.training.config.other_names import ADVICE, KINDS, translated
 from atomtrain.training.config.recipe_files import options_with, read_recipe
 
 
@@ -76,6 +78,20 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=needed):
         translated(said, known)
+
+
+def test_not_a_number_does_not_contradict_itself() -> None:
+    assert math.isnan(translated({"num_train_epochs": math.nan}, {}).values["epochs"])
+
+
+def test_advice_names_options_that_there_are() -> None:
+    ours = {flag for flag in command_parser()._option_string_actions if "=" not in flag}
+    for name, advice in ADVICE.items():
+        assert name not in KINDS
+        flags = set(re.findall(r"(?<!atom export )--[a-z-]+", advice))
+        assert flags <= ours, (name, advice)
+        with pytest.raises(ConfigError, match=re.escape(advice)):
+            options_of([f"--{name}"])
 
 
 def test_a_recipe_may_use_them_and_the_command_line_counts_more(

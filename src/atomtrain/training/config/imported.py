@@ -111,6 +111,8 @@ def imported(path: Path) -> Imported:
 def _read(path: Path) -> dict[str, Any]:
     import yaml
 
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; name a recipe of axolotl or LLaMA-Factory")
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path} is not a recipe: it is larger than 1 MiB")

@@ -80,6 +80,43 @@ NAMES = {
     "optim": Name("optimizer", str, _one_in(_OPTIMIZERS)),
     "torch_compile": Name("compile", bool),
 }
+_SWAPPED = "swapping takes its place; leave it out"
+_PLANNED = "the plan decides this; leave it out"
+_LORA = "give --lora, such as --lora r=8,alpha=16"
+_FROZEN = "give --lora with bits=8 or bits=4"
+_DATA = "give --data"
+_EVALUATED = "give --evaluate-every N"
+_SAVED = "give --checkpoint-every N"
+ADVICE = {
+    "attn_implementation": "attention is PyTorch's own; leave it out",
+    "dataset": _DATA,
+    "dataset_name": _DATA,
+    "deepspeed": _SWAPPED,
+    "eval_strategy": _EVALUATED,
+    "finetuning_type": _LORA,
+    "flash_attn": "attention is PyTorch's own; leave it out",
+    "fsdp": _SWAPPED,
+    "fsdp_config": _SWAPPED,
+    "gradient_checkpointing": _PLANNED,
+    "hub_model_id": "see atom export --push",
+    "load_in_4bit": _FROZEN,
+    "load_in_8bit": _FROZEN,
+    "logging_steps": "every step is logged; leave it out",
+    "lora_alpha": _LORA,
+    "lora_r": _LORA,
+    "lora_rank": _LORA,
+    "nproc_per_node": "give --device cuda:0,cuda:1, or --peers N",
+    "num_processes": "give --device cuda:0,cuda:1, or --peers N",
+    "output_dir": "give --directory, and --run for the name of the run",
+    "push_to_hub": "see atom export --push",
+    "report_to": "give --metrics",
+    "resume_from_checkpoint": "give --run NAME --resume",
+    "save_strategy": _SAVED,
+    "train_file": _DATA,
+    "trust_remote_code": "code of a model's folder is never run; leave it out",
+    "use_peft": _LORA,
+}
+"""What to do instead, by names of others' options that are not understood."""
 KINDS: dict[str, type] = {
     **{name: known.kind for name, known in NAMES.items()},
     **dict.fromkeys((*BATCH, *ACCUMULATION), int),
@@ -117,7 +154,7 @@ def translated(
 
     def take(name: str, ours: str, value: Any) -> None:
         before = {**known, **values}.get(ours, value)
-        if before != value:
+        if before is not value and before != value:  # no NaN equals itself
             other = flag_of(sources.get(ours, ours))
             raise ConfigError(
                 f"{flag_of(name)} {said[name]} and {other} {before} contradict each other; give "

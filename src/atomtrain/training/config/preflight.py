@@ -44,7 +44,9 @@ def check_early(options: TrainOptions) -> None:
     if options.data or options.validation is not None:
         from atomtrain.data.weighted import check_sources
 
-        check_sources(options.data, options.validation)
+        plain = options.objective in (None, OBJECTIVES[0])
+        follows = options.resume or options.join
+        check_sources(options.data, options.validation, conversations=plain and not follows)
 
 
 def check_model_name(name: str | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from atomtrain.errors import ConfigError, RecipeFileError, nearest
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.other_names import KINDS, translated
+from atomtrain.training.config.other_names import ADVICE, KINDS, translated
 
 READY_FOLDER = Path(__file__).parents[2] / "recipes"
 SUFFIXES = (".yaml", ".yml")
@@ -84,6 +84,8 @@ def read_recipe(path: Path) -> RecipeFile:
             if name == _GONE:
                 _check_gone(str(key.value), node)
                 continue
+            if name in ADVICE:
+                raise ConfigError(f"{key.value} is not a key here; {ADVICE[name]}")
             if name not in hints and name not in KINDS:
                 names = [known.replace("_", "-") for known in hints]
                 raise ConfigError(f"there is no key {key.value!r}.{nearest(str(key.value), names)}")
