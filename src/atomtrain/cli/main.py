@@ -6,13 +6,16 @@ import errno
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import ModuleType
 
 from atomtrain import __version__
-from atomtrain.cli.parsing import complain
+from atomtrain.cli.parsing import complain, shown
 from atomtrain.errors import AtomError, ConfigError, RecipeFileError, nearest
+from atomtrain.progress import listening
 
 COMMANDS = {
     "train": "train a model, alone or with other peers",
@@ -41,6 +44,8 @@ _MODULES = {"import": "importing"}
 """Commands whose name no module can have."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FROM_THE_LEFT = "\r\x1b[K"
+"""What empties the terminal's line."""
 _USAGE = """usage: atom COMMAND [options]
 
 Train language models far larger than your GPU's memory, alone or with other peers.
@@ -144,8 +149,16 @@ def _run(arguments: list[str]) -> int:
             f"Commands: {', '.join(COMMANDS)}"
         )
     module = command_module(name)
-    code: int = module.run(arguments[1:])
+    with listening(progress_line) if sys.stderr.isatty() else nullcontext():
+        code: int = module.run(arguments[1:])
     return code
+
+
+def progress_line(line: str) -> None:
+    """Show how far something has come, in the terminal's last line, over what stood there."""
+    columns = shutil.get_terminal_size().columns
+    sys.stderr.write(f"{_FROM_THE_LEFT}{shown(line)[: columns - 1]}")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

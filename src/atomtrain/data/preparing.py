@@ -16,6 +16,7 @@ from atomtrain.data.tokenizer import DEFAULT_VOCABULARY, Tokenizer
 from atomtrain.data.tokens import Tokens, disk_errors, open_tokens
 from atomtrain.errors import DataError
 from atomtrain.files import replacing
+from atomtrain.progress import Progress
 
 TOKENIZER_SAMPLE_CHARACTERS = 32 * 1024 * 1024
 
@@ -63,7 +64,8 @@ def cached_tokenizer(corpus: Corpus, vocabulary: int, cache: Path) -> Tokenizer:
         pass
     except DataError as error:
         _logger.warning("%s; training it again", error)
-    tokenizer = Tokenizer.train(_sample(corpus), vocabulary)
+    with Progress("training a tokenizer"):
+        tokenizer = Tokenizer.train(_sample(corpus), vocabulary)
     with disk_errors(path):
         cache.mkdir(parents=True, exist_ok=True)
         with replacing(path) as unfinished:

@@ -30,6 +30,7 @@ from atomtrain.data.split import SPLIT_VERSION, HoldOut, Part, pieces
 from atomtrain.data.tokenizer import Tokenizer
 from atomtrain.errors import DataError
 from atomtrain.files import replacing
+from atomtrain.progress import Progress
 from atomtrain.units import format_bytes
 
 FORMAT_VERSION = 1
@@ -183,8 +184,9 @@ def _build(path: Path, key: str, corpus: Corpus, tokenizer: Tokenizer, hold_out:
         stream.write(b"\0" * _HEADER_BYTES)
         body = _BodyWriter(stream, tokenizer, _DTYPES[dtype])
         trained, judged = _PARTS[hold_out]
-        train_tokens, train_bytes = body.write(corpus, trained)
-        held_out_tokens, held_out_bytes = body.write(corpus, judged)
+        with Progress("tokenising", corpus.characters, "characters") as body.progress:
+            train_tokens, train_bytes = body.write(corpus, trained)
+            held_out_tokens, held_out_bytes = body.write(corpus, judged)
         header = _Header(
             version=FORMAT_VERSION,
             key=key,
@@ -210,6 +212,7 @@ class _BodyWriter:
         self._tokenizer = tokenizer
         self._dtype = dtype
         self.digest = hashlib.sha256()
+        self.progress = Progress("tokenising")
 
     def write(self, corpus: Corpus, part: Part | None) -> tuple[int, int]:
         """Write one part; return its tokens and its bytes of text."""
@@ -220,6 +223,7 @@ class _BodyWriter:
         while batch := list(itertools.islice(found, _BATCH_PIECES)):
             encoded = self._tokenizer.encode_batch([piece.text for piece in batch])
             size_bytes += sum(len(piece.text.encode()) for piece in batch)
+            self.progress.advance(sum(len(piece.text) for piece in batch))
             for piece, numbers in zip(batch, encoded, strict=True):
                 if not piece.continues and tokens:
                     tokens += self._put([self._tokenizer.separator])

@@ -47,6 +47,7 @@ from atomtrain.planning.plan.gradient_staging import host_gradients
 from atomtrain.planning.plan.layout import Layout
 from atomtrain.planning.plan.machine import Machine
 from atomtrain.planning.plan.multi_device import share_of
+from atomtrain.progress import Progress
 from atomtrain.units import parse_bytes
 
 
@@ -256,7 +257,8 @@ def _traced(
 
     There the model may take other branches than on a GPU, so then it is traced for that too.
     """
-    traced = chain_of(model, example, loss, layers, device.torch_device)
+    with Progress("tracing the model"):
+        traced = chain_of(model, example, loss, layers, device.torch_device)
     if check:
         require_data(traced.chain)
         on_host = device.torch_device.type == "cpu"

@@ -25,6 +25,7 @@ from atomtrain.planning.plan.multi_device import shared_updates
 from atomtrain.planning.plan.plan import Plan, Request
 from atomtrain.planning.plan.updating import UpdateModel, two_moments
 from atomtrain.planning.search.search import make_plan
+from atomtrain.progress import Progress
 from atomtrain.topology import allowed_cores
 
 
@@ -75,7 +76,8 @@ class Planner:
             devices=self.devices,
             spends=self.options.spend_gradients and not self.one_memory,
         )
-        return make_plan(self.chain, self.costs, self.times, self.machine, request)
+        with Progress("planning"):
+            return make_plan(self.chain, self.costs, self.times, self.machine, request)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
         """Return what the plan expects each stream to do in a step."""

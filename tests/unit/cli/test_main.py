@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
+from atomtrain import progress
+from atomtrain.cli import main as command
 from atomtrain.cli.completion import all_parsers, names_after
 from atomtrain.cli.main import main
+from atomtrain.progress import Progress
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -41,3 +49,40 @@ def test_completion_offers_what_is_installed() -> None:
 def test_completion_knows_the_benchmarks_where_they_are_installed() -> None:
     assert "swap" in names_after(["bench"])["bench"]
     assert {"bench", "bench report", "simulate"} <= set(all_parsers())
+
+
+class Terminal(io.StringIO):
+    """Standard error as a terminal, or as a file; knows when something long was told."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+        self.told = threading.Event()
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        if "digging" in text:
+            self.told.set()
+        return super().write(text)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_takes_long_is_told_in_a_terminal_only(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Terminal(is_terminal=is_terminal)
+
+    def run(_: list[str]) -> int:
+        with Progress("digging"):
+            assert shown.told.wait(PATIENCE_S if is_terminal else 0.05) == is_terminal
+        return 0
+
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(command, "command_module", lambda _: SimpleNamespace(run=run))
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert main(["plan"]) == 0
+    text = shown.getvalue()
+    assert text.startswith("\r\x1b[Kdigging: 1 s") if is_terminal else not text
+    assert not is_terminal or text.endswith("\r\x1b[K")  # the line is empty again

@@ -18,7 +18,7 @@ from tests.support.waiting import PATIENCE_S
 FOLDERS = {"atomtrain": "src", "atombench": "benchmarks", "atomresearch": "research"}
 BASE = {
     f"atomtrain.{name}"
-    for name in ("errors", "units", "events", "files", "lazy", "settings", "topology")
+    for name in ("errors", "units", "events", "files", "lazy", "progress", "settings", "topology")
 }
 ANALYSIS = ("export", "layers", "costs", "head")
 PLANNING = ("plan", "cost", "search")

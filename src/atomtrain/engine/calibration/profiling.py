@@ -47,6 +47,7 @@ from atomtrain.engine.devices.processor import EmulatedDevice
 from atomtrain.errors import DeviceMemoryError, PlanError
 from atomtrain.planning.catalogue import estimate_times
 from atomtrain.planning.plan.machine import Machine
+from atomtrain.progress import Progress
 from atomtrain.units import format_bytes
 
 CROWDED_SHARE = 0.15
@@ -185,7 +186,7 @@ def take_profile(
     }
     again = measure == "again"
     if again or not _complete(cache, keys) or _less_crowded(cache, keys.values()):
-        with cache.turn():
+        with cache.turn(), Progress("measuring the machine and the model's layers"):
             _forget(cache, keys.values(), again=again)
             _measure_machine(cache, device, overhead)
             _measure(cache, device, chain, costs, inputs, keys)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from atomtrain.errors import SwarmError
+from atomtrain.progress import Progress
 from atomtrain.swarm.anchors.anchor_store import FragmentAccess
 from atomtrain.swarm.anchors.anchors import Merge, whole
 from atomtrain.swarm.anchors.stamps import supersedes
@@ -45,6 +46,7 @@ class Downloading:
         """Fetch for one peer."""
         self._thread, self._service = thread, service
         self._mailbox = service.context.mailbox
+        self._progress = Progress("fetching")
         self._all = range(len(service.context.manifest.fragment_elements))
 
     def download(self, access: FragmentAccess) -> None:
@@ -55,6 +57,12 @@ class Downloading:
             NoGoodModel: all that was had is worse than the model before.
         """
         self._see_manifests()
+        elements = sum(self._service.context.manifest.fragment_elements)
+        with Progress("fetching the model from the swarm", elements, "parameters") as progress:
+            self._progress = progress
+            self._download(access)
+
+    def _download(self, access: FragmentAccess) -> None:
         trial = self._mailbox.trial
         if trial is None:
             for had in self._fetched(self._all):
@@ -115,6 +123,7 @@ class Downloading:
         with access.view(had.fragment) as local:
             self._mailbox.store.check_size(had.fragment, local)
             local.copy_(had.fetched.anchor.values)
+        self._progress.advance(local.numel())
 
     def _place(self, found: Iterable[Had]) -> None:
         for fragment, fetched in found:

@@ -20,12 +20,12 @@ from atomtrain.models.making import Sizes
 from atomtrain.settings import chosen
 from atomtrain.training.config.optimizing import AUTO, named_optimizer, train_alike
 from atomtrain.training.config.options import TrainOptions
+from atomtrain.training.config.preflight import check_factors
 from atomtrain.training.config.recipe import (
     EACH_PEER,
     FIXED,
     MAY_CHANGE,
     OBJECTIVES,
-    PREFERENCES,
     Recipe,
 )
 from atomtrain.units import counted
@@ -97,12 +97,7 @@ def _check_objective(options: TrainOptions) -> None:
         raise ConfigError(
             f"--objective {objective} goes on with a trained model; name its folder with --model"
         )
-    if objective not in PREFERENCES and options.beta is not None:
-        raise ConfigError(
-            f"--beta belongs to --objective {' or '.join(PREFERENCES)}; give both, or leave it out"
-        )
-    if objective != "simpo" and options.gamma is not None:
-        raise ConfigError("--gamma belongs to --objective simpo; give both, or leave it out")
+    check_factors(options)
 
 
 def model_name(model: str | None) -> str:

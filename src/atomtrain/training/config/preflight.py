@@ -14,7 +14,7 @@ from pathlib import Path
 from atomtrain.errors import ConfigError, SwarmError, nearest
 from atomtrain.training.config.folders import FIRST_NAME, check_directory, resumed_name
 from atomtrain.training.config.options import TrainOptions
-from atomtrain.training.config.recipe import OBJECTIVES
+from atomtrain.training.config.recipe import OBJECTIVES, PREFERENCES
 
 _SEPARATOR = "@"
 _LAN = "lan"
@@ -112,6 +112,18 @@ def _check_objective(options: TrainOptions) -> None:
             f"--objective {options.objective} goes on with a trained model; name its folder with "
             "--model"
         )
+    if not options.resume and not options.join:
+        check_factors(options)
+
+
+def check_factors(options: TrainOptions) -> None:
+    """Refuse factors of a loss that a new run does not have."""
+    if options.objective not in PREFERENCES and options.beta is not None:
+        raise ConfigError(
+            f"--beta belongs to --objective {' or '.join(PREFERENCES)}; give both, or leave it out"
+        )
+    if options.objective != "simpo" and options.gamma is not None:
+        raise ConfigError("--gamma belongs to --objective simpo; give both, or leave it out")
 
 
 def _check_folder(options: TrainOptions) -> None:

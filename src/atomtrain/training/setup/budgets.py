@@ -24,6 +24,7 @@ from atomtrain.models import GPTConfig
 from atomtrain.models.making import parameter_count
 from atomtrain.planning.plan.multi_device import share_of
 from atomtrain.planning.search.search import fits
+from atomtrain.progress import Progress
 from atomtrain.training.config.optimizing import host_bytes_per_parameter, smaller_states
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
@@ -223,9 +224,10 @@ class _Tried:
     @functools.cached_property
     def _traced(self) -> tuple[Chain, Mapping[str, Any]]:
         example = example_of(self._recipe, self.size, self._objective)
-        traced = chain_of(
-            self._model, example, self._objective.loss, device=self._devices[0].torch_device
-        )
+        with Progress("tracing the model"):
+            traced = chain_of(
+                self._model, example, self._objective.loss, device=self._devices[0].torch_device
+            )
         chain = with_gradients_in(traced.chain, self._recipe.gradient_dtype)
         return chain, traced.bind(example)
 

@@ -16,6 +16,7 @@ from atomtrain.models.lora import adapted_layers
 from atomtrain.models.lora_experts import adapted_by
 from atomtrain.models.making import Sizes, make_outline
 from atomtrain.models.weight_names import Source, match_weights
+from atomtrain.progress import BYTES, Progress
 
 _PARTS_A_TENSOR, _MORE_PARTS = 16, 1000
 """Of a model, modules without a tensor of their own included; fewer than two is usual."""
@@ -69,10 +70,13 @@ class Weights:
         engine.synchronize()
         parameters = dict(engine.model.named_parameters())
         begun = _begun_by(engine.model)
-        for names in engine.layers().values():
-            for name in names:
-                if name not in begun:
-                    self._put(engine, name, parameters[name])
+        total_bytes = sum(parameters[name].nbytes for name in parameters.keys() - begun)
+        with Progress(f"reading the weights of {self.folder}", total_bytes, BYTES) as progress:
+            for names in engine.layers().values():
+                for name in names:
+                    if name not in begun:
+                        self._put(engine, name, parameters[name])
+                        progress.advance(parameters[name].nbytes)
         for name, layer in adapted_layers(engine.model).items():
             for part, values in layer.beginning(partial(self._wide, name), f"{self.seed}/{name}"):
                 engine.masters.write(parameters[f"{name}.{part}"], values)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from atomtrain.engine.engine import Engine
 from atomtrain.errors import ConfigError
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.making import narrow_models, parameter_count
+from atomtrain.progress import Progress
 from atomtrain.training.config.options import TrainOptions
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.objective import NextToken, Objective
@@ -50,7 +50,6 @@ def check_model(
     options: TrainOptions,
     objective: Objective,
     example: MicroBatch,
-    tell: Callable[[str], None],
 ) -> None:
     """Compare the layers' loss and gradients with the model's own, if that is wanted.
 
@@ -62,12 +61,12 @@ def check_model(
     if options.check_model == "auto" and (reason := _too_much(engine)):
         _log.info("the model is not compared with its layers: %s", reason)
         return
-    tell("comparing the layers with the model, on one micro-batch")
-    engine.synchronize()
-    traced = engine.traced
-    if engine.device.torch_device.type != "cpu":
-        traced = chain_of(engine.model, example, objective.loss)
-    check_chain(engine.model, traced, example)
+    with Progress("comparing the layers with the model, on one micro-batch"):
+        engine.synchronize()
+        traced = engine.traced
+        if engine.device.torch_device.type != "cpu":
+            traced = chain_of(engine.model, example, objective.loss)
+        check_chain(engine.model, traced, example)
 
 
 def _too_much(engine: Engine) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,19 +18,18 @@ from numpy.typing import NDArray
 from atomtrain.data.material import PairMaterial, PairRows, References
 from atomtrain.errors import ConfigError
 from atomtrain.files import replacing
+from atomtrain.progress import Progress
 from atomtrain.training.config.folders import make_directory
 from atomtrain.training.config.recipe import Recipe
 from atomtrain.training.setup.hearing import rows_heard
 from atomtrain.training.setup.preference import DirectPreference
 from atomtrain.training.setup.texts import Text
-from atomtrain.units import format_seconds
 
 if TYPE_CHECKING:
     from atomtrain.engine.engine import Engine
 
 REFERENCES_FILE = "references.safetensors"
 _KEY = "key"
-_TELL_S = 10.0
 
 
 def with_references(
@@ -41,7 +39,6 @@ def with_references(
     micro_batch: int,
     recipe: Recipe,
     directory: Path,
-    tell: Callable[[str], None],
 ) -> Text:
     """Return pairs with what the engine's model says of them now; read from `directory` if there.
 
@@ -52,7 +49,6 @@ def with_references(
         micro_batch: Sequences of a micro-batch, as those of the engine's example.
         recipe: What decides the pairs' rows.
         directory: The peer's folder; gets `REFERENCES_FILE`, made if missing.
-        tell: Gets a line now and then while it takes long.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -64,8 +60,10 @@ def with_references(
     found = _read(file, key)
     if found is None:
         total = sum(len(part) for both in parts for part in both if part is not None)
-        asked = _Asked(engine, objective, micro_batch, total, tell)
-        found = [References(*(asked.of(part) for part in both)) for both in parts]
+        what = "asking the model about the answers before it learns"
+        with Progress(what, total, "pairs") as progress:
+            asked = _Asked(engine, objective, micro_batch, progress)
+            found = [References(*(asked.of(part) for part in both)) for both in parts]
         _write(file, key, found)
     known = [each._replace(references=of) for each, of in zip(pairs, found, strict=True)]
     judged = None if validation is None else known[-1]
@@ -77,16 +75,10 @@ class _Asked:
     """Asks the engine's model what it says of pairs, and tells how far it is."""
 
     def __init__(
-        self,
-        engine: Engine,
-        objective: DirectPreference,
-        micro_batch: int,
-        total: int,
-        tell: Callable[[str], None],
+        self, engine: Engine, objective: DirectPreference, micro_batch: int, progress: Progress
     ) -> None:
         self._engine, self._objective, self._micro_batch = engine, objective, micro_batch
-        self._total, self._done, self._tell = total, 0, tell
-        self._started_s = self._told_s = time.monotonic()
+        self._progress = progress
 
     def of(self, rows: PairRows | None) -> NDArray[np.float32]:
         """Return `[2 * pairs]`: the sum of the logarithms of each answer's probabilities."""
@@ -101,19 +93,8 @@ class _Asked:
                 self._engine.evaluate(self._objective.micro_batches(batch, self._micro_batch))
             count = min(size, len(rows) - first)
             values[2 * first : 2 * (first + count)] = rows_heard(heard).numpy()[: 2 * count]
-            self._done += count
-            self._tell_now_and_then()
+            self._progress.advance(count)
         return values
-
-    def _tell_now_and_then(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._told_s > _TELL_S:
-            self._told_s = now_s
-            left_s = (now_s - self._started_s) / self._done * (self._total - self._done)
-            self._tell(
-                f"asking the model about {self._total} pairs before it learns: {self._done} done, "
-                f"{format_seconds(left_s)} left"
-            )
 
 
 def _key(text: Text, recipe: Recipe) -> str:

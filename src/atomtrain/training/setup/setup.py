@@ -26,6 +26,7 @@ from atomtrain.engine.options import Options
 from atomtrain.engine.state.precision import PRECISIONS
 from atomtrain.errors import ConfigError
 from atomtrain.models import HuggingFaceConfig, make_model, make_outline
+from atomtrain.progress import Progress
 from atomtrain.settings import chosen
 from atomtrain.swarm.packages import INSTALL, missing_packages
 from atomtrain.topology import allowed_cores
@@ -122,7 +123,7 @@ def open_session(options: TrainOptions, tell: Callable[[str], None] | None = Non
 
     Args:
         options: What the user said.
-        tell: Gets a line now and then while something takes long.
+        tell: Gets a line where something is not as it could be.
 
     Raises:
         AtomError: any mistake in options, data, checkpoint, address or budget; nothing is changed.
@@ -189,13 +190,12 @@ def _assemble(
             source.weights.load(engine)
         if source.weights is not None and source.checkpoint is None:
             example = example_of(recipe, fit.micro_batch, objective)
-            check_model(engine, recipe, options, objective, example, tell)
+            check_model(engine, recipe, options, objective, example)
         if isinstance(objective, DirectPreference):  # the model is as it was before it learns
-            text = with_references(
-                text, engine, objective, fit.micro_batch, recipe, directory, tell
-            )
+            text = with_references(text, engine, objective, fit.micro_batch, recipe, directory)
         if source.checkpoint is not None:
-            restore(engine, source.checkpoint)
+            with Progress("reading the checkpoint"):
+                restore(engine, source.checkpoint)
         config = SamplerConfig(
             context_tokens=recipe.context, sequences=recipe.sequences, seed=recipe.seed
         )

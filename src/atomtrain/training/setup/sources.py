@@ -16,6 +16,7 @@ from atomtrain.data import SamplerConfig, Tokenizer, read_tokenizer
 from atomtrain.errors import AtomError, ConfigError, DataError, SwarmError
 from atomtrain.models.heads import with_head
 from atomtrain.models.hugging_face import HuggingFaceConfig, model_folder
+from atomtrain.progress import Progress
 from atomtrain.settings import MOST_COUNT
 from atomtrain.swarm.packages import missing_packages, require_swarm
 from atomtrain.training.config.folders import CHECKPOINTS, make_directory, remove_empty
@@ -236,7 +237,8 @@ def _join(options: TrainOptions, run: str, name: str, directory: Path) -> Swarm:
     existed = directory.exists()
     make_directory(directory)
     try:
-        swarm = Swarm.join(swarm_config(options, run, name, directory, 1))
+        with Progress(f"joining {run}"):
+            swarm = Swarm.join(swarm_config(options, run, name, directory, 1))
         try:
             check_rules(options, swarm.manifest.rules, run)
         except ConfigError:

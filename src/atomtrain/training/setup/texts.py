@@ -29,6 +29,7 @@ from atomtrain.data.weighted import parse_weighted
 from atomtrain.errors import DataError
 from atomtrain.models import HuggingFaceConfig, Sizes
 from atomtrain.models.heads import numbers_of_labels, padding_of
+from atomtrain.progress import Progress
 
 Learns = Literal["answers", "pairs", "labels", "classes"]
 """What rows must say."""
@@ -79,15 +80,17 @@ class _Answered:
         Raises:
             DataError: none has an answer.
         """
-        for row in read_rows(self._data):
-            self._rows += 1
-            try:
-                said = understood(row)
-            except NoAnswerError as error:
-                self.skipped_rows += 1
-                self._first = self._first or str(error)
-            else:
-                yield said
+        with Progress(f"reading {self._data}", None, "rows") as progress:
+            for row in read_rows(self._data):
+                self._rows += 1
+                progress.advance()
+                try:
+                    said = understood(row)
+                except NoAnswerError as error:
+                    self.skipped_rows += 1
+                    self._first = self._first or str(error)
+                else:
+                    yield said
         if self._first is not None and self.skipped_rows == self._rows:
             raise DataError(
                 f"none of the {self._rows} rows of {self._data} has {self._has} (the first: "

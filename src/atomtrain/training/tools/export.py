@@ -19,6 +19,7 @@ from atomtrain.checkpoint import Checkpoint
 from atomtrain.errors import CheckpointError, ConfigError, nearest
 from atomtrain.models.hugging_face import CONFIG_FILE
 from atomtrain.models.weight_files import INDEX_FILE, SINGLE_FILE
+from atomtrain.progress import BYTES, Progress
 from atomtrain.training.setup.peft_folder import ADAPTER_FILE
 from atomtrain.training.tools.export_parts import TYPES, Weight, parts_of
 from atomtrain.training.tools.hub import PlannedFile
@@ -136,13 +137,16 @@ def _prepared(
 def _write_weights(
     groups: Mapping[str, Sequence[Weight]], folder: Path, dtype: torch.dtype
 ) -> None:
-    for name, group in groups.items():
-        tensors: dict[str, Tensor] = {}
-        for weight in group:
-            tensor = weight.read()
-            tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            tensors[weight.name] = tensor.contiguous()
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+    total_bytes = sum(weight.size_bytes for group in groups.values() for weight in group)
+    with Progress("writing weights", total_bytes, BYTES) as progress:
+        for name, group in groups.items():
+            tensors: dict[str, Tensor] = {}
+            for weight in group:
+                tensor = weight.read()
+                tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                tensors[weight.name] = tensor.contiguous()
+                progress.advance(weight.size_bytes)
+            save_file(tensors, folder / name, metadata={"format": "pt"})
 
 
 def _grouped(weights: Sequence[Weight], most_bytes: int) -> Iterator[list[Weight]]:

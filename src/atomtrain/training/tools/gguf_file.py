@@ -19,6 +19,7 @@ from atomtrain.errors import CheckpointError, ConfigError, choices
 from atomtrain.files import replacing
 from atomtrain.models.hugging_face import HuggingFaceConfig
 from atomtrain.models.making import make_outline
+from atomtrain.progress import Progress
 from atomtrain.training.tools.export_parts import Weight, parts_of
 from atomtrain.training.tools.gguf_model import (
     Description,
@@ -184,8 +185,10 @@ def _write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for entry in entries:
-            writer.write_tensor_data(_packed(entry))
+        with Progress("writing tensors", len(entries)) as progress:
+            for entry in entries:
+                writer.write_tensor_data(_packed(entry))
+                progress.advance()
         writer.flush()
         for stream in writer.fout or ():
             os.fsync(stream.fileno())
