@@ -56,7 +56,8 @@ def tell_step(log: EventLog, step: int, source: random.Random) -> None:
         "step", step=step, steps=STEPS, loss=6 * math.exp(-step / 60) + 0.3 * source.random(),
         tokens=256, tokens_total=256 * step, tokens_per_s=9000 + 2000 * source.random(),
         step_s=0.1 + 0.01 * source.random(), gradient_norm=1 + source.random(),
-        host_resident_bytes=300_000_000 + 1000 * step, link_wait_share=0.02, device_peak_bytes=6_071_820,
+        host_resident_bytes=300_000_000 + 1000 * step, link_wait_share=0.02,
+        device_peak_bytes=6_071_820,
         device_budget_bytes=6 << 20, state_bytes=3_790_848, learning_rate=1e-3, peers=3, round=1,
         time_left_s=12.0,
     )  # fmt: skip

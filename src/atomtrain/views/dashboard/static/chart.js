@@ -40,11 +40,12 @@ export class Chart {
     this.caption = element("span");
     this.said = element("span", { class: "sr", role: "status" });
     this.area = element("div", { class: "plot", role: "img", tabindex: "0" });
+    this.levels = element("small");
     this.values = element("div", { class: "values", hidden: "" });
     this.name(title, unit);
     place.append(element("figure", {}, element("figcaption", {}, this.caption,
       element("span", { class: "switches" }, this.whole, this.log.button, this.smooth.button)),
-    this.area, this.said));
+    this.area, this.levels, this.said));
     this.area.addEventListener("keydown", (event) => this.press(event));
     this.area.addEventListener("blur", () => this.leave());
     group.charts.push(this);
@@ -72,6 +73,7 @@ export class Chart {
   name(title, unit) {
     this.title = title;
     setText(this.caption, `${title} (${unit})`);
+    if (!this.plot) this.area.setAttribute("aria-label", title);
   }
 
   // lines: [{name, look, version, x, every, mean, low, high}]; look is a number that stays with its
@@ -99,6 +101,8 @@ export class Chart {
       this.area.setAttribute("aria-label", `${this.title}: nothing yet`);
       return;
     }
+    const levels = lines.filter((line) => line.look === "level").map((line) => `${line.name} ${this.form(line.mean[0])}`);
+    setText(this.levels, levels.length ? `dashed: ${levels.join(", ")}` : "");
     const parts = lines.map((line) => this.parts(line));
     const layout = JSON.stringify([this.log.on, lines.map((line, i) => [line.name, line.look, parts[i].length])]);
     const data = joined(parts.map((columns, i) => [lines[i].x, ...columns]), this.log.on);
