@@ -97,7 +97,7 @@ class FolderSource:
         """Return what a view needs to begin with."""
         messages = []
         for name, history in self.histories.items():
-            messages.append(self._about(name, "events", {"events": history.events()}))
+            messages.append(self._about(name, "events", {"events": clean(history.events())}))
             messages += [self._about(name, "curves", body) for body in history.bodies()]
         return [*messages, *map(self._of_run, self._table.snapshot())]
 
@@ -106,11 +106,11 @@ class FolderSource:
         shown = [event for event in added if history.apply(event)]
         last = next((event for event in reversed(shown) if event["event"] == "step"), None)
         shown = [event for event in shown if event["event"] != "step" or event is last]
-        messages = [self._about(name, "events", {"events": shown})] if shown else []
+        messages = [self._about(name, "events", {"events": clean(shown)})] if shown else []
         return messages + [self._about(name, "curves", body) for body in history.news()]
 
     def _about(self, peer: str, kind: str, body: dict[str, Any]) -> Message:
-        return Message(kind, {"run": self.title, "peer": peer, **clean(body)})
+        return Message(kind, {"run": self.title, "peer": peer, **body})
 
     def _of_run(self, message: Message) -> Message:
         return message._replace(body={"run": self.title, **message.body})

@@ -24,7 +24,7 @@ export class Group {
 
   zoomTo(zoom) {
     this.zoom = zoom;
-    for (const chart of this.charts) chart.rescale();
+    for (const chart of this.charts) chart.soon();
   }
 }
 
@@ -64,7 +64,7 @@ export class Chart {
     button.addEventListener("click", () => {
       state.on = !state.on;
       button.setAttribute("aria-pressed", String(state.on));
-      this.key = "";
+      this.key = this.drawnKey = "";
       this.update(this.lines);
     });
     return state;
@@ -94,6 +94,11 @@ export class Chart {
   draw() {
     const width = this.area.clientWidth;
     if (!width) return;
+    if (this.plot && this.key === this.drawnKey && this.plot.width === width) {
+      this.rescale();
+      return;
+    }
+    this.drawnKey = this.key;
     const lines = this.lines.filter((line) => line.mean.some((value) => value !== null));
     if (!lines.length) {
       this.drop();
@@ -118,7 +123,7 @@ export class Chart {
       this.plot.setData(data, false);
     }
     if (this.plot.width !== width) this.plot.setSize({ width, height: HEIGHT });
-    this.rescale();
+    this.rescale(true);
     const newest = lines.map((line) => `${line.name} ${this.form(line.mean.findLast((value) => value !== null))}`);
     this.area.setAttribute("aria-label",
       `${this.title}. Newest: ${newest.slice(0, MOST_VALUES).join(", ")}. Arrow keys move along it.`);
@@ -181,11 +186,13 @@ export class Chart {
     return [this.zero && bottom === 0 ? 0 : bottom - room, high + room];
   }
 
-  rescale() {
+  rescale(changed = false) {
     this.whole.hidden = !this.group.zoom;
     if (!this.plot) return;
     const xs = this.plot.data[0];
     const [min, max] = this.group.zoom ?? [xs[0], xs.at(-1)];
+    const x = this.plot.scales.x;
+    if (x.min === min && x.max === max && !changed) return;
     this.plot.batch(() => {
       this.plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
       this.plot.setScale("x", { min, max });
@@ -264,7 +271,9 @@ function drawSome() {
 }
 
 function joined(tables, log) {
-  const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
+  const [x, ...others] = tables.map((table) => table[0]);
+  const alike = others.every((other) => other.length === x.length && other.every((value, i) => value === x[i]));
+  const data = alike ? [x, ...tables.flatMap((table) => table.slice(1))] : uPlot.join(tables);
   if (!log) return data;
   return [data[0], ...data.slice(1).map((column) => column.map((value) => (value <= 0 ? null : value)))];
 }

@@ -94,13 +94,13 @@ export class PeerTable {
       requestAnimationFrame(() => this.drawSome());
       return;
     }
-    this.working = false;
     for (const [id, shown] of this.shown) {
       if (this.rows.has(id)) continue;
       shown.remove();
       this.shown.delete(id);
     }
-    this.place(this.order());
+    this.waitingRows = this.order();
+    this.placeSome(this.body.firstElementChild);
   }
 
   order() {
@@ -127,13 +127,18 @@ export class PeerTable {
     COLUMNS.forEach((column, index) => setText(shown.cells[index], column.text(row, all) ?? "-"));
   }
 
-  // Moves only rows that are not where they belong.
-  place(order) {
-    let present = this.body.firstElementChild;
-    for (const row of order) {
+  // Moves only rows that are not where they belong, some a frame.
+  placeSome(present) {
+    for (const row of this.waitingRows.splice(0, ROWS_A_FRAME)) {
       if (row === present) present = present.nextElementSibling;
       else this.body.insertBefore(row, present);
     }
+    if (this.waitingRows.length) {
+      requestAnimationFrame(() => this.placeSome(present));
+      return;
+    }
+    this.working = false;
+    if (this.waiting.length) this.drawSome();
   }
 
   summary() {
