@@ -145,6 +145,7 @@ export class Chart {
 
   options(lines, parts, width) {
     const [series, bands] = [[{}], []];
+    const [behind, edge] = [opaque(0.22 / lines.length), opaque(0.4 / Math.sqrt(lines.length))];
     this.mains = [];
     lines.forEach((line, i) => {
       const alone = line.x.length === 1;
@@ -153,9 +154,9 @@ export class Chart {
         stroke: () => colourOf(line.look), width: 2, dash: dashOf(line.look), spanGaps: true,
         points: { show: alone ? true : undefined, size: 5 },
       });
-      if (parts[i].length === 3) bands.push({ series: [series.length + 1, series.length], fill: () => `${colourOf(line.look)}38` });
+      if (parts[i].length === 3) bands.push({ series: [series.length + 1, series.length], fill: () => colourOf(line.look) + behind });
       for (let more = 1; more < parts[i].length; more += 1) {
-        series.push({ stroke: () => `${colourOf(line.look)}60`, width: 1, spanGaps: true, points: { show: false } });
+        series.push({ stroke: () => colourOf(line.look) + edge, width: 1, spanGaps: true, points: { show: false } });
       }
     });
     const axis = { font: FONT, stroke: () => css("--dim"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false } };
@@ -305,6 +306,11 @@ export function colourOf(look) {
 
 export function dashOf(look) {
   return look === "level" ? [6, 4] : DASHES[Math.floor(look / COLOURS) % DASHES.length];
+}
+
+// A share of 1 as the two digits behind a colour.
+function opaque(share) {
+  return Math.max(5, Math.round(255 * share)).toString(16).padStart(2, "0");
 }
 
 function css(name) {
