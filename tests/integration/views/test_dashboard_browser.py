@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -310,3 +311,12 @@ def test_the_public_page(run: dict[str, Any], width: int) -> None:
         assert "It was a night 2" in text
         assert DAMAGE not in text
         assert page.complaints == []
+
+
+def test_the_public_page_needs_no_token_from_anywhere(run: dict[str, Any]) -> None:
+    with serving(run["folder"], "--public", "--host", "0.0.0.0") as address:
+        port = address.rstrip("/").rpartition(":")[2]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=PATIENCE_S) as answer:
+            assert b"/static/public.js" in answer.read()
+    with serving(run["folder"], "--host", "0.0.0.0") as address:
+        assert "?token=" in address
