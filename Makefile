@@ -8,7 +8,7 @@ PROJECTS := pyproject.toml research/pyproject.toml benchmarks/pyproject.toml \
 CODE := src benchmarks research tests scripts
 TRAIN_ARGS ?=
 
-.PHONY: train test check first-hour test-gpu bench-gpu interleavings lint types house docs pages families release clean
+.PHONY: train test check first-hour test-gpu bench-gpu interleavings lint types house docs pages pictures families release clean
 
 train: $(VENV)/.installed
 	$(BIN)/atom train $(TRAIN_ARGS)
@@ -85,6 +85,10 @@ docs: $(VENV)/.installed-docs
 # The tables in docs/, from code and from benchmarks/results; some minutes, for the plans.
 pages: $(VENV)/.installed
 	$(BIN)/python -m atombench.pages
+
+# The pictures of README and docs, by a run of three peers and chromium; some minutes.
+pictures: $(VENV)/.installed-dev
+	$(BIN)/python scripts/pictures
 
 # Every family of causal language models that transformers has, swapped against an ordinary loop;
 # beside other work it takes half an hour.

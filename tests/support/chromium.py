@@ -86,6 +86,10 @@ class Page:
         self.call("Page.navigate", url=address)
         self.until("document.readyState === 'complete'")
 
+    def before_pages(self, script: str) -> None:
+        """Run a script in every page before its own."""
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+
     def run(self, script: str) -> Any:
         """Return what an expression (or a promise of it) comes to."""
         answer = self.call(
@@ -103,12 +107,25 @@ class Page:
 
     def press(self, key: str) -> None:
         for kind in ("rawKeyDown", "keyUp"):
-            codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "End": 35, "Home": 36}
+            codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "End": 35, "Home": 36}
             text = {"text": "\r"} if key == "Enter" and kind == "rawKeyDown" else {}
             self.call(
                 "Input.dispatchKeyEvent", type="keyDown" if text else kind, key=key, code=key,
                 windowsVirtualKeyCode=codes[key], **text,
             )  # fmt: skip
+
+    def mouse(self, kind: str, x: float, y: float, clicks: int = 0) -> None:
+        """Move the mouse to a place, or press or release its left button there.
+
+        Args:
+            kind: `mouseMoved`, `mousePressed` or `mouseReleased`.
+            x: Pixels from the left.
+            y: Pixels from the top.
+            clicks: 2 for a double click.
+        """
+        held = {"button": "left", "buttons": 1} if kind != "mouseReleased" else {"button": "left"}
+        button = held if clicks else {}
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, clickCount=clicks, **button)
 
     def picture(self, path: Path) -> None:
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=False)

@@ -39,8 +39,12 @@ def write_run(folder: Path, peers: int = 3) -> dict[str, EventLog]:
                 log.emit("evaluation", step=step, loss=3.0, bits_per_byte=4 - step / 60)
                 log.emit(
                     "round", round=step, fragment=step % 4, outcome="averaged", contributors=peers,
-                    members=names[:8], bytes_sent=1e6, bytes_received=1e6, duration_s=0.05,
+                    members=names[:8], peer_ids=[f"id-{name}" for name in names[:8]],
+                    weights=[256 * 30] * len(names[:8]), bytes_sent=1e6, bytes_received=1e6,
+                    duration_s=0.05, reason="", rejected=["liar: not finite"] if index else [],
                 )  # fmt: skip
+        log.emit("expelled", peer_id="id-liar", name="liar", reason="its mean is made up")
+        log.emit("sample", step=STEPS, prompt="It was", text=f"a night {index}")
         log.emit("warning", message=f"{DAMAGE} cannot be trusted")
     write_swarm(folder / names[0], rows(names))
     return logs
@@ -51,7 +55,9 @@ def tell_step(log: EventLog, step: int, source: random.Random) -> None:
     log.emit(
         "step", step=step, steps=STEPS, loss=6 * math.exp(-step / 60) + 0.3 * source.random(),
         tokens=256, tokens_total=256 * step, tokens_per_s=9000 + 2000 * source.random(),
-        step_s=0.1 + 0.01 * source.random(), link_wait_share=0.02, device_peak_bytes=6_071_820,
+        step_s=0.1 + 0.01 * source.random(), gradient_norm=1 + source.random(),
+        host_resident_bytes=300_000_000 + 1000 * step, link_wait_share=0.02,
+        device_peak_bytes=6_071_820,
         device_budget_bytes=6 << 20, state_bytes=3_790_848, learning_rate=1e-3, peers=3, round=1,
         time_left_s=12.0,
     )  # fmt: skip

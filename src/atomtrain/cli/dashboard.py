@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
   atom dashboard runs/mine                 all peers of a run on this machine
   atom dashboard runs/mine/peer-0          one of them, and the swarm as it sees it
+  atom dashboard runs/a runs/b             several runs side by side; or a folder of runs
+  atom dashboard runs/mine --public        a page for anybody: no addresses, paths or messages
   atom dashboard mine@/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo...   a swarm, through any peer
   atom dashboard runs/mine --host 0.0.0.0  for other machines too; prints an address with a token"""
 _LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
@@ -30,8 +32,15 @@ _LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
 class DashboardOptions:
     """What a user can say to `atom dashboard`."""
 
-    target: str = option(
-        None, "Folder of a run or of a peer, or RUN@ADDRESS of any peer of a swarm.", "TARGET"
+    target: tuple[str, ...] = option(
+        None,
+        "Folders of runs or of peers, a folder of runs, or RUN@ADDRESS of any peer of a swarm.",
+        "TARGET",
+    )
+    public: bool = option(
+        False,
+        "Show what anybody may see, without a token: loss, who contributed, samples; no address, "
+        "path or message is sent.",
     )
     host: str = option(
         "127.0.0.1",
@@ -76,9 +85,11 @@ def run(arguments: Sequence[str]) -> int:
     from atomtrain.views.dashboard.server import application, missing_extra
 
     source = _source(options)
-    token = options.token or (None if options.is_local else secrets.token_hex(16))
+    is_open = options.is_local or options.public
+    token = options.token or (None if is_open else secrets.token_hex(16))
     hosts = frozenset((*_LOCAL, options.host)) if options.is_local else None
-    app = application(source, token=token, hosts=hosts)
+    page = "public.html" if options.public else "index.html"
+    app = application(source, token=token, hosts=hosts, page=page)
     try:
         import uvicorn
     except ImportError as error:
@@ -98,18 +109,31 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _source(options: DashboardOptions) -> Source:
-    from atomtrain.views.dashboard.source import FolderSource
+    from atomtrain.views.dashboard.public import PublicSource
 
-    if "@" not in options.target or Path(options.target).is_dir():
-        return FolderSource(Path(options.target))
+    source = _whole_source(options)
+    return PublicSource(source) if options.public else source
+
+
+def _whole_source(options: DashboardOptions) -> Source:
+    from atomtrain.views.dashboard.several import source_of
+
+    addresses = [target for target in options.target if "@" in target and not Path(target).is_dir()]
+    if not addresses:
+        return source_of([Path(target) for target in options.target])
+    if len(options.target) > 1:
+        raise ConfigError(
+            f"{addresses[0]} is the address of a swarm, which is shown alone; give one address, or "
+            "folders of runs only"
+        )
     from atomtrain.swarm.packages import require_swarm
 
     require_swarm("the dashboard of a swarm at an address")
     from atomtrain.cli.swarm import outside_config, pasted_addresses
     from atomtrain.views.dashboard.remote import SwarmSource
 
-    run_name, addresses = pasted_addresses(options.target)
-    return SwarmSource(outside_config(run_name, options.run_key, None), addresses)
+    run_name, known = pasted_addresses(addresses[0])
+    return SwarmSource(outside_config(run_name, options.run_key, None), known)
 
 
 def _listening(options: DashboardOptions) -> socket.socket:

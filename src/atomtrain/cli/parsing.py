@@ -129,7 +129,7 @@ def _add(
         settings["metavar"] = field.metadata["metavar"] or None
         settings["type"] = _converter(hint)
     if typing.get_origin(hint) is tuple:
-        settings["action"] = "append"
+        settings.update({"nargs": "+"} if positional else {"action": "append"})
     if positional:
         parser.add_argument(field.name, **settings)
         return

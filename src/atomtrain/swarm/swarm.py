@@ -267,6 +267,10 @@ class Swarm:
         """Return all members by their last records, this peer first."""
         return self._service.context.roster.statuses()
 
+    def expelled(self) -> dict[str, str]:
+        """Return whom this peer counts as gone for good, by id, and what each was shown to do."""
+        return self._service.context.standing.all_expelled()
+
     def known_addresses(self) -> tuple[str, ...]:
         """Return the addresses of all other peers ever seen: keep them to be able to come back."""
         known = self._service.context.roster.addresses

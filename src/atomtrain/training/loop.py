@@ -21,6 +21,7 @@ from atomtrain.training.run_events import (
     SwarmFile,
     announce,
     seed_of,
+    tell_expelled,
     tell_rounds,
     tell_samples,
     trace_last_step,
@@ -74,6 +75,7 @@ class Loop:
         self._told_step = 0
         self._shown = False
         self._members: dict[str, str] = {}
+        self._expelled: set[str] = set()
         self._swarm_file = SwarmFile(session.directory)
         self._saved_step: int | None = None
         self._numbers: dict[str, float] = {}
@@ -229,6 +231,7 @@ class Loop:
         if joined or left:
             self._events.emit("membership", peers=len(now) + 1, joined=joined, left=left)
         self._members = now
+        tell_expelled(self._session.swarm, self._expelled, self._events)
         self._swarm_file.update(self._session.swarm.peers)
 
     def _is_shown(self) -> bool:

@@ -85,11 +85,25 @@ def tell_rounds(swarm: Swarm, reports: Sequence[RoundReport], events: EventLog) 
             outcome=report.outcome,
             contributors=len(report.contributors),
             members=[names.get(key, key[-8:]) for key in report.contributors],
+            peer_ids=list(report.contributors),
+            weights=list(report.weights),
+            rejected=list(report.rejected),
             bytes_sent=report.bytes_sent,
             bytes_received=report.bytes_received,
             duration_s=report.duration_s,
             reason=report.reason,
         )
+
+
+def tell_expelled(swarm: Swarm, told: set[str], events: EventLog) -> None:
+    """Tell whom this peer counts as gone for good, and why; `told` has those that were told of."""
+    new = {key: why for key, why in swarm.expelled().items() if key not in told}
+    if not new:
+        return
+    names = {peer.peer_id: peer.name for peer in swarm.peers()}
+    for key, why in new.items():
+        told.add(key)
+        events.emit("expelled", peer_id=key, name=names.get(key, key[-8:]), reason=why)
 
 
 def trace_last_step(session: Session) -> None:
@@ -138,7 +152,8 @@ def tell_samples(session: Session, events: EventLog) -> None:
         events.emit("warning", message=f"samples are generated on the host: {error}")
         found = engine.generate(ids, on_host=True, **wish._asdict())
     for tokens in found.tokens:
-        events.emit("sample", prompt=prompt, text=tokenizer.decode(tokens))
+        text = tokenizer.decode(tokens)
+        events.emit("sample", step=session.step, prompt=prompt, text=text)
 
 
 def seed_of(run_seed: int, peer: str, what: object) -> int:

@@ -6,7 +6,9 @@ import os
 import random
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,20 @@ def run(tmp_path: Path) -> dict[str, Any]:
     return {"folder": folder, "logs": write_run(folder)}
 
 
+DRAWN = "document.querySelectorAll('#chart-loss canvas').length === 1"
+
+
 @pytest.fixture
 def address(run: dict[str, Any]) -> Iterator[str]:
     """The address of a dashboard of the run, by the real command."""
-    command = [sys.executable, "-m", "atomtrain.cli.main", "dashboard", str(run["folder"])]
+    with serving(run["folder"]) as found:
+        yield found
+
+
+@contextmanager
+def serving(*arguments: Path | str) -> Iterator[str]:
+    """Lend the address of a dashboard."""
+    command = [sys.executable, "-m", "atomtrain.cli.main", "dashboard", *map(str, arguments)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [*command, "--port", "0"], stdout=subprocess.PIPE, text=True, env=environment
@@ -54,7 +66,7 @@ def test_every_page_is_whole_live_and_without_complaint(run: dict[str, Any], add
     with Page() as page:
         page.open(address)
         page.until(LIVE)
-        page.until("document.querySelectorAll('#chart-loss path').length >= 3")
+        page.until(DRAWN)
         page.until(f"document.getElementById('messages').textContent.includes('{DAMAGE}')")
         assert page.run("document.querySelectorAll('img').length") == 0
         tell_step(run["logs"]["peer-0"], STEPS + 1, random.Random(5))
@@ -91,14 +103,14 @@ def test_keys_and_screen_readers(address: str) -> None:
     with Page() as page:
         page.open(address)
         page.until(LIVE)
-        page.until("document.querySelectorAll('#chart-loss path').length >= 3")
+        page.until(DRAWN)
         for _ in range(3):  # past the link that skips, to the second page
             page.press("Tab")
         page.press("Enter")
         page.until("!document.getElementById('page-timeline').hidden")
         assert page.run("document.querySelector('[aria-current]').textContent") == "Timeline"
         show(page, "run")
-        page.run("document.querySelector('#chart-loss svg').focus()")
+        page.run("document.querySelector('#chart-loss .plot').focus()")
         page.press("End")
         page.press("ArrowLeft")
         readout = "document.querySelector('#chart-loss [role=status]').textContent"
@@ -139,3 +151,172 @@ def test_a_thousand_peers(run: dict[str, Any], address: str) -> None:
         page.until(f"{first} === 'peer-899'")
         assert page.run("document.querySelector('[aria-sort]').textContent") == "steps"
         assert page.complaints == []
+
+
+RECORD_TEXTS = """
+window.texts = [];
+const fillText = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...rest) {
+  const { actualBoundingBoxLeft: left, actualBoundingBoxRight: right } = this.measureText(text);
+  const at = this.getTransform().transformPoint(new DOMPoint(x, y));
+  const { width, height } = this.canvas;
+  window.texts.push([text, at.x - left, width - at.x - right, height - at.y]);
+  return fillText.call(this, text, x, y, ...rest);
+};
+"""
+"""Notes each text on a canvas, and how far its ends are from the canvas's edges, in pixels."""
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_no_label_is_cut(tmp_path: Path, width: int) -> None:
+    log = write_run(tmp_path / "slow", peers=1)["peer-0"]
+    for step in range(1, 4):
+        log.emit("step", step=100_000 * step, steps=9, loss=1e6 * step, step_s=100.0 * step)
+    with serving(tmp_path / "slow") as address, Page(width, 3000) as page:
+        page.before_pages(RECORD_TEXTS)
+        page.open(address)
+        page.until("texts.some(([text]) => text === '1 min 40 s')")
+        page.until("texts.some(([text]) => text === '300k')")
+        cut = page.run("texts.filter(([, left, right, below]) => Math.min(left, right, below) < 0)")
+        assert cut == []
+
+
+def plot_of(page: Page, chart: str) -> dict[str, float]:
+    """Return where a chart's plotting area is, after scrolling to it."""
+    over = f"document.querySelector('#{chart} .u-over')"
+    page.run(f"{over}.scrollIntoView({{block: 'center'}})")
+    return page.run(f"{over}.getBoundingClientRect().toJSON()")
+
+
+def values(chart: str) -> str:
+    return f"document.querySelector('#{chart} .values').innerText"
+
+
+def test_values_zoom_and_switches(run: dict[str, Any], address: str) -> None:
+    with Page() as page:
+        page.open(address)
+        page.until(DRAWN)
+        page.until("document.querySelectorAll('#chart-step canvas').length === 1")
+        at = plot_of(page, "chart-loss")
+        middle = at["y"] + at["height"] / 2
+
+        def point(share: float) -> None:
+            page.mouse("mouseMoved", at["x"] + share * at["width"], middle)
+
+        point(0.0)
+        page.until(f"{values('chart-loss')}.startsWith('step 1\\n')")
+        shown = page.run(values("chart-loss")).split("\n")
+        assert [line.split()[0] for line in shown[1:]] == ["peer-0", "peer-1", "peer-2"]
+        assert 5 < float(shown[1].split()[1]) < 7
+
+        page.mouse("mouseMoved", at["x"] + 0.5 * at["width"], middle)
+        page.mouse("mousePressed", at["x"] + 0.5 * at["width"], middle, clicks=1)
+        page.mouse("mouseMoved", at["x"] + 0.75 * at["width"], middle, clicks=1)
+        page.mouse("mouseReleased", at["x"] + 0.75 * at["width"], middle, clicks=1)
+        button = "document.querySelector('#chart-step .switches button')"
+        page.until(f"!{button}.hidden && {button}.textContent === 'whole run'")
+        point(0.01)
+        page.until(f"{values('chart-loss')}.match(/^step (60|61)\\n/)")
+        point(0.99)
+        page.until(f"{values('chart-loss')}.match(/^step (89|90)\\n/)")
+
+        tell_step(run["logs"]["peer-0"], STEPS + 1, random.Random(5))
+        page.until("document.getElementById('cards').textContent.includes('121 of')")
+        point(0.01)
+        page.until(f"{values('chart-loss')}.match(/^step (60|61)\\n/)")  # the zoom stays
+
+        for kind in ("mousePressed", "mouseReleased"):
+            page.mouse(kind, at["x"] + 0.5 * at["width"], middle, clicks=1)
+        for kind in ("mousePressed", "mouseReleased"):
+            page.mouse(kind, at["x"] + 0.5 * at["width"], middle, clicks=2)
+        page.until(f"{button}.hidden")
+        point(0.999)
+        page.until(f"{values('chart-loss')}.startsWith('step 121\\n')")
+
+        before = picture_of(page, "chart-loss")
+        for name in ("smooth", "log"):
+            buttons = "[...document.querySelectorAll('#chart-loss button')]"
+            switch = f"{buttons}.find(one => one.textContent === '{name}')"
+            page.run(f"{switch}.click()")
+            page.until(f"{picture('chart-loss')} !== {before!r}")
+            before = picture_of(page, "chart-loss")
+        assert page.run(f"{switch}.getAttribute('aria-pressed')") == "true"
+        assert page.complaints == []
+
+
+def picture(chart: str) -> str:
+    return f"document.querySelector('#{chart} canvas')?.toDataURL()"
+
+
+def picture_of(page: Page, chart: str) -> str:
+    found: str = page.run(picture(chart))
+    return found
+
+
+def test_several_runs_are_laid_over_each_other_and_switched_off(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_run(tmp_path / "runs" / name, peers=2)
+    label = "document.querySelector('#chart-loss .plot').getAttribute('aria-label')"
+    with serving(tmp_path / "runs") as address, Page() as page:
+        page.open(address)
+        page.until(f"{label}?.includes('first/peer-1') && {label}.includes('second/peer-0')")
+        keys = "[...document.querySelectorAll('#legend button')]"
+        assert page.run(f"{keys}.map(b => b.textContent)") == ["first", "second"]
+        before = picture_of(page, "chart-loss")
+        page.run(f"{keys}[0].click()")
+        page.until(f"!{label}.includes('first/peer-1') && {label}.includes('second/peer-1')")
+        assert picture_of(page, "chart-loss") != before
+        page.run(f"{keys}[0].click()")
+        page.until(f"{label}.includes('first/peer-0')")
+        assert page.run("document.getElementById('peer').length") == 4
+        show(page, "swarm")
+        page.until("document.querySelectorAll('#peers tbody tr').length === 2")
+        assert page.complaints == []
+
+
+def test_a_swarm_whose_run_has_ended_says_so(run: dict[str, Any], address: str) -> None:
+    with Page() as page:
+        page.open(f"{address}#swarm")
+        page.until("document.querySelectorAll('#peers tbody tr').length === 3")
+        for name, log in run["logs"].items():
+            log.emit("run_finished", reason="completed", step=STEPS)
+            write_swarm(run["folder"] / name, rows([name, *set(run["logs"]) - {name}]))
+        note = "document.getElementById('swarm-note').textContent"
+        page.until(f"{note}.startsWith('The run has ended:')")
+        news = page.run(
+            "[...document.querySelectorAll('#peers tbody tr')].map(row => row.cells[8].textContent)"
+        )
+        assert all(text.startswith("ended ") for text in news), news
+
+
+def test_who_was_expelled_is_on_the_swarm_page(address: str) -> None:
+    with Page() as page:
+        page.open(f"{address}#swarm")
+        page.until("document.querySelectorAll('#judged tbody tr').length > 3")
+        said = page.run("document.getElementById('judged').innerText")
+        assert "its mean is made up" in said
+        assert "rejected in round 120" in said
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_the_public_page(run: dict[str, Any], width: int) -> None:
+    with serving(run["folder"], "--public") as address, Page(width, 900) as page:
+        page.open(address)
+        page.until(LIVE)
+        page.until(DRAWN)
+        page.until("document.querySelectorAll('#leaders tbody tr').length === 3")
+        page.until("document.querySelectorAll('#samples li').length === 3")
+        assert page.run("document.documentElement.scrollWidth") <= width
+        text = page.run("document.body.innerText")
+        assert "It was a night 2" in text
+        assert DAMAGE not in text
+        assert page.complaints == []
+
+
+def test_the_public_page_needs_no_token_from_anywhere(run: dict[str, Any]) -> None:
+    with serving(run["folder"], "--public", "--host", "0.0.0.0") as address:
+        port = address.rstrip("/").rpartition(":")[2]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=PATIENCE_S) as answer:
+            assert b"/static/public.js" in answer.read()
+    with serving(run["folder"], "--host", "0.0.0.0") as address:
+        assert "?token=" in address

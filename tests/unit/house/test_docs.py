@@ -21,6 +21,7 @@ from tests.support.doc_commands import MADE, PAGES, ROOT, Shown, shown_commands
 from tests.support.waiting import PATIENCE_S
 
 SHOWN = list(shown_commands())
+README = ROOT / "README.md"
 CODE = (
     ROOT / "src" / "atomtrain",
     ROOT / "src" / "atomtrain" / "swarm",
@@ -64,6 +65,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.startswith("http"):
             made = Path(target).name in MADE
             assert made or (page.parent / target).exists(), target
+
+
+def test_pictures_are_small_and_each_is_shown_somewhere() -> None:
+    """Links to them are looked at above."""
+    shown = {
+        name
+        for page in PAGES
+        for name in re.findall(r"\]\([^)]*pictures/([^)]+)\)", page.read_text())
+    }
+    pictures = {path.name: path.stat().st_size for path in (ROOT / "docs/pictures").iterdir()}
+    assert set(pictures) == shown
+    assert max(pictures.values()) <= 150_000
+    assert README.read_text(encoding="utf-8").count("![") == 1
 
 
 @pytest.mark.parametrize("page", OF_THIS_CODE, ids=lambda page: page.name)

@@ -21,6 +21,10 @@ NEEDED = (
     "atomtrain/views/dashboard/static/app.js",
     "atomtrain/views/dashboard/static/index.html",
     "atomtrain/views/dashboard/static/style.css",
+    "atomtrain/views/dashboard/static/vendor/README.md",
+    "atomtrain/views/dashboard/static/vendor/uPlot.LICENSE",
+    "atomtrain/views/dashboard/static/vendor/uPlot.iife.min.js",
+    "atomtrain/views/dashboard/static/vendor/uPlot.min.css",
     "atomtrain/planning/hardware.json",
 )
 
@@ -42,6 +46,8 @@ def test_the_wheel_has_everything_and_nothing_else(built: Path) -> None:
         names = archive.namelist()
     for needed in NEEDED:
         assert needed in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert any("/licenses/" in name and name.endswith("uPlot.LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names}
     assert tops == {"atomtrain", next(top for top in tops if top.endswith(".dist-info"))}
     assert not [name for name in names if "__pycache__" in name or name.endswith(".safetensors")]

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from atomtrain.engine.devices.devices import open_device
 from atomtrain.engine.generation.generating import Generated, Wish, generate
 from atomtrain.errors import PlanError
+from atomtrain.swarm.anchors.trainer_mailbox import RoundReport
 from atomtrain.swarm.membership.records import PeerStatus
-from atomtrain.training.run_events import SwarmFile, tell_samples
+from atomtrain.training.run_events import SwarmFile, tell_expelled, tell_rounds, tell_samples
 from atomtrain.views.runs.files import SWARM_FILE
 
 VOCABULARY = 50
@@ -41,7 +42,7 @@ def samples(name: str, seed: int = 0, *, small: bool = False) -> list[str]:
         separator=VOCABULARY, encode=lambda _: [1], decode=lambda ids: " ".join(map(str, ids))
     )  # fmt: skip
     session: Any = SimpleNamespace(
-        engine=SimpleNamespace(generate=written), name=name,
+        engine=SimpleNamespace(generate=written), name=name, step=4,
         recipe=SimpleNamespace(seed=seed, sizes=sizes), options=SimpleNamespace(prompt="a"),
         text=SimpleNamespace(tokenizer=tokenizer),
     )  # fmt: skip
@@ -72,6 +73,42 @@ def status(name: str) -> PeerStatus:
         tokens=3, tokens_per_s=4.0, step_s=0.5, free_bytes_per_s=0.0, behind=0, reachable=True,
         addresses=("/a",), seen_s=6.0,
     )  # fmt: skip
+
+
+def told_by(tell: Any) -> list[dict[str, Any]]:
+    """Return the events that `tell` emits, which is given the log."""
+    told: list[dict[str, Any]] = []
+    tell(SimpleNamespace(emit=lambda kind, **fields: told.append({"event": kind, **fields})))
+    return told
+
+
+def test_a_round_tells_who_gave_how_much_and_who_was_rejected() -> None:
+    meta = {"versions": [3], "digests": ["d"]}
+    swarm: Any = SimpleNamespace(
+        state_dict=lambda: SimpleNamespace(meta=meta), peers=lambda: [status("a")]
+    )
+    report = RoundReport(
+        round=7, fragment=0, version=3, outcome="partial", contributors=("id-a", "another-one"),
+        weights=(100, 50), rejected=("liar: not finite",),
+    )  # fmt: skip
+    (event,) = told_by(lambda events: tell_rounds(swarm, [report], events))
+    assert event["members"] == ["a", "ther-one"]
+    assert event["peer_ids"] == ["id-a", "another-one"]
+    assert event["weights"] == [100, 50]
+    assert event["rejected"] == ["liar: not finite"]
+
+
+def test_who_is_expelled_is_told_once_with_the_reason() -> None:
+    swarm: Any = SimpleNamespace(
+        expelled=lambda: {"id-a": "it lied", "a-stranger": "it lied, too"},
+        peers=lambda: [status("a")],
+    )
+    told: set[str] = set()
+    events = told_by(lambda log: tell_expelled(swarm, told, log))
+    assert [(event["name"], event["reason"]) for event in events] == [
+        ("a", "it lied"), ("stranger", "it lied, too"),
+    ]  # fmt: skip
+    assert told_by(lambda log: tell_expelled(swarm, told, log)) == []
 
 
 def test_it_is_written_when_it_is_due(tmp_path: Path) -> None:

@@ -95,6 +95,24 @@ def test_it_learns_and_tells(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("clip_norm", [0.5, None])
+def test_each_step_tells_its_gradients_norm_if_there_is_one_and_the_memory(
+    tmp_path: Path, clip_norm: float | None
+) -> None:
+    norms: list[float | None] = []
+
+    class Norms(Callback):
+        def on_step_end(self, trainer: Trainer, course: Course, loss: float) -> None:
+            norms.append(trainer.engine.gradient_norm)
+
+    with trainer(tmp_path, clip_norm=clip_norm, callbacks=[Norms()]) as made:
+        made.train()
+    steps = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "step"]
+    assert [one["gradient_norm"] for one in steps] == norms
+    assert (norms[0] is None) is (clip_norm is None)
+    assert all(one["host_resident_bytes"] > 10 << 20 for one in steps)
+
+
 def test_stopped_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:
     with trainer(tmp_path / "whole") as whole:
         whole.train()

@@ -15,43 +15,25 @@ import pytest
 
 from atomtrain.errors import ConfigError
 from atomtrain.events import SILENT_S, EventLog
-from atomtrain.views.dashboard.source import (
-    MOST_STEPS,
-    FolderSource,
-    Message,
-    PeerHistory,
-    SwarmTable,
-    clean,
-)
+from atomtrain.views.dashboard.history import PeerHistory
+from atomtrain.views.dashboard.source import FolderSource, Message, SwarmTable, clean
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
     return {"event": "step", "step": number, "time_s": float(number), **fields}
 
 
-def test_a_history_is_thinned_and_keeps_its_ends() -> None:
-    history = PeerHistory()
-    for number in range(1, 10 * MOST_STEPS + 1):
-        history.apply(step(number))
-    numbers = [event["step"] for event in history.steps]
-    assert MOST_STEPS <= len(numbers) <= 2 * MOST_STEPS
-    assert (numbers[0], numbers[-1]) == (1, 10 * MOST_STEPS)
-    assert numbers == sorted(set(numbers))
-
-
 def test_steps_that_are_repeated_replace_the_old_ones() -> None:
     history = PeerHistory()
     for number in (1, 2, 3, 4):
         history.apply(step(number, loss=1.0))
-        history.apply({"event": "evaluation", "step": number})
+        history.apply({"event": "evaluation", "step": number, "loss": 3.0})
     history.apply({"event": "run_finished", "reason": "interrupted"})
     history.apply({"event": "run_started"})
     history.apply(step(3, loss=2.0))
-    assert [(event["step"], event["loss"]) for event in history.steps] == [
-        (1, 1.0), (2, 1.0), (3, 2.0),
-    ]  # fmt: skip
-    assert [event["step"] for event in history.evaluations] == [1, 2]
-    assert "run_finished" not in history.newest
+    assert history.curves["step"].points("loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert history.curves["evaluation"].points("loss") == [(1, 3.0), (2, 3.0)]
+    assert history.ended is None
 
 
 def test_a_view_can_be_made_anew_from_a_history() -> None:
@@ -67,26 +49,59 @@ def test_a_view_can_be_made_anew_from_a_history() -> None:
     assert {"event": "heartbeat"} not in history.events()
 
 
+def test_what_was_fetched_is_no_point_of_a_rounds_curve() -> None:
+    history = PeerHistory()
+    history.apply({"event": "round", "round": 4, "outcome": "averaged", "duration_s": 2.0})
+    history.apply({"event": "round", "round": 4, "outcome": "fetched", "duration_s": 9.0})
+    assert history.curves["round"].points("duration_s") == [(4, 2.0)]
+    assert len(history.rounds) == 2
+
+
 def test_what_browsers_cannot_read_becomes_text() -> None:
     value = clean({"a": [math.nan, 1.0, (math.inf, None)], "b": "x", "c": True})
     assert value == {"a": ["nan", 1.0, ["inf", None]], "b": "x", "c": True}
+
+
+def of_kind(messages: list[Message], kind: str) -> list[dict[str, Any]]:
+    return [message.body for message in messages if message.kind == kind]
 
 
 def test_a_run_is_followed_with_all_its_peers(tmp_path: Path) -> None:
     first = EventLog(tmp_path / "peer-0" / "events.jsonl")
     first.emit("step", step=1, loss=math.nan)
     source = FolderSource(tmp_path)
-    ((kind, body),) = source.poll()
-    assert (kind, body["peer"]) == ("events", "peer-0")
-    assert body["events"][0]["loss"] == "nan"
+    events, curves = source.poll()
+    assert (events.kind, events.body["run"], events.body["peer"]) == (
+        "events", tmp_path.name, "peer-0",
+    )  # fmt: skip
+    assert events.body["events"][0]["loss"] == "nan"
+    assert (curves.body["kind"], curves.body["x"], curves.body["fields"]) == ("step", [1], {})
     assert source.poll() == []
-    EventLog(tmp_path / "peer-1" / "events.jsonl").emit("step", step=5)
-    first.emit("step", step=2)
-    assert [message.body["peer"] for message in source.poll()] == ["peer-0", "peer-1"]
-    steps = [[e["step"] for e in message.body["events"]] for message in source.snapshot()]
-    assert steps == [[1, 2], [5]]
+    EventLog(tmp_path / "peer-1" / "events.jsonl").emit("step", step=5, loss=3.0)
+    first.emit("step", step=2, loss=1.5)
+    first.emit("step", step=3, loss=1.0)
+    told = source.poll()
+    assert [body["peer"] for body in of_kind(told, "events")] == ["peer-0", "peer-1"]
+    assert [e["step"] for e in of_kind(told, "events")[0]["events"]] == [3], "the last is enough"
+    body = of_kind(told, "curves")[0]
+    assert (body["from"], body["x"], body["fields"]["loss"]["mean"]) == (2, [2, 3], [1.5, 1])
+    whole = of_kind(source.snapshot(), "curves")
+    assert [body["x"] for body in whole] == [[1, 2, 3], [5]]
     alone = FolderSource(tmp_path / "peer-1")
-    assert [message.body["peer"] for message in alone.poll()] == ["peer-1"]
+    assert {message.body["peer"] for message in alone.poll()} == {"peer-1"}
+
+
+def test_a_long_file_is_read_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atomtrain.views.dashboard.source._MOST_READ_BYTES", 1000)
+    with contextlib.closing(EventLog(tmp_path / "events.jsonl")) as log:
+        for number in range(1, 101):
+            log.emit("step", step=number, loss=1.0)
+    source = FolderSource(tmp_path)
+    found = [body["x"] for _ in range(20) for body in of_kind(source.poll(), "curves")]
+    assert len(found) > 3
+    assert [x for part in found for x in part] == [*range(1, 101)]
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
@@ -109,6 +124,13 @@ def test_the_table_tells_only_what_changed() -> None:
     assert message.body["rows"] == [{**a, "steps": 2}]
 
 
+def test_when_nobody_is_left_to_tell_nobody_is_said_to_train() -> None:
+    table = SwarmTable()
+    table.replace([{"peer_id": "a", "state": "training", "reachable": True}], 1.0, "me")
+    (message,) = table.lose(2.0)
+    assert message.body["rows"] == [{"peer_id": "a", "state": "unknown", "reachable": None}]
+
+
 def test_peers_of_a_run_that_has_ended_train_no_more(tmp_path: Path) -> None:
     logs = {name: EventLog(tmp_path / name / "events.jsonl") for name in ("a", "b")}
 
@@ -119,10 +141,14 @@ def test_peers_of_a_run_that_has_ended_train_no_more(tmp_path: Path) -> None:
         ]
         (tmp_path / name / "swarm.json").write_text(json.dumps({"time_s": time_s, "peers": rows}))
 
-    def states() -> dict[str, str]:
+    def rows() -> list[dict[str, Any]]:
         source.poll()
         (*_, told) = source.snapshot()
-        return {row["peer_id"]: row["state"] for row in told.body["rows"]}
+        found: list[dict[str, Any]] = told.body["rows"]
+        return found
+
+    def states() -> dict[str, str]:
+        return {row["peer_id"]: row["state"] for row in rows()}
 
     for time_s, (name, log) in enumerate(logs.items()):
         log.emit("step", step=1)
@@ -131,6 +157,8 @@ def test_peers_of_a_run_that_has_ended_train_no_more(tmp_path: Path) -> None:
     assert set(states().values()) == {"training"}
     logs["b"].emit("run_finished", reason="completed")
     assert states() == {"a": "training", "b": "completed", "elsewhere": "training"}
+    (row,) = (row for row in rows() if row["peer_id"] == "b")
+    assert 0 <= time.time() - row["ended_s"] < 1000
     logs["a"].emit("peer_lost", reason="killed")
     assert states() == {"a": "lost", "b": "completed", "elsewhere": "unknown"}
     logs["a"].emit("run_started")
@@ -148,7 +176,7 @@ def test_a_peer_that_was_killed_is_lost_until_it_comes_back(tmp_path: Path) -> N
     log = EventLog(path)
     log.emit("step", step=1)
     source = FolderSource(tmp_path)
-    assert len(source.poll()) == 1
+    assert len(of_kind(source.poll(), "events")) == 1
     lie_still()
     assert source.poll() == [], "a long step"
     log.close()  # as the kernel does for who is killed
@@ -172,7 +200,7 @@ def test_a_damaged_table_is_ignored(tmp_path: Path, content: str) -> None:
     EventLog(tmp_path / "events.jsonl").emit("step", step=1)
     (tmp_path / "swarm.json").write_text(content)
     source = FolderSource(tmp_path)
-    assert [message.kind for message in source.poll()] == ["events"]
+    assert [message.kind for message in source.poll()] == ["events", "curves"]
 
 
 class Fixed:
@@ -266,6 +294,16 @@ def test_a_view_gets_all_that_is_known_and_then_what_is_new() -> None:
     assert [name for name, _ in got[:3]] == ["start", "events", "ready"]
     numbers = [body["events"][0]["step"] for _, body in got[3:]]
     assert numbers == list(range(numbers[0], numbers[0] + 2)), "nothing is missed or told twice"
+
+
+def test_there_is_an_end_to_how_many_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette")
+    from atomtrain.views.dashboard import server
+
+    monkeypatch.setattr(server, "_MOST_VIEWS", 0)
+    app = server.application(Fixed(), token=None, hosts=None)
+    status, _, body = get(app, "/stream")
+    assert (status, b"too many visitors" in body) == (503, True)
 
 
 def test_a_view_that_lags_behind_is_ended() -> None:

@@ -110,6 +110,11 @@ class Standing:
         record = self._records.get(peer_id)
         return record is not None and bool(record.expelled)
 
+    def all_expelled(self) -> dict[str, str]:
+        """Return who was shown to lie, by id, and how; any thread may ask."""
+        records = self._records.copy()  # at once: the loop's thread changes them
+        return {peer_id: record.expelled for peer_id, record in records.items() if record.expelled}
+
     def trusts(self, peer_id: str, clock: Callable[[], float]) -> bool:
         """Say whether a peer is neither expelled nor barred by `clock`, the swarm's time."""
         record = self._records.get(peer_id)

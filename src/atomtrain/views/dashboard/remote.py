@@ -38,7 +38,8 @@ class SwarmSource:
         self._config, self._addresses = config, list(addresses)
         self._table = SwarmTable()
         self._lock = threading.Lock()
-        self._answers: list[tuple[dict[str, Any], float]] = []
+        self._answers: list[tuple[dict[str, Any] | None, float]] = []
+        """What peers said, and when; `None`: nobody answered any more."""
         self._rounds: dict[tuple[int, int], dict[str, Any]] = {}
         self._news: list[Message] = []
         self._reason = "no answer"
@@ -59,16 +60,20 @@ class SwarmSource:
             news, self._news = self._news, []
         messages = list(news)
         for status, time_s in answers:
-            messages += self._table.replace(status.get("peers"), time_s, str(status.get("asked")))
+            if status is None:
+                messages += map(self._of_run, self._table.lose(time_s))
+                continue
+            rows, asked = status.get("peers"), str(status.get("asked"))
+            messages += map(self._of_run, self._table.replace(rows, time_s, asked))
             if rounds := self._new_rounds(status, time_s):
-                messages.append(Message("events", {"peer": ASKED, "events": rounds}))
+                messages.append(self._asked(rounds))
         return messages
 
     def snapshot(self) -> list[Message]:
         """Return what a view needs to begin with."""
         rounds = list(self._rounds.values())
-        told = [Message("events", {"peer": ASKED, "events": rounds})] if rounds else []
-        return [*told, *self._table.snapshot()]
+        told = [self._asked(rounds)] if rounds else []
+        return [*told, *map(self._of_run, self._table.snapshot())]
 
     def close(self) -> None:
         """Stop to ask."""
@@ -101,6 +106,8 @@ class SwarmSource:
                 else:
                     if not silent:
                         self._say(f"no peer of the swarm answers: {self._reason}")
+                        with self._lock:
+                            self._answers.append((None, time.time()))
                     silent = True
                 await asyncio.sleep(_INTERVAL_S)
 
@@ -122,7 +129,13 @@ class SwarmSource:
     def _say(self, message: str) -> None:
         event = {"event": "warning", "time_s": time.time(), "message": message}
         with self._lock:
-            self._news.append(Message("events", {"peer": ASKED, "events": [event]}))
+            self._news.append(self._asked([event]))
+
+    def _asked(self, events: list[dict[str, Any]]) -> Message:
+        return self._of_run(Message("events", {"peer": ASKED, "events": events}))
+
+    def _of_run(self, message: Message) -> Message:
+        return message._replace(body={"run": self.title, **message.body})
 
     def _new_rounds(self, status: dict[str, Any], time_s: float) -> list[dict[str, Any]]:
         """Return the rounds of which there was no word yet, as events."""
@@ -141,6 +154,7 @@ class SwarmSource:
                         "outcome": "seen",
                         "contributors": len(members),
                         "members": [names.get(member, str(member)[-8:]) for member in members],
+                        "peer_ids": [str(member) for member in members],
                     }
                     found.append(self._rounds[key])
         except (KeyError, TypeError, ValueError, AttributeError):

@@ -29,6 +29,8 @@ _POLL_S = 0.25
 _ALIVE_S = 15.0
 _MOST_WAITING = 256
 """Messages that a view may lag behind; then its stream ends, and it begins anew."""
+_MOST_VIEWS = 500
+"""That follow at a time; each holds a connection and a queue."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -79,6 +81,11 @@ class Hub:
         finally:
             self._views.discard(queue)
 
+    @property
+    def views(self) -> int:
+        """How many follow now."""
+        return len(self._views)
+
     def close(self) -> None:
         """End all streams."""
         for queue in self._views:
@@ -93,7 +100,9 @@ class Hub:
                 _end(queue)
 
 
-def application(source: Source, *, token: str | None, hosts: frozenset[str] | None) -> Starlette:
+def application(
+    source: Source, *, token: str | None, hosts: frozenset[str] | None, page: str = "index.html"
+) -> Starlette:
     """Return the web application.
 
     Args:
@@ -101,6 +110,7 @@ def application(source: Source, *, token: str | None, hosts: frozenset[str] | No
         token: What a visitor must know; `None` lets everybody in.
         hosts: Names under which it may be called, or `None` for any: a page of another name that
             points here must not read what is shown here only.
+        page: The static file that shows it.
 
     Raises:
         ConfigError: the packages that serve it are missing.
@@ -108,7 +118,7 @@ def application(source: Source, *, token: str | None, hosts: frozenset[str] | No
     try:
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
-        from starlette.responses import FileResponse, StreamingResponse
+        from starlette.responses import FileResponse, PlainTextResponse, StreamingResponse
         from starlette.routing import Mount, Route
         from starlette.staticfiles import StaticFiles
     except ImportError as error:
@@ -126,15 +136,17 @@ def application(source: Source, *, token: str | None, hosts: frozenset[str] | No
             polling.cancel()
             hub.close()
 
-    async def page(_: Request) -> Response:
-        return FileResponse(STATIC / "index.html")
+    async def first(_: Request) -> Response:
+        return FileResponse(STATIC / page)
 
     async def stream(_: Request) -> Response:
+        if hub.views >= _MOST_VIEWS:
+            return PlainTextResponse("too many visitors; come back later\n", status_code=503)
         return StreamingResponse(hub.stream(), media_type="text/event-stream")
 
     return Starlette(
         routes=[
-            Route("/", page),
+            Route("/", first),
             Route("/stream", stream),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],

@@ -1,6 +1,6 @@
 """Where views come from: the folders of a run, followed as its peers write to them.
 
-Of each peer's events a view keeps what it needs, thinned out so that a long run stays small.
+A long file is read piece by piece, so that a page of long runs is there at once and fills.
 """
 
 from __future__ import annotations
@@ -8,34 +8,29 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from atomtrain.errors import ConfigError
 from atomtrain.events import Event, is_abandoned
+from atomtrain.views.dashboard.history import PeerHistory
 from atomtrain.views.runs.files import EVENTS_FILE, SWARM_FILE, EventTail
 
 _MOST_SWARM_BYTES = 64 << 20
 _KILLED = "its process ended without a word"
 _UNKNOWN = "unknown"
 """State of a peer that is elsewhere, when all that told of it have ended."""
-MOST_STEPS = 2000
-"""Step events kept at most, about; with more, every second one goes."""
-_MOST_ROUNDS = 200
-_MOST_MESSAGES = 100
-_NEWEST = ("run_started", "plan", "timeline", "run_finished", "peer_lost")
-"""Kinds of which the newest event is all that counts."""
-_MESSAGES = ("membership", "checkpoint", "sample", "warning")
+_MOST_READ_BYTES = 4 << 20
+"""Of a peer's events at a time."""
 
 
 class Message(NamedTuple):
     """One piece of news for views."""
 
     kind: str
-    """`events` or `swarm`."""
+    """`events`, `curves` or `swarm`."""
     body: dict[str, Any]
-    """JSON values."""
+    """JSON values; `run` says of which run."""
 
 
 class Source(Protocol):
@@ -89,20 +84,36 @@ class FolderSource:
         for name, folder in self._peer_folders().items():
             if added := self._new_events(name, folder / EVENTS_FILE):
                 history = self.histories.setdefault(name, PeerHistory())
-                for event in added:
-                    history.apply(event)
-                messages.append(_events(name, added))
+                messages += self._apply(name, history, added)
             self._poll_swarm(name, folder / SWARM_FILE)
         ended = {name: end for name, one in self.histories.items() if (end := one.ended)}
         if self._told is not None and (self._told is not newest or ended != self._ended):
             self._ended = ended
-            messages += self._table.replace(self._rows(), self._told.time_s, self._told.by)
+            told = self._table.replace(self._rows(), self._told.time_s, self._told.by)
+            messages += map(self._of_run, told)
         return messages
 
     def snapshot(self) -> list[Message]:
         """Return what a view needs to begin with."""
-        messages = [_events(name, history.events()) for name, history in self.histories.items()]
-        return [*messages, *self._table.snapshot()]
+        messages = []
+        for name, history in self.histories.items():
+            messages.append(self._about(name, "events", {"events": clean(history.events())}))
+            messages += [self._about(name, "curves", body) for body in history.bodies()]
+        return [*messages, *map(self._of_run, self._table.snapshot())]
+
+    def _apply(self, name: str, history: PeerHistory, added: list[Event]) -> list[Message]:
+        """Take in a peer's new events; return the news: of steps the last is enough."""
+        shown = [event for event in added if history.apply(event)]
+        last = next((event for event in reversed(shown) if event["event"] == "step"), None)
+        shown = [event for event in shown if event["event"] != "step" or event is last]
+        messages = [self._about(name, "events", {"events": clean(shown)})] if shown else []
+        return messages + [self._about(name, "curves", body) for body in history.news()]
+
+    def _about(self, peer: str, kind: str, body: dict[str, Any]) -> Message:
+        return Message(kind, {"run": self.title, "peer": peer, **body})
+
+    def _of_run(self, message: Message) -> Message:
+        return message._replace(body={"run": self.title, **message.body})
 
     def _peer_folders(self) -> dict[str, Path]:
         if self._alone:
@@ -117,7 +128,7 @@ class FolderSource:
         history = self.histories.get(name)
         # Looked at before the file is read: what is read then is all that there will be.
         abandoned = history is not None and history.ended is None and is_abandoned(path)
-        added = tail.read()
+        added = tail.read(_MOST_READ_BYTES)
         if abandoned and not added:
             return [{"time_s": time.time(), "event": "peer_lost", "reason": _KILLED}]
         return added
@@ -146,12 +157,15 @@ class FolderSource:
     def _rows(self) -> list[dict[str, Any]]:
         """Return what was told, with the states of now: who has ended tells of nobody any more."""
         assert self._told is not None
-        ends = {self._own_ids.get(name): end for name, end in self._ended.items()}
-        others = None if len(self._ended) < len(self.histories) else _UNKNOWN
+        ends = {
+            self._own_ids.get(name): {"state": end, "ended_s": self.histories[name].ended_s}
+            for name, end in self._ended.items()
+        }
+        others = None if len(self._ended) < len(self.histories) else {"state": _UNKNOWN}
         rows = []
         for row in self._told.rows:
-            state = ends.get(str(row.get("peer_id")), others)
-            rows.append(row if state is None else {**row, "state": state, "reachable": None})
+            end = ends.get(str(row.get("peer_id")), others)
+            rows.append(row if end is None else {**row, **end, "reachable": None})
         return rows
 
 
@@ -186,6 +200,11 @@ class SwarmTable:
         self._rows = new
         return [self._message(changed, gone)]
 
+    def lose(self, time_s: float) -> list[Message]:
+        """Take note that nobody is left to tell of anybody."""
+        lost = {"state": _UNKNOWN, "reachable": None}
+        return self.replace([{**row, **lost} for row in self._rows.values()], time_s, "")
+
     def snapshot(self) -> list[Message]:
         """Return the whole table, if there is one."""
         return [self._message(list(self._rows.values()), [])] if self._rows else []
@@ -193,61 +212,6 @@ class SwarmTable:
     def _message(self, rows: list[dict[str, Any]], gone: list[str]) -> Message:
         body = {"rows": rows, "gone": gone, "time_s": self._time_s, "told_by": self._told_by}
         return Message("swarm", body)
-
-
-def _events(peer: str, events: list[Event]) -> Message:
-    return Message("events", {"peer": peer, "events": clean(events)})
-
-
-class PeerHistory:
-    """The events of one peer that a view still needs, oldest first."""
-
-    def __init__(self) -> None:
-        self.steps: list[Event] = []
-        self.evaluations: list[Event] = []
-        self.rounds: deque[Event] = deque(maxlen=_MOST_ROUNDS)
-        self.messages: deque[Event] = deque(maxlen=_MOST_MESSAGES)
-        self.newest: dict[str, Event] = {}
-
-    def apply(self, event: Event) -> None:
-        """Take in one event; kinds that no view shows are dropped."""
-        kind = event["event"]
-        if kind == "step":
-            # A peer that resumes repeats the steps after its checkpoint.
-            _drop_from(self.steps, event)
-            _drop_from(self.evaluations, event)
-            self.steps.append(event)
-            if len(self.steps) > 2 * MOST_STEPS:
-                self.steps = self.steps[:-1:2] + self.steps[-1:]
-        elif kind == "evaluation":
-            _drop_from(self.evaluations, event)
-            self.evaluations.append(event)
-        elif kind == "round":
-            self.rounds.append(event)
-        elif kind in _MESSAGES:
-            self.messages.append(event)
-        elif kind in _NEWEST:
-            if kind == "run_started":
-                self.newest.pop("run_finished", None)
-                self.newest.pop("peer_lost", None)
-            self.newest[kind] = event
-
-    @property
-    def ended(self) -> str | None:
-        """How the peer's run ended, such as `completed` or `lost`; `None` while it goes on."""
-        if (end := self.newest.get("run_finished")) is not None:
-            return str(end.get("reason", "finished"))
-        return "lost" if "peer_lost" in self.newest else None
-
-    def events(self) -> list[Event]:
-        """Return the events from which a view can be made anew."""
-        return [
-            *self.newest.values(),
-            *self.steps,
-            *self.evaluations,
-            *self.rounds,
-            *self.messages,
-        ]
 
 
 def clean(value: Any) -> Any:
@@ -259,12 +223,3 @@ def clean(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [clean(item) for item in value]
     return value
-
-
-def _drop_from(events: list[Event], new: Event) -> None:
-    """Remove the events of the new one's step and of later ones."""
-    step = new.get("step")
-    if not isinstance(step, int):
-        return
-    while events and isinstance(last := events[-1].get("step"), int) and last >= step:
-        events.pop()

@@ -127,9 +127,10 @@ class Watch(App[None]):
             None if predicted_s is None else f"predicted step {format_seconds(predicted_s)}",
         ]
         self._put("head", "ATOM  " + ", ".join(part for part in head if part))
-        steps = [*history.steps]
-        self._drawn("loss", lambda wide: _curve("loss, nats per token", steps, "loss", wide))
-        self._drawn("speed", lambda wide: _curve("tokens/s", steps, "tokens_per_s", wide))
+        steps = history.curves["step"]
+        losses, speeds = steps.points("loss"), steps.points("tokens_per_s")
+        self._drawn("loss", lambda wide: _curve("loss, nats per token", losses, wide))
+        self._drawn("speed", lambda wide: _curve("tokens/s", speeds, wide))
         timeline = history.newest.get("timeline", {})
         self._drawn("step", lambda wide: _step(timeline, wide - _LABEL_COLUMNS - _SHARE_COLUMNS))
         table = self.query_one("#peers", DataTable)
@@ -146,13 +147,7 @@ class Watch(App[None]):
         self.query_one(f"#{place}", Static).update(content)
 
 
-def _curve(title: str, events: list[Event], field: str, width: int) -> str:
-    points = [
-        (step, value)
-        for event in events
-        if (step := event_text.number(event, "step")) is not None
-        and (value := event_text.number(event, field)) is not None
-    ]
+def _curve(title: str, points: list[tuple[float, float]], width: int) -> str:
     newest = f": {format_count(points[-1][1])}" if points else ""
     return "\n".join((title + newest, *curve(points, width, _CURVE_LINES - 1, format_count)))
 

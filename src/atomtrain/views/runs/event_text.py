@@ -269,6 +269,7 @@ _LINES = {
     "evaluation": _evaluation_line,
     "round": _round_line,
     "membership": _membership_line,
+    "expelled": lambda event: f"expelled {words(event, 'name')}: {words(event, 'reason')}",
     "checkpoint": _checkpoint_line,
     "sample": lambda event: f"sample {sample_text(event)}",
     "warning": lambda event: f"warning: {words(event, 'message') or 'unknown'}",

@@ -30,14 +30,17 @@ class EventTail:
         self._offset_bytes = path.stat().st_size if from_end and path.exists() else 0
         self.skipped = 0
 
-    def read(self) -> list[Event]:
-        """Return the complete events added since the last call, oldest first; never waits."""
+    def read(self, most_bytes: int = -1) -> list[Event]:
+        """Return the complete events added since the last call, oldest first; never waits.
+
+        At most those of `most_bytes`, the others at the next calls; below 0: all.
+        """
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._offset_bytes:  # started afresh by its writer
                     self._offset_bytes, self._rest = 0, b""
                 file.seek(self._offset_bytes)
-                added = file.read()
+                added = file.read(most_bytes)
         except FileNotFoundError:
             return []
         self._offset_bytes += len(added)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 from atomtrain.engine.calibration.profiling import crowding_warning
@@ -10,6 +12,7 @@ from atomtrain.engine.engine import Engine
 from atomtrain.events import EventLog
 from atomtrain.planning.cost.timeline import Span
 
+_STATM = Path("/proc/self/statm")
 _MOST_SPANS = 5000
 """Beyond them a step's spans are no picture any more, and too long a line."""
 
@@ -31,8 +34,8 @@ def tell_plan(engine: Engine, events: EventLog) -> None:
         events.emit("warning", message=warning)
 
 
-def measured_of(engine: Engine) -> dict[str, float]:
-    """Return what the events of steps tell of the last step's time and memory."""
+def measured_of(engine: Engine) -> dict[str, float | None]:
+    """Return what the events of steps tell of the last step's time, memory and gradients."""
     report = engine.last
     assert report is not None
     return {
@@ -43,7 +46,18 @@ def measured_of(engine: Engine) -> dict[str, float]:
         "allocation_retries": report.allocation_retries,
         "device_budget_bytes": engine.device.memory_bytes,
         "state_bytes": engine.state_bytes,
+        "host_resident_bytes": _resident_bytes(),
+        "gradient_norm": engine.gradient_norm,
     }
+
+
+def _resident_bytes() -> int | None:
+    """Return the memory that this process has on the host now; `None` where Linux is not."""
+    try:
+        pages = int(_STATM.read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def tell_timeline(engine: Engine, step: int, events: EventLog) -> None:

@@ -26,6 +26,7 @@ def test_what_was_seen_of_a_peer_is_known_after_a_restart(tmp_path: Path) -> Non
     before.save()
     after = Standing("run", path)
     assert after.expelled("liar")
+    assert after.all_expelled() == {"liar": "its mean is not that of the contributions"}
     assert not after.trusts("liar", lambda: 1e12)
     assert not after.trusts("deceived", lambda: 1004.0)
     assert after.trusts("deceived", lambda: 1005.0)

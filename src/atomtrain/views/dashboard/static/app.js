@@ -1,139 +1,68 @@
 // The page: takes in the stream of events, and draws what is in sight at most a few times a second.
 
+import { Charts, heldOutIn } from "./charts.js";
 import * as form from "./format.js";
-import { LineChart } from "./chart.js";
+import { Legend } from "./legend.js";
 import { memoryMap } from "./memory.js";
-import { PeerTable, RoundList } from "./swarm.js";
+import { Runs } from "./peers.js";
+import { Judgements, PeerTable, RoundList } from "./swarm.js";
+import { themes } from "./theme.js";
 import { timeline, timelineKey } from "./timeline.js";
 
 const PAGES = ["run", "timeline", "memory", "swarm", "plan"];
 const DRAW_MS = 200;
-const MOST_MESSAGES = 100;
-const MOST_STEPS = 4000;
 const at = (id) => document.getElementById(id);
-const peers = new Map();
+const runs = new Runs();
 let pending = false;
 let page = "run";
 let drawn = "";
 
-const charts = {
-  loss: new LineChart(at("chart-loss"), {
-    title: "Training loss", unit: "nats per token", form: (y) => form.decimal(y), formX: (x) => `step ${form.count(x)}`, smooth: true,
-  }),
-  heldOut: new LineChart(at("chart-held-out"), {
-    title: "Held-out", unit: "bits per byte", form: (y) => form.decimal(y), formX: (x) => `step ${form.count(x)}`,
-  }),
-  speed: new LineChart(at("chart-speed"), {
-    title: "Speed", unit: "tokens/s", form: form.count, formX: (x) => `step ${form.count(x)}`, smooth: true, zero: true,
-  }),
-  step: new LineChart(at("chart-step"), {
-    title: "Step, measured and predicted", unit: "time", form: form.seconds, formX: (x) => `step ${form.count(x)}`, smooth: true, zero: true,
-  }),
-};
+const charts = { run: new Charts("run"), memory: new Charts("memory"), swarm: new Charts("swarm") };
+const legend = new Legend(at("legend"), () => draw());
 const table = new PeerTable(at("peers"));
 const rounds = new RoundList(at("rounds"), at("pairs"));
-
-class Peer {
-  constructor(name) {
-    this.name = name;
-    this.newest = {};
-    this.steps = [];
-    this.evaluations = [];
-    this.rounds = [];
-    this.messages = [];
-  }
-
-  apply(event) {
-    const kind = event.event;
-    if (kind === "step") {
-      dropFrom(this.steps, event.step);
-      dropFrom(this.evaluations, event.step);
-      this.steps.push(event);
-      if (this.steps.length > MOST_STEPS) this.steps = this.steps.filter((_, i, all) => i % 2 === 0 || i === all.length - 1);
-    } else if (kind === "evaluation") {
-      dropFrom(this.evaluations, event.step);
-      this.evaluations.push(event);
-    } else if (kind === "round") {
-      this.rounds.push(event);
-      if (this.rounds.length > 200) this.rounds.shift();
-    }
-    if (kind === "run_started") { delete this.newest.run_finished; delete this.newest.peer_lost; }
-    this.newest[kind] = event;
-    const text = said(event);
-    if (text) {
-      this.messages.push({ time: event.time_s, text, warning: kind === "warning" });
-      this.messages.sort((a, b) => a.time - b.time);
-      if (this.messages.length > MOST_MESSAGES) this.messages.shift();
-    }
-  }
-
-  get state() {
-    if (this.newest.run_finished) return this.newest.run_finished.reason ?? "finished";
-    if (this.newest.peer_lost) return "lost";
-    return this.steps.length ? "training" : "starting";
-  }
-}
-
-function dropFrom(events, step) {
-  while (events.length && events.at(-1).step >= step) events.pop();
-}
-
-function said(event) {
-  switch (event.event) {
-    case "evaluation": return event.bits_per_byte === undefined
-      ? `held-out loss ${form.decimal(event.loss)} at step ${event.step}`
-      : `held-out bits per byte ${form.decimal(event.bits_per_byte)} at step ${event.step}`;
-    case "checkpoint": return `checkpoint at step ${event.step}, ${form.bytes(event.bytes)}`;
-    case "sample": return `“${event.prompt}” → ${event.text}`;
-    case "warning": return `warning: ${event.message}`;
-    case "membership": {
-      const joined = event.joined?.length ? `, joined: ${event.joined.join(" ")}` : "";
-      return `${event.peers} peers${joined}${event.left?.length ? `, left: ${event.left.join(" ")}` : ""}`;
-    }
-    case "run_finished": return `run ${event.reason} at step ${event.step}`;
-    case "peer_lost": return `lost: ${event.reason}`;
-    default: return null;
-  }
-}
+const judgements = new Judgements(at("judged"), at("judged-note"));
 
 function listen() {
   const stream = new EventSource("/stream");
-  stream.addEventListener("start", (message) => {
-    const { title } = JSON.parse(message.data);
+  const on = (kind, take) => stream.addEventListener(kind, (message) => take(JSON.parse(message.data)));
+  on("start", ({ title }) => {
     form.setText(at("title"), title);
     document.title = `ATOM ${title}`;
-    peers.clear();
-    table.apply({ rows: [], gone: [...table.rows.keys()], time_s: 0 });
+    runs.clear();
   });
-  stream.addEventListener("events", (message) => {
-    const { peer, events } = JSON.parse(message.data);
-    if (!peers.has(peer)) addPeer(peer);
-    for (const event of events) peers.get(peer).apply(event);
+  on("events", (body) => {
+    const { peer } = known(body);
+    for (const event of body.events) peer.apply(event);
     drawSoon();
   });
-  stream.addEventListener("swarm", (message) => {
-    table.apply(JSON.parse(message.data));
+  on("curves", (body) => {
+    known(body).peer.curves[body.kind].apply(body);
     drawSoon();
   });
-  stream.addEventListener("ready", () => {
+  on("swarm", (body) => {
+    runs.applyTable(body);
+    drawSoon();
+  });
+  on("ready", () => {
     form.setText(at("connection"), "live");
     // A swarm that is seen from outside has a table of peers, and no run to show.
-    const runs = [...peers.values()].some((peer) => peer.newest.run_started);
-    if (!runs && table.rows.size && !location.hash) location.hash = "swarm";
+    const some = [...runs.peers.values()].some((peer) => peer.newest.run_started);
+    if (!some && runs.tables.size && !location.hash) location.hash = "swarm";
+    drawSoon();
   });
   stream.onerror = () => form.setText(at("connection"), "connection lost, trying again");
 }
 
-function addPeer(name) {
-  peers.set(name, new Peer(name));
+// Returns the peer that a message is about; a new one is offered for choice.
+function known(body) {
+  const found = runs.peer(body);
+  if (!found.isNew) return found;
   const select = at("peer");
   const chosen = select.value;
-  select.replaceChildren(...[...peers.keys()].sort(byName).map((one) => form.element("option", { value: one }, one)));
+  select.replaceChildren(...runs.sorted().map((peer) => form.element("option", { value: JSON.stringify([peer.run, peer.name]) }, runs.label(peer))));
   if (chosen) select.value = chosen;
-}
-
-function byName(a, b) {
-  return a.localeCompare(b, undefined, { numeric: true });
+  return found;
 }
 
 function drawSoon() {
@@ -142,8 +71,19 @@ function drawSoon() {
   setTimeout(() => { pending = false; draw(); }, DRAW_MS);
 }
 
+// The curves that the legend has on: of each run one colour, or of each peer where there is one run.
+function lines() {
+  const all = runs.sorted().filter((peer) => Object.values(peer.curves).some((curves) => curves.x.length));
+  const nameOf = (peer) => (runs.several ? peer.run : peer.name);
+  legend.update([...new Set(all.map(nameOf))]);
+  return all.filter((peer) => legend.isOn(nameOf(peer)))
+    .map((peer) => ({ name: runs.label(peer), look: legend.look(nameOf(peer)), curves: peer.curves }));
+}
+
 function draw() {
-  const peer = peers.get(at("peer").value);
+  const peer = runs.peers.get(at("peer").value);
+  at("legend").hidden = !(page in charts) || legend.names.length < 2;
+  charts[page]?.draw(lines(), peer);
   if (page === "swarm") drawSwarm(peer);
   else if (!peer) return;
   else if (page === "run") drawRun(peer);
@@ -153,15 +93,15 @@ function draw() {
 }
 
 function drawRun(peer) {
-  const step = peer.steps.at(-1) ?? {};
+  const step = peer.newest.step ?? {};
   const plan = peer.newest.plan ?? {};
   const started = peer.newest.run_started ?? {};
-  const heldOut = heldOutIn([...peers.values()]);
+  const heldOut = heldOutIn([peer]);
   form.setFacts(at("cards"), [
     ["state", peer.state],
     ["step", step.step === undefined ? "-" : `${step.step} of ${step.steps}`],
     ["loss", form.decimal(step.loss)],
-    [`held-out ${heldOut.short}`, form.decimal(peer.evaluations.at(-1)?.[heldOut.field])],
+    [`held-out ${heldOut.short}`, form.decimal(peer.newest.evaluation?.[heldOut.field])],
     ["tokens/s", form.count(step.tokens_per_s)],
     ["time left", peer.state === "training" ? form.seconds(step.time_left_s) : "-"],
     ["step, measured", form.seconds(step.step_s)],
@@ -171,36 +111,25 @@ function drawRun(peer) {
     ["model", `${started.model ?? "-"}, ${form.count(started.parameters)} parameters`],
     ["peers", form.count(step.peers)],
   ]);
-  const all = [...peers.values()].filter((one) => one.steps.length).sort((a, b) => byName(a.name, b.name));
-  const of = (events, field) => events.map((event) => [event.step, event[field]]);
-  charts.loss.update(all.map((one) => ({ name: one.name, points: of(one.steps, "loss") })));
-  charts.heldOut.name("Held-out", heldOut.unit);
-  charts.heldOut.update(all.map((one) => ({ name: one.name, points: of(one.evaluations, heldOut.field) })));
-  charts.speed.update(all.map((one) => ({ name: one.name, points: of(one.steps, "tokens_per_s") })));
-  charts.step.update(
-    [{ name: `${peer.name} measured`, points: of(peer.steps, "step_s") }],
-    { name: "predicted", y: plan.predicted_step_s },
-  );
   drawMessages(peer);
-}
-
-// Bits per byte compare whatever the tokenizer, where there is text; else the loss is what there is.
-function heldOutIn(all) {
-  const evaluations = all.flatMap((one) => one.evaluations);
-  const bits = !evaluations.length || evaluations.some((event) => form.isNumber(event.bits_per_byte));
-  return bits
-    ? { field: "bits_per_byte", short: "bits/byte", unit: "bits per byte" }
-    : { field: "loss", short: "loss", unit: "loss" };
 }
 
 function drawMessages(peer) {
   const last = peer.messages.at(-1);
-  const state = `${peer.name} ${peer.messages.length} ${last?.time} ${last?.text}`;
+  const state = `${peer.run} ${peer.name} ${peer.messages.length} ${last?.time} ${last?.text}`;
   if (at("messages").dataset.state === state) return;
   at("messages").dataset.state = state;
   at("messages").replaceChildren(...[...peer.messages].reverse().map((message) => form.element(
     "li", { class: message.warning ? "warning" : "" },
     form.element("time", {}, form.clock(message.time)), message.text)));
+}
+
+// Whether something is not drawn yet as `state` tells it.
+function isNew(...state) {
+  const text = state.join(" ");
+  if (drawn === text) return false;
+  drawn = text;
+  return true;
 }
 
 function drawTimeline(peer) {
@@ -213,10 +142,8 @@ function drawTimeline(peer) {
   const width = at("timelines").clientWidth;
   const during = peer.rounds.filter((round) => round.time_s > event.start_time_s
     && round.time_s - round.duration_s < event.start_time_s + event.step_s);
-  const state = `timeline ${peer.name} ${event.time_s} ${width} ${during.length}`;
-  if (drawn === state) return;
-  drawn = state;
-  form.setText(at("timeline-note"), `Step ${event.step} of ${peer.name}: measured ${form.seconds(event.step_s)}, predicted ${form.seconds(event.predicted_step_s)}. The share on the right is how long each stream was busy.`);
+  if (!isNew("timeline", peer.run, peer.name, event.time_s, width, during.length)) return;
+  form.setText(at("timeline-note"), `Step ${event.step} of ${runs.label(peer)}: measured ${form.seconds(event.step_s)}, predicted ${form.seconds(event.predicted_step_s)}. The share on the right is how long each stream was busy.`);
   const zero = Math.min(...event.measured.map((span) => span[2]));
   const averaging = during.map((round) => {
     const end = round.time_s - event.start_time_s;
@@ -231,25 +158,25 @@ function drawTimeline(peer) {
 function drawMemory(peer) {
   const plan = peer.newest.plan;
   const width = at("memory").clientWidth;
-  const state = `memory ${peer.name} ${plan?.time_s} ${width}`;
-  if (drawn === state) return;
-  drawn = state;
+  if (!isNew("memory", peer.run, peer.name, plan?.time_s, width)) return;
   const regions = plan?.memory ?? [];
   form.setText(at("memory-note"), regions.length
-    ? `As the plan of ${peer.name} lays it out; segments from the first layer to the last.`
+    ? `As the plan of ${runs.label(peer)} lays it out; segments from the first layer to the last.`
     : "The plan of this peer has no memory map.");
   at("memory").replaceChildren(...memoryMap(regions, width));
 }
 
 function drawSwarm(peer) {
-  table.draw();
+  const run = peer?.run ?? runs.tables.keys().next().value;
+  table.draw(runs.table(run));
   form.setText(at("swarm-note"), table.rows.size ? table.summary() : "This run has no swarm: its peers tell nothing about others.");
   const own = peer?.rounds ?? [];
-  const state = `swarm ${peer?.name} ${own.length} ${own.at(-1)?.time_s}`;
-  if (drawn === state) return;
-  drawn = state;
-  form.setText(at("rounds-note"), own.length ? `Rounds that ${peer.name} took part in, newest first.` : "No rounds yet, as far as is known here.");
+  const ofRun = runs.sorted().filter((one) => one.run === run);
+  const judged = ofRun.map((one) => `${one.expelled.length} ${one.rounds.at(-1)?.time_s}`);
+  if (!isNew("swarm", run, peer?.name, own.length, own.at(-1)?.time_s, judged)) return;
+  form.setText(at("rounds-note"), own.length ? `Rounds that ${runs.label(peer)} took part in, newest first.` : "No rounds yet, as far as is known here.");
   rounds.draw(own);
+  judgements.draw(ofRun, table.rows);
 }
 
 function drawPlan(peer) {
@@ -279,24 +206,7 @@ function show() {
   draw();
 }
 
-function themes() {
-  const button = at("theme");
-  const order = ["system", "light", "dark"];
-  let chosen = localStorage.getItem("theme") ?? "system";
-  const apply = () => {
-    if (chosen === "system") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = chosen;
-    form.setText(button, `Theme: ${chosen}`);
-  };
-  button.addEventListener("click", () => {
-    chosen = order[(order.indexOf(chosen) + 1) % order.length];
-    localStorage.setItem("theme", chosen);
-    apply();
-  });
-  apply();
-}
-
-themes();
+themes(at("theme"));
 addEventListener("hashchange", show);
 addEventListener("resize", drawSoon);
 at("peer").addEventListener("change", () => { drawn = ""; draw(); });

@@ -1,202 +1,328 @@
-// A line chart: raw values light, their running mean strong, one colour and dash a series.
-// Pointer and arrow keys move a cursor whose values are read out as text.
+// A chart by uPlot (vendor/): values under the pointer, zoom by dragging, logarithmic and smooth.
+//
+// Charts of one group share their x: pointer and zoom go through all of them. Only charts in sight
+// are drawn, one a frame, so that a page of many long curves stays smooth.
 
-import { element, isNumber, setText, shape } from "./format.js";
+import { smoothed } from "./curves.js";
+import { bytes, element, setText } from "./format.js";
 
-const HEIGHT = 230;
-const MARGIN = { left: 64, right: 12, top: 8, bottom: 26 };
+const HEIGHT = 220;
+const FONT = "12px system-ui, sans-serif";
+const RIGHT = 26;
+const MOST_VALUES = 12;
 const COLOURS = 7;
-const DASHES = ["none", "6 3", "2 3", "8 3 2 3"];
-const MOST_POINTS = 1200;
+const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
+const WHOLE_STEPS = [1, 2, 5].flatMap((n) => Array.from({ length: 13 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+const POWERS_OF_2 = Array.from({ length: 50 }, (_, power) => 2 ** power);
+const waiting = new Set();
 
-export class LineChart {
-  // form: number -> text for the vertical axis; formX: the same for the horizontal one.
-  constructor(place, { title, unit, formX, form, smooth = false, zero = false }) {
-    Object.assign(this, { formX, form, smooth, zero });
-    this.series = [];
-    this.level = null;
-    this.cursor = null;
-    this.readout = element("span", { class: "readout", role: "status" });
-    this.svg = shape("svg", { role: "img", tabindex: "0", height: HEIGHT });
-    this.keys = element("div");
+export class Group {
+  // named: number -> text for a place on the horizontal axis, such as "step 100".
+  constructor(key, named) {
+    Object.assign(this, { key, named, charts: [], zoom: null });
+  }
+
+  zoomTo(zoom) {
+    this.zoom = zoom;
+    for (const chart of this.charts) chart.soon();
+  }
+}
+
+export class Chart {
+  // form: number -> text for the vertical axis. smooth, log: whether there are such switches;
+  // zero: whether the vertical axis begins there.
+  constructor(place, group, { title, unit, form, smooth = false, log = false, zero = false }) {
+    Object.assign(this, { place, group, form, zero, lines: [], key: "", layout: "" });
+    this.smooth = this.switch("smooth", smooth, smooth);
+    this.log = this.switch("log", log, false);
+    this.whole = element("button", { type: "button", hidden: "" }, "whole run");
+    this.whole.addEventListener("click", () => group.zoomTo(null));
     this.caption = element("span");
+    this.said = element("span", { class: "sr", role: "status" });
+    this.area = element("div", { class: "plot", role: "img", tabindex: "0" });
+    this.levels = element("small");
+    this.values = element("div", { class: "values", hidden: "" });
     this.name(title, unit);
-    place.append(element("figure", {},
-      element("figcaption", {}, this.caption, this.readout), this.svg, this.keys));
-    this.svg.addEventListener("pointermove", (event) => this.point(event.offsetX));
-    this.svg.addEventListener("pointerleave", () => this.move(null));
-    this.svg.addEventListener("keydown", (event) => this.press(event));
-    new ResizeObserver(() => this.draw()).observe(place);
+    place.append(element("figure", {}, element("figcaption", {}, this.caption,
+      element("span", { class: "switches" }, this.whole, this.log.button, this.smooth.button)),
+    this.area, this.levels, this.said));
+    this.area.addEventListener("keydown", (event) => this.press(event));
+    this.area.addEventListener("blur", () => this.leave());
+    group.charts.push(this);
+    new ResizeObserver(() => this.soon()).observe(this.area);
+    new IntersectionObserver(([entry]) => {
+      this.seen = entry.isIntersecting;
+      if (this.seen && waiting.has(this)) this.soon();
+    }, { rootMargin: "100px" }).observe(place);
+    addEventListener("theme", () => this.plot?.redraw(false));
+  }
+
+  switch(name, there, on) {
+    const button = element("button", { type: "button", "aria-pressed": String(on) }, name);
+    button.hidden = !there;
+    const state = { on, button };
+    button.addEventListener("click", () => {
+      state.on = !state.on;
+      button.setAttribute("aria-pressed", String(state.on));
+      this.key = this.drawnKey = "";
+      this.update(this.lines);
+    });
+    return state;
   }
 
   name(title, unit) {
     this.title = title;
-    setText(this.caption, `${title} (${unit}) `);
+    setText(this.caption, `${title} (${unit})`);
+    if (!this.plot) this.area.setAttribute("aria-label", title);
   }
 
-  // series: [{name, points: [[x, y], ...]}], by ascending x; level: {name, y} or null.
-  update(series, level = null) {
-    this.series = series.map((one) => ({ ...one, points: one.points.filter(([, y]) => isNumber(y)) }));
-    this.level = level;
-    this.draw();
+  // lines: [{name, look, version, x, every, mean, low, high}]; look is a number that stays with its
+  // name, or "level" for what is constant.
+  update(lines) {
+    const key = lines.map((line) => `${line.name}\n${line.look}\n${line.version}\n${line.x.length}`).join("\n\n");
+    if (key === this.key) return;
+    this.key = key;
+    this.lines = lines;
+    this.soon();
+  }
+
+  soon() {
+    waiting.add(this);
+    if (this.seen) drawSome();
   }
 
   draw() {
-    const width = this.svg.clientWidth;
+    const width = this.area.clientWidth;
     if (!width) return;
-    const points = this.series.flatMap((one) => one.points);
-    this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    this.svg.replaceChildren();
-    if (!points.length) {
-      this.svg.append(shape("text", { x: MARGIN.left, y: HEIGHT / 2 }, "nothing yet"));
-      this.svg.setAttribute("aria-label", `${this.title}: nothing yet`);
+    if (this.plot && this.key === this.drawnKey && this.plot.width === width) {
+      this.rescale();
       return;
     }
-    this.scale(points, width);
-    this.axes(width);
-    this.series.forEach((one, index) => this.line(one, index));
-    if (this.level && isNumber(this.level.y)) {
-      const y = this.y(this.level.y);
-      this.svg.append(shape("line", { class: "level", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y }));
+    this.drawnKey = this.key;
+    const lines = this.lines.filter((line) => line.mean.some((value) => value !== null));
+    if (!lines.length) {
+      this.drop();
+      setText(this.area, "nothing yet");
+      this.area.setAttribute("aria-label", `${this.title}: nothing yet`);
+      return;
     }
-    this.legend();
-    const last = this.series.map((one) => `${one.name} ${this.form(one.points.at(-1)?.[1])}`);
-    this.svg.setAttribute("aria-label", `${this.title}. Newest: ${last.join(", ")}. Arrow keys move a cursor.`);
-    this.showCursor();
+    const levels = lines.filter((line) => line.look === "level").map((line) => `${line.name} ${this.form(line.mean[0])}`);
+    setText(this.levels, levels.length ? `dashed: ${levels.join(", ")}` : "");
+    const parts = lines.map((line) => this.parts(line));
+    const layout = JSON.stringify([this.log.on, lines.map((line, i) => [line.name, line.look, parts[i].length])]);
+    const data = joined(parts.map((columns, i) => [lines[i].x, ...columns]), this.log.on);
+    this.drawn = lines;
+    if (layout !== this.layout) {
+      this.drop();
+      setText(this.area, "");
+      this.layout = layout;
+      this.plot = new uPlot(this.options(lines, parts, width), data, this.area);
+      this.plot.over.append(this.values);
+      touches(this.plot.over);
+    } else {
+      this.plot.setData(data, false);
+    }
+    if (this.plot.width !== width) this.plot.setSize({ width, height: HEIGHT });
+    this.rescale(true);
+    const newest = lines.map((line) => `${line.name} ${this.form(line.mean.findLast((value) => value !== null))}`);
+    this.area.setAttribute("aria-label",
+      `${this.title}. Newest: ${newest.slice(0, MOST_VALUES).join(", ")}. Arrow keys move along it.`);
   }
 
-  scale(points, width) {
-    let [lowX, highX, lowY, highY] = [Infinity, -Infinity, Infinity, -Infinity];
-    for (const [x, y] of points) {
-      lowX = Math.min(lowX, x); highX = Math.max(highX, x);
-      lowY = Math.min(lowY, y); highY = Math.max(highY, y);
-    }
-    if (this.level && isNumber(this.level.y)) {
-      lowY = Math.min(lowY, this.level.y); highY = Math.max(highY, this.level.y);
-    }
-    if (this.zero) lowY = Math.min(0, lowY);
-    if (highY === lowY) { highY += Math.abs(highY) || 1; lowY -= this.zero ? 0 : Math.abs(lowY) || 1; }
-    if (highX === lowX) highX = lowX + 1;
-    this.rangeX = [lowX, highX];
-    this.rangeY = [lowY, highY];
-    const inner = width - MARGIN.left - MARGIN.right;
-    this.x = (x) => MARGIN.left + (inner * (x - lowX)) / (highX - lowX);
-    this.unX = (at) => lowX + ((at - MARGIN.left) / inner) * (highX - lowX);
-    const tall = HEIGHT - MARGIN.top - MARGIN.bottom;
-    this.y = (y) => MARGIN.top + tall * (1 - (y - lowY) / (highY - lowY));
+  drop() {
+    this.plot?.destroy();
+    this.plot = null;
+    this.layout = "";
   }
 
-  axes(width) {
-    for (const value of ticks(...this.rangeY, 5)) {
-      const y = this.y(value);
-      this.svg.append(shape("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y }),
-        shape("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, this.form(value)));
-    }
-    for (const value of ticks(...this.rangeX, Math.max(2, Math.floor(width / 110)))) {
-      const anchor = this.x(value) > width - 40 ? "end" : this.x(value) < MARGIN.left + 20 ? "start" : "middle";
-      this.svg.append(shape("text", { x: this.x(value), y: HEIGHT - 8, "text-anchor": anchor }, this.formX(value)));
-    }
+  // What is drawn of a line: what is followed by the eye first, then what lies behind it.
+  parts(line) {
+    const smooth = this.smooth.on && line.mean.length > 8;
+    const main = smooth ? smoothed(line.mean) : line.mean;
+    if (line.every > 1) return [main, line.low, line.high];
+    return smooth ? [main, line.mean] : [main];
   }
 
-  line(one, index) {
-    const points = thinned(one.points);
-    const look = { class: `raw s${index % COLOURS}`, d: this.path(points) };
-    if (this.smooth && points.length > 8) {
-      this.svg.append(shape("path", look));
-      look.d = this.path(running(points, Math.max(2, Math.round(points.length / 60))));
-    }
-    this.svg.append(shape("path", {
-      ...look, class: `mean s${index % COLOURS}`, "stroke-dasharray": DASHES[Math.floor(index / COLOURS) % DASHES.length],
-    }));
-    if (points.length === 1) {
-      const [x, y] = points[0];
-      this.svg.append(shape("circle", { class: `s${index % COLOURS}`, cx: this.x(x), cy: this.y(y), r: 2 }));
-    }
+  options(lines, parts, width) {
+    const [series, bands] = [[{}], []];
+    const [behind, edge] = [opaque(0.22 / lines.length), opaque(0.4 / Math.sqrt(lines.length))];
+    this.mains = [];
+    lines.forEach((line, i) => {
+      const alone = line.x.length === 1;
+      this.mains.push(series.length);
+      series.push({
+        stroke: () => colourOf(line.look), width: 2, dash: dashOf(line.look), spanGaps: true,
+        points: { show: alone ? true : undefined, size: 5 },
+      });
+      if (parts[i].length === 3) bands.push({ series: [series.length + 1, series.length], fill: () => colourOf(line.look) + behind });
+      for (let more = 1; more < parts[i].length; more += 1) {
+        series.push({ stroke: () => colourOf(line.look) + edge, width: 1, spanGaps: true, points: { show: false } });
+      }
+    });
+    const axis = { font: FONT, stroke: () => css("--dim"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false } };
+    return {
+      width, height: HEIGHT, series, bands, padding: [8, RIGHT, 0, 0], legend: { show: false },
+      scales: {
+        x: { time: false, range: (_, low, high) => (low === null ? [0, 1] : low === high ? [low, low + 1] : [low, high]) },
+        y: this.log.on ? { distr: 3 } : { range: (_, low, high) => this.range(low, high) },
+      },
+      axes: [
+        { ...axis, size: 28, incrs: WHOLE_STEPS, values: (_, splits) => splits.map(short) },
+        { ...axis, size: widest, ...(this.form === bytes && !this.log.on ? { incrs: POWERS_OF_2 } : {}), values: (_, splits) => splits.map((value) => (value === null ? "" : this.form(value))) },
+      ],
+      cursor: {
+        y: false, drag: { x: true, y: false, setScale: false },
+        points: { size: 7, show: (_, index) => (this.mains.includes(index) ? element("div") : false) },
+        sync: { key: this.group.key, setSeries: false, filters: { pub: (kind) => kind.startsWith("mousemove") || kind === "mouseleave" } },
+        bind: { dblclick: () => () => { this.group.zoomTo(null); return null; } },
+      },
+      hooks: { setSelect: [() => this.select()], setCursor: [() => this.hover()] },
+    };
   }
 
-  path(points) {
-    return points.map(([x, y], i) => `${i ? "L" : "M"}${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`).join("");
+  range(low, high) {
+    if (low === null) return [0, 1];
+    const bottom = this.zero ? Math.min(0, low) : low;
+    const room = 0.04 * (high - bottom) || Math.abs(high) || 1;
+    return [this.zero && bottom === 0 ? 0 : bottom - room, high + room];
   }
 
-  legend() {
-    const names = this.series.map((one) => one.name).concat(this.level ? [this.level.name] : []);
-    const text = names.join("\n");
-    if (this.named === text) return;
-    this.named = text;
-    this.keys.replaceChildren(...names.slice(0, 12).map((name, index) => {
-      const isLevel = index === this.series.length;
-      const mark = shape("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" }, shape("line", {
-        x1: 0, x2: 22, y1: 5, y2: 5, "stroke-width": 3,
-        class: isLevel ? "level" : `s${index % COLOURS}`,
-        "stroke-dasharray": isLevel ? "6 4" : DASHES[Math.floor(index / COLOURS) % DASHES.length],
-      }));
-      return element("span", { class: "key" }, mark, name);
-    }), names.length > 12 ? `and ${names.length - 12} more` : "");
+  rescale(changed = false) {
+    this.whole.hidden = !this.group.zoom;
+    if (!this.plot) return;
+    const xs = this.plot.data[0];
+    const [min, max] = this.group.zoom ?? [xs[0], xs.at(-1)];
+    const x = this.plot.scales.x;
+    if (x.min === min && x.max === max && !changed) return;
+    this.plot.batch(() => {
+      this.plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      this.plot.setScale("x", { min, max });
+    });
   }
 
-  point(offset) {
-    if (this.unX) this.move(this.unX(offset));
+  select() {
+    const { left, width } = this.plot.select;
+    if (width < 4) return;
+    this.group.zoomTo([this.plot.posToVal(left, "x"), this.plot.posToVal(left + width, "x")]);
+  }
+
+  // The values where the pointer is, beside it.
+  hover() {
+    const { plot, values } = this;
+    const { left, idx } = plot?.cursor ?? {};
+    const here = plot && (plot.over.matches(":hover") || document.activeElement === this.area);
+    values.hidden = !here || idx === null || idx === undefined || left < 0;
+    if (values.hidden) return;
+    const rows = this.at(idx).slice(0, MOST_VALUES).map(({ line, text }) => {
+      const mark = element("i");
+      mark.style.background = colourOf(line.look);
+      return element("div", {}, mark, `${line.name} ${text}`);
+    });
+    values.replaceChildren(element("b", {}, this.group.named(plot.data[0][idx])), ...rows);
+    const right = left > plot.over.clientWidth / 2;
+    values.style.left = right ? "" : `${left + 12}px`;
+    values.style.right = right ? `${plot.over.clientWidth - left + 12}px` : "";
+  }
+
+  // What every line says at an index of the data.
+  at(idx) {
+    const x = this.plot.data[0][idx];
+    return this.drawn.map((line) => {
+      const near = nearest(line.x, x);
+      const [mean, low, high] = [line.mean[near], line.low[near], line.high[near]];
+      if (mean === null) return { line, text: "-" };
+      return { line, text: this.form(mean) + (low < high ? ` (${this.form(low)} to ${this.form(high)})` : "") };
+    });
   }
 
   press(event) {
-    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (step === undefined || !this.series.some((one) => one.points.length)) return;
+    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity, Escape: NaN }[event.key];
+    if (by === undefined || !this.plot) return;
     event.preventDefault();
-    const xs = [...new Set(this.series.flatMap((one) => one.points.map(([x]) => x)))].sort((a, b) => a - b);
-    const at = this.cursor === null ? xs.length : nearest(xs, this.cursor);
-    this.move(xs[Math.max(0, Math.min(xs.length - 1, at + step))]);
+    if (Number.isNaN(by)) { this.group.zoomTo(null); return; }
+    const xs = this.plot.data[0];
+    const last = this.index ?? xs.length;
+    this.index = Math.max(0, Math.min(xs.length - 1, last + by));
+    this.plot.setCursor({ left: this.plot.valToPos(xs[this.index], "x"), top: 20 });
+    const said = this.at(this.index).slice(0, 4).map(({ line, text }) => `${line.name} ${text}`);
+    setText(this.said, `at ${this.group.named(xs[this.index])}: ${said.join(", ")}`);
   }
 
-  move(x) {
-    this.cursor = x;
-    this.showCursor();
-  }
-
-  showCursor() {
-    this.svg.querySelector(".cursor")?.remove();
-    if (this.cursor === null || !this.x) {
-      setText(this.readout, "");
-      return;
-    }
-    const said = [];
-    let at = null;
-    for (const one of this.series) {
-      if (!one.points.length) continue;
-      const [x, y] = one.points[nearest(one.points.map(([px]) => px), this.cursor)];
-      at ??= x;
-      said.push(`${one.name} ${this.form(y)}`);
-    }
-    if (at === null) return;
-    const x = this.x(at);
-    this.svg.append(shape("line", { class: "cursor", x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
-    setText(this.readout, `at ${this.formX(at)}: ${said.slice(0, 4).join(", ")}`);
+  leave() {
+    this.index = undefined;
+    this.values.hidden = true;
+    this.plot?.setCursor({ left: -10, top: -10 });
   }
 }
 
-export function ticks(low, high, wanted) {
-  const rough = (high - low) / Math.max(1, wanted);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) {
-    found.push(Number(value.toPrecision(12)));
-  }
-  return found;
-}
+let drawing = false;
 
-function thinned(points) {
-  const stride = Math.ceil(points.length / MOST_POINTS);
-  return stride <= 1 ? points : points.filter((_, i) => i % stride === 0 || i === points.length - 1);
-}
-
-// The mean of the neighbours up to `reach` places to either side, fewer where there are fewer.
-function running(points, reach) {
-  const sums = [0];
-  for (const [, y] of points) sums.push(sums.at(-1) + y);
-  return points.map(([x], i) => {
-    const near = Math.min(reach, i, points.length - 1 - i);
-    return [x, (sums[i + near + 1] - sums[i - near]) / (2 * near + 1)];
+// One chart a frame.
+function drawSome() {
+  if (drawing) return;
+  const chart = [...waiting].find((one) => one.seen);
+  if (!chart) return;
+  drawing = true;
+  requestAnimationFrame(() => {
+    drawing = false;
+    waiting.delete(chart);
+    chart.draw();
+    drawSome();
   });
+}
+
+function joined(tables, log) {
+  const [x, ...others] = tables.map((table) => table[0]);
+  const alike = others.every((other) => other.length === x.length && other.every((value, i) => value === x[i]));
+  const data = alike ? [x, ...tables.flatMap((table) => table.slice(1))] : uPlot.join(tables);
+  if (!log) return data;
+  return [data[0], ...data.slice(1).map((column) => column.map((value) => (value <= 0 ? null : value)))];
+}
+
+function widest(plot, values, index, cycle) {
+  const axis = plot.axes[index];
+  if (cycle > 1) return axis._size;
+  plot.ctx.font = axis.font[0];
+  const widths = (values ?? []).map((value) => plot.ctx.measureText(value).width / uPlot.pxRatio);
+  return Math.ceil(Math.max(0, ...widths) + axis.gap + 6);
+}
+
+// A finger that moves sideways does what a mouse does; up and down it scrolls.
+function touches(over) {
+  const kinds = { pointerdown: "mousedown", pointermove: "mousemove", pointerup: "mouseup" };
+  for (const [kind, mouse] of Object.entries(kinds)) {
+    over.addEventListener(kind, (event) => {
+      if (event.pointerType !== "touch") return;
+      const { clientX, clientY } = event;
+      const target = mouse === "mouseup" ? document : over;
+      target.dispatchEvent(new MouseEvent(mouse, { clientX, clientY, button: 0, bubbles: true }));
+    });
+  }
+}
+
+export function colourOf(look) {
+  return look === "level" ? css("--dim") : css(`--c${look % COLOURS}`);
+}
+
+export function dashOf(look) {
+  return look === "level" ? [6, 4] : DASHES[Math.floor(look / COLOURS) % DASHES.length];
+}
+
+// A share of 1 as the two digits behind a colour.
+function opaque(share) {
+  return Math.max(5, Math.round(255 * share)).toString(16).padStart(2, "0");
+}
+
+function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function short(value) {
+  if (value === null) return "";
+  for (const [limit, unit] of [[1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
+    if (Math.abs(value) >= limit) return `${Number((value / limit).toPrecision(4))}${unit}`;
+  }
+  return String(value);
 }
 
 function nearest(sorted, value) {

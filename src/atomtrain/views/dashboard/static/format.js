@@ -43,6 +43,13 @@ export function decimal(value, digits = 3) {
   return isNumber(value) ? value.toFixed(digits) : value === undefined || value === null ? "-" : String(value);
 }
 
+// A small number, such as a learning rate.
+export function small(value) {
+  if (!isNumber(value)) return "-";
+  if (value === 0 || Math.abs(value) >= 0.01) return String(Number(value.toPrecision(3)));
+  return Number(value.toPrecision(2)).toExponential().replace("e-", "e\u2212");
+}
+
 export function rate(bytesPerSecond) {
   if (!isNumber(bytesPerSecond) || bytesPerSecond <= 0) return "-";
   return `${count(8 * bytesPerSecond)}bit/s`;
@@ -83,6 +90,17 @@ export function setFacts(list, facts) {
     setText(entry.firstElementChild, name);
     setText(entry.lastElementChild, value);
   });
+}
+
+// Replaces a table's rows by rows of texts; numbers: indices of the columns of numbers.
+export function setRows(body, rows, numbers = []) {
+  body.replaceChildren(...rows.map((row) => element("tr", {}, ...row.map((text, i) => element(
+    "td", { class: numbers.includes(i) ? "number" : "" }, String(text ?? "-"))))));
+}
+
+export function setHead(head, names, numbers = []) {
+  head.append(element("tr", {}, ...names.map((name, i) => element(
+    "th", { scope: "col", class: numbers.includes(i) ? "number" : "" }, name))));
 }
 
 export function setText(target, text) {

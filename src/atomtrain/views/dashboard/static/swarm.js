@@ -1,6 +1,6 @@
 // The swarm: one row a peer, kept in place and changed cell by cell, so that thousands stay smooth.
 
-import { bytes, count, element, percent, rate, seconds, setText } from "./format.js";
+import { bytes, clock, count, element, percent, rate, seconds, setHead, setRows, setText } from "./format.js";
 
 const COLUMNS = [
   { id: "name", name: "name", text: (row) => row.name, value: (row) => row.name },
@@ -33,7 +33,8 @@ function wayOf(row) {
 }
 
 function agoOf(row, all) {
-  if (!row.seen_s) return "-";
+  if (row.ended_s) return `ended ${clock(row.ended_s)}`;
+  if (!row.seen_s || row.state === "unknown") return "-";
   const ago = Math.max(0, all.now - row.seen_s);
   if (ago < 1) return "now";
   return `${ago < 60 ? `${Math.round(ago)} s` : seconds(ago)} ago`;
@@ -43,6 +44,7 @@ export class PeerTable {
   constructor(table) {
     this.body = table.tBodies[0];
     this.rows = new Map();
+    this.now = 0;
     this.shown = new Map();
     this.sorted = { id: "name", down: false };
     this.head(table.tHead);
@@ -72,16 +74,10 @@ export class PeerTable {
     });
   }
 
-  // message: {rows, gone, time_s}
-  apply(message) {
-    for (const row of message.rows) this.rows.set(row.peer_id, row);
-    for (const id of message.gone) this.rows.delete(id);
-    this.now = message.time_s;
-  }
-
   // Draws some rows a frame, so that a table of thousands never makes the page stutter.
-  draw() {
-    const all = { now: this.now, tokens: 0 };
+  draw({ rows, now } = this) {
+    Object.assign(this, { rows, now });
+    const all = { now, tokens: 0 };
     for (const row of this.rows.values()) all.tokens += row.tokens || 0;
     this.waiting = [...this.rows.keys()];
     this.all = all;
@@ -98,13 +94,13 @@ export class PeerTable {
       requestAnimationFrame(() => this.drawSome());
       return;
     }
-    this.working = false;
     for (const [id, shown] of this.shown) {
       if (this.rows.has(id)) continue;
       shown.remove();
       this.shown.delete(id);
     }
-    this.place(this.order());
+    this.waitingRows = this.order();
+    this.placeSome(this.body.firstElementChild);
   }
 
   order() {
@@ -131,17 +127,27 @@ export class PeerTable {
     COLUMNS.forEach((column, index) => setText(shown.cells[index], column.text(row, all) ?? "-"));
   }
 
-  // Moves only rows that are not where they belong.
-  place(order) {
-    let present = this.body.firstElementChild;
-    for (const row of order) {
+  // Moves only rows that are not where they belong, some a frame.
+  placeSome(present) {
+    for (const row of this.waitingRows.splice(0, ROWS_A_FRAME)) {
       if (row === present) present = present.nextElementSibling;
       else this.body.insertBefore(row, present);
     }
+    if (this.waitingRows.length) {
+      requestAnimationFrame(() => this.placeSome(present));
+      return;
+    }
+    this.working = false;
+    if (this.waiting.length) this.drawSome();
   }
 
   summary() {
     const rows = [...this.rows.values()];
+    const ended = rows.filter((row) => row.ended_s);
+    if (ended.length && ended.length + rows.filter((row) => row.state === "unknown").length === rows.length) {
+      const last = ended.reduce((a, b) => (b.ended_s > a.ended_s ? b : a));
+      return `The run has ended: ${last.name} was the last, ${last.state} at ${clock(last.ended_s)}.`;
+    }
     const training = rows.filter((row) => stateOf(row) === "training");
     const speed = training.reduce((sum, row) => sum + (row.tokens_per_s || 0), 0);
     return `${rows.length} peers, ${training.length} training, ${count(speed)} tokens/s together`;
@@ -152,17 +158,15 @@ export class RoundList {
   constructor(table, pairs) {
     this.body = table.tBodies[0];
     this.pairs = pairs;
-    const names = ["round", "fragment", "outcome", "members", "sent", "received", "took"];
-    table.tHead.append(element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name))));
+    setHead(table.tHead, ["round", "fragment", "outcome", "members", "sent", "received", "took", "why"]);
   }
 
   // rounds: round events, oldest first.
   draw(rounds) {
-    const rows = rounds.slice(-MOST_ROUNDS).reverse().map((round) => element("tr", {}, ...[
+    setRows(this.body, rounds.slice(-MOST_ROUNDS).reverse().map((round) => [
       round.round, round.fragment, round.outcome, (round.members ?? []).join(", ") || round.contributors,
-      bytes(round.bytes_sent), bytes(round.bytes_received), seconds(round.duration_s),
-    ].map((text) => element("td", {}, String(text ?? "-")))));
-    this.body.replaceChildren(...rows);
+      bytes(round.bytes_sent), bytes(round.bytes_received), seconds(round.duration_s), round.reason || "-",
+    ]));
     this.drawPairs(rounds);
   }
 
@@ -181,5 +185,30 @@ export class RoundList {
     const rows = names.map((a) => element("tr", {}, element("th", { scope: "row" }, a),
       ...names.map((b) => element("td", {}, a === b ? "" : String(times.get(`${a}\n${b}`) ?? 0)))));
     this.pairs.replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+  }
+}
+
+// Who was expelled for good, and whose contribution did not count; newest first.
+export class Judgements {
+  constructor(table, note) {
+    Object.assign(this, { body: table.tBodies[0], note, table });
+    setHead(table.tHead, ["when", "peer", "what", "why", "judged by"]);
+  }
+
+  // rows: the swarm's table, by id: rejections name the end of an id.
+  draw(peers, rows) {
+    const nameOf = (id) => [...rows.values()].find((row) => row.peer_id.endsWith(id))?.name ?? id;
+    const found = peers.flatMap((peer) => [
+      ...peer.expelled.map((event) => [event.time_s, event.name, "expelled", event.reason, peer.name]),
+      ...peer.rounds.flatMap((round) => (round.rejected ?? []).map((text) => {
+        const [id, why] = text.split(/: (.*)/s);
+        return [round.time_s, nameOf(id), `rejected in round ${round.round}`, why, peer.name];
+      })),
+    ]).sort((a, b) => b[0] - a[0]).slice(0, MOST_ROUNDS);
+    this.table.parentElement.hidden = !found.length;
+    setText(this.note, found.length
+      ? "Each peer judges by what it has seen itself."
+      : "Nobody was expelled, and no contribution rejected, as far as is known here.");
+    setRows(this.body, found.map(([time, ...texts]) => [clock(time), ...texts]));
   }
 }

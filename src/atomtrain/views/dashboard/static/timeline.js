@@ -1,7 +1,6 @@
 // A step as bars: one row a stream, coloured by phase; what was measured above what was predicted.
 
 import { element, key, seconds, shape } from "./format.js";
-import { ticks } from "./chart.js";
 
 const ROWS = {
   load: "load parameters", fetch: "fetch values", compute: "compute", save: "save values",
@@ -96,4 +95,15 @@ function colour(row, label, shades) {
   if (row === "averaging") return "f-average";
   const phase = label.split(" ")[0];
   return `f-${phase in PHASES ? phase : "other"}${shades.get(label) ? "-2" : ""}`;
+}
+
+function ticks(low, high, wanted) {
+  const rough = (high - low) / Math.max(1, wanted);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) {
+    found.push(Number(value.toPrecision(12)));
+  }
+  return found;
 }
