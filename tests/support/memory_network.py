@@ -13,6 +13,9 @@ from atomtrain.swarm.transport.identity import Identity, verify
 from atomtrain.swarm.transport.memory import Pipe, no_delay, pipe_pair
 from atomtrain.swarm.transport.transport import OPEN_S, Channel, Handler, LinkLost, StreamChannel
 
+HOST = "192.0.2.1"
+"""The one address of all peers."""
+
 
 def unsigned(data: bytes) -> bytes:
     """Return no signature: for members whose others do not look at it."""
@@ -150,6 +153,7 @@ class MemoryTransport:
         to_me, to_them = pipe_pair(network.delay_s)
         mine = StreamChannel(peer_id, to_me.reader, to_them, network.stall_s)
         theirs = StreamChannel(self.peer_id, to_them.reader, to_me, network.stall_s)
+        theirs.host = HOST
         self._channels.append((mine, to_me))
         remote._channels.append((theirs, to_them))
         remote._spawn(theirs)

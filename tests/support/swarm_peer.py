@@ -32,6 +32,7 @@ import torch
 from atomtrain.errors import SwarmError
 from atomtrain.swarm import Swarm
 from tests.support.swarm_misdeeds import MISDEEDS, Misdeed, haunt, hoard, lie, raid, record
+from tests.support.swarm_problem import Line, contribute_otherwise
 from tests.support.swarm_vectors import Vectors, config_of, cross, daemon_pid, found, judge_of, say
 
 _STOOD_STILL = (
@@ -250,6 +251,8 @@ def begin(fault: str, swarm: Swarm, misdeed: Misdeed | None, file: Path) -> None
         (raid if fault == "raid" else hoard)(swarm)
     elif fault in ("flood", "haunt"):
         (flood if fault == "flood" else haunt)(swarm)
+    elif fault.startswith("contribute "):
+        contribute_otherwise(swarm, float(fault.removeprefix("contribute ")))
     elif fault.startswith("lie "):
         lie(swarm, fault.removeprefix("lie "))
     else:
@@ -275,6 +278,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
     if settings.get("record"):
         record(swarm)
     moves = Path(settings.get("moves_file", "/none"))
+    line = Line(settings["learns"]) if "learns" in settings else None
     while not ended.is_set():
         if moves.exists():
             settings["target"] = settings["moves_to"]
@@ -283,7 +287,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
             begin(fault, swarm, misdeed, fault_file)
             step_s, fault = (20 * step_s if fault == "slow" else step_s), ""
         time.sleep(step_s)
-        vectors.step(settings["target"])
+        vectors.step(settings["target"]) if line is None else line.step(vectors)
         steps += 1
         reports = cross(swarm, vectors, step_s)
         for report in reports:
@@ -300,6 +304,7 @@ def train(swarm: Swarm, vectors: Vectors, settings: dict[str, Any]) -> None:
                     for fragment in range(len(store.fragment_elements))
                 ],
                 means=vectors.means(),
+                loss=None if line is None else line.loss(swarm),
                 peers=[p.peer_id for p in swarm.peers()],
                 relays={p.peer_id: p.relays for p in swarm.peers()},
                 steps=steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,9 +46,13 @@ def test_members_die_and_join_and_anchors_stay_equal(peers: list[PeerProcess]) -
         ({"transport": "glo"}, "Did you mean 'gloo'"),
         ({"transport": "gloo", "wire": "int4"}, "plain means of float32, not int4"),
         ({"transport": "gloo", "wire": "float32", "mean": "clipped"}, "not clipped ones"),
+        ({"transport": "gloo", "wire": "float32"}, "--run-key FILE or --allow FILE"),
     ],
 )
 def test_what_gloo_cannot_do_is_told(wrong: dict[str, Any], says: str) -> None:
-    swarm_config(run="r", transport="gloo", wire="float32")
+    over_gloo: dict[str, Any] = {"transport": "gloo", "wire": "float32"}
+    swarm_config(run="r", **over_gloo, listen_host="127.0.0.1")
+    swarm_config(run="r", **over_gloo, key_path=Path("key"))
+    swarm_config(run="r", **over_gloo, allow_path=Path("ids"))
     with pytest.raises(ConfigError, match=says):
         swarm_config(run="r", **wrong)

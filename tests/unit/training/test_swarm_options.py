@@ -98,6 +98,7 @@ def test_a_founder_who_resumes_need_not_repeat_the_rules() -> None:
         ({"upload_limit": "fast"}, "--upload-limit 'fast' is not a rate"),
         ({"upload_limit": "7kbit/s"}, "at least 8kbit/s"),
         ({"upload_limit": "8Mbit/s", "transport": "gloo"}, "leave one of them out"),
+        ({"run": "austen", "transport": "gloo"}, "give --run-key FILE or --allow FILE"),
         ({"mean": "cliped"}, "Did you mean .clipped."),
         ({"mean": "clipped", "transport": "gloo"}, "not clipped ones"),
         (

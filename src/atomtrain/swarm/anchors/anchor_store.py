@@ -185,6 +185,11 @@ class AnchorStore:
         """Return how many of this peer's tokens went into no anchor of a fragment yet."""
         return self.tokens_seen - self._tokens_merged[fragment]
 
+    def holds_progress(self, fragment: int) -> bool:
+        """Say whether this peer has learnt what merging another anchor leaves in the parameters."""
+        learnt = self.unmerged_tokens(fragment) > 0 or self._residuals[fragment] is not None
+        return learnt and not self.gradients
+
     def snapshot(self, fragment: int, local: torch.Tensor, into: torch.Tensor) -> Snapshot:
         """Copy a fragment's parameters to `into` for a round."""
         self.check_size(fragment, local)

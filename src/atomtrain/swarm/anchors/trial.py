@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -193,6 +194,10 @@ class Trial:
 
         None stands for those that wait: fragments of different age may fit each other badly, so
         while others are `coming` nothing is refused.
+
+        An anchor may contain what this peer has learnt alone already, or suit it badly. So one that
+        does harm together with that is tried by itself before it is refused: this peer starts again
+        from it, and gives up its own progress.
         """
         if self._good:
             self._look_back(access)
@@ -207,10 +212,36 @@ class Trial:
         found: list[str | None] = [why] * len(merges)
         if why and len(merges) > 1:  # some of them may be good
             found = [self._attempt([m], access, self._last) for m in merges]
+        self._start_again(merges, found, access)
         for merge, said in zip(merges, found, strict=True):
             if said:
                 self._refuse(merge, said)
         return found
+
+    def _start_again(
+        self, merges: Sequence[Merge], found: list[str | None], access: FragmentAccess
+    ) -> None:
+        """Try refused anchors without this peer's own progress; forget why of those it takes.
+
+        First all at once: they may fit only each other.
+        """
+        places = [
+            place
+            for place, why in enumerate(found)
+            if why and self._store.holds_progress(merges[place].fragment)
+        ]
+        tries = [places, *([place] for place in places if len(places) > 1)] if places else []
+        for chosen in tries:
+            restarts = [_restart(merges[place]) for place in chosen]
+            if self._attempt(restarts, access, self._last):
+                continue
+            fragments = [merge.fragment for merge in restarts]
+            _log.warning("fragments %s: this peer starts again from the fetched anchors, which do "
+                         "harm together with its own progress", fragments)  # fmt: skip
+            for place in chosen:
+                found[place] = ""
+            if chosen is places:
+                return
 
     # Merges that can be undone --------------------------------------------------------------
 
@@ -272,3 +303,9 @@ class Trial:
             "version %d", what, fragment, why, own.version,
         )  # fmt: skip
         self._on_refusal(Refusal(fragment, merge.anchor.stamp, merge.donor))
+
+
+def _restart(merge: Merge) -> Merge:
+    """Return the merge that leaves nothing but its anchor."""
+    elements = merge.anchor.values.numel()
+    return replace(merge, changed=whole(elements), snapshot=None, contributed=(), restart=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from atomtrain.errors import ConfigError, SwarmError
 from atomtrain.settings import is_name, option
-from atomtrain.swarm.membership.rules import Rules, check_rule
-from atomtrain.swarm.transport.endpoint import Endpoint
+from atomtrain.swarm.membership.rules import Rules, check_audited, check_rule
+from atomtrain.swarm.transport.endpoint import Endpoint, is_this_machine
 from atomtrain.units import parse_rate
 
 if TYPE_CHECKING:
@@ -146,6 +146,13 @@ class SwarmConfig:
             self.round_ceiling_s,
             "at least round_floor_s",
         )
+        check_audited(self.rules.transport, closed=self.is_closed)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether strangers can take no part: by a key or a list, or since nobody is elsewhere."""
+        chosen = self.key_path is not None or self.allow_path is not None
+        return chosen or is_this_machine(self.endpoint.listen_host)
 
 
 def admission_of(config: SwarmConfig, peer_id: str) -> Admission:

@@ -195,11 +195,13 @@ def led_weights(weights: Sequence[int], leader: int | None) -> tuple[int, ...]:
     return bounded_weights([min(w, most) if i == leader else w for i, w in enumerate(weights)])
 
 
-def weights_flaw(weights: Sequence[int], place: int, claimed: int, leader: int | None) -> str:
+def weights_flaw(
+    weights: Sequence[int], place: int, claimed: int, leader: int | None, counted: int = 0
+) -> str:
     """Return what is wrong with a leader's weights for the member at `place`; empty: nothing.
 
-    `claimed` is what that member has said. A leader may lower it, as far as `Standing.lowered`
-    does with newcomers, and to what `led_weights` allows.
+    `claimed` is what that member has said. A leader may lower it to what `led_weights` allows, and
+    as `Standing.lowered` does with who is new: but it knows the member for `counted` rounds.
     """
     own = weights[place]
     if own > claimed or (own == 0) != (claimed == 0):
@@ -210,8 +212,9 @@ def weights_flaw(weights: Sequence[int], place: int, claimed: int, leader: int |
     most = claimed
     if len(counting) >= _JUDGED_MEMBERS:
         most = min(claimed, _WEIGHT_MAX * statistics.median_low(counting))
-    if place != leader and own < most // (1 + FULL_ROUNDS):
-        return "lowered this member's weight further than a newcomer's"
+    if place != leader and own < most * (1 + counted) // (1 + FULL_ROUNDS):
+        known = f", which it has counted in {counted} rounds at least" if counted else ""
+        return f"lowered this member's weight further than a newcomer's{known}"
     return ""
 
 

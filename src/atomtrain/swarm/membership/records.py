@@ -13,6 +13,9 @@ import base64
 import binascii
 import json
 import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,6 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from atomtrain.swarm.anchors.stamps import Stamp
+from atomtrain.swarm.transport.buckets import NEW_BYTES, Buckets, record_allowances
 from atomtrain.swarm.transport.identity import SIGNATURE_BYTES, Identity, verify
 from atomtrain.swarm.transport.messages import BadMessage
 
@@ -37,6 +41,11 @@ _CLOCKS_S = 10.0
 """By how much the swarm's times of two peers may differ."""
 _GOOD_BYTES_MAX = 32 << 20
 """Records that a reader remembers, in all: those of thousands of peers."""
+_PEERS_MAX = 16384
+"""Peers of which a reader remembers how long their records are."""
+_RECORD_BYTES_USUAL = 1 << 11
+"""What a peer's first record counts at least: peers are many where records are short."""
+_TABLE = "the hash table"
 _ADDRESSES_MAX = 16
 _NUMBER_MAX = 1 << 53
 _Text = Annotated[str, Meta(max_length=TEXT_MAX)]
@@ -187,11 +196,17 @@ class RecordReader:
     Every replica of the hash table shows a node all records at each beat, nearly all of them as
     they were a moment ago. Checking a signature costs a hundred times what comparing the bytes
     with those of a good record does.
+
+    All records that it lets in take memory, and anybody can sign those of made-up peers. So there
+    are bounds on how fast they grow, whoever they are of: see `record_allowances`.
     """
 
-    def __init__(self, run: str) -> None:
-        """Know no record yet."""
+    def __init__(self, run: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know no record yet. `clock` returns seconds that only grow."""
         self._run = run
+        self._buckets = Buckets(record_allowances(EXPIRY_S_MAX), clock)
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """By peer: the longest record so far, in bytes; who was heard of last comes last."""
         self._good: dict[bytes, str] = {}  # peer by record, the oldest first
         self._good_bytes = 0
 
@@ -199,12 +214,31 @@ class RecordReader:
         """Return the record that `peer_id` signed for this run, and until when it counts.
 
         Raises:
-            BadMessage: somebody else made it, it is of another run, has expired, or never would.
+            BadMessage: somebody else made it, it is of another run, has expired, or never would;
+                or there are too many new ones.
         """
-        if not isinstance(data, bytes) or self._good.get(data) != peer_id:
+        if isinstance(data, bytes) and self._good.get(data) == peer_id:
+            return _valid_now(data, now_s)
+        grown = self._grown(peer_id, data)
+        if grown and not self._buckets.take(NEW_BYTES, "", _TABLE, grown):
+            raise BadMessage("more new membership records than there is room for now")
+        try:
             check_signature(peer_id, self._run, data)
-            self._remember(peer_id, data)
+        except BadMessage:  # nothing of it is kept
+            self._buckets.give_back(NEW_BYTES, "", _TABLE, grown)
+            raise
+        self._sizes[peer_id] = self._sizes.get(peer_id, 0) + grown
+        self._sizes.move_to_end(peer_id)
+        if len(self._sizes) > _PEERS_MAX:
+            self._sizes.popitem(last=False)
+        self._remember(peer_id, data)
         return _valid_now(data, now_s)
+
+    def _grown(self, peer_id: str, data: bytes) -> int:
+        """Return how many bytes a record takes beyond what those of its peer did so far."""
+        if not isinstance(peer_id, str) or not isinstance(data, bytes):
+            return 0
+        return max(0, max(len(data), _RECORD_BYTES_USUAL) - self._sizes.get(peer_id, 0))
 
     def _remember(self, peer_id: str, data: bytes) -> None:
         self._good_bytes += len(data) if data not in self._good else 0

@@ -210,6 +210,20 @@ def check_transport(name: str, wire: str | None, *, clipped: bool) -> None:
             )
 
 
+def check_audited(transport: str | None, *, closed: bool) -> None:
+    """Check that a run is `closed` to strangers where nobody audits what a peer sends.
+
+    Raises:
+        ConfigError: anybody who reaches this peer could take part.
+    """
+    if transport == "gloo" and not closed:
+        raise ConfigError(
+            "--transport gloo believes whatever a peer sends, and everybody who reaches this peer "
+            "could take part; give --run-key FILE or --allow FILE, listen on this machine only "
+            "(--host 127.0.0.1), or take --transport streams"
+        )
+
+
 def _require_gloo() -> None:
     import torch.distributed
 

@@ -32,6 +32,9 @@ _BARRED_S, _BARRED_S_MAX = 5.0, 86400.0
 time. Not for good, and short at first: such a donor may have been deceived itself."""
 FULL_ROUNDS = 8
 """Rounds after which a newcomer weighs what it claims."""
+_UNSEEN_ROUNDS = 4
+"""Rounds in which another peer may judge otherwise than its means say: since it was cut off, or
+since it has struck this peer, which it does twice before it begins anew."""
 _PEERS_MAX = 4096
 _FILE_BYTES_MAX = 4 << 20
 _WHY_MAX = 200
@@ -44,6 +47,8 @@ class _Record:
     until_round: int = 0
     accepted: int = 0
     """Rounds in which its contribution counted here, 8 at most."""
+    counted: int = 0
+    """Rounds in which, as an owner, it counted what this peer contributed; see `counts_me`."""
     barred_until_s: float = 0.0
     """In the swarm's time."""
     barred_for_s: float = 0.0
@@ -86,6 +91,22 @@ class Standing:
             record.strikes = 0
             record.accepted = 0
             self._changed = True
+
+    def observe_owner(self, peer_id: str, *, counted: bool) -> None:
+        """Hear whether a peer's means, of all its slices, had this peer's contribution."""
+        record, most = self._of(peer_id), FULL_ROUNDS + _UNSEEN_ROUNDS
+        before = record.counted
+        record.counted = min(before + 1, most) if counted else max(0, before - _UNSEEN_ROUNDS)
+        self._changed |= record.counted != before
+
+    def counts_me(self, peer_id: str) -> int:
+        """Return in how many rounds a peer must have accepted this one, 8 at most.
+
+        If it is honest it has `accepted` as often at least: who accepts takes into its means, who
+        strikes leaves out.
+        """
+        record = self._records.get(peer_id)
+        return max(0, record.counted - _UNSEEN_ROUNDS) if record is not None else 0
 
     def excluded(self, round_index: int) -> frozenset[str]:
         """Return the peers whose contributions do not count in round `round_index`."""

@@ -29,6 +29,7 @@ from atomtrain.swarm.membership.known_peers import KnownPeers
 from atomtrain.swarm.membership.records import TRAINING
 from atomtrain.swarm.membership.roster import Roster
 from atomtrain.swarm.membership.routes import Routes
+from atomtrain.swarm.membership.rules import check_audited
 from atomtrain.swarm.membership.standing import Standing
 from atomtrain.swarm.node.network_thread import LoopThread
 from atomtrain.swarm.node.service import Service, beat_pause_s
@@ -52,7 +53,7 @@ async def found(
     config: SwarmConfig, manifest: Manifest, thread: LoopThread, prepare: Callable[[Service], None]
 ) -> Service:
     """Start a run; `prepare` gets the service before it starts."""
-    transport = await Libp2pTransport.create(config.endpoint)
+    transport = await Libp2pTransport.create(config.endpoint, config.expiry_s)
 
     async def assembled() -> Service:
         clock = SwarmClock()
@@ -67,7 +68,7 @@ async def found(
 
 async def join(config: SwarmConfig, thread: LoopThread) -> Service:
     """Join a run through any address that leads to it."""
-    transport = await Libp2pTransport.create(config.endpoint)
+    transport = await Libp2pTransport.create(config.endpoint, config.expiry_s)
 
     async def assembled() -> Service:
         admission = admission_of(config, transport.peer_id)
@@ -145,8 +146,9 @@ def build_service(
     `clock` returns the swarm's time, `random_id` what no two rounds have in common.
 
     Raises:
-        ConfigError: the files with key or allowed peers cannot be used.
+        ConfigError: the files with key or allowed peers cannot be used, or the run wants some.
     """
+    check_audited(manifest.rules.transport, closed=config.is_closed)
     admission = admission_of(config, transport.peer_id)
     rules = manifest.rules
     gradients = rules.average == "gradient"

@@ -32,7 +32,8 @@ PING_BYTES_MAX = 4 << 20
 _ZEROS = bytes(1 << 18)
 _TCP_S = 5.0
 _PINGS = 5
-_RATE_S = 2.0
+_RATE_S, _RATE_PINGS = 2.0, 24
+"""How long a rate is measured, and by how many answers at most: see `buckets`."""
 _CLOCK_GOOD_S = 1.0
 _BEHIND = (
     "a peer behind a NAT has an address through a relay: 'atom swarm status' of any other shows it"
@@ -315,10 +316,12 @@ async def _measure(probe: Probe, address: str, found: Diagnosis) -> None:
     try:
         pings = [await probe.ping(address) for _ in range(_PINGS)]
         moved_bytes, seconds, until_s = 0, 0.0, time.monotonic() + _RATE_S
-        while not moved_bytes or time.monotonic() < until_s:
+        for _ in range(_RATE_PINGS):
             pong, asked_s, came_s = await probe.ping(address, PING_BYTES_MAX)
             moved_bytes += pong.bytes_count
             seconds += came_s - asked_s
+            if time.monotonic() >= until_s:
+                break
     except (LinkLost, BadMessage) as error:
         fix = "the way is not reliable: try again, and look at the peer's log"
         found.steps.append(Step("measurement", False, str(error), fix))

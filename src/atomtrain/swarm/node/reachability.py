@@ -251,6 +251,7 @@ class Relays:
                     channel.pacer = Pacer()  # what goes through it is limited once
                     identity = self._context.transport.identity
                     channel = await agree_as_called(channel, identity, call.caller)
+                    channel.host = relay  # who is behind it cannot be seen
             except BaseException:
                 channel.close()
                 raise

@@ -23,6 +23,7 @@ from atomtrain.swarm.membership.config import PROTOCOL
 from atomtrain.swarm.membership.lan import Found, Responder
 from atomtrain.swarm.membership.records import EXPIRY_S_MAX, JOINING, LEFT, TRAINING, PeerRecord
 from atomtrain.swarm.node.accusing import Accusations
+from atomtrain.swarm.node.bounds import Bounds
 from atomtrain.swarm.node.network_thread import Tasks
 from atomtrain.swarm.node.probe import send_pong, send_status
 from atomtrain.swarm.node.reachability import Reach, Relays, Reunion
@@ -86,6 +87,10 @@ def beat_pause_s(expiry_s: float, beat_s: float) -> tuple[float, float]:
     return min(max(expiry_s / 30, _PAUSE_BEATS * beat_s), expiry_s / 5), most_s
 
 
+def _loop_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class Service:
     """Everything a peer does on the network; all methods run on its event loop."""
 
@@ -106,6 +111,8 @@ class Service:
         self._publish_soon = asyncio.Event()
         self._relays = Relays(context, self._tasks, self._serve, self._publish_soon.set)
         self._streams: Counter[str] = Counter()
+        fragments = len(context.manifest.fragment_elements)
+        self._bounds = Bounds(context.peer_id, fragments, _loop_s)
         self._donations = Donations()
         self._meeting = False
         self._dialling: set[str] = set()
@@ -285,6 +292,9 @@ class Service:
 
     async def _serve(self, channel: Channel) -> None:
         """Serve one incoming stream to its end; the edge of its task."""
+        if not self._bounds.admits_stream(channel):
+            channel.close()
+            return
         if channel.remote != self.context.peer_id:
             self.context.adopt(channel)
         self._streams[channel.remote] += 1
@@ -317,16 +327,19 @@ class Service:
             return _After.CLOSE_WHEN_READ
         message = await channel.receive_any(channel.stall_s, OPENING_BYTES_MAX)
         refusal = self._refusal(channel.remote, opening, message)
-        if refusal:
+        if refusal := refusal or self._bounds.refusal(channel, message):
             await channel.send(Refused(reason=refusal, run=config.run, protocol=PROTOCOL))
         elif isinstance(message, Accuse):
             proved = await self._accusations.hear(channel, message)
             return _After.CLOSE if proved else _After.CLOSE_WHEN_READ
         elif isinstance(message, Invite):
-            answered_last = await self._rounds.follow(channel, message)
-            return _After.CLOSE_WHEN_READ if answered_last else _After.CLOSE
+            if await self._rounds.follow(channel, message):
+                return _After.CLOSE_WHEN_READ
+            self._bounds.called_for(channel)
+            return _After.CLOSE
         elif isinstance(message, Contribution):
             await self._rounds.take(channel, message)
+            self._bounds.called_for(channel)
         elif isinstance(message, AskDial):
             await self._dial(channel, message)
         elif isinstance(message, HoldOn | RelayTo):
@@ -335,9 +348,11 @@ class Service:
                 await relay.hold(channel)
             else:
                 await relay.pass_on(channel, message)
+                self._bounds.called_for(channel)
             return _After.CLOSE
         elif isinstance(message, TakeCall):
             self.context.routes.relay.take(channel, message)
+            self._bounds.called_for(channel)
             return _After.KEEP
         else:
             await self._answer_question(channel, message)
@@ -357,7 +372,10 @@ class Service:
         elif isinstance(message, Ping):
             await send_pong(channel, self.context, message)
         elif isinstance(message, Propose):
-            await channel.send(self._rounds.consider(message))
+            answer = self._rounds.consider(message)
+            if answer.accepted:
+                self._bounds.called_for(channel)
+            await channel.send(answer)
 
     async def _dial(self, channel: Channel, ask: AskDial) -> None:
         """Dial the peer that asks for it, at an address of its own only."""

@@ -124,7 +124,18 @@ class Exchange:
         accepted = tuple(members[i] for i in sorted(everywhere))
         held = (self._means, self._channels, self._values)
         lied, proofs = self._auditor.lied, self._auditor.proofs
-        return ExchangeResult(*held, rejected, lied, accepted, self._bases, proofs=proofs)
+        counted = self._counted()
+        return ExchangeResult(*held, rejected, lied, accepted, counted, self._bases, proofs)
+
+    def _counted(self) -> dict[str, bool]:
+        """Say of each other owner whose means are all here if they have this contribution."""
+        counted = {}
+        for member, peer_id in enumerate(self._begin.members):
+            means = self._means[member * self._each : (member + 1) * self._each]
+            came = [self._me in mean.contributors for mean in means if mean is not None]
+            if len(came) == self._each and member != self._me and self._begin.weights[self._me]:
+                counted[peer_id] = all(came)
+        return counted
 
     async def serve(self, channel: Channel, header: Contribution) -> None:
         """Take a lane that another member has opened; return when nothing goes over it any more.
@@ -332,7 +343,8 @@ def checked_place(setup: ExchangeSetup, begin: Begin) -> int:
         raise BadMessage("the group has no weights or no time")
     place = members.index(setup.peer_id)
     leader = members.index(setup.leader) if setup.leader in members else None
-    if flaw := weights_flaw(begin.weights, place, setup.snapshot.weight, leader):
+    claimed = setup.snapshot.weight
+    if flaw := weights_flaw(begin.weights, place, claimed, leader, setup.counted):
         raise BadMessage(f"the leader {flaw}")
     return place
 

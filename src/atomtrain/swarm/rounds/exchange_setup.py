@@ -34,6 +34,8 @@ class ExchangeResult:
     """Peers whose mean an audit has shown to be wrong, and why."""
     accepted: tuple[str, ...] = ()
     """Peers whose contribution is in each of this member's slices."""
+    counted: dict[str, bool] = field(default_factory=dict)
+    """Of owners whose means all came: whether this member's contribution is in each."""
     bases: Bases | None = None
     """What the means are to be added to, in rounds that have bases."""
     proofs: list[Proven] = field(default_factory=list)
@@ -60,6 +62,8 @@ class ExchangeSetup:
     offload: Offload
     leader: str = ""
     """Who leads the round."""
+    counted: int = 0
+    """In how many rounds it must have accepted this member's contributions, 8 at most."""
     sign: Sign
     """Signs in this peer's name."""
     verify: Verify

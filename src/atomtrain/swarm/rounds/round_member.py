@@ -175,6 +175,7 @@ class RoundMember:
         setup = ExchangeSetup(
             peer_id=context.peer_id,
             leader=self._channel.remote,
+            counted=context.standing.counts_me(self._channel.remote),
             snapshot=snapshot,
             codec=context.codec,
             open=partial(context.open, bulk=True),
@@ -207,6 +208,8 @@ class RoundMember:
         for peer_id in (*result.accepted, *result.rejected):
             rejected = peer_id in result.rejected
             context.standing.observe(peer_id, self.invite.round_index, rejected=rejected)
+        for peer_id, counted in result.counted.items():
+            context.standing.observe_owner(peer_id, counted=counted)
         for peer_id, why in result.lied.items():
             context.roster.distrust(peer_id, f"as an owner in round {begin.round_id}, {why}")
         self.proofs = result.proofs

@@ -22,9 +22,11 @@ import logging
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 
+from atomtrain.swarm.transport.buckets import STREAMS, Buckets, allowances
 from atomtrain.swarm.transport.messages import BadMessage
 from atomtrain.swarm.transport.secure import PUBLIC_BYTES, Agreement, SecureChannel
 from atomtrain.swarm.transport.transport import OPEN_S, Channel, Handler, LinkLost
@@ -115,6 +117,7 @@ class Direct:
         self._asking: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._greetings = 0
+        self._buckets = Buckets(allowances(0), time.monotonic)
         self._congestion = Congestion()
 
     def offer(self, peer_id: str) -> Offer:
@@ -215,21 +218,24 @@ class Direct:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                plain, _ = await loop.sock_accept(self._listener)
+                plain, (host, _) = await loop.sock_accept(self._listener)
             except OSError as error:  # no descriptor is free: it will be again
                 _log.warning("straight streams are not accepted for now: %s", error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
-            if self._greetings >= _GREETINGS_MAX:
+            full = self._greetings >= _GREETINGS_MAX
+            if full or not self._buckets.take(STREAMS, "", host):
                 plain.close()
                 continue
-            self._spawn(self._greet(plain, handler))
+            self._spawn(self._greet(plain, host, handler))
 
-    async def _greet(self, plain: socket.socket, handler: Handler) -> None:
+    async def _greet(self, plain: socket.socket, host: str, handler: Handler) -> None:
         self._greetings += 1
         try:
             async with asyncio.timeout(_GREETING_S):
                 channel = await self._greeted(plain)
+            channel.host = host
+            self._buckets.give_back(STREAMS, "", host)  # whoever takes the stream counts it
         except BaseException as error:
             plain.close()
             if not isinstance(error, OSError):

@@ -14,13 +14,16 @@ import logging
 import re
 import socket
 import sys
+import time
 import types
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from atomtrain.errors import SwarmError
 from atomtrain.swarm.transport.addresses import place_of
+from atomtrain.swarm.transport.buckets import STREAMS, Buckets, allowances
 from atomtrain.swarm.transport.daemon import Daemon, DaemonConfig
+from atomtrain.swarm.transport.daemon_calls import DaemonCalls
 from atomtrain.swarm.transport.direct import OFFER_BYTES, Direct
 from atomtrain.swarm.transport.endpoint import Endpoint
 from atomtrain.swarm.transport.identity import Identity, verify
@@ -70,10 +73,11 @@ class Libp2pTransport:
         self._dialling: dict[str, asyncio.Lock] = {}
         self._direct = _listening(endpoint, self._ask_offer) if endpoint.direct else None
         self._offering = 0
+        self._buckets = Buckets(allowances(0), time.monotonic)
 
     @classmethod
-    async def create(cls, endpoint: Endpoint) -> Libp2pTransport:
-        """Start the daemon and connect to it.
+    async def create(cls, endpoint: Endpoint, expiry_s: float = 30.0) -> Libp2pTransport:
+        """Start the daemon and connect to it; membership records live `expiry_s`.
 
         Raises:
             SwarmError: it cannot listen where it shall.
@@ -106,6 +110,16 @@ class Libp2pTransport:
 
             _UNIX_SOCKET_PREFIX = f"/unix{daemon.folder}/"
 
+            async def add_protobuf_handler(
+                self, name: str, handler: Any, *args: Any, **named: Any
+            ) -> None:
+                await super().add_protobuf_handler(name, calls.bounded(handler), *args, **named)
+
+        async def connected() -> list[tuple[str, tuple[str, ...]]]:
+            peers = await p2p.list_peers()
+            return [(str(one.peer_id), tuple(map(str, one.addrs))) for one in peers]
+
+        calls = DaemonCalls(expiry_s, connected)
         try:
             async with asyncio.timeout(endpoint.connect_s):
                 p2p = await Client.replicate(Multiaddr(f"/unix{daemon.control}"))
@@ -138,14 +152,16 @@ class Libp2pTransport:
         async def accept(
             info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         ) -> None:
-            await handler(self._channel(str(info.peer_id), reader, writer))
+            await handler(self._channel(str(info.peer_id), reader, writer, host_of(str(info.addr))))
 
         async def offer(
             info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         ) -> None:
             assert self._direct is not None
-            channel = self._channel(str(info.peer_id), reader, writer)
-            if self._offering < _OFFERS_AT_ONCE:
+            host = host_of(str(info.addr))
+            channel = self._channel(str(info.peer_id), reader, writer, host)
+            free = self._offering < _OFFERS_AT_ONCE
+            if free and self._buckets.take(STREAMS, channel.remote, host):
                 self._offering += 1
                 try:
                     with contextlib.suppress(LinkLost):
@@ -203,9 +219,15 @@ class Libp2pTransport:
             channel.close()
 
     def _channel(
-        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        peer_id: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        host: str = "",
     ) -> Channel:
-        return StreamChannel(peer_id, reader, writer, self._endpoint.stall_s)
+        channel = StreamChannel(peer_id, reader, writer, self._endpoint.stall_s)
+        channel.host = host
+        return channel
 
     async def dial(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Connect to a peer; raises hivemind's errors, `OSError` or `ValueError`."""

@@ -70,6 +70,8 @@ class Channel(ABC):
     def __init__(self, remote: str, stall_s: float) -> None:
         """Wrap an open stream; one on which no byte moves for `stall_s` breaks."""
         self.remote = remote
+        self.host = ""
+        """Where the other side is, if it opened the stream and that is known."""
         self.sent_bytes = 0
         self.received_bytes = 0
         self.pacer = Pacer()

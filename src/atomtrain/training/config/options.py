@@ -20,9 +20,15 @@ from atomtrain.settings import (
 )
 from atomtrain.swarm.anchors.updates import check_outer_name
 from atomtrain.swarm.membership.config import SwarmConfig
-from atomtrain.swarm.membership.rules import Rules, check_group_size, check_mean, check_transport
+from atomtrain.swarm.membership.rules import (
+    Rules,
+    check_audited,
+    check_group_size,
+    check_mean,
+    check_transport,
+)
 from atomtrain.swarm.packages import missing_packages
-from atomtrain.swarm.transport.endpoint import Endpoint
+from atomtrain.swarm.transport.endpoint import Endpoint, is_this_machine
 from atomtrain.training.config.recipe import Recipe
 
 CHECKS = ("auto", "always", "never")
@@ -299,6 +305,8 @@ class TrainOptions:
         check_mean(self.mean, self.average or "local")
         if self.transport is not None:
             check_transport(self.transport, self.wire, clipped=self.mean == "clipped")
+        chosen = self.run_key is not None or self.allow is not None
+        check_audited(self.transport, closed=chosen or is_this_machine(self.listen_host))
         if self.upload_limit is not None and self.transport == "gloo":
             raise ConfigError(
                 "--upload-limit does not limit --transport gloo; leave one of them out"

@@ -273,6 +273,93 @@ def test_what_makes_the_loss_not_finite_never_stays() -> None:
     assert math.isfinite(peer.model.loss())
 
 
+# Anchors that do harm together with what this peer has learnt alone
+
+
+def _apart(fragments: int = 1) -> Peer:
+    """Return a peer that has come most of the way alone: from 3 to 0.2, where 0 is best."""
+    peer = Peer()
+    for fragment in range(fragments):
+        values = torch.full((ELEMENTS,), 3.0)
+        peer.model.fragments[fragment].copy_(values)
+        peer.store.place(fragment, peer.store.fresh(values, version=0, tokens=0))
+        peer.model.fragments[fragment].fill_(0.2)
+    peer.model.step = lambda: None  # type: ignore[method-assign]
+    return peer
+
+
+def test_a_good_anchor_that_has_what_this_peer_learnt_is_taken_by_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its own progress a second time would carry it from 0.2 to -2.8."""
+    peer = _apart()
+    merge = peer.give(GOOD)
+    with caplog.at_level(logging.WARNING):
+        [said] = peer.cross()
+    assert said.outcome == "fetched"
+    assert not peer.refusals
+    assert torch.equal(peer.model.fragments[0], GOOD)
+    assert peer.store.anchor(0) is merge.anchor
+    assert peer.store.unmerged_tokens(0) == 0
+    assert peer.store.residual(0) is None
+    assert ["starts again from the fetched anchors" in line for line in caplog.messages] == [True]
+
+
+def test_an_anchor_that_does_harm_by_itself_is_refused_and_undone() -> None:
+    peer = _apart()
+    peer.give(BAD)
+    before = [peer.model.fragments[0].clone(), peer.store.anchor(0)]
+    [said] = peer.cross()
+    assert said.outcome == "refused"
+    assert torch.equal(peer.model.fragments[0], before[0])
+    assert peer.store.anchor(0) is before[1]
+    assert peer.store.unmerged_tokens(0) == 10
+    assert len(peer.refusals) == 1
+
+
+def test_who_has_learnt_nothing_alone_judges_an_anchor_once() -> None:
+    asked: list[float] = []
+
+    def judge() -> float:
+        asked.append(peer.model.loss())
+        return asked[-1]
+
+    peer = Peer(judge)
+    peer.model.step = lambda: None  # type: ignore[method-assign]
+    peer.give(BAD)
+    [said] = peer.cross(tokens=0)
+    assert said.outcome == "refused"
+    assert len(asked) == 2
+
+
+def test_of_several_anchors_the_good_ones_are_taken_by_themselves() -> None:
+    peer = _apart(2)
+    peer.give(GOOD, 0, "honest")
+    peer.give(BAD, 1, "liar")
+    said = peer.cross()
+    assert [one.outcome for one in said] == ["fetched", "refused"]
+    assert [refusal.donor for refusal in peer.refusals] == ["liar"]
+    assert torch.equal(peer.model.fragments[0], GOOD)
+    torch.testing.assert_close(peer.model.fragments[1], torch.full((ELEMENTS,), 0.2))
+
+
+def test_anchors_that_fit_only_each_other_are_taken_together() -> None:
+    """Each alone makes the loss worse, with this peer's own progress or without."""
+    peer = _apart(2)
+
+    def apart() -> float:
+        one, other = (float(fragment.mean()) for fragment in peer.model.fragments)
+        return 1.0 + abs(one - other) + 0.1 * abs(one + other)
+
+    peer.mailbox.use_judge(apart, lambda: 0.0)
+    for fragment in range(2):
+        peer.give(torch.full((ELEMENTS,), -1.0), fragment)
+    peer.model.fragments[1].fill_(0.7)
+    said = peer.cross()
+    assert [one.outcome for one in said] == ["fetched", "fetched"]
+    assert all(torch.equal(f, torch.full((ELEMENTS,), -1.0)) for f in peer.model.fragments)
+
+
 # Momentum
 
 

@@ -180,7 +180,7 @@ def test_who_lies_about_tokens_weighs_little_more_than_others() -> None:
 
 def test_a_leader_that_lets_one_weigh_too_much_is_not_followed() -> None:
     snapshot: Any = SimpleNamespace(weight=500)
-    setup: Any = SimpleNamespace(peer_id="me", snapshot=snapshot, leader="")
+    setup: Any = SimpleNamespace(peer_id="me", snapshot=snapshot, leader="", counted=0)
     members = ("me", "other", "third")
     begin = Begin(
         round_id="1-x", members=members, weights=(500, 40, 50), late=(False,) * 3, exchange_s=1.0,
@@ -190,6 +190,9 @@ def test_a_leader_that_lets_one_weigh_too_much_is_not_followed() -> None:
     snapshot.weight = 10**6
     assert checked_place(setup, begin) == 0, "bounded to ten times the median"
     assert checked_place(setup, replace(begin, weights=(60, 40, 50))) == 0, "as one that is new"
+    setup.counted = 8
+    with pytest.raises(BadMessage, match="which it has counted in 8 rounds at least"):
+        checked_place(setup, replace(begin, weights=(60, 40, 50)))
     snapshot.weight = 500
     for weights in ((501, 40, 60), (0, 40, 50), (10**6, 40, 50), (500, 40, 501 * 10)):
         with pytest.raises(BadMessage, match=r"the leader (changed|lets one weigh too much)"):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atomtrain.swarm.transport.buckets import HOST_TIMES, STREAMS, Allowance
 from atomtrain.swarm.transport.direct import OFFER_BYTES, Congestion, Direct, Offer
 from atomtrain.swarm.transport.messages import BadMessage, Propose
 from atomtrain.swarm.transport.rates import Pacer
@@ -410,6 +411,52 @@ def test_a_firewall_that_swallows_everything_is_given_up_on_in_time() -> None:
             client.close()
 
     asyncio.run(scenario())
+
+
+def test_who_dials_without_end_is_hung_up_on_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one address so many are heard; those that know their token do not count."""
+    allowed = {STREAMS: Allowance(2.0, 0.0)}
+    monkeypatch.setattr("atomtrain.swarm.transport.direct.allowances", lambda _: allowed)
+    greet, greeted = Direct._greeted, 0
+
+    async def counted(self: Direct, plain: socket.socket) -> SecureChannel:
+        nonlocal greeted
+        greeted += 1
+        channel = await greet(self, plain)
+        assert isinstance(channel, SecureChannel)
+        return channel
+
+    monkeypatch.setattr(Direct, "_greeted", counted)
+
+    async def scenario() -> None:
+        served: list[str] = []
+
+        async def handle(channel: Channel) -> None:
+            served.append(channel.host)
+            channel.close()
+
+        async def ask(peer_id: str) -> bytes:
+            return listening.offer("member").encode()
+
+        listening = Direct("127.0.0.1", 0, 5.0, ask)
+        with contextlib.closing(listening):
+            listening.serve(handle)
+            for _ in range(5 * HOST_TIMES):
+                channel = await listening.open("listening", ["127.0.0.1"])
+                assert channel is not None
+                await channel.wait_closed(PATIENCE_S)
+                channel.close()
+            assert served == ["127.0.0.1"] * 5 * HOST_TIMES
+            port = Offer.decode(await ask("")).port
+            for _ in range(3 * HOST_TIMES):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                with contextlib.suppress(ConnectionError):
+                    writer.write(bytes(48))  # a token that nobody has
+                    assert await asyncio.wait_for(reader.read(1), PATIENCE_S) == b""
+                writer.close()
+
+    asyncio.run(scenario())
+    assert greeted == (5 + 2) * HOST_TIMES
 
 
 def test_hosts_of_addresses() -> None:
