@@ -105,7 +105,9 @@ def layer_key(layer: Layer, cost: LayerCost, values: Mapping[str, ValueSpec]) ->
     ]
     costs = (cost.forward_flops, cost.backward_flops, cost.kept_bytes, cost.graph_bytes)
     module = layer.module
-    said = (type(module).__qualname__, repr(module), getattr(module, "code", ""))
+    said = (
+        type(layer).__name__, type(module).__qualname__, repr(module), getattr(module, "code", "")
+    )  # fmt: skip
     return hashlib.sha256(repr((said, tensors, specs, costs)).encode()).hexdigest()[:32]
 
 

@@ -49,6 +49,13 @@ def require_gpu(index: int) -> None:
     )
 
 
+def capability(device: torch.device | int) -> tuple[int, int] | None:
+    """Return a GPU's compute capability; `None` of what is not a GPU."""
+    if isinstance(device, torch.device) and device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 def why_none() -> str:
     """Return why no GPU can be used, and what to do, as a part of a sentence."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
