@@ -21,6 +21,7 @@ from atomtrain.engine.execution.compiled import CACHE_VARIABLE, CompiledLayer, c
 from atomtrain.engine.execution.offload import Offload
 from atomtrain.errors import ConfigError
 from atomtrain.planning.plan.shape import Activation, Shape
+from tests.support.own_backward import own_backward
 from tests.support.planning_models import use_shape
 from tests.support.reference import assert_equal_training, train, twin
 from tests.support.swapped import adamw, deep_gpt, gpt, random_delays, swap, token_batches
@@ -211,6 +212,20 @@ def test_on_the_host_of_a_gpu_layers_run_operation_by_operation() -> None:
     chain = compiled(traced.chain, costs, torch.device("cuda"))
     assert isinstance(chain.layers[0], CompiledLayer)
     assert torch.equal(chain.loss_of(inputs), traced.chain.loss_of(inputs))
+
+
+def test_a_function_with_a_backward_of_its_own_runs_as_it_is(
+    graphs: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    case = own_backward(3)
+    reference, batches = twin(case.model), [[case.draw()] for _ in range(2)]
+    optimizer = adamw(reference.parameters())
+    expected = train(reference, batches, optimizer, lambda model, batch: model(**batch)["loss"])
+    with swap(case.model, batches[0][0], segments=3, compile=True) as engine:
+        assert [engine.step(step) for step in batches] == expected
+        assert_equal_training(engine, reference, optimizer)
+    assert "has a torch.autograd.Function, so it is not compiled" in caplog.text
+    assert not any(isinstance(layer, CompiledLayer) for layer in engine.planner.chain.layers[:3])
 
 
 @pytest.mark.parametrize("own", [True, False])

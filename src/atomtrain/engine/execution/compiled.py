@@ -6,12 +6,14 @@ than the operations one by one: results differ in their last bits from those of 
 compiled, not from step to step or from plan to plan. For that a layer runs the same code whether
 its graph is wanted or not: code for forward alone is fused in another way.
 
-A layer without products (an embedding) gains nothing and stays as it is.
+A layer without products (an embedding) gains nothing and stays as it is. So does one with a
+`torch.autograd.Function`: traced, its backward may be called with other gradients than by autograd.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shutil
 import sys
@@ -42,6 +44,7 @@ switches flags of the whole process, by which optimizers choose their arithmetic
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _LEAST_CAPABILITY = (7, 0)
 """Of GPUs for which Triton compiles (Volta, 2017)."""
+_logger = logging.getLogger(__name__)
 Template = Callable[[dict[str, Tensor], tuple[Any, ...]], Any]
 
 
@@ -138,9 +141,12 @@ def compiled(
     os.environ.setdefault(CACHE_VARIABLE, str(default_cache() / "compiled"))
     templates: dict[str, Template] = {}
     layers: list[Layer] = []
+    own_backward: dict[str, list[str]] = {}
     for layer, cost in zip(chain.layers, costs.layers, strict=True):
-        if not cost.forward_flops:
+        if not cost.forward_flops or not cost.saved.movable:
             layers.append(layer)
+            if not cost.saved.movable:
+                own_backward.setdefault(cost.kind, []).append(layer.name)
             continue
         if cost.kind not in templates:
             templates[cost.kind] = _template(layer, backend)
@@ -152,6 +158,11 @@ def compiled(
                 device_type=device.type,
                 gradients=tuple(costs.values[name].requires_grad for name in layer.reads),
             )
+        )
+    for names in own_backward.values():
+        more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+        _logger.warning(
+            "layer %r%s has a torch.autograd.Function, so it is not compiled", names[0], more
         )
     return dataclasses.replace(chain, layers=tuple(layers))
 
