@@ -190,7 +190,7 @@ def _open(
         made = optimizer_of(chain, optimizer)
         machine = machine_of_all(_machine_with_disk(profile.machine, chain, options), devices)
         states = None if options.disk is None else states_of(made)
-        on_gpu = opened.torch_device.type == "cuda"
+        on_gpu = opened.torch_device.type != "cpu"
         taken = update_model(made, chain, on_gpu=on_gpu)
         if options.profile:
             key = machine_key(opened)
